@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 JobId = Annotated[str, typer.Argument(help="Job id as printed by `list`, with or without its pool.")]
-StateName = Literal["queued", "running", "done", "failed", "cancelled", "expired"]
+StateName = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
 
 app = App()
 

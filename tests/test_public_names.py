@@ -127,7 +127,7 @@ def test_keyword_arguments_are_the_fields_of_the_records() -> None:
 
 def test_no_public_class_shows_an_address(redis_url: str) -> None:
     secret = redis_url.replace("://", "://:s3cret@")
-    shown = [repr(penstock.AsyncClient(secret)), repr(Chunk("demo.1", 0)), repr(Result("demo.1", Outcome("done")))]
+    shown = [repr(penstock.AsyncClient(secret)), repr(Chunk("demo.1", 0)), repr(Result("demo.1", Outcome("succeeded")))]
     with penstock.Client(redis_url, tenant="acme") as client:
         shown.append(repr(client))
         assert repr(client) == f"<Client {redis_url} tenant=acme connected>"

@@ -134,7 +134,7 @@ class ResponseEvents(EventSource):
                     await writer.write(encoder.waiting(batch.job_id, batch.update))
                     continue
                 outcome = batch[-1].outcome
-                failed = outcome is not None and outcome.state != "done"
+                failed = outcome is not None and outcome.state != "succeeded"
                 if outcome is not None and failed and generation.cut_at is None and not writer.started:
                     raise error_of(outcome)
                 # Events that the caller has already got give no parts, so a long batch would not be interrupted.
@@ -197,7 +197,7 @@ class ResponseObject:
             (job,) = jobs
             await self._held.learn(job)
             status = await job.status()
-            if status.outcome is not None and status.outcome.state == "done":
+            if status.outcome is not None and status.outcome.state == "succeeded":
                 (end,) = await ends_of(jobs)
                 await self._send_whole(job, end, status, send)
             else:

@@ -173,7 +173,7 @@ class Conversations:
             record = replace(record.without_request(), items=kept)
         async with self._budget.taken(self._tenant, READ_RESULT_SIZE * bytes_to_claim(num_bytes.result)):
             result = await self._client.packed_result(job_id, tenant=self._tenant)
-            if result is None or result.outcome.state != "done":
+            if result is None or result.outcome.state != "succeeded":
                 return record, None
             self._count_stored(result.num_bytes)
             if result.num_bytes > MAX_BYTES_ON_LOOP:

@@ -66,7 +66,7 @@ def end_of(
     """Return how a response ended, by its record, by the end of its job, and by what was read of it."""
     if outcome.state == "cancelled":
         return ResponseEnd("cancelled", finished_s)
-    if outcome.state != "done":
+    if outcome.state != "succeeded":
         message = outcome.message or f"the job {outcome.state}"
         return ResponseEnd("failed", finished_s, error={"code": outcome.code or "server_error", "message": message})
     status: Status = "incomplete" if reader.finish_reason == "length" else "completed"

@@ -293,7 +293,7 @@ class GenerationEvents(EventSource):
                     await writer.write(encoder.waiting(batch.job_id, batch.update))
                     continue
                 outcome = batch[-1].outcome
-                failed = outcome is not None and outcome.state != "done"
+                failed = outcome is not None and outcome.state != "succeeded"
                 if writer.started or not failed:
                     if not writer.started:
                         plan.show_exact_limit(batch, writer)

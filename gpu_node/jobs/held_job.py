@@ -135,7 +135,7 @@ _MODEL_ERROR = (
 def outcome_of(job: HeldJob) -> Outcome:
     """Return the outcome of a job that has no open choice."""
     if not job.has_failed_choice:
-        return Outcome("done")
+        return Outcome("succeeded")
     if (error := job.error) is not None:
         return Outcome("failed", error.code, error.message, error.param or "")
     if job.params.structured_outputs is not None and job.params.bad_words:

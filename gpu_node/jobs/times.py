@@ -95,7 +95,7 @@ class EndedJob:
     @property
     def reason(self) -> str:
         """The finish reason of its first choice, or the state of a job that is not done."""
-        return self.finish_reason or "stop" if self.outcome.state == "done" else self.outcome.state
+        return self.finish_reason or "stop" if self.outcome.state == "succeeded" else self.outcome.state
 
 
 def _seconds() -> Histogram:
@@ -166,7 +166,7 @@ class JobMetrics:
         """Count a job that ended. `at_s`: when Redis had stored its end."""
         metrics, usage = self.classes[priority], job.usage
         metrics.ends[job.reason] += 1
-        if job.outcome.state != "done":
+        if job.outcome.state != "succeeded":
             return
         metrics.total_s.note(at_s - times.submitted_s)
         metrics.prompt_tokens.note(usage.prompt_tokens)

@@ -272,7 +272,7 @@ class JobPreparation:
             run = partial(run_task, self._tokenizer, request, tenant, max_tokens, now)
             job.output = await self._tokenized(run, job, request, self._task_threads)
             del run, request  # They have the text, and the output may wait long for Redis.
-            self._outbox.end(job, Outcome("done"))
+            self._outbox.end(job, Outcome("succeeded"))
             if is_long:
                 await self._outbox.until_removed(job)
 

@@ -4,8 +4,8 @@ OLD_PYTHON is the interpreter of another clone's virtual environment. Each run i
 goes first alternates from pair to pair. A pair in which other processes used much of the CPU is run again. Printed are
 the median of new ÷ old and its 95 % interval, by bootstrap: tokens per second, so more than 1 is faster.
 
-Each run converts the weights into memory of its own. A file of converted weights lies in the page cache as it came to be
-written: its reads differ in speed by up to 10 % from file to file, and each version would keep its own file.
+Each run converts the weights into memory of its own. A file of converted weights lies in the page cache as it was first
+written: reads of two such files differ in speed by up to 10 %, and each version would keep a file of its own.
 """
 
 from __future__ import annotations

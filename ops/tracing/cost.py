@@ -37,7 +37,7 @@ BATCH = 500
 JOB_ID = "model.01890000-0000-7000-8000-000000000000"
 TRACE = ("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",)
 UNSAMPLED = f"{TRACE[0][:-2]}00"
-ENDED = EndedJob(Outcome("done"), "stop", Usage(100, 50, 20), max_tokens=64, num_choices=1, longest_output=50)
+ENDED = EndedJob(Outcome("succeeded"), "stop", Usage(100, 50, 20), max_tokens=64, num_choices=1, longest_output=50)
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "scheme": "http"}
 
 

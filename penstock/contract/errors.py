@@ -249,7 +249,7 @@ _BY_CODE: dict[str, type[PenstockError]] = {
 
 
 def error_of(outcome: Outcome) -> PenstockError:
-    """Return the error to raise for a job that did not end `done`.
+    """Return the error to raise for a job that did not succeed.
 
     A job that a node refused keeps the class of that refusal, found by its `code`.
     """

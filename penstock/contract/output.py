@@ -53,8 +53,16 @@ def members_of(update: WaitUpdate) -> dict[str, dict[str, int | None]]:
 # creates thousands of them per second.
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-TerminalState = Literal["done", "failed", "cancelled", "expired"]
-TERMINAL_STATES = frozenset(("done", "failed", "cancelled", "expired"))
+TerminalState = Literal["succeeded", "failed", "cancelled", "expired"]
+TERMINAL_STATES = frozenset(("succeeded", "failed", "cancelled", "expired"))
+_OLDER_NAMES = {"done": "succeeded"}
+"""States as earlier releases stored and sent them."""
+
+
+def state_of(name: str) -> str:
+    """Return a state by its present name. `name` may be that of an earlier release."""
+    return _OLDER_NAMES.get(name, name)
+
 
 
 @dataclass(frozen=True, slots=True)

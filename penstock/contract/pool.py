@@ -136,7 +136,7 @@ EVENTS = {
     "refused_memory": "submissions that the limit of Redis's memory refused",
     "refused_tenant_limit": "submissions that a limit of their tenant refused",
     "refused_tenant_memory": "submissions that the limit of their tenant's memory refused",
-    "ended_done": "jobs that completed",
+    "ended_succeeded": "jobs that completed",
     "ended_failed": "jobs that failed",
     "ended_cancelled": "jobs that were canceled, or had no reader left",
     "ended_expired": "jobs that passed their deadline",

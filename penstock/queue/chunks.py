@@ -5,11 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, PrefillProgress, Usage
+from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, PrefillProgress, Usage, state_of
 from penstock.queue import msgpack_codec
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.msgpack_codec import Pack, WireError, array_header, checked_map, pack, unpack_all, with_members
@@ -111,9 +111,10 @@ _CHUNK_TYPES |= {"f": str, "u": list, "e": dict, "l": list, "q": list, "n": int}
 
 
 def _outcome_of(fields: dict[str, Any]) -> Outcome:
-    if fields["state"] not in TERMINAL_STATES:
-        raise WireError(f"{fields['state']!r} is not a terminal state")
-    return Outcome(fields["state"], fields.get("code", ""), fields.get("message", ""), fields.get("param", ""))
+    state = state_of(fields["state"])
+    if state not in TERMINAL_STATES:
+        raise WireError(f"{state!r} is not a terminal state")
+    return Outcome(cast(Any, state), fields.get("code", ""), fields.get("message", ""), fields.get("param", ""))
 
 
 def chunk_of(value: Any) -> Chunk:

@@ -152,7 +152,7 @@ async def _ask(
     )
     on_submit()
     result = await job.result(check=False)
-    if result.outcome.state != "done":
+    if result.outcome.state != "succeeded":
         error = error_of(result.outcome)
         if isinstance(error, BusyError | UnavailableError):
             # The job has ended, so a retry with the same idempotency key would only find the same failure.

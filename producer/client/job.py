@@ -257,7 +257,7 @@ class AsyncJob:
         return f"<AsyncJob {self.id}>"
 
     async def stream(self) -> AsyncGenerator[Chunk, None]:
-        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it ended `done`.
+        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it succeeded.
 
         If the reader leaves early, such as by Ctrl-C, a `background` job goes on, and any other is canceled 5 s later.
         """
@@ -267,7 +267,7 @@ class AsyncJob:
                 outcome = batch[-1].outcome
                 for chunk in batch:
                     yield chunk
-        if outcome is not None and outcome.state != "done":
+        if outcome is not None and outcome.state != "succeeded":
             raise error_of(outcome)
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
@@ -284,7 +284,7 @@ class AsyncJob:
         return StreamReader(self._source, self._box_to_read, cursor, self._inbox.stats, sink).batches()
 
     async def result(self, *, timeout: float | None = None, check: bool = True) -> Result:  # noqa: ASYNC109
-        """Wait for the job's end and return its result. With `check`, raise the job's error unless it ended `done`.
+        """Wait for the job's end and return its result. With `check`, raise the job's error unless it succeeded.
 
         Raises ResultTimeoutError after `timeout` seconds. A job that is `background`, the default of `submit`, goes on
         then; so it does if a cancellation or Ctrl-C ends the wait. `cancel` ends it. A stream that begins later reads
@@ -321,7 +321,7 @@ class AsyncJob:
             self._inbox.close_box(feed, box)
         if isinstance(result, Result) or result.is_fetched:
             self._source.forget_submission()
-        if check and result.outcome.state != "done":
+        if check and result.outcome.state != "succeeded":
             raise error_of(result.outcome)
         return result
 

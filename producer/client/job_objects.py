@@ -38,7 +38,7 @@ def queue_members(status: JobStatus) -> dict[str, int | None]:
 
 
 def outcome_object(outcome: Outcome) -> dict[str, str]:
-    """Return how a job ended. For `done`, the other members are empty."""
+    """Return how a job ended. For `succeeded`, the other members are empty."""
     return {"state": outcome.state, "code": outcome.code, "message": outcome.message, "param": outcome.param}
 
 

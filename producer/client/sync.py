@@ -320,7 +320,7 @@ class Job:
         return f"<Job {self.id}>"
 
     def stream(self) -> Iterator[Chunk]:
-        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it ended `done`.
+        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it succeeded.
 
         If the reader leaves early, such as by Ctrl-C, a `background` job goes on, and any other is canceled 5 s later.
         """
@@ -328,7 +328,7 @@ class Job:
         for chunk in self.chunks():
             outcome = chunk.outcome
             yield chunk
-        if outcome is not None and outcome.state != "done":
+        if outcome is not None and outcome.state != "succeeded":
             raise error_of(outcome)
 
     def chunks(self) -> Iterator[Chunk]:
@@ -352,7 +352,7 @@ class Job:
                 self._loop.post(source.aclose())
 
     def result(self, *, timeout: float | None = None, check: bool = True) -> Result:
-        """Wait for the job's end and return its result. With `check`, raise the job's error unless it ended `done`.
+        """Wait for the job's end and return its result. With `check`, raise the job's error unless it succeeded.
 
         Raises ResultTimeoutError after `timeout` seconds. A job that is `background`, the default of `submit`, goes on
         then; so it does if Ctrl-C ends the wait. `cancel` ends it.

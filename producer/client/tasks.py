@@ -86,7 +86,7 @@ def _of_task(task: Task, options: Mapping[str, Any]) -> SubmitOptions:
 
 
 def output_of(result: Result, kind: type[AnyOutput]) -> AnyOutput:
-    """Return the output of a job that is `done`. Raises InvariantError for an output of another kind."""
+    """Return the output of a job that succeeded. Raises InvariantError for an output of another kind."""
     if not isinstance(result.output, kind):
         raise InvariantError(f"the result of job {result.job_id} has no output of type {kind.__name__}")
     return result.output

@@ -38,7 +38,7 @@ def test_jobs_are_listed_newest_first_with_filters(pool: str) -> None:
         assert lines[0] == ["ID", "STATE", "CLASS", "TENANT", "AGE", "OUT"]
         assert [line[:4] for line in lines[1:3]] == [
             [ids[1], "queued", "batch", "rival"],
-            [ids[0], "done", "batch", "acme"],
+            [ids[0], "succeeded", "batch", "acme"],
         ]
         assert lines[2][-1] == "3"
         for options, expected in (
@@ -60,7 +60,7 @@ def test_job_is_shown_with_its_ledger_and_on_request_with_its_text(pool: str) ->
         job = client.submit("hello", max_tokens=3, seed=1, tenant="acme")
         result = job.result()
     shown = json.loads(jobs(pool, "show", job.id, "--json").stdout)
-    assert (shown["state"], shown["tenant"], shown["outcome"]["state"]) == ("done", "acme", "done")
+    assert (shown["state"], shown["tenant"], shown["outcome"]["state"]) == ("succeeded", "acme", "succeeded")
     assert "result" not in shown
     assert [event["event"] for event in shown["ledger"]["events"]] == ["queued", "taken", "first_token", "finished"]
     with_text = json.loads(jobs(pool, "show", job.id, "--result", "--json").stdout)
@@ -76,7 +76,7 @@ def test_list_as_json_has_the_objects_of_the_http_api(pool: str) -> None:
         job = client.submit("hello", max_tokens=3, tenant="json")
         job.result()
     (shown,) = json.loads(jobs(pool, "list", "--tenant", "json", "--json").stdout)
-    assert (shown["id"], shown["state"], shown["object"]) == (job.id, "done", "job")
+    assert (shown["id"], shown["state"], shown["object"]) == (job.id, "succeeded", "job")
     assert shown == json.loads(jobs(pool, "show", job.id, "--json").stdout)
     assert json.loads(jobs(pool, "list", "--tenant", "none", "--json").stdout) == []
 

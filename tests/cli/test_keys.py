@@ -79,7 +79,7 @@ async def use(redis_url: str, account: str = "k1") -> None:
         await queue.producer.submit(Submission(new_job(tenant="acme"), 1, terms=Terms(account=account)))
         taken = await node.take_one()
         last = Emission(taken.job_id, taken.lease, 0, ())
-        await node.broker.finish(last, Outcome("done"), b"result", usage=Usage(11, 7, 4))
+        await node.broker.finish(last, Outcome("succeeded"), b"result", usage=Usage(11, 7, 4))
 
 
 def test_limits_scopes_and_label_change_and_the_key_stays(redis_url: str) -> None:

@@ -12,7 +12,7 @@ def test_job_that_waits_has_one_event() -> None:
 def test_events_of_one_millisecond_keep_their_order() -> None:
     leases = (PastLease("a", 5, 5, "lost"), PastLease("b", 5, 5, "lacking"))
     ledger = JobLedger(
-        "done", 5, 5, 5, 5, node_id="c", retaken_ms=5, past_leases=leases, num_past_leases=2, preemptions=0
+        "succeeded", 5, 5, 5, 5, node_id="c", retaken_ms=5, past_leases=leases, num_past_leases=2, preemptions=0
     )
     assert [(event.event, event.node_id) for event in ledger.events()] == [
         ("queued", ""),

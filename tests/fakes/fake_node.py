@@ -115,13 +115,13 @@ class FakeJob:
         for _ in range(num_steps):
             await self.node.emit([self.emission(self.next_chunks())], how)
 
-    async def finish(self, state: TerminalState = "done", code: str = "", *, keep: int | None = None) -> None:
+    async def finish(self, state: TerminalState = "succeeded", code: str = "", *, keep: int | None = None) -> None:
         """End the job. `keep`: the result counts only this many chunks."""
         chunks = self.chunks[:keep]
         choices = []
         for number in range(self.request.params.n):
             tokens = tuple(t for c in chunks if c.choice == number for t in c.token_ids)
-            choices.append(Choice(number, fake_text(tokens), tokens, "length" if state == "done" else None))
+            choices.append(Choice(number, fake_text(tokens), tokens, "length" if state == "succeeded" else None))
         cuts = [(c.choice, len(c.token_ids), len(c.text)) for c in chunks]
         result = results.encode_result(tuple(choices), self.usage(), cuts)
         message = f"the job {state}" if code else ""

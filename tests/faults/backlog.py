@@ -141,7 +141,7 @@ async def due(args: argparse.Namespace) -> list[str]:
                 chats.part = part
                 await asyncio.sleep(until_s - clock())
                 blocked[part] = shown(await slow.read())
-            released = await ended_jobs(redis, POOL) - before.counts["ended_done"]
+            released = await ended_jobs(redis, POOL) - before.counts["ended_succeeded"]
         await until_ended(redis, POOL)
         took_s = clock() - due_s
         num_chats = sum(map(len, chats.first_ms.values()))

@@ -94,10 +94,11 @@ def report(counts: Counter[str], killed: Counter[str], memory: Memory, args: arg
     slopes = memory.slopes()
     for name, slope in slopes.items():
         print(f"{name}: {memory.samples[name][-1][1]:.0f} KiB, {slope:+.1f} KiB/min", flush=True)
-    ended = sum(counts[end] for end in ("done", "failed node_lost"))
+    ended = sum(counts[end] for end in ("succeeded", "failed node_lost"))
     assert ended == counts["accepted"], "accepted jobs have all ended"
     row = f"{args.minutes:g} min, a fault every {args.kill_every:g} s, then {args.quiet_minutes:g} min in peace"
-    measurements = {name: counts[name] for name in ("accepted", "done", "failed node_lost", "taken over", "tokens")}
+    names = ("accepted", "succeeded", "failed node_lost", "taken over", "tokens")
+    measurements = {name: counts[name] for name in names}
     measurements |= {"faults": sum(killed.values()), "steepest KiB/min": max(slopes.values())}
     assert max(slopes.values()) < args.max_slope, "memory is flat"
     record("Soak", row, measurements)

@@ -65,9 +65,9 @@ async def test_a_lost_doubled_or_refused_job_is_noticed(redis_url: str, redis: R
             "ends of jobs: 5 instead of 6",
             "ended jobs in the report of usage: 5 instead of 6",
         ]
-        await redis.hincrby(counts, "ended_done", 1)
+        await redis.hincrby(counts, "ended_succeeded", 1)
         assert problems_of(before, await view_of(redis, POOL), 5) == ["ends of jobs: 6 instead of 5"]
-        await redis.hincrby(counts, "ended_done", -1)
+        await redis.hincrby(counts, "ended_succeeded", -1)
         await redis.hincrby(counts, "refused_busy", 1)
         assert problems_of(before, await view_of(redis, POOL), 5) == ["refused_busy: 1"]
         await redis.hdel(counts, "refused_busy")

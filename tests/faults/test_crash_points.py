@@ -50,7 +50,7 @@ async def check_all(redis: Redis, works: Sequence[Work]) -> None:
     """Assert that every job is done, once, and left no state."""
     for work in works:
         work.check()
-    assert {(s.state, s.outcome and s.outcome.code) for s in await statuses(redis, works)} == {("done", "")}
+    assert {(s.state, s.outcome and s.outcome.code) for s in await statuses(redis, works)} == {("succeeded", "")}
     await check_logs(redis, works)
     await check_settled(redis, POOL)
 

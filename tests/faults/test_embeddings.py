@@ -38,6 +38,6 @@ async def test_embedding_of_a_killed_node_is_computed_by_another(redis: Redis, r
         assert result.usage is not None
         assert result.usage.prompt_tokens == 5
         status = await job.status()
-        assert (status.state, status.num_chunks) == ("done", 1)
+        assert (status.state, status.num_chunks) == ("succeeded", 1)
         assert (status.losses, status.preemptions) == (1, 0)
     assert await audit(AdminBroker(redis), "moved") == []

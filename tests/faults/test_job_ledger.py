@@ -62,7 +62,7 @@ def test_job_of_a_killed_node_and_gateway_is_moved_and_read_whole(redis_url: str
 
         with httpx.Client(base_url=second.url, timeout=WAIT_S) as http:
             whole = chunks_of(http, job_id)
-            job = until(http, job_id, "done")
+            job = until(http, job_id, "succeeded")
             assert [chunk["index"] for _, chunk in whole] == list(range(len(whole)))
             assert "".join(chunk.get("text", "") for _, chunk in whole) == job["result"]["choices"][0]["text"]
             assert len(job["result"]["choices"][0]["token_ids"]) == 120

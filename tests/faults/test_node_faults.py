@@ -188,7 +188,7 @@ async def test_nodes_restarted_one_after_the_other_under_load_lose_nothing(redis
         await asyncio.gather(*asking)
     for work in works:
         work.check()
-    assert {(status.state, status.losses) for status in await statuses(redis, works)} == {("done", 0)}
+    assert {(status.state, status.losses) for status in await statuses(redis, works)} == {("succeeded", 0)}
     assert sum([status.preemptions for status in await statuses(redis, works)]) > 0, "some were given back"
     await check_logs(redis, works)
     await check_settled(redis, POOL)

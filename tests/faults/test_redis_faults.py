@@ -265,7 +265,7 @@ async def all_ended(redis: Redis, works: list[Work]) -> None:
         await asyncio.sleep(0.05)
     for work in works:
         work.check()
-    assert {(s.state, s.losses) for s in await statuses(redis, works)} == {("done", 0)}
+    assert {(s.state, s.losses) for s in await statuses(redis, works)} == {("succeeded", 0)}
     await check_logs(redis, works)
 
 

@@ -35,6 +35,6 @@ async def test_tokenization_of_an_ended_node_is_answered_by_another(
         assert isinstance(result.output, Tokenized)
         assert len(result.output.token_ids) == len(TEXT)
         status = await job.status()
-        assert (status.state, status.num_chunks) == ("done", 1)
+        assert (status.state, status.num_chunks) == ("succeeded", 1)
         assert (status.losses, status.preemptions) == ((1, 0) if end == "kill" else (0, 1))
     assert await audit(AdminBroker(redis), "moved") == []

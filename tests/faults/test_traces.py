@@ -195,6 +195,6 @@ async def test_an_unreachable_collector_harms_no_job(redis: Redis, redis_url: st
             for _ in range(3):
                 await read(http, gateway.url, **HEADERS)
         async with AsyncClient(redis_url) as client:
-            assert len((await client.jobs(state="done")).jobs) == 3
+            assert len((await client.jobs(state="succeeded")).jobs) == 3
         assert node.stop() == 0
         assert "Traceback" not in node.log

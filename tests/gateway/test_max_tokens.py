@@ -195,7 +195,7 @@ def test_a_job_is_lowered_too_and_says_it(
     submitted = strict.post("/v1/jobs", json=asked)
     assert submitted.headers.get(HEADER) == delayed.headers.get(HEADER)
     path = submitted.json()["links"]["self"]
-    wait_until(lambda: strict.get(path).json()["state"] == "done")
+    wait_until(lambda: strict.get(path).json()["state"] == "succeeded")
     job = strict.get(path).json()
     (choice,) = job["result"]["choices"]
     assert (choice["finish_reason"], choice["text"]) == ("length", PROMPT[:LEFT])

@@ -185,7 +185,7 @@ def test_metrics_of_pools_are_those_of_redis(fresh, redis_url, engine):
     assert found["penstock_kv_blocks", "echo"] > 0
     assert found["penstock_pool_fenced_total", "echo"] == before["penstock_pool_fenced_total", "echo"] + 3
     assert found["penstock_pool_submitted_total", "echo"] == before["penstock_pool_submitted_total", "echo"] + 1
-    assert found["penstock_pool_ended_done_total", "echo"] >= before["penstock_pool_ended_done_total", "echo"]
+    assert found["penstock_pool_ended_succeeded_total", "echo"] >= before["penstock_pool_ended_succeeded_total", "echo"]
     assert {f"penstock_pool_{event}_total" for event in EVENTS} <= {key[0] for key in found}
     assert found["penstock_redis_up",] == 1
     assert found["penstock_redis_max_bytes",] == 512 << 20

@@ -89,7 +89,7 @@ def test_job_streams_as_lines(http: httpx.Client) -> None:
     job = http.post("/v1/jobs", json={"model": MODEL, "prompt": "hello"}).json()
     *lines, last = lines_of(http.get(job["links"]["stream"], headers=ACCEPT))
     assert "".join(line.get("text", "") for line in lines) == "hello"
-    assert lines[-1]["outcome"]["state"] == "done" and last == DONE
+    assert lines[-1]["outcome"]["state"] == "succeeded" and last == DONE
     assert [line["event_id"].split(":")[0] for line in lines] == [str(line["index"]) for line in lines]
 
 

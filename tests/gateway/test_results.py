@@ -10,7 +10,7 @@ from penstock.producer.client import AsyncJob
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES
 from penstock.queue.results import Fetches, PackedResult, encode_result
 
-DONE = Outcome("done")
+DONE = Outcome("succeeded")
 SMALL = encode_result((), Usage(1, 1), [])
 
 

@@ -214,7 +214,7 @@ def test_a_job_shows_its_position_and_its_stream_the_progress(stack: Stack, url:
                         stack.call(job.cancel())
         progress = [event["prompt_progress"]["processed"] for event in events if "prompt_progress" in event]
         check_rising(progress)
-        assert events[-1]["outcome"]["state"] == "done"
+        assert events[-1]["outcome"]["state"] == "succeeded"
         plain = http.get(f"/v1/jobs/{job_id}/stream").text
         again = http.get(f"/v1/jobs/{job_id}/stream?return_progress=true").text
         assert plain == again and "progress" not in plain

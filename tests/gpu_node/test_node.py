@@ -87,7 +87,7 @@ async def test_jobs_are_token_exact_and_leave_nothing_behind(
             await broker.submit(Submission(job, 50))
         for job in jobs:
             result = await ended(broker, job)
-            assert result.outcome.state == "done"
+            assert result.outcome.state == "succeeded"
             for choice in result.choices:
                 assert list(choice.token_ids) == expected(job, choice.index)
             log = await broker.log(job.id, 0)
@@ -169,7 +169,7 @@ async def test_a_prompt_too_long_fails_by_name_and_the_node_goes_on(redis_url: s
         await broker.submit(Submission(good, 50))
         outcome = (await ended(broker, bad)).outcome
         assert (outcome.state, outcome.code, outcome.param) == ("failed", "context_length_exceeded", "prompt")
-        assert (await ended(broker, good)).outcome.state == "done"
+        assert (await ended(broker, good)).outcome.state == "succeeded"
 
 
 async def test_malformed_request_fails_alone(redis_url: str, redis: Redis, broker: ProducerBroker) -> None:
@@ -182,7 +182,7 @@ async def test_malformed_request_fails_alone(redis_url: str, redis: Redis, broke
     async with running(redis_url, ReferenceEngine()):
         outcome = (await ended(broker, bad)).outcome
         assert (outcome.state, outcome.code) == ("failed", "bad_wire_data")
-        assert (await ended(broker, good)).outcome.state == "done"
+        assert (await ended(broker, good)).outcome.state == "succeeded"
 
 
 async def test_a_drained_node_gives_back_and_the_next_one_goes_on_token_exact(
@@ -313,7 +313,7 @@ async def test_job_that_kills_nodes_is_isolated_and_other_jobs_stay_token_exact(
     assert (result.outcome.state, result.outcome.code) == ("failed", "node_lost")
     for job in others:
         result = await ended(broker, job)
-        assert (result.outcome.state, list(result.choices[0].token_ids)) == ("done", expected(job))
+        assert (result.outcome.state, list(result.choices[0].token_ids)) == ("succeeded", expected(job))
     assert {(await broker.status(job.id, "default")).losses for job in others} <= {0, 1, 2}
     logged = sum(len(chunk.token_ids) for chunk in await broker.log(poison.id, 0))
     used = await UsageBroker(redis).per_owner(UsageQuery(days=2))
@@ -510,7 +510,7 @@ async def test_error_of_a_library_at_one_prompt_fails_that_job_alone(redis_url: 
         await broker.submit(Submission(good, 50))
         outcome = (await ended(broker, bad)).outcome
         assert (outcome.state, outcome.code) == ("failed", "internal_error")
-        assert (await ended(broker, good)).outcome.state == "done"
+        assert (await ended(broker, good)).outcome.state == "succeeded"
 
 
 async def test_a_stop_while_prompts_are_read_gives_them_back_at_once(redis_url: str, broker: ProducerBroker) -> None:
@@ -564,7 +564,7 @@ async def test_a_job_does_not_wait_for_the_long_prompt_of_one_that_was_taken_wit
         assert list((await ended(broker, short)).choices[0].token_ids) == expected(short)
         assert (await broker.status(long.id, "default")).state == "running"
         may_go_on.set()
-        assert (await ended(broker, long)).outcome.state == "done"
+        assert (await ended(broker, long)).outcome.state == "succeeded"
 
 
 CALL = ToolCall(id="1", name="f", arguments=f'{{"a": "{MAX_CHARS_ON_LOOP * "x"}"}}')
@@ -595,7 +595,7 @@ async def test_chat_that_is_long_in_any_way_is_tokenized_on_a_thread(
     job = JobDef(id=f"{POOL}.{uuid7()}", messages=messages, chat_template_kwargs=template_kwargs, params=params)
     async with running(redis_url, engine):
         await broker.submit(Submission(job, 50))
-        assert (await ended(broker, job)).outcome.state == "done"
+        assert (await ended(broker, job)).outcome.state == "succeeded"
     assert threading.main_thread() not in readers
     assert len(readers) == 1
 
@@ -699,7 +699,7 @@ async def test_long_prompts_that_come_together_are_tokenized_side_by_side(
             await broker.submit(Submission(job, 50))
         may_go_on.set()
         states = [(await until(broker, job, lambda status: status.outcome is not None)).state for job in others]
-    assert states == ["done", "done"]
+    assert states == ["succeeded", "succeeded"]
 
 
 async def test_a_tenants_long_prompts_leave_threads_to_other_tenants(redis_url: str, broker: ProducerBroker) -> None:
@@ -728,7 +728,7 @@ async def test_a_tenants_long_prompts_leave_threads_to_other_tenants(redis_url: 
         assert num_reading == MAX_LONG_PROMPTS_OF_TENANT
         release.set()
         for job in floods:
-            assert (await until(broker, job, lambda status: status.outcome is not None)).state == "done"
+            assert (await until(broker, job, lambda status: status.outcome is not None)).state == "succeeded"
 
 
 async def test_nodes_whose_limits_differ_do_not_share_a_pool(redis_url: str) -> None:

@@ -87,7 +87,7 @@ async def test_an_urgent_job_does_not_wait_for_one_that_has_both_pools(redis_url
         assert tokens == roomy.generate([prompt], params(num_tokens))[0].choices[0].token_ids
 
 
-@pytest.mark.parametrize("then", ["done", "cancelled", "moved"])
+@pytest.mark.parametrize("then", ["succeeded", "cancelled", "moved"])
 async def test_a_job_says_how_often_the_engine_preempted_it(redis_url: str, make: MakeEngine, then: str) -> None:
     """An urgent job takes its blocks. Until that job ends, it has no output that would tell so."""
     engine = make(num_kv_blocks=KV_TOKENS // 16, num_swap_blocks=SWAP_TOKENS // 16, scheduling_policy="priority")
@@ -109,7 +109,7 @@ async def test_a_job_says_how_often_the_engine_preempted_it(redis_url: str, make
                 await large.result()
         status = await large.status()
         others = await urgent.status()
-    assert status.state == ("cancelled" if then == "cancelled" else "done")
+    assert status.state == ("cancelled" if then == "cancelled" else "succeeded")
     assert (status.ledger.engine_preemptions, status.ledger.preemptions) == (1, then == "moved")
     assert others.ledger.engine_preemptions == 0
 

@@ -78,7 +78,7 @@ async def test_class_tenant_and_weight_reach_the_engine(redis_url: str, broker: 
     async with running(redis_url, engine):
         for job, weight in ((new_job(Priority.BATCH, "a"), 1.0), (new_job(Priority.INTERACTIVE, "b"), 0.3)):
             await broker.submit(Submission(job, 40, terms=Terms(weight=weight)))
-            await until(broker, job, "done")
+            await until(broker, job, "succeeded")
     assert list(engine.callers) == [(2, "a", 1.0), (0, "b", 0.3)]
 
 
@@ -95,7 +95,7 @@ async def test_interactive_job_is_taken_while_batch_jobs_hold_all_capacity(
         urgent = new_job(Priority.INTERACTIVE)
         await broker.submit(Submission(urgent, 40))
         if finds_room:
-            await until(broker, urgent, "done")
+            await until(broker, urgent, "succeeded")
             assert (await broker.status(batch[0].id, "default")).state == "running"
         else:
             await until(broker, batch[0], "running", 100)
@@ -115,11 +115,11 @@ async def test_full_engine_serves_an_interactive_job_at_once_and_no_tokens_chang
             await broker.submit(Submission(job, 60))
         await until(broker, batch[0], "running", 4)
         await broker.submit(Submission(urgent, 60))
-        await until(broker, urgent, "done")
+        await until(broker, urgent, "succeeded")
         assert "running" in {(await broker.status(job.id, "default")).state for job in batch}
         pace.step_s = 0.0
         for job in batch:
-            await until(broker, job, "done")
+            await until(broker, job, "succeeded")
         assert len(node.ledger) == 0
     assert engine.stats().num_preemptions > 0
     alone = make_engine(**NATIVE)
@@ -135,7 +135,7 @@ async def test_job_larger_than_the_nodes_kv_cache_runs_a_few_choices_at_a_time(
     job = new_job(Priority.STANDARD, max_tokens=120, n=8, temperature=0.9)
     async with running(redis_url, make_engine(**NATIVE, num_kv_blocks=20, max_model_len=256), lease_ms=15_000):
         await broker.submit(Submission(job, 8 * 130))
-        await until(broker, job, "done")
+        await until(broker, job, "succeeded")
     assert by_choice(await broker.log(job.id, 0, 2000)) == by_choice_alone(make_engine(**NATIVE), job)
 
 
@@ -160,7 +160,7 @@ async def test_preempted_job_moves_to_a_node_with_capacity_and_no_tokens_change(
             assert other.ledger.job_ids == [patient.id]
             pace.step_s = 0.0
             for job in (patient, *urgent):
-                await until(broker, job, "done")
+                await until(broker, job, "succeeded")
     moves = [(await broker.status(job.id, "default")).preemptions for job in (patient, *urgent)]
     assert moves == [1, 0, 0]
     alone = make_engine(**NATIVE)
@@ -198,7 +198,7 @@ async def test_no_job_is_given_back_without_a_node_with_capacity(redis_url: str,
         await node.shed_load()
         engine.may_end = True
         for job in batch:
-            await until(broker, job, "done")
+            await until(broker, job, "succeeded")
             assert (await broker.status(job.id, "default")).preemptions == 0
 
 
@@ -229,11 +229,11 @@ async def test_tenant_is_charged_what_the_engine_measured(redis_url: str, redis:
     async with running(redis_url, ThirstyEngine()):
         job, next_job = [new_job(Priority.STANDARD, "payer", n=3) for _ in range(2)]
         await broker.submit(Submission(job, 40))
-        await until(broker, job, "done")
+        await until(broker, job, "succeeded")
         owed = await cast(Any, redis.zscore(f"{keys.prefix(POOL)}:debt:1", "payer"))
         assert 3e6 <= owed <= 3e6 + 1
         await broker.submit(Submission(next_job, 40))
-        await until(broker, next_job, "done")
+        await until(broker, next_job, "succeeded")
     charge = float(await cast(Any, redis.hget(keys.job(next_job.id), "charge")))
     assert charge > 2 * 40 * HOLD_MS, "the first one taught the node how long it holds a token of cost"
 
@@ -244,7 +244,7 @@ async def test_node_reports_the_lengths_of_outputs(redis_url: str, broker: Produ
         for _ in range(30):
             job = new_job(Priority.STANDARD, max_tokens=20)
             await broker.submit(Submission(job, 40))
-            await until(broker, job, "done")
+            await until(broker, job, "succeeded")
         wanted = (len(job.prompt or "").bit_length(), (20).bit_length(), 20)
         while wanted not in (await broker.pressure(POOL)).nodes[0].predicted_outputs:
             await asyncio.sleep(0.01)

@@ -89,7 +89,7 @@ async def test_a_node_is_profiled_twice_and_keeps_serving(redis_url: str, redis:
         for _ in range(2):
             await profile(redis_url, tmp_path)
         async with AsyncClient(redis_url) as client:
-            assert (await (await client.submit("still here", max_tokens=5)).result()).outcome.state == "done"
+            assert (await (await client.submit("still here", max_tokens=5)).result()).outcome.state == "succeeded"
     assert [key async for key in redis.scan_iter("*:profile:*")] == []
 
 

@@ -136,14 +136,14 @@ async def run_a_job(clients: dict[str, Redis]) -> None:
     assert await node.finish(first, 2, 1) == "OK"
     await producer.attach(returned.job_id, "default", inbox="other")
     await producer.detach(returned.job_id, "me")
-    assert (await producer.status(job_id, "default")).state == "done"
+    assert (await producer.status(job_id, "default")).state == "succeeded"
     assert len(await producer.log(job_id, 0)) == 4
     assert await producer.cancel(returned.job_id, "default") == "cancelled"
     await producer.reader_heartbeat(POOL, "me")
     await producer.pressure(POOL)
     assert list(await producer.pools()) == [POOL]
     (stats,) = await StatsBroker(clients["gateway"]).all()
-    assert stats.counts["ended_done"] == 1
+    assert stats.counts["ended_succeeded"] == 1
     assert (await StatsBroker(clients["gateway"]).memory())[0] > 0
     assert len((await JobLists(clients["gateway"]).page("default")).jobs) == 2
     assert await JobLists(clients["gateway"]).owner(job_id) == "default"

@@ -134,7 +134,7 @@ class MemoryMachine(RuleBasedStateMachine):
         name, taken, index = self.held.pop(pick % len(self.held))
         last = Emission(taken.job_id, taken.lease, index, ())
         num_bytes = min(num_bytes, 8 * (index + 1))
-        self.run(self.nodes[name].broker.finish(last, Outcome("done"), b"r" * num_bytes, usage=Usage(3, index)))
+        self.run(self.nodes[name].broker.finish(last, Outcome("succeeded"), b"r" * num_bytes, usage=Usage(3, index)))
 
     @precondition(lambda self: self.held)
     @rule(pick=picks)

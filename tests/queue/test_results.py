@@ -11,7 +11,7 @@ from penstock.contract.output import Choice, Outcome, Usage
 from penstock.queue.msgpack_codec import WireError
 from penstock.queue.results import PackedResult, decode_result, encode_result
 
-DONE = Outcome("done")
+DONE = Outcome("succeeded")
 
 
 @st.composite

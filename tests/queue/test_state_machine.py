@@ -316,7 +316,7 @@ class QueueMachine(RuleBasedStateMachine):
         for _ in range(times):
             size = None if kv_token_ms is None else sum(map(len, job.log[:index] + chunks))
             call = node.broker.finish(
-                last, Outcome("done"), b"result", kv_token_ms=kv_token_ms, usage=usage, log_bytes=size
+                last, Outcome("succeeded"), b"result", kv_token_ms=kv_token_ms, usage=usage, log_bytes=size
             )
             answer = self.run(call)
             known = self.model.nodes[node.name]

@@ -65,7 +65,7 @@ def test_chunk_bytes_with_every_optional_field() -> None:
 def test_terminal_chunk_is_never_encoded_here() -> None:
     # test_scripts_end pins the bytes that the scripts make.
     with pytest.raises(InvariantError, match="by the scripts"):
-        encode_chunk(Chunk(JOB_ID, 0, outcome=Outcome("done")))
+        encode_chunk(Chunk(JOB_ID, 0, outcome=Outcome("succeeded")))
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,10 @@ def test_result_bytes_of_an_embedding() -> None:
         b"\x85\xa1v\x04\xa7choices\x90\xa1u\x93\x03\x00\x00\xa4cuts\x90\xa1o\x83\xa4kind\xa5embed\xa3num\x03"
         b"\xa6vector\xc4\x08\x00\x00\x80\x3f\x00\x00\x00\xbf"
     )
-    assert results.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4)).output == Embedding((1.0, -0.5), 3)
+    assert results.decode_result(data, JOB_ID, Outcome("succeeded"), (1, 2, 3, 4)).output == Embedding((1.0, -0.5), 3)
     torn = results.encode_result((), Usage(3, 0), [], output=encode_embedding(vector[:-1], 3))
     with pytest.raises(WireError, match="7 bytes"):
-        results.decode_result(torn, JOB_ID, Outcome("done"), (1, 2, 3, 4))
+        results.decode_result(torn, JOB_ID, Outcome("succeeded"), (1, 2, 3, 4))
 
 
 def test_options_stand_in_a_request_in_their_order_and_only_where_they_ask_for_something() -> None:
@@ -319,31 +319,31 @@ def test_result_round_trips(said: list[Chunk], usage: Usage) -> None:
     choices = tuple(Choice(c.choice, c.text, c.token_ids, c.finish_reason, c.logprobs) for c in said)
     prompt = said[0].prompt_logprobs if said else ()
     data = results.encode_result(choices, usage, CUTS, prompt)
-    result = results.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4))
-    told = Result(JOB_ID, Outcome("done"), choices, usage, 1, 2, 3, 4, cuts=tuple(CUTS), prompt_logprobs=prompt)
+    result = results.decode_result(data, JOB_ID, Outcome("succeeded"), (1, 2, 3, 4))
+    told = Result(JOB_ID, Outcome("succeeded"), choices, usage, 1, 2, 3, 4, cuts=tuple(CUTS), prompt_logprobs=prompt)
     assert result == told
 
 
 @given(token_lists, st.none() | st.lists(texts, max_size=20).map(tuple))
 def test_output_of_a_task_round_trips(token_ids: tuple[int, ...], strs: tuple[str, ...] | None) -> None:
     data = results.encode_result((), Usage(0, 0), [], output=encode_tokenized(len(token_ids), 9, token_ids, strs))
-    result = results.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4))
+    result = results.decode_result(data, JOB_ID, Outcome("succeeded"), (1, 2, 3, 4))
     assert result.output == Tokenized(len(token_ids), 9, token_ids, strs)
 
 
 @given(texts)
 def test_text_of_tokens_round_trips(text: str) -> None:
     data = results.encode_result((), Usage(0, 0), [], output=encode_detokenized(text))
-    assert results.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4)).output == Detokenized(text)
+    assert results.decode_result(data, JOB_ID, Outcome("succeeded"), (1, 2, 3, 4)).output == Detokenized(text)
 
 
 def test_long_output_reads_the_same_in_parts_and_whole() -> None:
     text, ids = "水門 🌊 " * 10_000, range(100_000)
     for output in (encode_detokenized(text), encode_tokenized(len(ids), 9, ids, [str(one) for one in ids])):
         data = results.encode_result((), Usage(0, 0), [], output=output)
-        packed = PackedResult(data, JOB_ID, Outcome("done")).output
+        packed = PackedResult(data, JOB_ID, Outcome("succeeded")).output
         assert packed is not None
-        assert packed.whole() == results.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4)).output
+        assert packed.whole() == results.decode_result(data, JOB_ID, Outcome("succeeded"), (1, 2, 3, 4)).output
         assert "".join(packed.text_parts()) in ("", text)
         assert [*packed.token_ids()] in ([], [*ids])
 

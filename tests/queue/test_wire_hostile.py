@@ -32,9 +32,9 @@ DECODERS = {
     "chunks": decode_chunks,
     "message": decode_message,
     "request": wire.decode_request,
-    "result": lambda data: results.decode_result(data, JOB_ID, Outcome("done"), (0, 0, 0, 0)),
+    "result": lambda data: results.decode_result(data, JOB_ID, Outcome("succeeded"), (0, 0, 0, 0)),
     "task": wire.decode_request,
-    "output": lambda data: results.decode_result(data, JOB_ID, Outcome("done"), (0, 0, 0, 0)),
+    "output": lambda data: results.decode_result(data, JOB_ID, Outcome("succeeded"), (0, 0, 0, 0)),
     "pool": wire.decode_pool,
     "pressure": wire.decode_pressure,
 }

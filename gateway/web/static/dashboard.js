@@ -135,7 +135,7 @@ class PoolView {
     const used = totals.kv_blocks_total - totals.kv_blocks_free;
     const share = totals.kv_blocks_total ? Math.round((100 * used) / totals.kv_blocks_total) : 0;
     const tiles = [["Nodes", number(numNodes)], ["KV blocks used", `${share} %`],
-      ["Jobs completed", number(counts.ended_done)], ["Takeovers", number(counts.takeovers)],
+      ["Jobs completed", number(counts.ended_succeeded)], ["Takeovers", number(counts.takeovers)],
       ["Nodes lost", number(counts.nodes_lost)], ["Preemptions", number(totals.num_preemptions)],
       ["Foreground backlog", secondsOrUnknown(backlog.foreground)],
       ["Background backlog", secondsOrUnknown(backlog.background)],

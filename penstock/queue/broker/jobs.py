@@ -15,7 +15,7 @@ from redis.exceptions import ResponseError
 
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import JobDef, JobKey, lowered_max_tokens, pool_of
-from penstock.contract.output import TERMINAL_STATES, JobLedger, LeaseEnd, Outcome, PastLease, QueuePosition, Usage
+from penstock.contract.output import TERMINAL_STATES, JobLedger, LeaseEnd, Outcome, PastLease, QueuePosition, Usage, state_of
 from penstock.contract.priority import Priority, class_of_level, is_background
 from penstock.queue import keys
 from penstock.queue.broker import scripts
@@ -66,7 +66,7 @@ def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, num_a
     """
     ledger, level = ledger_of(fields), int(fields["level"])
     return JobStatus(
-        *(job_id, fields["state"], class_of_level(level), is_background(level), int(fields["chunks"] or num_chunks)),
+        *(job_id, state_of(fields["state"]), class_of_level(level), is_background(level), int(fields["chunks"] or num_chunks)),
         outcome_of(fields),
         *times_ms_of(fields),
         *(ledger.preemptions, ledger.losses, num_ahead),
@@ -95,7 +95,7 @@ def ledger_of(fields: Mapping[str, str]) -> JobLedger:
     """Return a job's ledger from STATUS_FIELDS of its record."""
     usage, kv_token_ms = _used(fields["used"])
     return JobLedger(
-        fields["state"],
+        state_of(fields["state"]),
         *times_ms_of(fields),
         node_id=fields["node"],
         retaken_ms=int(fields["retaken"] or 0),
@@ -111,7 +111,7 @@ def ledger_of(fields: Mapping[str, str]) -> JobLedger:
 
 def outcome_of(fields: Mapping[str, str]) -> Outcome | None:
     """Return how a job ended, or None for an open job."""
-    state = fields["state"]
+    state = state_of(fields["state"])
     if state not in TERMINAL_STATES:
         return None
     return Outcome(cast(Any, state), fields["code"], fields["message"], fields["param"])

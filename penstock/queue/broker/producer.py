@@ -368,7 +368,7 @@ class ProducerBroker:
         """Return the packed result of an ended job, and mark it as delivered."""
         with translated():
             data = cast("bytes | None", await self._redis.get(keys.result(job_id)))
-        if data is None and outcome.state == "done":
+        if data is None and outcome.state == "succeeded":
             raise NotFoundError(f"the result of job {job_id} is no longer kept", code="result_expired")
         if data is not None and len(data) > LARGE_RESULT_BYTES:
             await scripts.call(self._redis, "shorten_result", pool_of(job_id), job_id, tenant)

@@ -211,7 +211,7 @@ local function check_ended(job)
   check_counted(job)
   local result_until = tonumber(redis.call('HGET', job_key(id), 'result_until') or '')
   local may_be_gone = result_until and result_until < now + EXPIRY_SLACK_MS
-  if job.state == 'done' and not may_be_gone and redis.call('EXISTS', P .. ':result:' .. id) == 0 then
+  if job.state == 'succeeded' and not may_be_gone and redis.call('EXISTS', P .. ':result:' .. id) == 0 then
     find('no_result', 'result:' .. id, id, 'the job is done')
   end
   local _, num_nodes = string.gsub(nodes or '', '%S+', '')

@@ -14,6 +14,7 @@ local reported = {prompt = tonumber(ARGV[11]), completion = tonumber(ARGV[12]), 
   log_bytes = tonumber(ARGV[14]), result_bytes = #result, kv_token_ms = kv_token_ms}
 local preemptions, count, FIRST, PUSH = tonumber(ARGV[15]), tonumber(ARGV[16]), 17, 1000
 
+if state == 'done' then state = 'succeeded' end
 if not is_terminal(state) then return redis.error_reply('BAD_STATE ' .. state) end
 local config = read_config()
 local job = config and read_job(id)

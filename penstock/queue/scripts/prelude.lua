@@ -183,7 +183,8 @@ local function may_be_elsewhere(job, lacks)
 end
 
 local function is_terminal(state)
-  return state == 'done' or state == 'failed' or state == 'cancelled' or state == 'expired'
+  -- Earlier releases called `succeeded` done.
+  return state == 'succeeded' or state == 'failed' or state == 'cancelled' or state == 'expired' or state == 'done'
 end
 
 local function holds(job, node, lease)

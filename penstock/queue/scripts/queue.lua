@@ -188,7 +188,7 @@ do
   local function drop_ended(tenant)
     local has_dropped = false
     for _, id in ipairs(redis.call('ZREVRANGE', bounds_key(tenant), 0, MAX_LOOKED_AT - 1)) do
-      if is_terminal(redis.call('HGET', job_key(id), 'state') or 'done') then
+      if is_terminal(redis.call('HGET', job_key(id), 'state') or 'succeeded') then
         remove_bound(id, tenant)
         has_dropped = true
       end
@@ -646,7 +646,7 @@ do
 
   -- Remembers the length of a tenant's recent outputs, for its token rate: the longest one, which fades by a tenth per job.
   local function note_length(job, state, num_tokens)
-    if state ~= 'done' or num_tokens == 0 then return end
+    if state ~= 'succeeded' or num_tokens == 0 then return end
     local known = tonumber(redis.call('HGET', P .. ':lengths', job.tenant) or '0')
     redis.call('HSET', P .. ':lengths', job.tenant, math.max(math.ceil(num_tokens / tonumber(job.n)), math.floor(known * 0.9)))
   end

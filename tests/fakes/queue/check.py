@@ -163,7 +163,7 @@ def check_jobs(found: Dump, model: QueueModel) -> None:
         ends = log[len(job.log) :]
         assert len(ends) == (job.state in TERMINAL)
         assert (f"request:{job.job_id}" in found) is (job.state not in TERMINAL or job.is_dead)
-        assert (f"result:{job.job_id}" in found) is (job.state == "done")
+        assert (f"result:{job.job_id}" in found) is (job.state == "succeeded")
         chunks = decode_chunks(b"".join(log))
         assert [chunk.index for chunk in chunks] == list(range(len(log)))
         outcomes = [(chunk.outcome.state, chunk.outcome.code) for chunk in chunks if chunk.outcome]

@@ -150,7 +150,7 @@ class FakeNode:
         kv_token_ms: float | None = None,
     ) -> str:
         last = Emission(taken.job_id, taken.lease, start, chunks_of(taken.job_id, start, count))
-        return await self.broker.finish(last, outcome or Outcome("done"), b"result", kv_token_ms=kv_token_ms)
+        return await self.broker.finish(last, outcome or Outcome("succeeded"), b"result", kv_token_ms=kv_token_ms)
 
     async def give_back(self, taken: Taken, cost: int | None = None, most: int = 0, *, why: Why = "drain") -> str:
         returned = GivenBackJob(taken.job_id, taken.lease, taken.cost if cost is None else cost, most)

@@ -21,7 +21,7 @@ SHARE_WINDOW_MS = 10**12
 """So long that no run crosses from one window into the next."""
 KV_TOTAL = 300
 SLOTS_TOTAL = 8
-TERMINAL = ("done", "failed", "cancelled", "expired")
+TERMINAL = ("succeeded", "failed", "cancelled", "expired")
 
 
 @dataclass
@@ -278,7 +278,7 @@ class QueueModel:
         if index > len(job.log):
             return f"NEED {len(job.log)}"
         job.append(index, chunks)
-        job.end("done", "", usage)
+        job.end("succeeded", "", usage)
         if kv_token_ms is not None:
             self.standing.correct(
                 job.level, job.tenant, kv_token_ms / job.weight - job.charge, self.now_ms, self.now_ms

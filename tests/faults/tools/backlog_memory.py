@@ -30,7 +30,7 @@ async def used_memory(redis: Redis) -> int:
 
 async def ended_jobs(redis: Redis, pool: str) -> int:
     """Return how many jobs the pool has ended well."""
-    return int(await cast(Any, redis.hget(f"{keys.prefix(pool)}:counts", "ended_done")) or 0)
+    return int(await cast(Any, redis.hget(f"{keys.prefix(pool)}:counts", "ended_succeeded")) or 0)
 
 
 async def until_ended(redis: Redis, pool: str) -> None:
@@ -73,7 +73,7 @@ class LargeJobs:
                 results = await asyncio.gather(*(client.result(self.ids[index], check=False) for index in part))
                 for index, result in zip(part, results, strict=True):
                     text = bulk_output(self.prompt(index).encode(), 0, self.max_tokens)[1]
-                    if result.outcome.state != "done" or result.text != text:
+                    if result.outcome.state != "succeeded" or result.text != text:
                         self.wrong[result.outcome.code or "another text"] += 1
                 freed = await client.ack(*(self.ids[index] for index in part))
                 if freed != len(part):

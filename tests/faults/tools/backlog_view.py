@@ -97,7 +97,7 @@ def problems_of(
         "ended jobs in the report of usage": after.num_used - before.num_used,
     }
     problems += [f"{name}: {number} instead of {num_jobs}" for name, number in numbers.items() if number != num_jobs]
-    others = {job_id: state for job_id, state in fresh.items() if state != "done"}
+    others = {job_id: state for job_id, state in fresh.items() if state != "succeeded"}
     if others:
         problems.append(f"{len(others)} jobs are not done: {dict(islice(others.items(), _SHOWN))}")
     if gone := before.states.keys() - after.states.keys():

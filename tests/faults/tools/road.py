@@ -99,5 +99,5 @@ async def walk(redis: Redis, url: str, *, num_tokens: int = 100) -> None:
             for work in (*works, await again):
                 work.check()
             await check_logs(redis, works)
-            assert {(s.state, s.losses) for s in await statuses(redis, works)} == {("done", 0)}
+            assert {(s.state, s.losses) for s in await statuses(redis, works)} == {("succeeded", 0)}
     await check_settled(redis, POOL)

@@ -74,7 +74,7 @@ class Load:
         self.counts["accepted"] += 1
         await work.read(job.chunks())
         await self._note_end(work)
-        if work.end == "done":
+        if work.end == "succeeded":
             work.check()
             await with_retries(lambda: check_logs(self._redis, [work]), PATIENCE_S)
 

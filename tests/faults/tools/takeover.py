@@ -107,7 +107,7 @@ class Lane:
             finally:
                 await starting
         (status,) = await statuses(self.redis, [work])
-        assert (status.state, status.outcome and status.outcome.code) == ("done", ""), "no job is lost"
+        assert (status.state, status.outcome and status.outcome.code) == ("succeeded", ""), "no job is lost"
         return Takeover(work, drawn, num_tokens, first_s - killed_s, held_up.longest_s) if was_running else None
 
 

@@ -92,7 +92,7 @@ class Work:
 
     def check(self) -> None:
         """Assert that readers received the same tokens and characters as in a run without faults."""
-        assert self.end == "done", (self.id, self.end, self.num_seen)
+        assert self.end == "succeeded", (self.id, self.end, self.num_seen)
         for choice in self.expected():
             seen = (self.tokens[choice.index], self.texts[choice.index], self.finishes.get(choice.index))
             assert seen == (list(choice.token_ids), choice.text, choice.finish_reason), self.id
@@ -179,7 +179,7 @@ async def check_usage(redis: Redis, pool: str) -> None:
             used = await cast(Any, redis.hget(keys.job(job_id), "used"))
             usage = Usage(*map(int, (used or b"0 0 0").split()[:3]))
         if data is not None:
-            usage = results.decode_result(data, job_id, Outcome("done"), (0, 0, 0, 0)).usage or usage
+            usage = results.decode_result(data, job_id, Outcome("succeeded"), (0, 0, 0, 0)).usage or usage
         tokens = {"prompt": usage.prompt_tokens, "completion": usage.completion_tokens, "cached": usage.cached_tokens}
         expected.update(tokens)
     counted = Counter[str]()

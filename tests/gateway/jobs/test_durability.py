@@ -87,4 +87,4 @@ async def test_the_python_client_refuses_an_unknown_durability(redis_url: str, e
 async def test_generate_waits_for_the_disk_of_each_job(always: tuple[RedisProcess, str]) -> None:
     async with AsyncClient(always[0].url) as client:
         results = await client.generate(["abc", "def"], max_tokens=2, durability="fsync")
-    assert [result.outcome.state for result in results] == ["done", "done"]
+    assert [result.outcome.state for result in results] == ["succeeded", "succeeded"]

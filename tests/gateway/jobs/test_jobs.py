@@ -79,7 +79,8 @@ def test_submitted_job_runs_without_a_reader_and_is_shown_with_result_and_ledger
     assert (answer.headers["location"], answer.headers["x-penstock-job"]) == (links["self"], job_id)
 
     job = ended(http, job_id)
-    assert (job["state"], job["outcome"]["state"], job["priority"], job["pool"]) == ("done", "done", "batch", "echo")
+    assert (job["state"], job["outcome"]["state"]) == ("succeeded", "succeeded")
+    assert (job["priority"], job["pool"]) == ("batch", "echo")
     assert job["result"]["choices"] == [
         {"index": 0, "text": "abcde", "token_ids": [*b"abcde"], "finish_reason": "length"}
     ]
@@ -128,7 +129,7 @@ def test_stream_has_every_chunk_and_the_outcome(http: httpx.Client, engine: Echo
     assert text_of(found) == TEXT
     assert [chunk["index"] for _, chunk in found] == list(range(len(found)))
     assert found[0][1]["num_prompt_tokens"] == len(TEXT)
-    assert found[-1][1]["outcome"]["state"] == "done"
+    assert found[-1][1]["outcome"]["state"] == "succeeded"
     assert streamed(http, job_id) == found
 
 
@@ -169,7 +170,7 @@ def test_an_acknowledged_job_keeps_its_state_without_its_result(http: httpx.Clie
     assert (early.status_code, early.json()["state"], early.json()["freed"]) == (200, "queued", False)
     before = ended(http, job_id)
     answers = [http.post(f"/v1/jobs/{job_id}/ack").json() for _ in range(2)]
-    assert [(answer["state"], answer["freed"]) for answer in answers] == [("done", True), ("done", False)]
+    assert [(answer["state"], answer["freed"]) for answer in answers] == [("succeeded", True), ("succeeded", False)]
     after = http.get(f"/v1/jobs/{job_id}").json()
     assert before["result"] is not None
     assert (after["result"], after["result_expired"], after["ledger"]) == (None, True, before["ledger"])
@@ -240,7 +241,7 @@ def test_large_result_expires_soon_after_it_was_fetched_but_the_job_does_not(
         assert 0 < client.pttl(keys.result(job_id)) <= 120_000
         client.delete(keys.result(job_id))
     again = shown(http, job_id)
-    assert (again["state"], again["result"], again["result_expired"]) == ("done", None, True)
+    assert (again["state"], again["result"], again["result_expired"]) == ("succeeded", None, True)
     assert again["ledger"]["usage"] == first["result"]["usage"]
 
 
@@ -378,7 +379,7 @@ def test_a_job_may_wait_for_a_node(stack: Stack, http: httpx.Client, redis_url: 
     job_id = answer.json()["id"]
     assert shown(http, job_id)["state"] == "queued"
     asyncio.run(asyncio.wait_for(serve(job_id), 20))
-    assert ended(http, job_id)["state"] == "done"
+    assert ended(http, job_id)["state"] == "succeeded"
 
 
 @pytest.mark.parametrize("after", ["", "x", "0", "%00", "%FF", "resp_1", "a.00000000-0000-7000-8000-000000000000%0A"])

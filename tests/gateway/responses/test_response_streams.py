@@ -63,7 +63,7 @@ def test_a_gateway_may_ignore_unknown_fields_of_a_response_and_lists_them(
 def test_a_response_is_a_job_with_a_ledger(http: httpx.Client) -> None:
     answer = http.post("/v1/responses", json={"model": "acme/echo", "input": "hi"})
     job = http.get(f"/v1/jobs/{answer.headers[JOB]}").json()
-    assert job["state"] == "done"
+    assert job["state"] == "succeeded"
     assert job["ledger"]["usage"]["completion_tokens"] == answer.json()["usage"]["output_tokens"] == 2
     assert job["id"] in [listed["id"] for listed in http.get("/v1/jobs").json()["data"]]
     assert http.delete(f"/v1/responses/{answer.json()['id']}").json()["deleted"]

@@ -188,7 +188,7 @@ def test_result_of_a_task_is_kept_like_any_result(url: str, redis_url: str, engi
         job = client.submit("Hi", model=MODEL, task=Tokenize())
         assert job.result().output == client.result(job.id).output
         assert [chunk.outcome for chunk in job.chunks()][-1] is not None
-        assert job.status().state == "done"
+        assert job.status().state == "succeeded"
 
 
 def test_pool_of_older_nodes_refuses_the_kind_by_name(url: str, redis_url: str, stack: Stack) -> None:

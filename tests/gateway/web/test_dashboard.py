@@ -60,7 +60,7 @@ def test_state_shows_pools_nodes_classes_and_times(http: httpx.Client) -> None:
     assert state["gateway"]["per_token"]["p99_ms"] > 0
     assert [row["class"] for row in pool["classes"]] == ["interactive", "standard", "batch"]
     assert node["kv_blocks_total"] == node["kv_blocks_free"] == 4096
-    assert pool["counts"]["ended_done"] >= 1
+    assert pool["counts"]["ended_succeeded"] >= 1
     assert [event["kind"] for event in pool["events"]] == ["node_joined"]
 
 

@@ -100,7 +100,7 @@ def test_streams_of_a_killed_gateway_continue_at_another_with_one_outcome_each(
         assert messages[-1]["type"] == "end"
         assert text_of([*said[tag], *messages]) == prompts[tag]
     outcomes = [data for tag in ("s0", "s1") for data in data_of(rest[tag]) if "outcome" in data]
-    assert [data["outcome"]["state"] for data in outcomes] == ["done", "done"]
+    assert [data["outcome"]["state"] for data in outcomes] == ["succeeded", "succeeded"]
 
 
 # The end of a gateway. ---------------------------------------------------------------------------

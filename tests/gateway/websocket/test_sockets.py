@@ -40,9 +40,9 @@ def test_job_is_accepted_streamed_and_ended(socket: SocketClient, http: httpx.Cl
     assert messages[0].keys() == {"type", "id", "jobs", "request_id"} and messages[0]["type"] == "accepted"
     (job_id,) = messages[0]["jobs"]
     assert text_of(messages) == "hello"
-    assert messages[-2]["data"]["outcome"]["state"] == "done"
+    assert messages[-2]["data"]["outcome"]["state"] == "succeeded"
     assert messages[-1] == {"type": "end", "id": "a"}
-    assert state_of(http, job_id) == "done"
+    assert state_of(http, job_id) == "succeeded"
     streamed = http.get(f"/v1/jobs/{job_id}/stream").text
     ids = [message["event_id"] for message in messages if message["type"] == "event"]
     assert ids == [line[4:] for line in streamed.splitlines() if line.startswith("id: ")]
@@ -185,7 +185,7 @@ def test_job_of_a_closed_socket_ends_unless_it_is_a_background_job(
             if message["type"] == "accepted":
                 jobs[message["id"]] = message["jobs"][0]
     wait_until(lambda: state_of(http, jobs["lost"]) == "cancelled")
-    wait_until(lambda: state_of(http, jobs["kept"]) == "done")
+    wait_until(lambda: state_of(http, jobs["kept"]) == "succeeded")
 
 
 def test_job_without_event_ids_is_canceled_as_soon_as_its_socket_closes(

@@ -133,6 +133,6 @@ async def test_no_error_of_spans_reaches_a_job(caplog: pytest.LogCaptureFixture)
     reports.began(job)
     reports.lost(job)
     reports.gave_back(job, "drain")
-    reports.ended(job, job.ended(Outcome("done")), 1.0)
+    reports.ended(job, job.ended(Outcome("succeeded")), 1.0)
     assert [record.getMessage() for record in caplog.records] == ["tracing.failed"] * 5 + ["job.ended"]
     assert lines_of(caplog)[0]["trace_id"] == TRACE_ID

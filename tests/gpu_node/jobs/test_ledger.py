@@ -109,7 +109,7 @@ def test_a_replayed_job_goes_on_at_the_next_index_and_position() -> None:
     second.add_tokens(StepOutput("", 0, 2, (3,), "c", "stop"))
     (chunk,) = decoded(second.emission().chunks)
     assert (chunk.index, chunk.position, chunk.token_ids) == (1, 2, (3,))
-    result = results.decode_result(second.result(), JOB_ID, Outcome("done"), (0, 0, 0, 0))
+    result = results.decode_result(second.result(), JOB_ID, Outcome("succeeded"), (0, 0, 0, 0))
     assert result.choices[0].text == "abc"
     assert result.cuts == ((0, 2, 2), (0, 1, 1))
 
@@ -136,7 +136,7 @@ def test_job_that_ends_before_its_log_was_read_has_no_result() -> None:
 def test_a_job_that_was_all_logged_keeps_the_usage_that_its_reader_was_told() -> None:
     job, told = held(), Usage(5, 1, 4)
     job.open(SamplingParams(), [Chunk(JOB_ID, 0, 0, 0, (7,), "a", "stop", told)])
-    assert results.decode_result(job.result(), JOB_ID, Outcome("done"), (0, 0, 0, 0)).usage == told
+    assert results.decode_result(job.result(), JOB_ID, Outcome("succeeded"), (0, 0, 0, 0)).usage == told
 
 
 def scored(num_tokens: int) -> tuple[TokenLogprobs, ...]:
@@ -153,7 +153,7 @@ def test_a_prompts_log_probabilities_are_packed_a_bounded_part_at_a_time() -> No
     assert num_parts == -(-1000 // PROMPT_TOKENS_PER_CHUNK)
     chunks = decoded(job.emission().chunks)
     assert max(len(chunk.prompt_logprobs) for chunk in chunks) == PROMPT_TOKENS_PER_CHUNK
-    result = results.decode_result(job.result(), JOB_ID, Outcome("done"), (1, 2, 3, 4))
+    result = results.decode_result(job.result(), JOB_ID, Outcome("succeeded"), (1, 2, 3, 4))
     assert result.prompt_logprobs == entries == tuple(e for chunk in chunks for e in chunk.prompt_logprobs)
 
 
@@ -163,7 +163,7 @@ def test_tokens_with_log_probabilities_that_pile_up_leave_in_bounded_chunks() ->
         job.add_tokens(StepOutput("", 0, i, (i,), "a", None, logprobs=(entry,)))
     chunks = decoded(job.emission().chunks)
     assert max(len(chunk.logprobs) for chunk in chunks) == PROMPT_TOKENS_PER_CHUNK
-    result = results.decode_result(job.result(), JOB_ID, Outcome("done"), (1, 2, 3, 4))
+    result = results.decode_result(job.result(), JOB_ID, Outcome("succeeded"), (1, 2, 3, 4))
     assert result.choices[0].logprobs == entries == tuple(e for chunk in chunks for e in chunk.logprobs)
 
 
@@ -175,7 +175,7 @@ def test_the_next_node_keeps_what_an_earlier_one_logged_of_a_prompt() -> None:
     second.open(SamplingParams(max_tokens=10), logged[:2])
     second.add_tokens(StepOutput("", 0, 0, (1,), "a", "stop", prompt_logprobs=entries))
     assert decoded(second.emission().chunks)[0].position == 2 * PROMPT_TOKENS_PER_CHUNK
-    result = results.decode_result(second.result(), JOB_ID, Outcome("done"), (1, 2, 3, 4))
+    result = results.decode_result(second.result(), JOB_ID, Outcome("succeeded"), (1, 2, 3, 4))
     assert result.prompt_logprobs == entries
 
 

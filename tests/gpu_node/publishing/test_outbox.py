@@ -292,7 +292,7 @@ async def test_a_job_that_is_cancelled_while_its_end_is_stored_is_finished_and_c
     async with running_rig() as rig:
         ledger = rig.outbox._ledger
         rig.broker.may_finish.clear()
-        rig.outbox.end(rig.job, Outcome("done"))
+        rig.outbox.end(rig.job, Outcome("succeeded"))
         while not rig.broker.finished:
             await asyncio.sleep(0.001)
         rig.outbox.end_as(rig.job.job_id, "CANCEL")
@@ -312,7 +312,7 @@ async def test_a_first_token_of_a_chat_waits_for_few_ends_of_background_jobs() -
             job = HeldJob(taken)
             job.open(SamplingParams(max_tokens=1))
             ledger.add(job)
-            rig.outbox.end(job, Outcome("done"))
+            rig.outbox.end(job, Outcome("succeeded"))
         while not rig.broker.finished:
             await asyncio.sleep(0.001)
         num_before = len(rig.broker.finished)
@@ -337,7 +337,7 @@ async def test_ends_of_background_jobs_that_fail_to_leave_are_sent_again() -> No
             job = HeldJob(taken)
             job.open(SamplingParams(max_tokens=1))
             ledger.add(job)
-            rig.outbox.end(job, Outcome("done"))
+            rig.outbox.end(job, Outcome("succeeded"))
         while len(ledger) > 1:
             await asyncio.sleep(0.001)
         assert ledger.counts.outages == 1

@@ -67,7 +67,7 @@ def test_max_completion_tokens_is_max_tokens() -> None:
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_an_answer_looks_the_same_in_a_file_and_over_http(reason: Any) -> None:
     choices = (Choice(0, "one", (1,), reason), Choice(1, "two", (2, 3), reason))
-    result = Result("ref.id", Outcome("done"), choices, Usage(3, 4, 1), submitted_ms=1_700_000_000_123)
+    result = Result("ref.id", Outcome("succeeded"), choices, Usage(3, 4, 1), submitted_ms=1_700_000_000_123)
     head = {"job_id": "ref.id", "model": "m", "created_s": 1_700_000_000, "include_usage": False}
     chat = request_of(CHAT_URL, {"messages": MESSAGES, "n": 2})
     text = request_of(COMPLETIONS_URL, {"prompt": "hello", "n": 2})

@@ -163,7 +163,7 @@ async def test_an_answer_of_a_pool_whose_record_has_gone_names_the_pool() -> Non
     client, job = AsyncMock(), AsyncMock(id="ref.id", pool="ref")
     client.submit.return_value = job
     client.pools.return_value = {}
-    job.result.return_value = Result("ref.id", Outcome("done"), (), None)
+    job.result.return_value = Result("ref.id", Outcome("succeeded"), (), None)
     _, body = await answer(client, request_of_line(chat_row("a")), None, "key")
     assert body["model"] == "ref"
 

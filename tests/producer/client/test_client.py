@@ -38,7 +38,7 @@ async def test_stream_is_whole_and_needs_no_log(client: AsyncClient, node: FakeN
     chunks = await read_all(job.stream())
     check_whole(chunks, job, 50, num_choices=3)
     assert chunks[-1].outcome is not None
-    assert chunks[-1].outcome.state == "done"
+    assert chunks[-1].outcome.state == "succeeded"
     assert [chunk.usage for chunk in chunks if chunk.usage] == [Usage(PROMPT_TOKENS, 150)]
     assert (client.stats.log_reads, client.stats.gaps, client.stats.resubscribes) == (0, 0, 0)
     assert client.stats.chunks == 151
@@ -192,7 +192,7 @@ async def test_a_second_reader_keeps_a_non_background_job(client: AsyncClient, r
             await anext(second)
         rest = await read_all(second)
         assert rest[-1].outcome is not None
-        assert rest[-1].outcome.state == "done"
+        assert rest[-1].outcome.state == "succeeded"
 
 
 async def test_job_whose_handle_is_dropped_is_canceled_unless_it_is_a_background_job(
@@ -369,7 +369,7 @@ async def test_a_job_waits_for_its_time(client: AsyncClient, node: FakeNode) -> 
     status = await job.status()
     assert (status.state, status.taken_ms) == ("queued", 0)
     result = await job.result()
-    assert result.outcome.state == "done"
+    assert result.outcome.state == "succeeded"
     assert result.taken_ms >= result.submitted_ms == status.submitted_ms, "it stood in line from its time on"
 
 

@@ -15,7 +15,7 @@ from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, Resul
 from penstock.producer.client.stream import ChunkVerdict, StreamCursor, rest_of
 
 JOB = "pool.01a1f820-1cd2-775c-94d6-dde870154e3c"
-DONE = Outcome("done")
+DONE = Outcome("succeeded")
 TOKENS = {choice: tuple(range(1000 * choice, 1000 * choice + 40)) for choice in range(3)}
 NUM_CHOICES = len(TOKENS)
 PROMPT = tuple(TokenLogprobs((token,), (-1.0,), (b"p",)) for token in range(PROMPT_TOKENS_PER_CHUNK + 9))

@@ -193,7 +193,7 @@ async def test_open_subscription_that_receives_nothing_is_renewed(
     while quick_client.stats.resubscribes == 0:
         await asyncio.sleep(0.05)
     inbox._channel = channel
-    assert (await (await quick_client.submit("hello")).result()).outcome.state == "done"
+    assert (await (await quick_client.submit("hello")).result()).outcome.state == "succeeded"
 
 
 async def test_a_reader_beyond_the_jobs_sixteen_follows_the_log(
@@ -210,7 +210,7 @@ async def test_a_reader_beyond_the_jobs_sixteen_follows_the_log(
             await run.say(20)
             await run.finish()
             check_whole(await asyncio.wait_for(reading, PATIENCE_S), job, 20)
-            assert (await asyncio.wait_for(waiting, PATIENCE_S)).outcome.state == "done"
+            assert (await asyncio.wait_for(waiting, PATIENCE_S)).outcome.state == "succeeded"
 
 
 # Redis loses what it had acknowledged ------------------------------------------------------------

@@ -283,7 +283,7 @@ async def test_map_yields_the_results_before_a_failed_one(client: AsyncClient, t
 
 async def test_unchecked_results_say_what_failed(client: AsyncClient, node: FakeNode) -> None:
     results = await client.generate(["hello", TOO_LONG, "hello"], max_tokens=2, check=False)
-    assert [result.outcome.state for result in results] == ["done", "failed", "done"]
+    assert [result.outcome.state for result in results] == ["succeeded", "failed", "succeeded"]
     assert results[1].outcome.code == "context_length_exceeded"
     assert results[1].text == ""
 
@@ -316,7 +316,7 @@ async def test_jobs_that_need_no_reader_outlive_the_call(client: AsyncClient, to
 async def test_results_leave_redis_once_the_caller_has_them(client: AsyncClient, node: FakeNode, redis: Redis) -> None:
     results = await client.generate(["hello"] * 5, max_tokens=2)
     names = [key.decode() for key in cast("list[bytes]", await redis.keys("*"))]
-    assert {result.outcome.state for result in results} == {"done"}
+    assert {result.outcome.state for result in results} == {"succeeded"}
     assert [name for name in names if ":result:" in name or ":log:" in name] == []
     assert len([name for name in names if ":job:" in name]) == 5
 

@@ -63,7 +63,7 @@ def test_a_finished_map_leaves_no_run_in_the_client(sync_client: Client) -> None
 def test_map_unordered_yields_each_prompt_with_its_result(sync_client: Client) -> None:
     pairs = list(sync_client.map_unordered(iter([[1], [2], [3], [4]]), max_tokens=2))
     assert sorted(map(str, (prompt for prompt, _ in pairs))) == ["[1]", "[2]", "[3]", "[4]"]
-    assert all(result.outcome.state == "done" for _, result in pairs)
+    assert all(result.outcome.state == "succeeded" for _, result in pairs)
 
 
 def test_an_error_of_the_prompts_themselves_comes_through(sync_client: Client) -> None:

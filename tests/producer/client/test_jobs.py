@@ -20,7 +20,7 @@ async def test_jobs_are_listed_in_pages_with_their_ledgers(client: AsyncClient, 
     assert [status.job_id for status in first.jobs] == [jobs[2].id, jobs[1].id]
     rest = await client.jobs(tenant="acme", limit=2, after=first.next_after)
     assert ([status.job_id for status in rest.jobs], rest.next_after) == ([jobs[0].id], None)
-    assert {status.state for status in first.jobs} == {"done"}
+    assert {status.state for status in first.jobs} == {"succeeded"}
     for status in first.jobs:
         events = [event.event for event in status.ledger.events()]
         assert events == ["queued", "taken", "first_token", "finished"]
@@ -52,7 +52,7 @@ async def test_sync_client_lists_jobs_too(redis_url: str, node: FakeNode) -> Non
         with Client(redis_url) as client:
             job = client.submit("hello", max_tokens=2)
             job.result()
-            (status,) = client.jobs(state="done").jobs
+            (status,) = client.jobs(state="succeeded").jobs
             assert (status.job_id, status.ledger.node_id) == (job.id, client.status(job.id).ledger.node_id)
 
     await asyncio.to_thread(work)

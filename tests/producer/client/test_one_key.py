@@ -60,4 +60,4 @@ def test_hundred_submits_from_four_processes_are_one_generation(served: str) -> 
     assert sum(len(tokens) for _, _, _, tokens, _, _ in answers[0][1]) == 2 * 60
     with sync_redis.Redis.from_url(served) as client:
         (record,) = client.keys(f"{keys.prefix('reference')}:job:*")
-        assert client.hmget(record, "state", "losses", "preemptions") == [b"done", b"0", b"0"]
+        assert client.hmget(record, "state", "losses", "preemptions") == [b"succeeded", b"0", b"0"]

@@ -46,7 +46,7 @@ def test_stream_and_result(client: Client) -> None:
     assert [t for chunk in chunks for t in chunk.token_ids] == fake_tokens(job.id, 30)
     assert "".join(chunk.text for chunk in chunks) == fake_text(fake_tokens(job.id, 30))
     assert job.result().choices[0].token_ids == tuple(fake_tokens(job.id, 30))
-    assert client.result(job.id).outcome.state == job.status().state == client.status(job.id).state == "done"
+    assert client.result(job.id).outcome.state == job.status().state == client.status(job.id).state == "succeeded"
     assert [chunk.index for chunk in client.attach(job.id, after=27).stream()] == [28, 29, 30]
     assert len(client.pools()) == 1
 
@@ -108,7 +108,7 @@ def test_closing_wakes_waiting_threads(redis_url: str, node: FakeNode) -> None:
 
 def test_client_that_is_garbage_collected_is_closed(redis_url: str, node: FakeNode) -> None:
     job = Client(redis_url).submit("hello", max_tokens=5)
-    assert job.result().outcome.state == "done"
+    assert job.result().outcome.state == "succeeded"
     del job
     gc.collect()
     assert client_threads() == []
@@ -136,7 +136,7 @@ def test_forked_process_must_create_its_own_client(client: Client) -> None:
     with os.fdopen(read_end, "rb") as said:
         assert said.read() == b"client_closed"
     os.wait()
-    assert client.submit("hello", max_tokens=3).result().outcome.state == "done"
+    assert client.submit("hello", max_tokens=3).result().outcome.state == "succeeded"
 
 
 def test_stream_collected_during_a_call_blocks_no_other_call(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from penstock.queue.broker.audit import Finding, audit, findings_of
 from penstock.queue.broker.node import Emission
 from penstock.queue.chunks import encode_chunk
 
-DONE = Outcome("done")
+DONE = Outcome("succeeded")
 Damage = Callable[["Scene"], Awaitable[object]]
 
 
@@ -294,7 +294,7 @@ def test_logprobs_of_a_result_agree_with_the_log() -> None:
     def found(told: TokenLogprobs, of_prompt: tuple[TokenLogprobs, ...]) -> list[str]:
         choice = Choice(0, "a", (1,), "stop", (told,))
         result = results.encode_result((choice,), Usage(1, 1), [(0, 0, 0), (0, 1, 1)], of_prompt)
-        return [f.detail for f in findings_of(JobHistory(job.id, Outcome("done"), tuple(log), result))]
+        return [f.detail for f in findings_of(JobHistory(job.id, Outcome("succeeded"), tuple(log), result))]
 
     assert found(likely, (prompt,)) == []
     assert found(TokenLogprobs((1, 2), (-0.25, -3.0), (b"a", b"b")), (prompt,)) == ["choice 0 differs"]

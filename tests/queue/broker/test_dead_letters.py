@@ -87,7 +87,7 @@ async def test_an_open_job_that_is_purged_by_mistake_runs(queue: Queue) -> None:
     assert await audit(AdminBroker(queue.redis), "m") == []
     (taken,) = (await node.take()).jobs
     await node.finish(taken, 0, 3)
-    assert (await queue.producer.status(job_id, "default")).state == "done"
+    assert (await queue.producer.status(job_id, "default")).state == "succeeded"
 
 
 async def test_a_job_that_ended_otherwise_is_no_dead_letter(queue: Queue) -> None:

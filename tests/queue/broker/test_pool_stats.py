@@ -35,7 +35,7 @@ async def test_undisturbed_jobs_count_only_their_ends(queue: Queue, broker: Stat
     for _ in range(2):
         await node.finish(await queue.running(node), 0, 3)
     await queue.producer.cancel(await queue.submit(), "default")
-    assert await counted(broker) == {"submitted": 3, "ended_done": 2, "ended_cancelled": 1}
+    assert await counted(broker) == {"submitted": 3, "ended_succeeded": 2, "ended_cancelled": 1}
 
 
 async def test_a_node_of_another_version_hides_no_pool(queue: Queue, broker: StatsBroker) -> None:

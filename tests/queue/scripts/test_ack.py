@@ -19,7 +19,7 @@ LARGE = b"x" * 100_000
 async def ended(queue: Queue, node: FakeNode, result: bytes = b"result", **fields: object) -> str:
     taken = await queue.running(node, **fields)
     last = Emission(taken.job_id, taken.lease, 0, chunks_of(taken.job_id, 0, 3))
-    assert await node.broker.finish(last, Outcome("done"), result) == "OK"
+    assert await node.broker.finish(last, Outcome("succeeded"), result) == "OK"
     return taken.job_id
 
 
@@ -34,13 +34,13 @@ async def test_an_acknowledged_result_is_freed_and_its_job_stays_known(queue: Qu
     await queue.submit(job)
     taken = await node.take_one()
     last = Emission(taken.job_id, taken.lease, 0, chunks_of(taken.job_id, 0, 3))
-    await node.broker.finish(last, Outcome("done"), result)
+    await node.broker.finish(last, Outcome("succeeded"), result)
     assert await stored(queue) > 1056 + len(result)
 
     assert await queue.producer.ack([job.id], "default") == 1
     assert await stored(queue) == 1056
     assert await queue.keys(f"*{job.id}") == {f"job:{job.id}"}
-    assert (await queue.producer.status(job.id, "default")).state == "done"
+    assert (await queue.producer.status(job.id, "default")).state == "succeeded"
     assert (await queue.producer.submit(Submission(job, 1))).existed
     with pytest.raises(NotFoundError, match="no longer kept"):
         await queue.producer.result(job.id, "default")

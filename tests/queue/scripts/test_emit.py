@@ -207,15 +207,15 @@ async def test_finish_keeps_the_last_chunks_the_result_and_the_times(queue: Queu
     last = Emission(taken.job_id, taken.lease, 1, chunks_of(taken.job_id, 1, 3))
     result = encode_result((), Usage(3, 4), [(0, 1, 3)] * 4)
 
-    assert await node.broker.finish(last, Outcome("done"), result) == "OK"
+    assert await node.broker.finish(last, Outcome("succeeded"), result) == "OK"
 
     stored = await queue.producer.result(taken.job_id, "default")
     assert stored is not None
-    assert (stored.outcome, stored.usage, stored.cuts) == (Outcome("done"), Usage(3, 4), ((0, 1, 3),) * 4)
+    assert (stored.outcome, stored.usage, stored.cuts) == (Outcome("succeeded"), Usage(3, 4), ((0, 1, 3),) * 4)
     assert 0 < stored.submitted_ms <= stored.taken_ms <= stored.first_ms <= stored.finished_ms
     log = await queue.producer.log(taken.job_id, 0)
     assert [chunk.index for chunk in log] == [0, 1, 2, 3, 4]
-    assert [chunk.outcome for chunk in log] == [None] * 4 + [Outcome("done")]
+    assert [chunk.outcome for chunk in log] == [None] * 4 + [Outcome("succeeded")]
     assert (await queue.producer.status(taken.job_id, "default")).num_chunks == 5
     assert await queue.ids("open") == await queue.ids("running:n1") == await queue.ids("tenant:default:open") == set()
 

@@ -53,7 +53,7 @@ async def test_running_job_is_flagged_and_its_node_told(queue: Queue) -> None:
     assert await queue.producer.cancel(taken.job_id, "default") == "cancelled"
 
 
-@pytest.mark.parametrize("state", ["done", "failed", "expired"])
+@pytest.mark.parametrize("state", ["succeeded", "failed", "expired"])
 async def test_ended_job_cannot_be_cancelled(queue: Queue, state: TerminalState) -> None:
     node = await queue.node()
     taken = await queue.running(node)
@@ -69,7 +69,7 @@ async def test_job_that_ends_before_it_saw_the_flag_stays_done(queue: Queue) -> 
     taken = await queue.running(node)
     await queue.producer.cancel(taken.job_id, "default")
     assert await node.finish(taken, 0, 1) == "OK"
-    assert await queue.state(taken.job_id) == "done"
+    assert await queue.state(taken.job_id) == "succeeded"
 
 
 async def test_cancelled_given_back_job_leaves_its_queue(queue: Queue) -> None:
@@ -122,7 +122,7 @@ async def test_expired_job_of_a_dead_node_ends_with_it(queue: Queue) -> None:
 @pytest.mark.parametrize(
     "outcome",
     [
-        Outcome("done"),
+        Outcome("succeeded"),
         Outcome("failed", "context_length_exceeded", "prompt has 9 tokens", "prompt"),
         Outcome("failed", "c" * 31, "m" * 32, "p" * 255),
         Outcome("failed", "x", "ß" * 500, "p" * 256),

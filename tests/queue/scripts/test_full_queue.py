@@ -135,4 +135,4 @@ async def test_damaged_data_is_an_invariant_error_and_not_an_outage(queue: Queue
     taken = await queue.running(node)
     await queue.redis.set(f"{P}:log:{taken.job_id}", "no list")
     with pytest.raises(InvariantError, match="WRONGTYPE"):
-        await node.finish(taken, 0, outcome=Outcome("done"))
+        await node.finish(taken, 0, outcome=Outcome("succeeded"))

@@ -37,14 +37,14 @@ async def test_undisturbed_job_has_four_events_and_what_it_used(queue: Queue) ->
     assert told(await ledger_of(queue, taken.job_id)) == [("queued", "", ""), ("taken", "n1", "")]
     await node.emit(taken, 0, 2)
     last = Emission(taken.job_id, taken.lease, 2, chunks_of(taken.job_id, 2, 1))
-    await node.broker.finish(last, Outcome("done"), b"result", kv_token_ms=1234.6, usage=Usage(9, 3, 4))
+    await node.broker.finish(last, Outcome("succeeded"), b"result", kv_token_ms=1234.6, usage=Usage(9, 3, 4))
 
     ledger = await ledger_of(queue, taken.job_id)
     assert told(ledger) == [
         ("queued", "", ""),
         ("taken", "n1", ""),
         ("first_token", "", ""),
-        ("finished", "n1", "done"),
+        ("finished", "n1", "succeeded"),
     ]
     assert (ledger.usage, ledger.kv_token_ms, ledger.num_past_leases) == (Usage(9, 3, 4), 1235, 0)
     assert not {"past_leases", "num_past_leases", "retaken"} & (await queue.record(taken.job_id)).keys()
@@ -97,7 +97,7 @@ async def test_engine_preemptions_of_all_leases_add_up(queue: Queue) -> None:
     assert (await ledger_of(queue, taken.job_id)).engine_preemptions == 2
     last = Emission(taken.job_id, taken.lease, 0, ())
     for _ in range(2):
-        assert await two.broker.finish(last, Outcome("done"), b"result", num_preemptions=3) == "OK"
+        assert await two.broker.finish(last, Outcome("succeeded"), b"result", num_preemptions=3) == "OK"
     ledger = await ledger_of(queue, taken.job_id)
     assert (ledger.engine_preemptions, ledger.preemptions) == (5, 1)
 
@@ -185,10 +185,10 @@ async def test_page_of_a_rare_state_ends_early_and_goes_on(queue: Queue, monkeyp
     await node.finish(first, 0)
     for _ in range(23):
         await queue.submit()
-    page, num_pages = await lists.page("default", state="done"), 1
+    page, num_pages = await lists.page("default", state="succeeded"), 1
     while not page.jobs:
         assert page.next_after is not None
-        page, num_pages = await lists.page("default", state="done", after=page.next_after), num_pages + 1
+        page, num_pages = await lists.page("default", state="succeeded", after=page.next_after), num_pages + 1
     assert ([status.job_id for status in page.jobs], num_pages) == ([first.job_id], 3)
     assert MAX_EXAMINED == 1000
 

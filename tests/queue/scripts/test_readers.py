@@ -79,7 +79,7 @@ async def test_own_channel_carries_one_chunk_a_message(queue: Queue) -> None:
     await node.finish(taken, 2, 1)
     messages = await channel.messages()
     assert [[chunk.index for chunk in decode_chunks(message)] for message in messages] == [[0], [1], [2], [3]]
-    assert decode_chunks(messages[-1])[0].outcome == Outcome("done")
+    assert decode_chunks(messages[-1])[0].outcome == Outcome("succeeded")
 
 
 async def test_job_without_a_channel_publishes_on_none(queue: Queue) -> None:
@@ -115,7 +115,7 @@ async def test_ended_job_is_attached_to_by_its_number_of_chunks(queue: Queue) ->
 
     attached = await queue.producer.attach(taken.job_id, "default", inbox="me")
 
-    assert (attached.state, attached.num_chunks) == ("done", 5)
+    assert (attached.state, attached.num_chunks) == ("succeeded", 5)
     assert await queue.producer.log(taken.job_id, 0) == []
     assert (await queue.record(taken.job_id))["inboxes"] == ""
 

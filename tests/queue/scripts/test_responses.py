@@ -40,7 +40,7 @@ async def submit(queue: Queue, record: ResponseRecord = RECORD, **fields: Any) -
     return job
 
 
-async def end(node: FakeNode, *, state: Any = "done", num_bytes: int = 100, has_result: bool = True) -> None:
+async def end(node: FakeNode, *, state: Any = "succeeded", num_bytes: int = 100, has_result: bool = True) -> None:
     taken = await node.take_one()
     last = Emission(taken.job_id, taken.lease, 0, chunks_of(taken.job_id, 0, 2))
     choices = (Choice(0, "x" * num_bytes, (), "stop"),)

@@ -47,7 +47,7 @@ async def reserved(queue: Queue) -> dict[str, int]:
 
 async def end(node: FakeNode, taken: Taken, result: bytes) -> None:
     last = Emission(taken.job_id, taken.lease, 0, chunks_of(taken.job_id, 0, 2))
-    assert await node.broker.finish(last, Outcome("done"), result, usage=Usage(3, 2)) == "OK"
+    assert await node.broker.finish(last, Outcome("succeeded"), result, usage=Usage(3, 2)) == "OK"
 
 
 def result_of(num_bytes: int) -> bytes:
@@ -92,7 +92,7 @@ async def test_each_byte_of_a_job_counts_once_and_is_released_once(queue: Queue)
 
     last = Emission(taken.job_id, taken.lease, 42, ())
     other = FakeNode(queue.redis, "other", "r1")
-    assert await other.broker.finish(last, Outcome("done"), b"r" * 100, usage=Usage(3, 2)) == "OK"
+    assert await other.broker.finish(last, Outcome("succeeded"), b"r" * 100, usage=Usage(3, 2)) == "OK"
     assert await reserved(queue) == {}
 
 

@@ -290,7 +290,7 @@ async def test_what_a_leaving_node_still_holds_is_left_to_sweep(queue: Queue) ->
     node = await queue.node()
     taken = await queue.running(node)
     assert await node.broker.leave() == 1
-    assert await node.finish(taken, 0, outcome=Outcome("done")) == "OK"
+    assert await node.finish(taken, 0, outcome=Outcome("succeeded")) == "OK"
     other = FakeNode(queue.redis, "n2", "r1")
     await other.join()
     second = await queue.running(other)

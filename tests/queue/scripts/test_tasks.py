@@ -103,7 +103,7 @@ async def test_task_of_a_dead_node_is_taken_by_the_next_one(queue: Queue) -> Non
     taken = (await second.take(**FULL)).jobs[0]
     assert (taken.job_id, taken.losses, taken.num_sequences) == (task, 1, 0)
     assert await second.finish(taken, 0) == "OK"
-    assert await queue.state(task) == "done"
+    assert await queue.state(task) == "succeeded"
 
 
 async def test_repeated_take_gives_the_same_tasks(queue: Queue) -> None:

@@ -59,7 +59,7 @@ async def test_a_reservation_follows_the_tenants_own_outputs(queue: Queue) -> No
     await ask(queue, terms, 10, 100)
     (taken,) = (await node.take()).jobs
     last = Emission(taken.job_id, taken.lease, 0, ())
-    assert await node.broker.finish(last, Outcome("done"), b"r", usage=Usage(10, 40)) == "OK"
+    assert await node.broker.finish(last, Outcome("succeeded"), b"r", usage=Usage(10, 40)) == "OK"
     job_id = await ask(queue, terms, 10, 7000)
     assert (await queue.record(job_id))["charged"] == "50"
     await queue.pass_time("acme", 1000)
@@ -104,7 +104,7 @@ async def test_tasks_count_their_prompts(queue: Queue) -> None:
 async def end(node: FakeNode, taken: Taken, num_prompt: int, num_output: int) -> None:
     """End a job with these tokens used."""
     last, usage = Emission(taken.job_id, taken.lease, 0, ()), Usage(num_prompt, num_output)
-    assert await node.broker.finish(last, Outcome("done"), b"r", usage=usage) == "OK"
+    assert await node.broker.finish(last, Outcome("succeeded"), b"r", usage=usage) == "OK"
 
 
 async def learn_short_outputs(queue: Queue, node: FakeNode, terms: Terms) -> None:

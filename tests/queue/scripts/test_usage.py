@@ -29,7 +29,7 @@ async def submit(queue: Queue, terms: Terms = UNLIMITED, *, cost: int = 100, ten
 
 async def end(node: FakeNode, taken: Taken, usage: Usage, start: int = 0) -> str:
     last = Emission(taken.job_id, taken.lease, start, chunks_of(taken.job_id, start, 1))
-    return await node.broker.finish(last, Outcome("done"), b"result", usage=usage)
+    return await node.broker.finish(last, Outcome("succeeded"), b"result", usage=usage)
 
 
 async def run(queue: Queue, node: FakeNode, terms: Terms, *, cost: int, used: int) -> None:
