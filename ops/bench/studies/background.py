@@ -38,15 +38,17 @@ NUM_IN_ENGINE = 64
 """Background requests that the engine holds."""
 MODES = ("chats", "both", "background")
 WARM_UP_S = 5.0
+BACKGROUND_S = 20.0
+"""Seconds for which background work alone is measured, at most."""
 HEAD = """# Chats beside background work
 
 `{command}` on {cores} cores of {cpu}, {date}, {revision}. Chats of 32–256 tokens in and 32–128 out come by chance;
-the backlog of background requests, 128 tokens in and out, never ends. Modes alternate in {repeats} turns of
-{turn:.0f} s. Times are ms, p50 / p99; speeds are tokens a second. *Left*: the share of engine time that chats alone
+the backlog of background requests, 128 tokens in and out, never ends. {backlog}. Modes alternate in {repeats} turns.
+Times are ms, p50 / p99; speeds are tokens a second. *Left*: the share of engine time that chats alone
 leave; *part*: the background speed beside chats ÷ (alone × left).
 
-| chats/s | TTFT alone | beside | ITL alone | beside | background alone | beside | left | part |
-|---|---|---|---|---|---|---|---|---|
+| chats/s | chats | TTFT alone | beside | ITL alone | beside | background alone | beside | left | part |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -223,16 +225,17 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
         settings: dict[str, Any] = {"max_num_seqs": 64, "kv_cache_gib": 1.0, "max_prefill_ms_beside_decode": 30.0}
         engine = Engine(EngineConfig(model=str(demo_model()), **settings))
         run_engine(engine, chats(2.0, WARM_UP_S, seed=99), WARM_UP_S, background=True, turn=Turn())
-    for rate in options.rates:
+    for rate, turn_s in zip(options.rates, options.turn_s, strict=True):
         turns = {mode: Turn() for mode in MODES}
         for number in range(options.repeats):
             for mode in MODES:
-                asked = [] if mode == "background" else chats(rate, options.turn_s, seed=number)
+                asked = [] if mode == "background" else chats(rate, turn_s, seed=number)
+                length_s = min(turn_s, BACKGROUND_S) if mode == "background" else turn_s
                 given: dict[str, Any] = {"background": mode != "chats", "turn": turns[mode]}
                 if server is not None:
-                    run_server(server, asked, options.turn_s, **given)
+                    run_server(server, asked, length_s, **given)
                 elif engine is not None:
-                    run_engine(engine, asked, options.turn_s, **given)
+                    run_engine(engine, asked, length_s, **given)
         row = _row(rate, turns)
         print(row, flush=True)
         yield row
@@ -243,7 +246,9 @@ def _row(rate: float, turns: dict[str, Turn]) -> str:
     speed, beside = (one.num_background / one.took_s for one in (background, both))
     left = 1 - alone.busy_s / alone.took_s
     times = [_shown(getattr(one, name)) for name in ("first_ms", "gaps_ms") for one in (alone, both)]
-    return f"| {rate} | {' | '.join(times)} | {speed:.0f} | {beside:.0f} | {left:.2f} | {beside / (speed * left):.2f} |"
+    num_chats = len(both.first_ms)
+    measured = f"{speed:.0f} | {beside:.0f} | {left:.2f} | {beside / (speed * left):.2f}"
+    return f"| {rate} | {num_chats} | {' | '.join(times)} | {measured} |"
 
 
 def _shown(values: list[float]) -> str:
@@ -260,13 +265,17 @@ def main() -> None:
     parser.add_argument("--backlog", type=int, default=600, help="jobs that wait at that server")
     parser.add_argument("--priority", help="the class of these jobs")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
-    parser.add_argument("--turn-s", type=float, default=20.0)
+    parser.add_argument("--turn-s", type=float, nargs="+", default=[20.0] * len(RATES), help="one for each rate")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     machine = describe()
     command = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.studies.background"
     facts = {"cores": machine["cores"], "cpu": machine["cpu"], "date": machine["date"], "revision": revision()}
-    head = HEAD.format(command=command, repeats=options.repeats, turn=options.turn_s, **facts)
+    backlog = "An engine alone; the backlog has a tenant of its own"
+    if options.url is not None:
+        own_class = f"the class {options.priority}" if options.priority else "the default class, batch"
+        backlog = f"Through a server; the backlog is of the chats' tenant and of {own_class}"
+    head = HEAD.format(command=command, repeats=options.repeats, backlog=backlog, **facts)
     (RESULTS / "background.md").write_text(head + "\n".join(rows(options)) + "\n", encoding="utf-8")
 
 
