@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from random import Random
 
+from fixtures.tiny_model import make_tiny_model
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from bench.queue_cost.processes import cpu_us, redis_pid
+from bench.queue_cost.processes import CpuMeter, child, cpu_us, node, redis_pid
+from penstock import AsyncClient
 from penstock.contract.job import JobDef, SamplingParams
 from penstock.contract.output import Choice, Chunk, Outcome, Usage
 from penstock.contract.pool import PoolRecord
@@ -153,11 +156,57 @@ QUEUE_HEAD = """
 """
 
 
-async def measure_queue(num_jobs: int, cases: tuple[tuple[int, int], ...]) -> None:
+async def measure_queue(num_jobs: int, cases: Sequence[tuple[int, int]]) -> None:
     """Print the table of scripts."""
     print(QUEUE_HEAD.format(scripts=" | ".join(SCRIPTS)).rstrip())
     for num_tenants, num_waiting in cases:
         print(await queue_row(num_tenants, num_waiting, num_jobs), flush=True)
+
+
+WHOLE_HEAD = """
+| engine | jobs/s | client ms | node loop ms | engine ms | Redis ms |
+|---|---|---|---|---|---|"""
+
+
+async def measure_whole(num_jobs: int, kinds: Sequence[str]) -> None:
+    """Print the rows of whole jobs: `client.generate` of prompts of 30 tokens, with an output token each."""
+    print(WHOLE_HEAD)
+    for kind in kinds:
+        with durable_redis() as server, _node(server.url, kind) as pid:
+            async with AsyncClient(server.url) as client:
+                await _generate(client, 200)
+                pids = {"redis": redis_pid(server), "node": pid, "client": os.getpid()}
+                with CpuMeter(pids) as meter:
+                    await _generate(client, num_jobs)
+        ms = {name: us / num_jobs / 1e3 for name, us in meter.spent_us.items()}
+        cells = " | ".join(f"{ms[name]:.2f}" for name in ("client", "node loop", "node engine", "redis"))
+        print(f"| {kind} | {num_jobs / meter.wall_s:,.0f} | {cells} |", flush=True)
+
+
+@contextmanager
+def _node(redis_url: str, kind: str) -> Iterator[int]:
+    """Start a node whose engine is a clock that does not wait, or the tiny model. Yield its process id."""
+    if kind == "clock":
+        with node(redis_url, 0.0) as (pid, _):
+            yield pid
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_model(Path(folder))
+        argv = ("penstock", "node", "--redis-url", redis_url, "--model", folder, "--dtype", "bfloat16")
+        with child(*argv, PENSTOCK_NODE_PROGRESS="json", PENSTOCK_MAX_NUM_SEQS="256") as (pid, _):
+            yield pid
+
+
+async def _generate(client: AsyncClient, num_jobs: int) -> None:
+    random = Random(num_jobs)
+    prompts = [[random.randrange(3, 250) for _ in range(PROMPT_TOKENS)] for _ in range(num_jobs)]
+    results = await client.generate(prompts, max_tokens=1, ignore_eos=True)
+    assert all(len(result.choices[0].token_ids) == 1 for result in results)
+
+
+def _case_of(text: str) -> tuple[int, int]:
+    num_tenants, num_waiting = map(int, text.split(":"))
+    return num_tenants, num_waiting
 
 
 def main() -> None:
@@ -166,10 +215,13 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=["queue"])
     parser.add_argument("--jobs", type=int, default=2000)
     parser.add_argument("--cases", nargs="+", help="tenants:waiting")
+    parser.add_argument("--engines", nargs="+", default=["clock", "tiny"])
     options = parser.parse_args()
-    cases = tuple(tuple(map(int, one.split(":"))) for one in options.cases) if options.cases else CASES
+    cases = [_case_of(one) for one in options.cases] if options.cases else CASES
+    if "whole" in options.what:
+        asyncio.run(measure_whole(options.jobs, options.engines))
     if "queue" in options.what:
-        asyncio.run(measure_queue(options.jobs, cast(Any, cases)))
+        asyncio.run(measure_queue(options.jobs, cases))
 
 
 if __name__ == "__main__":

@@ -162,7 +162,6 @@ class ProducerBroker:
             raise _no_job(job_id)
         return state
 
-    @retried
     async def ack(self, job_ids: Sequence[str], tenant: str) -> int:
         """Free the results of ended jobs of a tenant, because the caller has stored them.
 
