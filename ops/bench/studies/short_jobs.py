@@ -192,8 +192,8 @@ def _node(redis_url: str, kind: str) -> Iterator[int]:
         return
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(Path(folder))
-        argv = ("penstock", "node", "--redis-url", redis_url, "--model", folder, "--dtype", "bfloat16")
-        with child(*argv, PENSTOCK_NODE_PROGRESS="json", PENSTOCK_MAX_NUM_SEQS="256") as (pid, _):
+        argv = ("penstock", "node", folder, "--redis-url", redis_url, "--dtype", "bfloat16")
+        with child(*argv, PENSTOCK_NODE_PROGRESS="json", PENSTOCK_NODE_MAX_NUM_SEQS="256") as (pid, _):
             yield pid
 
 
