@@ -73,8 +73,6 @@ class RunOptions:
     max_in_flight: int = MAX_IN_FLIGHT
     leaves_jobs: bool = False
     """Whether an early end leaves the open jobs to the queue instead of canceling them."""
-    acks: bool = True
-    """Whether the results may leave Redis once this process has them."""
 
     def __post_init__(self) -> None:
         checked_timeout(self.timeout)
@@ -125,12 +123,20 @@ class Run:
     def __init__(
         self,
         submit: Callable[[Prompt, int], Awaitable[AsyncJob]],
+        ack: Callable[..., Awaitable[int]] | None,
         options: RunOptions,
         outage_s: float,
         open_runs: set[Run],
     ) -> None:
-        """`outage_s`: how long to wait for nodes that are gone. `open_runs`: what the client closes when it closes."""
+        """`ack` frees the results of jobs, named by their ids; None: they stay in Redis.
+
+        `outage_s`: how long to wait for nodes that are gone. `open_runs`: what the client closes when it closes.
+        """
         self._submit = submit
+        self._ack = ack
+        self._to_ack = list[str]()
+        """Jobs whose results this process has."""
+        self._acking: asyncio.Task[None] | None = None
         self._options = options
         self._outage_s = outage_s
         self._open_runs = open_runs
@@ -269,7 +275,8 @@ class Run:
             return RunStep.WANTS_PROMPT
         if (answer := self._take_answer()) is not None:
             return answer
-        return RunStep.END if self._has_all_prompts and not self._entries else None
+        is_over = self._has_all_prompts and not self._entries and self._acking is None
+        return RunStep.END if is_over else None
 
     def _take_answer(self) -> Answered | None:
         if self._options.in_order:
@@ -338,11 +345,21 @@ class Run:
         self._submitting.discard(entry)
         self._changed.set()
         result = await entry.job.result(check=self._options.check)
-        if self._options.acks:
-            # If Redis is away, the result expires by itself.
-            with suppress(UnavailableError):
-                await entry.job.ack()
+        if self._ack is not None:
+            self._to_ack.append(entry.job.id)
+            if self._acking is None:
+                self._acking = asyncio.create_task(self._ack_results(self._ack), name="penstock acks of a run")
         return result
+
+    async def _ack_results(self, ack: Callable[..., Awaitable[int]]) -> None:
+        """Free the results of ended jobs, together those that end at the same time."""
+        while self._to_ack:
+            job_ids, self._to_ack = self._to_ack, []
+            # If Redis is away, the results expire by themselves.
+            with suppress(UnavailableError):
+                await ack(*job_ids)
+        self._acking = None
+        self._changed.set()
 
     async def _accepted(self, entry: _Entry) -> AsyncJob:
         """Submit a job, as often as necessary. Raises errors that waiting does not cure."""
@@ -384,6 +401,9 @@ class Run:
     async def _end_jobs(self) -> None:
         tasks = dict(self._tasks)
         await cancel_until_done(tasks.values())
+        if (acking := self._acking) is not None:
+            await asyncio.wait((acking,), timeout=CANCEL_S)
+            await cancel_until_done((acking,))
         if not self._options.leaves_jobs:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CANCEL_S):

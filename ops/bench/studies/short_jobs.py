@@ -174,10 +174,11 @@ async def measure_whole(num_jobs: int, kinds: Sequence[str]) -> None:
     for kind in kinds:
         with durable_redis() as server, _node(server.url, kind) as pid:
             async with AsyncClient(server.url) as client:
-                await _generate(client, 200)
+                await _generate(client, _prompts(200))
+                prompts = _prompts(num_jobs)
                 pids = {"redis": redis_pid(server), "node": pid, "client": os.getpid()}
                 with CpuMeter(pids) as meter:
-                    await _generate(client, num_jobs)
+                    await _generate(client, prompts)
         ms = {name: us / num_jobs / 1e3 for name, us in meter.spent_us.items()}
         cells = " | ".join(f"{ms[name]:.2f}" for name in ("client", "node loop", "node engine", "redis"))
         print(f"| {kind} | {num_jobs / meter.wall_s:,.0f} | {cells} |", flush=True)
@@ -197,9 +198,12 @@ def _node(redis_url: str, kind: str) -> Iterator[int]:
             yield pid
 
 
-async def _generate(client: AsyncClient, num_jobs: int) -> None:
+def _prompts(num_jobs: int) -> list[list[int]]:
     random = Random(num_jobs)
-    prompts = [[random.randrange(3, 250) for _ in range(PROMPT_TOKENS)] for _ in range(num_jobs)]
+    return [[random.randrange(3, 250) for _ in range(PROMPT_TOKENS)] for _ in range(num_jobs)]
+
+
+async def _generate(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> None:
     results = await client.generate(prompts, max_tokens=1, ignore_eos=True)
     assert all(len(result.choices[0].token_ids) == 1 for result in results)
 
