@@ -110,7 +110,7 @@ def _arguments_of(submissions: Sequence[PackedSubmission]) -> tuple[Argument, ..
         if key not in numbers:
             numbers[key] = len(numbers) + 1
             limits = one.max_open_jobs, one.max_queued_cost, one.jobs_per_minute, one.tokens_per_minute
-            terms.append((packed.job.tenant, *limits, one.burst_s, one.weight, one.memory_percent, one.account))
+            terms.append((packed.job.tenant, *limits, one.burst_s, str(one.weight), one.memory_percent, one.account))
         rows.append((numbers[key], *packed.row))
     payloads = (data for packed in submissions for data in (packed.request, packed.response))
     return submissions[0].inbox, scripts.packed(terms), scripts.packed(rows), *payloads

@@ -130,7 +130,9 @@ local function read_config(names)
   check_version(values[1] or older_version())
   if not values[1] then return nil end
   local config = {}
-  for i, name in ipairs(names) do config[name] = tonumber(values[i]) or values[i] or nil end
+  for i, name in ipairs(names) do
+    if name == 'policy' then config.policy = values[i] else config[name] = tonumber(values[i]) end
+  end
   return config
 end
 

@@ -13,7 +13,8 @@ do
 
   local function write_sums(key, sums, removes_zero)
     for field, by in pairs(sums) do
-      if by ~= 0 and redis.call('HINCRBY', key, field, by) == 0 and removes_zero then redis.call('HDEL', key, field) end
+      local is_changed = by ~= 0 or not removes_zero
+      if is_changed and redis.call('HINCRBY', key, field, by) == 0 and removes_zero then redis.call('HDEL', key, field) end
     end
   end
 
