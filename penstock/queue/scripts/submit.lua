@@ -116,7 +116,8 @@ end
 
 local refusal_of, count_accepted, write_refused, write_rates
 do
-  -- What this call has read of the queue, with what it has accepted since. Each is read when it is first needed.
+  -- What this call has read of the queue, with what it has accepted since; under the number of a level, the jobs that it
+  -- has queued there. A sum is read before the first job that it counts is accepted.
   local queue = {}
 
   local function add_if_read(sums, name, by)
@@ -198,7 +199,9 @@ do
     local is_of_tenant = string.find(what, "tenant's ", 1, true)
     count_event(REFUSALS[what] or (is_of_tenant and 'refused_tenant_limit' or 'refused_busy'))
     local num_ahead = 0
-    for other = 0, job.level do num_ahead = num_ahead + redis.call('ZCARD', P .. ':waiting:' .. other) end
+    for other = 0, job.level do
+      num_ahead = num_ahead + redis.call('ZCARD', P .. ':waiting:' .. other) + (queue[other] or 0)
+    end
     return {'BUSY', what, limit, math.ceil(math.min(MAX_RETRY_MS, math.max(MIN_RETRY_MS, retry_ms))), num_ahead,
       math.ceil(wait_ms or -1)}
   end
@@ -252,7 +255,7 @@ do
   local function own_open_jobs(job)
     local own = job.own
     own.open = own.open or redis.call('SCARD', P .. ':tenant:' .. job.tenant .. ':open')
-    return own.open
+    return own.open + (own.num_accepted or 0)
   end
 
   local function num_tasks()
@@ -430,10 +433,11 @@ do
   function count_accepted(job, waits)
     local own = job.own
     add_if_read(queue, 'open', 1)
-    add_if_read(own, 'open', 1)
+    own.num_accepted = (own.num_accepted or 0) + 1
     add_if_read(own, 'bytes', job.held)
     if queue.memory then queue.memory.used = queue.memory.used + job.held end
     if waits then return end
+    queue[job.level] = (queue[job.level] or 0) + 1
     local name, tenants = job.in_background and 'background' or 'queued', job.in_background and 'background_tenants' or 'tenants'
     if own[name] == 0 and job.cost > 0 then add_if_read(queue, tenants, 1) end
     add_if_read(own, name, job.cost)
