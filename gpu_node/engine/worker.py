@@ -157,9 +157,20 @@ class EngineWorker:
         self._wake.set()
         return future
 
-    def add(self, request: EngineRequest) -> Future[None]:
-        """Queue a request. The future carries the engine's refusal."""
-        return self.call(lambda: self._engine.add(request))
+    def add(self, request: EngineRequest, on_refused: Callable[[Exception], None]) -> None:
+        """Queue a request. If the engine refuses it, `on_refused` gets the error, on the engine's thread.
+
+        A future for each request would wake the event loop as often.
+        """
+
+        def run() -> None:
+            try:
+                self._engine.add(request)
+            except Exception as error:
+                on_refused(error)
+
+        self._commands.append(run)
+        self._wake.set()
 
     def prepare(self, params: SamplingParams, adapter: AdapterRef | None, tenant: str) -> Prepared | None:
         """Prepare a request on the caller's thread, so that `add` does not delay the engine's steps."""

@@ -143,6 +143,9 @@ def outcome_of(job: HeldJob) -> Outcome:
     return Outcome("failed", "model_error", _MODEL_ERROR)
 
 
+_UNREAD_PARAMS = SamplingParams()
+
+
 class HeldJob:
     """One job of this node. Its chunks are kept until it ends, because a Redis that lost writes asks for them again.
 
@@ -154,7 +157,7 @@ class HeldJob:
         self.taken = taken
         is_new = not (taken.num_chunks or taken.losses or taken.preemptions)
         self.times = JobTimes(taken_s - taken.waited_ms / 1000, taken_s, is_new=is_new)
-        self.params = SamplingParams()
+        self.params = _UNREAD_PARAMS
         self.adapter = ""
         """The name of its adapter, or an empty string."""
         self.num_prompt_tokens = 0

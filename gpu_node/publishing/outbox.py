@@ -1,4 +1,4 @@
-"""From the engine to Redis: one emit call for the whole batch, and one finish call for each job that ended.
+"""From the engine to Redis: one emit call for the whole batch, and one finish call for all jobs that ended.
 
 While Redis is unavailable or slow, outputs accumulate in the ledger; then each choice's output leaves as one chunk.
 Tokens also wait where sending would take too much CPU time (`publishing/pace.py`); until they leave, steps do not wake
@@ -28,8 +28,8 @@ from penstock.queue.broker.node import Emission, HeartbeatAnswer, NodeBroker
 
 log = logging.getLogger(__package__)
 
-ENDS_PER_PART = 16
-"""Ends of background jobs that are sent together. The first token of a chat waits for no more of them."""
+ENDS_PER_PART = 32
+"""Ends of background jobs that one call sends. The first token of a chat waits for no more of them."""
 
 
 class Outbox:

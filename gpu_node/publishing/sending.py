@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.output import Outcome
@@ -14,7 +14,7 @@ from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.times import NodeCounts
 from penstock.gpu_node.publishing.pace import SendCost
-from penstock.queue.broker.node import MAX_EMIT_BYTES, MAX_EMIT_JOBS, Emission, NodeBroker
+from penstock.queue.broker.node import MAX_EMIT_BYTES, MAX_EMIT_JOBS, MAX_FINISH_JOBS, Emission, JobEnd, NodeBroker
 from penstock.queue.msgpack_codec import new_pack
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.gather import gather_all
@@ -24,6 +24,13 @@ log = logging.getLogger(__package__)
 
 MAX_CALLS_AT_ONCE = 16
 """Emit and finish calls that may be in flight together."""
+
+
+class EndingJob(NamedTuple):
+    """A job and its end as a finish call takes it."""
+
+    job: HeldJob
+    end: JobEnd
 
 
 class AnswerHandler(Protocol):
@@ -40,7 +47,7 @@ class AnswerHandler(Protocol):
 
 
 class BatchSender:
-    """Sends batches of jobs: one emit call for running jobs, and a finish call for each ended one.
+    """Sends batches of jobs: one emit call for running jobs, and finish calls of many for the ended ones.
 
     Several calls may be in flight together.
     """
@@ -56,11 +63,30 @@ class BatchSender:
         """Send everything that these jobs have. Raises UnavailableError; the calls that succeeded are noted."""
         going = [job for job in batch if job.outcome is None]
         at_once = [job for job in going if not job.has_unsealed_prompt]
+        ends, long_ends = self._ends_of([job for job in batch if job.outcome is not None])
         calls = [partial(self._emit, at_once)] if at_once else []
-        calls += [partial(self._finish, job, job.outcome) for job in batch if job.outcome is not None]
+        calls += [partial(self._finish_together, part) for part in end_batches(ends)]
+        calls += [partial(self._finish, job) for job in long_ends]
         calls += [partial(self._emit, [job]) for job in going if job.has_unsealed_prompt]
+        if len(calls) == 1:
+            await calls[0]()
+            return
         for start in range(0, len(calls), MAX_CALLS_AT_ONCE):
             await gather_all(*(call() for call in calls[start : start + MAX_CALLS_AT_ONCE]))
+
+    def _ends_of(self, ended: Iterable[HeldJob]) -> tuple[list[EndingJob], list[HeldJob]]:
+        """Return the ends that go together, and the jobs that have more to send than one call takes."""
+        ends, others = list[EndingJob](), list[HeldJob]()
+        for job in ended:
+            if job.has_unsealed_prompt or job.prefill is not None or job.unsent_bytes > MAX_EMIT_BYTES:
+                others.append(job)
+                continue
+            emission = job.emission(self._pack, MAX_EMIT_BYTES)
+            if job.is_rest(emission):
+                ends.append(EndingJob(job, _end_of(job, emission)))
+            else:
+                others.append(job)
+        return ends, others
 
     async def _seal(self, job: HeldJob) -> None:
         """Pack a prompt's log-probabilities, and yield to the event loop after each part."""
@@ -90,7 +116,8 @@ class BatchSender:
                     unfinished.append(job)
         return unfinished
 
-    async def _finish(self, job: HeldJob, outcome: Outcome) -> None:
+    async def _finish(self, job: HeldJob) -> None:
+        """End a job that may have more to send than one call takes."""
         await self._seal(job)
         while (emission := job.emission(self._pack, MAX_EMIT_BYTES)).progress or not job.is_rest(emission):
             (answer,) = await self._broker.emit([emission])
@@ -98,14 +125,31 @@ class BatchSender:
                 return
             # The job has its outcome, so a cancellation changes nothing. The finish call reports damaged keys.
             job.acknowledge(emission)
+        await self._finish_together([EndingJob(job, _end_of(job, emission))])
+
+    async def _finish_together(self, ends: Sequence[EndingJob]) -> None:
         try:
-            answer = await self._broker.finish(emission, outcome, job.result(), **job.used)
+            answers = await self._broker.finish_many([end for _, end in ends])
         except InvariantError as error:
-            # This job's keys are damaged; other jobs' keys are not.
-            log.error("finish failed", extra={"job_id": job.job_id, "reason": error.message})
-            answer = "GONE"
-        if not self._answers.handle_loss(job, answer):
-            self._answers.ended(job, outcome)
+            if len(ends) > 1:
+                # One of these jobs, or what they share, is damaged. Those that have ended already are answered with OK.
+                for one in ends:
+                    await self._finish_together([one])
+                return
+            answers = [f"ERR {error.message}"]
+        for (job, end), answer in zip(ends, answers, strict=True):
+            if answer.startswith("ERR "):
+                # This job's keys are damaged; other jobs' keys are not.
+                log.error("finish failed", extra={"job_id": job.job_id, "reason": answer.removeprefix("ERR ")})
+                answer = "GONE"
+            if not self._answers.handle_loss(job, answer):
+                self._answers.ended(job, end.outcome)
+
+
+def _end_of(job: HeldJob, last: Emission) -> JobEnd:
+    if job.outcome is None:
+        raise InvariantError(f"{job.job_id} has not ended")
+    return JobEnd(last, job.outcome, job.result(), job.used)
 
 
 OnAnswers = Callable[[Sequence[HeldJob], Sequence[Emission], Sequence[str] | None], None]
@@ -184,5 +228,19 @@ def emit_batches(emissions: Iterable[Emission]) -> list[list[Emission]]:
             batches.append([])
             num_bytes = 0
         batches[-1].append(emission)
+        num_bytes += size
+    return batches
+
+
+def end_batches(ends: Iterable[EndingJob]) -> list[list[EndingJob]]:
+    """Split ends into finish calls, by number of jobs and by bytes. A larger end has a call of its own."""
+    batches: list[list[EndingJob]] = []
+    num_bytes = 0
+    for one in ends:
+        size = one.end.num_bytes
+        if not batches or len(batches[-1]) == MAX_FINISH_JOBS or num_bytes + size > MAX_EMIT_BYTES:
+            batches.append([])
+            num_bytes = 0
+        batches[-1].append(one)
         num_bytes += size
     return batches

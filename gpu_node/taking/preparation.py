@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from functools import partial
 from typing import TypeVar
@@ -121,7 +121,7 @@ MAX_TRIALS_OF_TENANT = 4
 
 
 class JobPreparation:
-    """The step from a taken job to an engine request. Each job has a task of its own.
+    """The step from a taken job to an engine request. A short plain prompt takes it at once, any other job in a task.
 
     No job waits for another job's grammar, adapter, bad words or long prompt. Jobs without these reach the engine in
     the order in which they were taken. A job that cannot run ends in the outbox. One that lacks its adapter goes to
@@ -163,14 +163,43 @@ class JobPreparation:
         self._long_prompts_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant."""
         self._running: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
         self.num_tokenizer_failures = 0
         """Prompts that the tokenizer failed at, not counting those that it refused as invalid."""
 
     def begin(self, job: HeldJob) -> None:
         """Start the preparation of a job that the ledger has just begun to hold."""
+        if self._is_plain(job) and self._begin_at_once(job):
+            return
         task = asyncio.create_task(self._run(job), name=f"penstock preparation {job.job_id}")
         self._running.add(task)
         task.add_done_callback(partial(self._on_end, job))
+
+    @staticmethod
+    def _is_plain(job: HeldJob) -> bool:
+        """Whether nothing but the request itself may make the job wait."""
+        return not job.is_task and not job.taken.num_chunks and 0 < len(job.taken.request) <= MAX_CHARS_ON_LOOP
+
+    def _begin_at_once(self, job: HeldJob) -> bool:
+        """Prepare a job whose request needs neither a thread nor another process. Return whether it was that.
+
+        A task for each of thousands of short jobs would cost more than their preparation.
+        """
+        crash_points.point("before", "preparation")
+        try:
+            request = wire.decode_request(job.taken.request)
+            if _needs_task(request):
+                return False
+            job.open(request.params)
+            token_ids = self._encode_now(job, request)
+        except Exception:
+            return False  # The task meets the same error, and handles it.
+        try:
+            self._start(job, request, token_ids, None)
+        except Exception as error:
+            self._fail(job, error)  # Otherwise the node would hold the job forever.
+        crash_points.point("after", "preparation")
+        return True
 
     async def close(self) -> None:
         """Cancel all preparations. The jobs stay in the ledger for the caller to give back."""
@@ -281,9 +310,11 @@ class JobPreparation:
         self._outbox.end(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
 
     async def _encode(self, job: HeldJob, request: Request) -> list[int]:
+        return await self._tokenized(partial(self._encode_now, job, request), job, request, self._threads)
+
+    def _encode_now(self, job: HeldJob, request: Request) -> list[int]:
         max_tokens = self._ledger.max_model_len if request.params.truncate_prompt_tokens is None else None
-        encode = partial(_encode, self._tokenizer, request, job.taken.tenant, created_at(job.job_id), max_tokens)
-        return await self._tokenized(encode, job, request, self._threads)
+        return _encode(self._tokenizer, request, job.taken.tenant, job.job_id, max_tokens)
 
     async def _tokenized(self, call: Callable[[], T], job: HeldJob, request: Request, threads: Threads) -> T:
         """Make a call to the tokenizer; on a thread if the prompt is long or a template renders it."""
@@ -319,7 +350,7 @@ class JobPreparation:
             CONTINUES
         )
         job.is_in_engine = True
-        added = self._worker.add(
+        self._worker.add(
             EngineRequest(
                 taken.lease,
                 token_ids,
@@ -336,16 +367,15 @@ class JobPreparation:
                 embed=request.task if isinstance(request.task, Embed) else None,
                 begins_text=begins_text,
                 prepared=prepared,
-            )
+            ),
+            # Not awaited: the engine answers between two steps, and the next job need not wait for that.
+            partial(self._note_refusal, job),
         )
-        # Not awaited: the engine answers between two steps, and the next job need not wait for that.
-        asyncio.wrap_future(added).add_done_callback(partial(self._on_engine_answer, job))
 
-    def _on_engine_answer(self, job: HeldJob, answer: asyncio.Future[None]) -> None:
-        """End a job that the engine refused."""
-        if answer.cancelled() or (error := answer.exception()) is None:
-            return
-        self._fail(job, error)
+    def _note_refusal(self, job: HeldJob, error: Exception) -> None:
+        """End a job that the engine refused. Runs on the engine's thread."""
+        with suppress(RuntimeError):  # The event loop may be closed already.
+            self._loop.call_soon_threadsafe(self._fail, job, error)
 
     def _fail(self, job: HeldJob, error: BaseException) -> None:
         if isinstance(error, PenstockError):
@@ -370,21 +400,30 @@ def _num_chars_of(message: Message) -> int:
     return CHARS_AROUND_MESSAGE + len(message.content) + len(message.name or "") + calls
 
 
-def _encode(tokenizer: Tokenizer, request: Request, tenant: str, now: datetime, max_tokens: int | None) -> list[int]:
-    """Return the prompt's tokens. `now` is part of the job, so that another node renders the same chat.
+def _needs_task(request: Request) -> bool:
+    """Return whether a job's preparation may wait for a thread, for files or for the record of its trace."""
+    params = request.params
+    is_plain = params.structured_outputs is None and not params.bad_words and not params.return_token_ids
+    return not is_plain or request.adapter is not None or request.messages is not None or bool(request.trace)
+
+
+def _encode(tokenizer: Tokenizer, request: Request, tenant: str, job_id: str, max_tokens: int | None) -> list[int]:
+    """Return the prompt's tokens.
 
     Raises PromptTooLongError for a chat that certainly has more than `max_tokens` tokens; None: no limit.
     """
-    return truncated(_encode_whole(tokenizer, request, tenant, now, max_tokens), request.params)
+    return truncated(_encode_whole(tokenizer, request, tenant, job_id, max_tokens), request.params)
 
 
 def _encode_whole(
-    tokenizer: Tokenizer, request: Request, tenant: str, now: datetime, max_tokens: int | None
+    tokenizer: Tokenizer, request: Request, tenant: str, job_id: str, max_tokens: int | None
 ) -> list[int]:
     if request.prompt_token_ids is not None:
         return list(request.prompt_token_ids)
     if request.messages is not None:
         messages = [message.model_dump(exclude_defaults=True) for message in request.messages]
         owner, variables = (tenant, request.params.cache_salt), request.chat_template_kwargs
+        # The time is part of the job, so that another node renders the same chat.
+        now = created_at(job_id)
         return tokenizer.encode_chat(messages, request.tools, variables, now=now, owner=owner, max_tokens=max_tokens)
     return tokenizer.encode(request.prompt or "")

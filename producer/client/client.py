@@ -124,7 +124,7 @@ class AsyncClient:
         self._keys = CachedState(KeyStore(self._redis, patience).all, KEYS_TTL_S)
         self._inbox = ClientInbox(self._redis, self._broker, patience, settings, self.stats)
         self._queue_watch = QueueWatch(patience, QueuePositions(self._redis, patience), self._admissions)
-        self.runs = Runs(settings.outage_s)
+        self.runs = Runs(self.ack, settings.outage_s)
         self.dead = DeadLetterBox(self._redis, patience, self.submit)
         self.responses = ResponseBroker(self._redis, patience)
         self._connecting = asyncio.Lock()

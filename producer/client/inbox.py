@@ -182,13 +182,22 @@ class ClientInbox:
             await self._connection.call("SUBSCRIBE", channel)
         self._heard.add(channel)
 
-    @retried
     async def ensure_heartbeat(self, pool: str) -> None:
         """Listen to a pool, and send it a heartbeat, unless one was sent within the interval."""
+        if not self.listens_to(pool) or self._is_heartbeat_due(pool):
+            await self._ensure_heartbeat(pool)
+        else:
+            self._require_open()
+
+    def _is_heartbeat_due(self, pool: str) -> bool:
+        last_s = self._last_heartbeat_s.get(pool, -math.inf)
+        return asyncio.get_running_loop().time() - last_s >= self._settings.reader_heartbeat_interval_s
+
+    @retried
+    async def _ensure_heartbeat(self, pool: str) -> None:
         await self._listen_to(pool)
-        now_s = asyncio.get_running_loop().time()
-        if now_s - self._last_heartbeat_s.get(pool, -math.inf) >= self._settings.reader_heartbeat_interval_s:
-            self._last_heartbeat_s[pool] = now_s
+        if self._is_heartbeat_due(pool):
+            self._last_heartbeat_s[pool] = asyncio.get_running_loop().time()
             try:
                 await self._broker.reader_heartbeat(pool, self.name)
             except BaseException:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from penstock.contract.errors import RequestError
@@ -37,8 +38,9 @@ _OF_ONE_JOB = SubmitOptions.__annotations__.keys() - JobOptions.__annotations__.
 class Runs:
     """The open runs of a client."""
 
-    def __init__(self, outage_s: float) -> None:
-        """`outage_s`: how long to wait for nodes that are gone."""
+    def __init__(self, ack: Callable[..., Awaitable[int]], outage_s: float) -> None:
+        """`ack` is that of the client. `outage_s`: how long to wait for nodes that are gone."""
+        self._ack = ack
         self._outage_s = outage_s
         self._open: set[Run] = set()
 
@@ -56,9 +58,10 @@ class Runs:
             own = {} if key is None else {"idempotency_key": f"{key}:{index}"}
             return await submit(prompt, **{**of_job, **own})
 
+        run_options = RunOptions(in_order=in_order, leaves_jobs=leaves_jobs, **cast(Any, how))
         # With a key, a repeated call finds the results of the first one.
-        run_options = RunOptions(in_order=in_order, leaves_jobs=leaves_jobs, acks=key is None, **cast(Any, how))
-        return Run(submit_one, run_options, self._outage_s, self._open)
+        ack = None if key is not None else partial(self._ack, tenant=options.get("tenant"))
+        return Run(submit_one, ack, run_options, self._outage_s, self._open)
 
     async def close(self) -> None:
         """End all runs. Their callers get UnavailableError."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from penstock.contract.errors import BusyError, RequestError, ResultTimeoutError, UnavailableError
 from penstock.contract.output import Outcome, Result
@@ -51,6 +53,10 @@ UNREAD_PER_OPEN = 4
 """Answers that may wait for an earlier one, for each job that may be open."""
 JITTER = 0.2
 """The share by which a pause is randomly lengthened, so that many callers do not return at once."""
+MAX_SUBMITTING = 128
+"""Jobs that one call submits at once. Only one while the pool is busy."""
+READ_S = 0.002
+"""Seconds of reading prompts, after which those that were read are submitted."""
 CANCEL_S = 5.0
 """Seconds for canceling open jobs. If Redis is unreachable for longer, the queue itself ends these jobs, as unread."""
 
@@ -67,8 +73,6 @@ class RunOptions:
     max_in_flight: int = MAX_IN_FLIGHT
     leaves_jobs: bool = False
     """Whether an early end leaves the open jobs to the queue instead of canceling them."""
-    acks: bool = True
-    """Whether the results may leave Redis once this process has them."""
 
     def __post_init__(self) -> None:
         checked_timeout(self.timeout)
@@ -104,6 +108,10 @@ class _Entry:
     prompt: Prompt = ""
     job: AsyncJob | None = None
     outcome: Result | Exception | None = None
+    num_refusals: int = 0
+    """How often the pool had refused jobs of the run when this one was submitted."""
+    without_node_s: float | None = None
+    """Loop time at which it was first refused for lack of a node."""
 
 
 class Run:
@@ -115,12 +123,20 @@ class Run:
     def __init__(
         self,
         submit: Callable[[Prompt, int], Awaitable[AsyncJob]],
+        ack: Callable[..., Awaitable[int]] | None,
         options: RunOptions,
         outage_s: float,
         open_runs: set[Run],
     ) -> None:
-        """`outage_s`: how long to wait for nodes that are gone. `open_runs`: what the client closes when it closes."""
+        """`ack` frees the results of jobs, named by their ids; None: they stay in Redis.
+
+        `outage_s`: how long to wait for nodes that are gone. `open_runs`: what the client closes when it closes.
+        """
         self._submit = submit
+        self._ack = ack
+        self._to_ack = list[str]()
+        """Jobs whose results this process has."""
+        self._acking: asyncio.Task[None] | None = None
         self._options = options
         self._outage_s = outage_s
         self._open_runs = open_runs
@@ -132,8 +148,15 @@ class Run:
         """The entries that have ended, for a run that returns answers as they end."""
         self._tasks: dict[_Entry, asyncio.Task[None]] = {}
         """The open jobs."""
-        self._submitting: _Entry | None = None
-        """The prompt that is being read or submitted. Only one, so that a run submits one at a time to a busy pool."""
+        self._reading: _Entry | None = None
+        """The prompt that is being read. Only one, so that the prompts keep their order."""
+        self._submitting = set[_Entry]()
+        """The prompts that are being read or submitted."""
+        self._busy_turn = asyncio.Lock()
+        """Held by the refused job that is submitted again: one at a time to a busy pool."""
+        self._busy_until_s = 0.0
+        """Loop time until which the pool asked to wait."""
+        self._num_refusals = 0
         self._num_prompts = self._num_accepted = self._num_done = 0
         self._is_begun = self._has_all_prompts = self._is_closed = False
         self._changed = asyncio.Event()
@@ -147,6 +170,8 @@ class Run:
         """
         if not self._is_begun:
             self._begin()
+        if (step := self._step()) is not None:
+            return step
         limit = asyncio.timeout_at(self._end_s)
         try:
             async with limit:
@@ -163,22 +188,70 @@ class Run:
 
     async def offer(self, read: ReadPrompt) -> None:
         """Read a prompt that the run wants, and submit it. The answers do not wait for the reading."""
-        entry = self._submitting = _Entry(self._num_prompts)
-        self._num_prompts += 1
-        self._entries[entry.index] = entry
+        self._reading = self._begin_job(read)
+
+    async def offer_all(self, prompts: Sequence[Prompt | RunStep]) -> None:
+        """Submit prompts, at most as many as the run wants. END is the last one."""
+        for prompt in prompts:
+            if isinstance(prompt, RunStep):
+                self._has_all_prompts = True
+                self._changed.set()
+            else:
+                self._begin_job(None, prompt)
+
+    @property
+    def num_wanted(self) -> int:
+        """How many prompts the run wants now."""
+        if self._has_all_prompts or self._reading is not None:
+            return 0
+        may_open = self._window.size - len(self._tasks)
+        may_be_unread = UNREAD_PER_OPEN * self._window.size - len(self._entries)
+        # The first job alone, because what is wrong with it may be wrong with all.
+        is_alone = self._busy_turn.locked() or not self._num_accepted
+        may_submit = (1 if is_alone else MAX_SUBMITTING) - len(self._submitting)
+        return max(0, min(may_open, may_be_unread, may_submit))
+
+    def _begin_job(self, read: ReadPrompt | None, prompt: Prompt = "") -> _Entry:
+        entry = self._new_entry(prompt)
+        self._submitting.add(entry)
         self._tasks[entry] = asyncio.create_task(self._run_job(entry, read), name="penstock job of a run")
+        return entry
+
+    def _new_entry(self, prompt: Prompt = "") -> _Entry:
+        entry = self._entries[self._num_prompts] = _Entry(self._num_prompts, prompt)
+        self._num_prompts += 1
+        return entry
 
     async def answers(self, prompts: Iterable[Prompt] | AsyncIterable[Prompt]) -> AsyncGenerator[Answered, None]:
         """Run all prompts and yield their answers. Each prompt is read when the pool can take it."""
-        source = aiter(prompts) if isinstance(prompts, AsyncIterable) else _each(prompts)
+        if isinstance(prompts, AsyncIterable):
+            source = aiter(prompts)
+            offer = partial(self.offer, lambda: anext(source, RunStep.END))
+        else:
+            offer = partial(self._offer_next, iter(prompts))
         try:
             while (step := await self.next_step()) is not RunStep.END:
                 if isinstance(step, Answered):
                     yield step
                 else:
-                    await self.offer(lambda: anext(source, RunStep.END))
+                    await offer()
         finally:
             await self.close()
+
+    async def _offer_next(self, prompts: Iterator[Prompt]) -> None:
+        """Read and submit as many prompts as the run wants."""
+        found = list[Prompt | RunStep]()
+        try:
+            found.extend(next_prompts(prompts, self.num_wanted))
+        except Exception as error:
+            await self.offer_all(found)
+            # The caller gets it after the answers to the prompts before.
+            entry = self._new_entry()
+            entry.outcome = error
+            self._has_all_prompts = True
+            self._note_outcome(entry)
+        else:
+            await self.offer_all(found)
 
     async def close(self) -> None:
         """End the run and cancel its open jobs, unless they are left to the queue. A further call waits for the end."""
@@ -198,15 +271,12 @@ class Run:
     def _step(self) -> Answered | RunStep | None:
         if self._is_closed:
             raise UnavailableError("the client was closed", code="client_closed")
-        if self._wants_prompt():
+        if self.num_wanted:
             return RunStep.WANTS_PROMPT
         if (answer := self._take_answer()) is not None:
             return answer
-        return RunStep.END if self._has_all_prompts and not self._entries else None
-
-    def _wants_prompt(self) -> bool:
-        may_open = len(self._tasks) < self._window.size and len(self._entries) < UNREAD_PER_OPEN * self._window.size
-        return may_open and self._submitting is None and not self._has_all_prompts
+        is_over = self._has_all_prompts and not self._entries and self._acking is None
+        return RunStep.END if is_over else None
 
     def _take_answer(self) -> Answered | None:
         if self._options.in_order:
@@ -229,14 +299,17 @@ class Run:
 
     # One job ----------------------------------------------------------------------------------------
 
-    async def _run_job(self, entry: _Entry, read: ReadPrompt) -> None:
+    async def _run_job(self, entry: _Entry, read: ReadPrompt | None) -> None:
         try:
-            prompt = await read()
-            if isinstance(prompt, RunStep):
-                self._has_all_prompts = True
-                del self._entries[entry.index]
-                return
-            entry.prompt = prompt
+            if read is not None:
+                prompt = await read()
+                self._reading = None
+                if isinstance(prompt, RunStep):
+                    self._has_all_prompts = True
+                    del self._entries[entry.index]
+                    return
+                entry.prompt = prompt
+                self._changed.set()
             entry.outcome = await self._result_of(entry)
         except Exception as error:
             # The caller gets it in place of the answer. Nothing more is submitted.
@@ -247,8 +320,12 @@ class Run:
 
     def _note_end(self, entry: _Entry) -> None:
         del self._tasks[entry]
-        if self._submitting is entry:
-            self._submitting = None
+        self._submitting.discard(entry)
+        if self._reading is entry:
+            self._reading = None
+        self._note_outcome(entry)
+
+    def _note_outcome(self, entry: _Entry) -> None:
         if entry.outcome is not None:
             self._num_done += 1
             if not self._options.in_order:
@@ -265,39 +342,68 @@ class Run:
             return Result("", Outcome("failed", error.code, error.message, "prompt"))
         self._num_accepted += 1
         self._window.note_accepted()
-        self._submitting = None
+        self._submitting.discard(entry)
         self._changed.set()
         result = await entry.job.result(check=self._options.check)
-        if self._options.acks:
-            # If Redis is away, the result expires by itself.
-            with suppress(UnavailableError):
-                await entry.job.ack()
+        if self._ack is not None:
+            self._to_ack.append(entry.job.id)
+            if self._acking is None:
+                self._acking = asyncio.create_task(self._ack_results(self._ack), name="penstock acks of a run")
         return result
+
+    async def _ack_results(self, ack: Callable[..., Awaitable[int]]) -> None:
+        """Free the results of ended jobs, together those that end at the same time."""
+        while self._to_ack:
+            job_ids, self._to_ack = self._to_ack, []
+            # If Redis is away, the results expire by themselves.
+            with suppress(UnavailableError):
+                await ack(*job_ids)
+        self._acking = None
+        self._changed.set()
 
     async def _accepted(self, entry: _Entry) -> AsyncJob:
         """Submit a job, as often as necessary. Raises errors that waiting does not cure."""
-        clock = asyncio.get_running_loop().time
-        first_without_node_s: float | None = None
-        while True:
-            try:
-                return await self._submit(entry.prompt, entry.index)
-            except BusyError as error:
-                self._window.note_refused(len(self._tasks) - 1)
-                pause_ms = error.retry_after_ms
-            except UnavailableError as error:
-                # A pool that accepted earlier jobs may get its nodes back.
-                first_without_node_s = first_without_node_s or clock()
-                is_over = clock() >= first_without_node_s + self._outage_s
-                if error.code != "no_node" or not self._num_accepted or is_over:
-                    raise
-                pause_ms = error.retry_after_ms
-            await asyncio.sleep(pause_ms / 1000 * random.uniform(1, 1 + JITTER))
+        job = await self._try_to_submit(entry)
+        if job is None:
+            async with self._busy_turn:
+                while job is None:
+                    await asyncio.sleep(self._busy_until_s - asyncio.get_running_loop().time())
+                    job = await self._try_to_submit(entry)
+        return job
+
+    async def _try_to_submit(self, entry: _Entry) -> AsyncJob | None:
+        """Submit a job. Return None if the pool asks to wait."""
+        entry.num_refusals = self._num_refusals
+        try:
+            return await self._submit(entry.prompt, entry.index)
+        except (BusyError, UnavailableError) as error:
+            self._note_refusal(entry, error)
+            return None
+
+    def _note_refusal(self, entry: _Entry, error: BusyError | UnavailableError) -> None:
+        """Note when the pool may accept jobs again. Raises an error that waiting does not cure."""
+        now_s = asyncio.get_running_loop().time()
+        if isinstance(error, UnavailableError):
+            # A pool that accepted earlier jobs may get its nodes back.
+            entry.without_node_s = entry.without_node_s or now_s
+            is_over = now_s >= entry.without_node_s + self._outage_s
+            if error.code != "no_node" or not self._num_accepted or is_over:
+                raise error
+        elif entry.num_refusals == self._num_refusals:
+            # Once for all jobs that were submitted together.
+            self._num_refusals += 1
+            self._window.note_refused(len(self._tasks) - len(self._submitting))
+        pause_s = error.retry_after_ms / 1000 * random.uniform(1, 1 + JITTER)
+        self._busy_until_s = max(self._busy_until_s, now_s + pause_s)
 
     # The end ----------------------------------------------------------------------------------------
 
     async def _end_jobs(self) -> None:
         tasks = dict(self._tasks)
         await cancel_until_done(tasks.values())
+        if (acking := self._acking) is not None:
+            await asyncio.wait((acking,), timeout=CANCEL_S)
+            await cancel_until_done((acking,))
         if not self._options.leaves_jobs:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CANCEL_S):
@@ -306,9 +412,14 @@ class Run:
         self._changed.set()
 
 
-async def _each(prompts: Iterable[Prompt]) -> AsyncGenerator[Prompt, None]:
-    for prompt in prompts:
+def next_prompts(prompts: Iterator[Prompt], count: int) -> Iterator[Prompt | RunStep]:
+    """Yield up to `count` prompts, but only those that can be read within READ_S. END follows the last prompt."""
+    end_s = time.monotonic() + READ_S
+    for _ in range(count):
+        prompt = next(prompts, RunStep.END)
         yield prompt
+        if prompt is RunStep.END or time.monotonic() > end_s:
+            return
 
 
 async def results_of(answers: AsyncGenerator[Answered, None]) -> AsyncGenerator[Result, None]:

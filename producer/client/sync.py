@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -21,7 +20,7 @@ from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, checked
 from penstock.producer.client.request import Prompt
-from penstock.producer.client.run import Answered, Run, RunStep
+from penstock.producer.client.run import Answered, Run, RunStep, next_prompts
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.tasks import CountOptions, EmbedOptions, TaskCallOptions, TokenizeOptions
@@ -125,8 +124,12 @@ def run_in_thread(loop: LoopThread, run: Run, prompts: Iterator[Prompt]) -> Gene
             if isinstance(step, Answered):
                 yield step
             else:
-                # On this thread, because an open file or a database cursor may belong to it.
-                loop.call(run.offer(partial(_given, next(prompts, RunStep.END))))
+                found = list[Prompt | RunStep]()
+                try:
+                    # On this thread, because an open file or a database cursor may belong to it.
+                    found.extend(next_prompts(prompts, run.num_wanted))
+                finally:
+                    loop.call(run.offer_all(found))
     except GeneratorExit:
         # Without waiting: the garbage collector may close this generator on the loop's own thread.
         end = loop.post
@@ -134,10 +137,6 @@ def run_in_thread(loop: LoopThread, run: Run, prompts: Iterator[Prompt]) -> Gene
     finally:
         with suppress(UnavailableError):
             end(run.close())
-
-
-async def _given(prompt: Prompt | RunStep) -> Prompt | RunStep:
-    return prompt
 
 
 class Client:

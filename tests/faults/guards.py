@@ -49,15 +49,26 @@ MUTANTS = (
     Mutant("loss counting", "sweep", "elseif not string.find(nodes, entry, 1, true) then", "else", "sweep.py"),
     Mutant("reservation expiry", "take", " and tonumber(till) > now then", " then", "capacity.py"),
     Mutant("virtual time entry", "queue", "math.max(debt, now), job.tenant", "debt, job.tenant", "policy.py"),
-    Mutant("idempotency body", "submit", "job.body ~= body or ", "", "submit.py"),
+    Mutant("idempotency body", "submit", "known.body ~= job.body or ", "", "submit.py"),
+    Mutant("the same job twice in a call", "submit", "if fresh[job.id] or fresh_idem", "if fresh_idem", "many.py"),
+    Mutant("accepted jobs of a call", "submit", " + (own.num_accepted or 0)", "", "many.py"),
+    Mutant("queued cost of a call", "submit", "    add_if_read(own, name, job.cost)\n", "", "many.py"),
+    Mutant(
+        "known jobs of a full Redis",
+        "submit",
+        "    last_writes[#last_writes + 1] = function() answers[at] = same_or(known, job, conflict) end",
+        "    answers[at] = same_or(known, job, conflict)",
+        "many.py",
+    ),
+    Mutant("an end that fails", "finish", "pcall(finish_job, row", "true, finish_job(row", "many.py"),
     Mutant("tenant check", "attach", " or job.tenant ~= tenant", "", "readers.py"),
     Mutant("terminal once", "cancel", "if is_terminal(job.state) then return job.state end", "", "end.py"),
     Mutant("each asked once", "take", "= may_be_elsewhere(job, lacks)", "= false", "adapters.py"),
     Mutant(
         "bound of waiting tasks",
         "submit",
-        "is_light and redis.call('ZCARD'",
-        "false and redis.call('ZCARD'",
+        "is_light and num_tasks()",
+        "false and num_tasks()",
         "tasks.py",
     ),
     Mutant(
@@ -70,8 +81,8 @@ MUTANTS = (
     Mutant(
         "a backlog refuses no chat",
         "submit",
-        "backlog_of(0, CLASSES - 1), redis",
-        "backlog_of(0, LEVELS - 1), redis",
+        "backlog_of(0, CLASSES - 1), queue",
+        "backlog_of(0, LEVELS - 1), queue",
         "background.py",
     ),
     Mutant(
@@ -218,8 +229,8 @@ MUTANTS = (
     Mutant(
         "memory of a tenant",
         "submit",
-        "held + output > limit * percent / 100 end",
-        "held + output > limit * percent end",
+        "held + output > limit * percent / 100",
+        "held + output > limit * percent",
         "stored_bytes.py",
     ),
     Mutant(
@@ -317,7 +328,7 @@ MUTANTS = (
         "deleted responses are kept no longer", "delete_response", "'keep', 'response_bytes')", "'')", "responses.py"
     ),
     # Idempotency and identity
-    Mutant("tenant of an id", "submit", " or job.tenant ~= tenant then", " then", "submit.py"),
+    Mutant("tenant of an id", "submit", " or known.tenant ~= job.tenant then", " then", "submit.py"),
     Mutant("tenant of an idempotency key", "submit", "tenant .. ':' .. idem)", "idem)", "submit.py"),
     Mutant("ids older than records", "submit", "record_life - MAX_AHEAD_MS", "MAX_AGE_MS", "submit.py"),
     Mutant("ids older than responses", "submit", "response ~= '' and tonumber(keep) or config", "config", "submit.py"),
@@ -326,7 +337,7 @@ MUTANTS = (
     Mutant("readers of a job", "prelude", "if count >= MAX_INBOXES then", "if false then", "readers.py"),
     # Lists, delays, shares
     Mutant(
-        "list of a tenant's jobs", "submit", "redis.call('ZADD', P .. ':jobs:' .. tenant, 0, id)", "", "job_ledger.py"
+        "list of a tenant's jobs", "submit", "add_entry(P .. ':jobs:' .. tenant, 0, id)", "", "job_ledger.py"
     ),
     Mutant("jobs before their time", "submit", "waits = is_delayed or", "waits =", "delayed_jobs.py"),
     Mutant("refunds in the window of their charge", "queue", "    window = since\n", "", "policy.py"),

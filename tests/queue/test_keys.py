@@ -15,6 +15,7 @@ OTHER_READS = {"LLEN", "LRANGE", "XLEN", "XRANGE", "STRLEN", "EXISTS", "INFO", "
 NAMED = {
     "end_job": "end",
     "ring_doorbell": "ring",
+    "ring_doorbells": "ring",
     "requeue": "requeue",
     "release_delayed": "release",
     "release_waiting": "release",
@@ -95,9 +96,6 @@ def _found() -> dict[str, set[str]]:
     for writer, text in texts.items():
         for key in _reached(text, functions, frozenset()):
             writers[key].add(writer)
-    # What leaves the queue may be a job that waits for its time or for tokens, but take never meets one.
-    writers["delayed"].remove("take")
-    writers["awaiting"].remove("take")
     # The one loop over names of keys.
     assert writers.pop("P .. set") == {"sweep"}
     return dict(writers)

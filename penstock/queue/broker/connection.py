@@ -282,12 +282,17 @@ def translated() -> Iterator[None]:
     except exceptions.OutOfMemoryError:
         raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from None
     except exceptions.ResponseError as error:
-        if (known := _error_of_reply(str(error))) is not None:
+        if (known := _known_error(str(error))) is not None:
             raise known from None
         raise InvariantError(f"Redis: {error}") from error
 
 
-def _error_of_reply(text: str) -> PenstockError | None:
+def error_of_reply(text: str) -> PenstockError:
+    """Return the error for an error that a script has caught."""
+    return _known_error(text) or InvariantError(f"Redis: {text}")
+
+
+def _known_error(text: str) -> PenstockError | None:
     """Return the error for an error reply of Redis; None if only a bug explains it."""
     if found := _OTHER_VERSION.search(text):
         return other_version(found[2], found[1])

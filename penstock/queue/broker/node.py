@@ -27,6 +27,8 @@ from penstock.runtime.cooperative import LoopYielder
 MAX_EMIT_JOBS = 512
 MAX_EMIT_BYTES = 512 << 10
 """Limit of one emit call, so that no backlog blocks Redis or the event loop. A single larger chunk still goes out."""
+MAX_FINISH_JOBS = 64
+"""Jobs that one call of finish.lua ends."""
 MAX_GIVE_BACK_JOBS = 128
 MAX_PREEMPTIONS = 3
 """A job that was given back this often costs its maximum KV tokens from then on. give_back.lua has the same value."""
@@ -165,6 +167,21 @@ class UsedTokens(TypedDict, total=False):
     """How often this node's engine preempted its sequences."""
 
 
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """The end of a job: its last chunks, how it ended, and its packed result."""
+
+    last: Emission
+    outcome: Outcome
+    result: bytes = b""
+    used: UsedTokens = field(default_factory=UsedTokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its chunks and its result."""
+        return len(self.result) + sum(map(len, self.last.chunks))
+
+
 class LeaseLostError(Exception):
     """The pool has declared this node dead; its jobs belong to other nodes now."""
 
@@ -296,19 +313,20 @@ class NodeBroker:
     async def finish(self, last: Emission, outcome: Outcome, result: bytes, **used: Unpack[UsedTokens]) -> str:
         """End a job with its last chunks and its packed result. Repeating the call is harmless.
 
-        Returns OK, FENCED, `NEED n` or GONE; see finish.lua.
+        Returns OK, FENCED, `NEED n` or GONE; see finish.lua. Raises InvariantError if the job's keys are damaged.
         """
-        kv_token_ms, usage, log_bytes = used.get("kv_token_ms"), used.get("usage"), used.get("log_bytes")
-        tokens = ("", "", "") if usage is None else (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
-        size = "" if log_bytes is None else log_bytes
-        end = (outcome.state, outcome.code, outcome.message[:MAX_MESSAGE_CHARS], outcome.param)
-        position = (last.job_id, last.lease, last.index)
-        answer = await self._call(
-            "finish",
-            *(*position, *end, "" if kv_token_ms is None else kv_token_ms, result),
-            *(*tokens, size, used.get("num_preemptions", 0), len(last.chunks), *last.chunks),
-        )
-        return cast(bytes, answer).decode()
+        (answer,) = await self.finish_many([JobEnd(last, outcome, result, used)])
+        if answer.startswith("ERR "):
+            raise InvariantError(f"finish: {answer.removeprefix('ERR ')}")
+        return answer
+
+    async def finish_many(self, ends: Sequence[JobEnd]) -> list[str]:
+        """End up to MAX_FINISH_JOBS jobs. Repeating the call is harmless.
+
+        Returns one answer per job, as `finish` does, or `ERR …` for a job whose keys are damaged.
+        """
+        rows = scripts.packed([_row_of(end) for end in ends])
+        return [a.decode() for a in await self._call("finish", rows, *(end.result for end in ends))]
 
     async def give_back(self, jobs: Sequence[GivenBackJob], why: Why = "drain") -> list[str]:
         """Queue jobs again; they keep their submission time. Returns one answer per job: OK, FENCED, GONE or KEEP.
@@ -332,6 +350,19 @@ class NodeBroker:
 
     async def _call(self, name: str, *arguments: scripts.Argument) -> Any:
         return await scripts.call(self._redis, name, self._pool, self._node_id, *arguments)
+
+
+def _row_of(end: JobEnd) -> tuple[Any, ...]:
+    """Return a job's end as finish.lua takes it."""
+    last, outcome, used = end.last, end.outcome, end.used
+    kv_token_ms, usage, log_bytes = used.get("kv_token_ms"), used.get("usage"), used.get("log_bytes")
+    tokens = ("", "", "") if usage is None else (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+    return (
+        *(last.job_id, last.lease, last.index),
+        *(outcome.state, outcome.code, outcome.message[:MAX_MESSAGE_CHARS], outcome.param),
+        *("" if kv_token_ms is None else kv_token_ms, *tokens, "" if log_bytes is None else log_bytes),
+        *(used.get("num_preemptions", 0), last.chunks),
+    )
 
 
 def _packed_rows(emissions: Sequence[Emission]) -> bytes:

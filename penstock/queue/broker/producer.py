@@ -3,47 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from penstock.contract.errors import (
-    BusyError,
-    ConflictError,
-    InvariantError,
-    NotFoundError,
-    NotOnDiskError,
-    RequestError,
-    TooLargeError,
-    UnavailableError,
-)
-from penstock.contract.job import FSYNC, MEMORY, Durability, JobDef, pool_of
+from penstock.contract.errors import NotFoundError
+from penstock.contract.job import pool_of
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
 from penstock.contract.priority import NUM_LEVELS
-from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
-from penstock.contract.tenant import NO_LIMIT, UNLIMITED, Terms
+from penstock.contract.tenant import NO_LIMIT
 from penstock.queue import keys, results, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.broker.durable_calls import CONFIRM_TIMEOUT_S, DurableCalls
 from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, outcome_of, status_of, times_ms_of
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
-from penstock.queue.broker.scripts import Argument, sweep
+from penstock.queue.broker.scripts import sweep
+from penstock.queue.broker.shared_calls import SharedCalls
+from penstock.queue.broker.submitting import Attached as Attached
+from penstock.queue.broker.submitting import Submission as Submission
+from penstock.queue.broker.submitting import Submissions
+from penstock.queue.broker.submitting import Submitted as Submitted
 from penstock.queue.chunks import decode_chunks
-from penstock.queue.job_cost import RateTokens, estimate_output_bytes
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
-from penstock.queue.msgpack_codec import MAX_BYTES, WireError, pack, with_members
+from penstock.queue.msgpack_codec import WireError
 from penstock.queue.results import Fetches, PackedResult
 from penstock.runtime.cooperative import LoopYielder
-from penstock.runtime.tracing.context import Carried, carried_by, start_enqueue_span
+from penstock.runtime.tracing.context import carried_by, start_enqueue_span
 
 # Decoding of large logs and results in small steps, so that the event loop stays responsive.
 
@@ -97,72 +88,11 @@ async def result_of(data: bytes | None, job_id: str, outcome: Outcome, times_ms:
     return await asyncio.to_thread(results.decode_result, data, job_id, outcome, times_ms)
 
 
-# Translation of refusals by the submit script into errors.
-
-
-def _check_accepted(job: JobDef, answer: list[Any]) -> None:
-    """Raise the error of a refusal."""
-    if (kind := answer[0].decode()) not in ("OK", "EXISTS"):
-        raise submit_error(kind, answer, job)
-
-
-def submit_error(kind: str, answer: list[Any], job: JobDef) -> Exception:
-    """Return the error for a refused job; `kind` is the first element of the script's `answer`."""
-    match kind:
-        case "UNKNOWN_POOL":
-            # The client found the pool announced, so Redis lost it since. Its nodes announce it again within seconds.
-            return UnavailableError(f"no node serves the pool {job.pool} now", code="no_node")
-        case "ID_CONFLICT":
-            return ConflictError(f"job id {job.id} belongs to another request", param="job_id")
-        case "IDEMPOTENCY_CONFLICT":
-            message = "this idempotency key was used with another request"
-            return ConflictError(message, code="idempotency_conflict", param="idempotency_key")
-        case "BAD_ID_AGE":
-            message = f"job id {job.id} is older than {answer[1] // 60_000} min or from the future"
-            return RequestError(message, code="bad_id", param="job_id")
-        case "BUSY":
-            return _busy_error(answer[1].decode(), *answer[2:])
-    return InvariantError(f"submit answered {kind}")
-
-
-def _not_on_disk(job_id: str) -> NotOnDiskError:
-    message = (
-        f"durability: job {job_id} is queued, but Redis did not confirm within {CONFIRM_TIMEOUT_S:.0f} s that its disk "
-        "has it; a repeated call with the same id or idempotency key waits again"
-    )
-    return NotOnDiskError(message, job_id=job_id)
-
-
-def _busy_error(limit_name: str, limit: int, retry_after_ms: int, num_ahead: int, wait_ms: int) -> BusyError:
-    busy = partial(
-        BusyError,
-        retry_after_ms=retry_after_ms,
-        num_waiting_ahead=num_ahead,
-        estimated_wait_ms=None if wait_ms < 0 else wait_ms,
-    )
-    if limit_name == "wait":
-        return busy(f"this job would wait about {wait_ms // 1000} s; the limit is {limit} s")
-    if limit_name == "deadline":
-        message = f"this job would wait at least {wait_ms // 1000} s, longer than its deadline_s of {limit} s"
-        return busy(message, code="deadline_unreachable")
-    if limit_name == "memory":
-        message = f"the limit of {limit} % of Redis's memory is reached, including bytes that open jobs may still write"
-        return busy(message, code="redis_full")
-    if limit_name == "tenant's memory":
-        message = f"this tenant's limit of {limit} % of Redis's memory is reached by its jobs and results"
-        return busy(message, code="memory_share_exceeded")
-    tenant, _, rest = limit_name.rpartition("'s ")
-    if tenant:
-        message = f"this tenant's limit of {limit} {rest} is reached"
-        return busy(message, code="rate_limit_exceeded")
-    return busy(f"the pool's limit of {limit} {rest} is reached")
-
-
 _LOG = logging.getLogger(__package__)
 LARGE_RESULT_BYTES = 65_536
 """A larger result expires log_ttl_ms after it was delivered. prelude.lua has the same value."""
-MAX_ACK_JOBS = 128
-"""Jobs that one call of ack.lua takes."""
+RESULT_FIELDS = ("state", "tenant", "level", "code", "message", "param", "submitted", "taken", "first", "finished")
+"""The fields of a job's record that its result needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,40 +108,6 @@ class ServedPool(PoolRecord):
     """Most jobs that wait or run in the pool. Jobs that exceed it are refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A checked job with what the queue must know beside it. Submitting it again is harmless: same id, same bytes."""
-
-    job: JobDef
-    cost: int
-    """Predicted KV tokens."""
-    channel: bool = False
-    """Whether chunks are also published on the job's own channel."""
-    terms: Terms = UNLIMITED
-    response: ResponseRecord = NO_RESPONSE
-    rate_tokens: RateTokens | None = None
-    """What it counts for the tenant's token rate; None counts the cost."""
-    durability: Durability = MEMORY
-    """What the answer waits for: Redis, or its disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """Answer of attach. If not `pushed`, the job has the maximum of readers; the caller must poll its log instead."""
-
-    state: str
-    num_chunks: int
-    pushed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted(Attached):
-    """Answer of submit: the state of the job, which `existed` if its id or idempotency key was already known."""
-
-    job_id: str
-    existed: bool
-
-
 class ProducerBroker:
     """The producer's side of the queue. Raises UnavailableError when Redis is unreachable."""
 
@@ -219,12 +115,15 @@ class ProducerBroker:
         self.patience = patience
         self._redis, self._yielder = redis, LoopYielder()
         self._list, self._logged = PoolList(redis), LoggedOnce(_LOG)
-        self._durable_calls: DurableCalls | None = None
+        self._submissions = Submissions(redis, patience)
+        self._acks = SharedCalls(self._ack)
+        self._results = SharedCalls(self._read_results)
 
     async def close(self) -> None:
-        """Close the connections of submissions that wait for the disk; the caller closes `redis`."""
-        if self._durable_calls is not None:
-            await self._durable_calls.close()
+        """End the submissions, and close the connections of those that wait for the disk; the caller closes `redis`."""
+        await self._submissions.close()
+        await self._acks.close()
+        await self._results.close()
 
     async def submit(self, submission: Submission, inbox: str = "") -> Submitted:
         """Enqueue a job. `inbox` is the process to push chunks to. The job carries the caller's trace context.
@@ -234,51 +133,14 @@ class ProducerBroker:
         BusyError at a limit of the pool or tenant, or if Redis is full.
         With the durability `fsync`, it raises UnsupportedDurabilityError if this Redis cannot promise it, and
         NotOnDiskError if the job is queued and its disk did not confirm it in time.
+
+        Jobs that are submitted at the same time share a call.
         """
         span = start_enqueue_span(submission.job.id, submission.job.pool)
         if span is None:
-            return await self._submit(submission, inbox, ())
+            return await self._submissions.submit(submission, inbox, ())
         with span:
-            return await self._submit(submission, inbox, carried_by(span))
-
-    async def _submit(self, submission: Submission, inbox: str, trace: Carried) -> Submitted:
-        job, terms = submission.job, submission.terms
-        request = wire.encode_request(job)
-        if len(request) > MAX_BYTES:
-            raise TooLargeError(f"the request has {len(request)} bytes; the limit is {MAX_BYTES}", param="prompt")
-        record = submission.response
-        body = hashlib.blake2b(request, digest_size=16).hexdigest()
-        if trace:
-            # Added after the hash, since the same request of another trace is still the same request.
-            request = with_members(request, [("trace", [pack(trace)])])
-        arguments = (
-            *(job.id, job.tenant, job.level, job.num_sequences, submission.cost, body, request),
-            *(job.deadline_ms or 0, inbox, int(submission.channel), int(job.requires_reader)),
-            keys.key_hash(job.idempotency_key),
-            estimate_output_bytes(job, len(request)),
-            *(terms.max_open_jobs, terms.max_queued_cost, terms.jobs_per_minute, terms.tokens_per_minute),
-            *(terms.burst_s, terms.weight, job.not_before_ms or 0, terms.memory_percent, terms.account),
-            *(record.data, record.keep_ms),
-            *(submission.rate_tokens or ("", 0, 0, "")),
-            _limits_of(job),
-            "" if job.max_wait_ms is None else job.max_wait_ms,
-        )
-        if submission.durability == FSYNC:
-            self._durable_calls = self._durable_calls or DurableCalls(self._redis, self.patience)
-            check = partial(_check_accepted, job)
-            answer, is_on_disk = await self._durable_calls.call("submit", job.pool, arguments, check)
-        else:
-            answer, is_on_disk = await self._accepted(job, arguments), True
-        kind, known_id, state, num_chunks, pushed = answer
-        if not is_on_disk:
-            raise _not_on_disk(known_id.decode())
-        return Submitted(state.decode(), num_chunks, bool(pushed), known_id.decode(), kind == b"EXISTS")
-
-    @retried
-    async def _accepted(self, job: JobDef, arguments: Sequence[Argument]) -> list[Any]:
-        answer = await scripts.call(self._redis, "submit", job.pool, *arguments)
-        _check_accepted(job, answer)
-        return cast(list[Any], answer)
+            return await self._submissions.submit(submission, inbox, carried_by(span))
 
     @retried
     async def attach(self, job_id: str, tenant: str, *, inbox: str = "", channel: bool = False) -> Attached:
@@ -300,21 +162,20 @@ class ProducerBroker:
             raise _no_job(job_id)
         return state
 
-    @retried
     async def ack(self, job_ids: Sequence[str], tenant: str) -> int:
         """Free the results of ended jobs of a tenant, because the caller has stored them.
 
         Jobs that are unknown, open, another tenant's or already acknowledged are left as they are, and so are those of
-        stored responses. Returns the number of the others.
+        stored responses. Returns the number of the others. Calls at the same time share one.
         """
-        of_pools: dict[str, list[str]] = {}
-        for job_id in job_ids:
-            of_pools.setdefault(pool_of(job_id), []).append(job_id)
-        num_freed = 0
-        for pool, ids in of_pools.items():
-            for start in range(0, len(ids), MAX_ACK_JOBS):
-                num_freed += await scripts.call(self._redis, "ack", pool, tenant, *ids[start : start + MAX_ACK_JOBS])
-        return num_freed
+        freed = await asyncio.gather(*(self._acks.add(pool_of(job_id), (tenant, job_id)) for job_id in job_ids))
+        return sum(freed)
+
+    @retried
+    async def _ack(self, jobs: Sequence[tuple[str, str]]) -> list[int]:
+        """Free the results of jobs of a pool, each with its tenant. Return 1 for each that this call has freed."""
+        arguments = [one for job in jobs for one in job]
+        return cast(list[int], await scripts.call(self._redis, "ack", pool_of(jobs[0][1]), *arguments))
 
     @retried
     async def status(self, job_id: str, tenant: str) -> JobStatus:
@@ -338,17 +199,34 @@ class ProducerBroker:
             entries = await cast(Any, self._redis.lrange(keys.log(job_id), start, start + count - 1))
         return await decoded(entries, self._yielder)
 
-    @retried
     async def result(self, job_id: str, tenant: str) -> Result | None:
         """Return a job's result, None while the job is open.
 
         This counts as delivery: a large result expires log_ttl_ms later. Raises NotFoundError for an unknown job or an
-        expired result.
+        expired result. Calls at the same time share one.
         """
-        fields = await self._record(job_id, tenant)
+        values, data = await self._results.add("", job_id)
+        for reply in (values, data):
+            if isinstance(reply, Exception):
+                with translated():
+                    raise reply
+        fields = _fields_of(RESULT_FIELDS, values, job_id, tenant)
         if (outcome := outcome_of(fields)) is None:
             return None
-        return await result_of(await self._result_data(job_id, tenant, outcome), job_id, outcome, times_ms_of(fields))
+        await self._note_delivery(data, job_id, tenant, outcome)
+        return await result_of(data, job_id, outcome, times_ms_of(fields))
+
+    @retried
+    async def _read_results(self, job_ids: Sequence[str]) -> list[tuple[Any, Any]]:
+        """Return the RESULT_FIELDS and the packed result of each job, or the errors of reading them."""
+        commands = [
+            command
+            for job_id in job_ids
+            for command in (("HMGET", keys.job(job_id), *RESULT_FIELDS), ("GET", keys.result(job_id)))
+        ]
+        with translated():
+            replies = await scripts.call_all(self._redis, commands)
+        return list(zip(replies[::2], replies[1::2], strict=True))
 
     @retried
     async def packed_result(self, job_id: str, tenant: str, fetches: Fetches | None = None) -> PackedResult | None:
@@ -361,18 +239,17 @@ class ProducerBroker:
             return None
         if fetches is not None and (num_bytes := large_result_bytes_of(fields)) and not fetches(num_bytes):
             return PackedResult(None, job_id, outcome, num_left_bytes=num_bytes)
-        data = await self._result_data(job_id, tenant, outcome)
-        return await packed_result_of(data, job_id, outcome, self._yielder)
-
-    async def _result_data(self, job_id: str, tenant: str, outcome: Outcome) -> bytes | None:
-        """Return the packed result of an ended job, and mark it as delivered."""
         with translated():
             data = cast("bytes | None", await self._redis.get(keys.result(job_id)))
+        await self._note_delivery(data, job_id, tenant, outcome)
+        return await packed_result_of(data, job_id, outcome, self._yielder)
+
+    async def _note_delivery(self, data: bytes | None, job_id: str, tenant: str, outcome: Outcome) -> None:
+        """Mark the packed result of an ended job as delivered. Raises NotFoundError if it has expired."""
         if data is None and outcome.state == "succeeded":
             raise NotFoundError(f"the result of job {job_id} is no longer kept", code="result_expired")
         if data is not None and len(data) > LARGE_RESULT_BYTES:
             await scripts.call(self._redis, "shorten_result", pool_of(job_id), job_id, tenant)
-        return data
 
     async def reader_heartbeat(self, pool: str, inbox: str) -> None:
         """Send the heartbeat of a reading process, and sweep, so that jobs progress while any process is alive."""
@@ -459,18 +336,17 @@ class ProducerBroker:
     async def _record(self, job_id: str, tenant: str) -> dict[str, str]:
         with translated():
             values = await cast(Any, self._redis.hmget(keys.job(job_id), list(STATUS_FIELDS)))
-        fields = {name: (value or b"").decode() for name, value in zip(STATUS_FIELDS, values, strict=True)}
-        if not fields["state"] or fields["tenant"] != tenant:
-            raise _no_job(job_id)
-        if not fields["level"]:
-            raise other_version(pool_of(job_id), 1)  # Version 1 has another name for this field.
-        return fields
+        return _fields_of(STATUS_FIELDS, values, job_id, tenant)
 
 
-def _limits_of(job: JobDef) -> str:
-    """Return the field `limits` of a job's record."""
-    max_tokens, max_total_tokens = job.params.max_tokens, job.max_total_tokens
-    return "" if max_tokens is None or max_total_tokens is None else f"{max_tokens} {max_total_tokens}"
+def _fields_of(names: Sequence[str], values: Sequence[bytes | None], job_id: str, tenant: str) -> dict[str, str]:
+    """Return fields of a job's record as texts. Raises NotFoundError for no job or another tenant's."""
+    fields = {name: (value or b"").decode() for name, value in zip(names, values, strict=True)}
+    if not fields["state"] or fields["tenant"] != tenant:
+        raise _no_job(job_id)
+    if not fields["level"]:
+        raise other_version(pool_of(job_id), 1)  # Version 1 has another name for this field.
+    return fields
 
 
 def _decoded_record(pool: str, data: bytes) -> PoolRecord:

@@ -63,6 +63,16 @@ async def call(redis: Redis, name: str, pool: str, *arguments: Argument) -> Any:
     return answer
 
 
+async def call_all(redis: Redis, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+    """Run small commands, sent together, and return their answers: a ResponseError for a command that Redis refused."""
+    if isinstance(redis, SharedRedis):
+        return await redis.execute_all(commands)
+    async with redis.pipeline(transaction=False) as pipe:
+        for one in commands:
+            pipe.execute_command(*one)
+        return await pipe.execute(raise_on_error=False)
+
+
 def command(name: str, pool: str, arguments: Sequence[Argument], *, whole: bool = False) -> tuple[Argument, ...]:
     """Return the command that runs one script of a pool: by its digest, or with its `whole` text."""
     form = ("EVAL", source(name)) if whole else ("EVALSHA", _digest(name))

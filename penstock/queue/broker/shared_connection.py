@@ -104,6 +104,17 @@ class SharedConnection(asyncio.Protocol):
             self.send(answer, command)
         return answer
 
+    def call_all(self, commands: Sequence[Sequence[Any]]) -> list[asyncio.Future[Any]]:
+        """Send small commands in one piece and return the futures of their answers."""
+        if self.lost.done() or self._unwritten:
+            return [self.call(*command) for command in commands]
+        answers, now_s = [self._loop.create_future() for _ in commands], self._loop.time()
+        self._waiting.extend((answer, now_s) for answer in answers)
+        if self._clock is None:
+            self._clock = self._loop.call_later(REPLY_TIMEOUT_S, self._check_clock)
+        self._transport.write(b"".join([hiredis.pack_command(tuple(command)) for command in commands]))
+        return answers
+
     def send(self, answer: asyncio.Future[Any] | ReplyCallback, command: Sequence[Any]) -> None:
         """Send a command over an open connection. Its reply or error is set in `answer`."""
         self._waiting.append((answer, self._loop.time()))
@@ -260,6 +271,17 @@ class SharedRedis(Redis):
         options.pop("keys", None)
         translate = self.response_callbacks.get(name)
         return reply if translate is None else translate(reply, **options)
+
+    async def execute_all(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Send small commands together and return their replies as Redis sent them, error replies included."""
+        line = self._line
+        if line is None or line.lost.done():
+            line = await self._open_line()
+        replies = await asyncio.gather(*line.call_all(commands), return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException) and not isinstance(reply, exceptions.ResponseError):
+                raise reply
+        return replies
 
     def send_now(self, on_reply: Callable[[Any], None], *command: Any) -> bool:
         """Send a command if the connection is open; return whether it was sent.

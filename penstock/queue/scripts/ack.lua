@@ -1,40 +1,39 @@
--- ack: a reader has stored the results of ended jobs, so Redis need not keep them. A job's record stays until its time is
+-- ack: readers have stored the results of ended jobs, so Redis need not keep them. A job's record stays until its time is
 -- over, with its state, its usage and its idempotency key. A job of a stored response keeps its result.
--- ARGV: tenant id …
--- Answer: number of jobs whose result this call has freed
+-- ARGV: tenant id, for each job
+-- Answer, one per job: 1 if this call has freed its result, else 0
 local MAX_JOBS = 128
-local tenant, config, now = ARGV[1], read_config(), clock()
-if #ARGV > MAX_JOBS + 1 then return redis.error_reply('TOO_MANY_JOBS') end
+local config, now = read_config({'version'}), clock()
+if #ARGV > 2 * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
 
--- The bytes of a job's record without its small result.
-local function bytes_without_result(id, stored)
-  return stored.job - (stored.result == 0 and redis.call('STRLEN', P .. ':result:' .. id) or 0)
-end
-
-local function free(id, stored)
-  local member = expiry_member(stored.job, tenant, 'job:' .. id)
-  local till = redis.call('ZSCORE', P .. ':expiry', member)
-  local left = bytes_without_result(id, stored)
-  redis.call('DEL', P .. ':result:' .. id)
-  redis.call('DEL', P .. ':log:' .. id)
-  subtract_stored(expiry_member(stored.log, tenant, 'log:' .. id))
-  subtract_stored(expiry_member(stored.result, tenant, 'result:' .. id))
-  if till and left ~= stored.job then
-    subtract_stored(member)
-    count_stored(tenant, 'job:' .. id, left, till)
+-- Frees a job's result. Returns whether it had one.
+local function free(id, tenant, stored)
+  -- The bytes of the job's record include its small result.
+  local result_bytes = stored.result == 0 and redis.call('STRLEN', P .. ':result:' .. id) or 0
+  local num_deleted = redis.call('DEL', P .. ':result:' .. id) + redis.call('DEL', P .. ':log:' .. id)
+  if num_deleted == 0 then return false end
+  local log, result = expiry_member(stored.log, tenant, 'log:' .. id), expiry_member(stored.result, tenant, 'result:' .. id)
+  local job = expiry_member(stored.job, tenant, 'job:' .. id)
+  local tills = redis.call('ZMSCORE', P .. ':expiry', log, result, job)
+  if tills[1] then forget_stored(log, tenant, stored.log) end
+  if tills[2] then forget_stored(result, tenant, stored.result) end
+  if tills[3] and result_bytes > 0 then
+    forget_stored(job, tenant, stored.job)
+    count_stored(tenant, 'job:' .. id, stored.job - result_bytes, tills[3])
   end
-  redis.call('HSET', job_key(id), 'result_until', now, 'stored', string.format('0 0 %d %d', stored.request, left))
+  redis.call('HSET', job_key(id), 'result_until', now, 'stored',
+    string.format('0 0 %d %d', stored.request, stored.job - result_bytes))
+  return true
 end
 
 redis.call('ZREM', P .. ':free', '')
-local num_freed = 0
-for at = 2, #ARGV do
-  local job = config and read_job(ARGV[at])
-  local stored = job and is_terminal(job.state) and job.tenant == tenant and not response_life(job) and
-    stored_of(redis.call('HGET', job_key(job.id), 'stored'))
-  if stored and redis.call('EXISTS', P .. ':result:' .. job.id, P .. ':log:' .. job.id) > 0 then
-    free(job.id, stored)
-    num_freed = num_freed + 1
-  end
+collect()
+local answers = {}
+for at = 1, #ARGV, 2 do
+  local tenant, id = ARGV[at], ARGV[at + 1]
+  local job = config and read_job(id, {'state', 'tenant', 'keep', 'stored'})
+  local stored = job and is_terminal(job.state) and job.tenant == tenant and not response_life(job) and stored_of(job.stored)
+  answers[#answers + 1] = stored and free(id, tenant, stored) and 1 or 0
 end
-return num_freed
+write_collected()
+return answers

@@ -1,46 +1,72 @@
--- finish: append a job's last chunks, store its result and end the job. Repeating the call is harmless.
--- ARGV: node id lease index state code message param kv_token_ms result prompt completion cached log_bytes
---   preemptions k chunk1 … chunkk
---   index: index of chunk1 in the log. k: number of chunks.
+-- finish: append the last chunks of jobs, store their results and end them. Repeating the call is harmless.
+-- ARGV: node, msgpack of [[id, lease, index, state, code, message, param, kv_token_ms, prompt, completion, cached,
+--   log_bytes, preemptions, [chunk…]]…], then a result for each job
+--   index: index of the first chunk in the job's log.
 --   kv_token_ms: KV tokens × milliseconds that the node held them; corrects the tenant's charge. '': the charge stays.
---   result: '' if the job ended before its node had read the chunks that an earlier node logged; then none is stored.
 --   preemptions: how often the node's engine preempted the job's sequences.
 --   prompt, completion, cached: tokens that the job used. log_bytes: size of all its chunks. '' where unknown.
--- Answer: OK | FENCED | NEED n | GONE (as for emit)
-local node, id, lease, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local state, code, message, param = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
-local kv_token_ms, result = tonumber(ARGV[9]), ARGV[10]
-local reported = {prompt = tonumber(ARGV[11]), completion = tonumber(ARGV[12]), cached = tonumber(ARGV[13]),
-  log_bytes = tonumber(ARGV[14]), result_bytes = #result, kv_token_ms = kv_token_ms}
-local preemptions, count, FIRST, PUSH = tonumber(ARGV[15]), tonumber(ARGV[16]), 17, 1000
+--   result: '' if the job ended before its node had read the chunks that an earlier node logged; then none is stored.
+-- Answer, one per job: OK | FENCED | NEED n | GONE (as for emit) | ERR text
+local node, ends = ARGV[1], cmsgpack.unpack(ARGV[2])
+local MAX_JOBS, RESULTS, PUSH = 64, 2, 1000
+if #ends > MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
+local config, now = read_config(), clock()
 
-if state == 'done' then state = 'succeeded' end
-if not is_terminal(state) then return redis.error_reply('BAD_STATE ' .. state) end
-local config = read_config()
-local job = config and read_job(id)
-if not job then return 'GONE' end
-if is_terminal(job.state) and job.node == node and job.lease == lease then return 'OK' end
-if not holds(job, node, lease) then
-  count_event('fenced')
-  return 'FENCED'
-end
-local log = log_key(id)
-local length = redis.call('LLEN', log)
-if index > length then return 'NEED ' .. length end
-local now = clock()
+-- What this script and end_job need of a record, in one read.
+local FIELDS = {'state', 'node', 'lease', 'first', 'needs_reader', 'inboxes', 'channel', 'tenant', 'level', 'n', 'weight',
+  'held', 'idem', 'charge', 'window', 'reserved', 'account', 'ms_per_token', 'charged', 'keep', 'response_bytes', 'loss_nodes',
+  'past_leases'}
 
-redis.call('DEL', P .. ':result:' .. id)
-if job.first == '' and count > 0 then redis.call('HSET', job_key(id), 'first', now) end
-local from = FIRST + length - index
-while from < FIRST + count do
-  local to = math.min(from + PUSH, FIRST + count) - 1
-  redis.call('RPUSH', log, unpack(ARGV, from, to))
-  from = to + 1
+-- Appends chunks from `from` on, except the last ones, which go in with the terminal chunk. Returns these.
+local function append(log, chunks, from)
+  while #chunks - from >= PUSH do
+    redis.call('RPUSH', log, unpack(chunks, from, from + PUSH - 1))
+    from = from + PUSH
+  end
+  return {unpack(chunks, from)}
 end
-for i = FIRST, FIRST + count - 1 do publish(job, ARGV[i]) end
-if result ~= '' then redis.call('SET', P .. ':result:' .. id, result, 'PX', result_life(job, config, #result)) end
-if kv_token_ms then correct_charge(job, kv_token_ms / weight_of(job) - (tonumber(job.charge) or 0)) end
-note_preemptions(id, preemptions)
-end_job(job, config, now, state, code, message, param, reported)
+
+local function finish_job(row, result)
+  local id, lease, index, state, code, message, param = unpack(row, 1, 7)
+  local kv_token_ms, chunks, preemptions = tonumber(row[8]), row[14], row[13]
+  if state == 'done' then state = 'succeeded' end
+  if not is_terminal(state) then return 'ERR BAD_STATE ' .. state end
+  local job = config and read_job(id, FIELDS)
+  if not job then return 'GONE' end
+  if is_terminal(job.state) and job.node == node and job.lease == lease then return 'OK' end
+  if not holds(job, node, lease) then
+    count_event('fenced')
+    return 'FENCED'
+  end
+  local log = log_key(id)
+  local length = redis.call('LLEN', log)
+  if index > length then return 'NEED ' .. length end
+  local fields = job.first == '' and #chunks > 0 and {'first', now} or {}
+  local last = append(log, chunks, 1 + length - index)
+  for i = 1, #chunks do publish(job, chunks[i]) end
+  if result ~= '' then
+    redis.call('SET', P .. ':result:' .. id, result, 'PX', result_life(job, config, #result))
+  else
+    redis.call('DEL', P .. ':result:' .. id)
+  end
+  if kv_token_ms then correct_charge(job, kv_token_ms / weight_of(job) - (tonumber(job.charge) or 0)) end
+  note_preemptions(id, preemptions)
+  local reported = {prompt = tonumber(row[9]), completion = tonumber(row[10]), cached = tonumber(row[11]),
+    log_bytes = tonumber(row[12]), result_bytes = #result, kv_token_ms = kv_token_ms}
+  local logged = {length = math.max(length, index + #chunks) - #last, chunks = last, fields = fields}
+  end_job(job, config, now, state, code, message, param, reported, logged)
+  return 'OK'
+end
+
+redis.call('ZREM', P .. ':free', '')
+collect()
+local answers = {}
+for i, row in ipairs(ends) do
+  local ok, answer = pcall(finish_job, row, ARGV[RESULTS + i])
+  if not ok then answer = 'ERR ' .. tostring(type(answer) == 'table' and answer.err or answer) end
+  answers[i] = answer
+end
+correct_charges()
+write_collected()
 flush()
-return 'OK'
+return answers

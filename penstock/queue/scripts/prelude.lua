@@ -43,7 +43,6 @@ local PROTOCOL_VERSION = '4'
 local CLASSES, LEVELS = 3, 6
 local MAX_INBOXES = 16
 local MAX_DEBTS = 1000
-local MAX_MESSAGE_BYTES = 65536
 local DELAYED = 'delayed'
 local MAX_DELAYED = 64
 local MAX_PAST_LEASES = 8
@@ -54,7 +53,6 @@ local LARGE_RESULT_BYTES, LOG_PAGE = 65536, 500
 -- tests/queue/test_memory_accounting.py compares them with MEMORY USAGE.
 local RECORD_BYTES, WIDE_RECORD_BYTES, KEY_BYTES, MAX_SHORT_BYTES = 1056, 5120, 256, 64
 local COUNTED_CHUNKS, MIN_RESERVED_BYTES = 12, 4096
-local MAX_EVENTS = 256
 local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
 local JOB_FIELDS = {'state', 'tenant', 'level', 'n', 'entry', 'cost', 'submitted', 'deadline', 'needs_reader',
   'inboxes', 'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'loss_mark', 'preemptions',
@@ -82,19 +80,22 @@ local function read_job(id, fields)
   return job
 end
 
--- What the record of a damaged job counts as having, so that one such job ends no script.
-local NUMBERS = {level = '1', n = '1', cost = '1', submitted = '0', losses = '0', preemptions = '0'}
+local mended
+do
+  -- What the record of a damaged job counts as having, so that one such job ends no script.
+  local NUMBERS = {level = '1', n = '1', cost = '1', submitted = '0', losses = '0', preemptions = '0'}
 
--- The job with a default for each missing or damaged number. The usual job is whole, and costs only this comparison.
-local function mended(job)
-  if not job or (tonumber(job.cost) and tonumber(job.submitted) and tonumber(job.losses) and tonumber(job.preemptions)
-    and tonumber(job.n) and tonumber(job.level) and job.tenant ~= '' and job.needs_reader ~= '') then return job end
-  for name, default in pairs(NUMBERS) do
-    if not tonumber(job[name]) then job[name] = default end
+  -- The job with a default for each missing or damaged number. The usual job is whole, and costs only this comparison.
+  function mended(job)
+    if not job or (tonumber(job.cost) and tonumber(job.submitted) and tonumber(job.losses) and tonumber(job.preemptions)
+      and tonumber(job.n) and tonumber(job.level) and job.tenant ~= '' and job.needs_reader ~= '') then return job end
+    for name, default in pairs(NUMBERS) do
+      if not tonumber(job[name]) then job[name] = default end
+    end
+    if job.tenant == '' then job.tenant = 'default' end
+    if job.needs_reader == '' then job.needs_reader = '1' end
+    return job
   end
-  if job.tenant == '' then job.tenant = 'default' end
-  if job.needs_reader == '' then job.needs_reader = '1' end
-  return job
 end
 
 -- The same as read_job for scripts that look at many jobs. A key that is not a hash counts as no job.
@@ -122,14 +123,16 @@ end
 -- The version of a pool without P:config: that of an unknown pool is ours. Protocol version 1 has it in P:schema.
 local function older_version() return redis.call('HGET', P .. ':schema', 'version') or PROTOCOL_VERSION end
 
--- The pool's times and limits as numbers, or nil for an unknown pool. `names` must start with 'version'.
+-- The pool's times and limits as numbers, its policy as text, or nil for an unknown pool. `names` must start with 'version'.
 local function read_config(names)
   names = names or CONFIG_FIELDS
   local values = redis.call('HMGET', KEYS[1], unpack(names))
   check_version(values[1] or older_version())
   if not values[1] then return nil end
   local config = {}
-  for i, name in ipairs(names) do config[name] = tonumber(values[i]) end
+  for i, name in ipairs(names) do
+    if name == 'policy' then config.policy = values[i] else config[name] = tonumber(values[i]) end
+  end
   return config
 end
 
@@ -139,9 +142,33 @@ local function is_older(one, other)
   return one.id < other.id
 end
 
+-- What a script for many jobs collects, and write_collected in queue.lua writes once, by key: `sums` to add to fields of
+-- hashes, `bytes` likewise, whose fields are removed at 0, members of sets that are `removed` and `added`, members of
+-- sorted sets that are `unlisted`, their new `entries` (score, member …), and `lives` in ms. `charges` are corrections of
+-- virtual times, by level and tenant (correct_charges). nil: the script writes each at once.
+local collected
+
+local function collect_in(name, key)
+  local of_key = collected[name][key]
+  if not of_key then
+    of_key = {}
+    collected[name][key] = of_key
+  end
+  return of_key
+end
+
+local function collect_sum(name, key, field, by)
+  local sums = collect_in(name, key)
+  sums[field] = (sums[field] or 0) + by
+end
+
 -- Adds to an event counter for operators; only for rare events, or once per submission. It begins with a free write
 -- (see above), because this may be the script's first write.
 local function count_event(event, by)
+  if collected then
+    collect_sum('sums', P .. ':counts', event, by or 1)
+    return
+  end
   redis.call('HDEL', P .. ':counts', '')
   redis.call('HINCRBY', P .. ':counts', event, by or 1)
 end
@@ -149,6 +176,7 @@ end
 -- Adds to the newest events of nodes and jobs that operators see; only for rare events, and after a free write (see
 -- above). `fields`: kind, node, job, from, why; '-' for an absent one.
 local function note_event(now, ...)
+  local MAX_EVENTS = 256
   redis.call('ZADD', P .. ':events', now, table.concat({string.format('%d', now), ...}, ' '))
   redis.call('ZREMRANGEBYRANK', P .. ':events', 0, -MAX_EVENTS - 1)
 end
@@ -198,8 +226,13 @@ end
 -- Bytes of jobs ------------------------------------------------------------------------------------
 -- Per tenant, P:stored sums the bytes that its jobs occupy, and P:reserved those that its running jobs may still write.
 
-local function count_bytes(key, tenant, by)
+-- Counts at once, for a sum that the same script reads again.
+local function count_now(key, tenant, by)
   if by ~= 0 and redis.call('HINCRBY', key, tenant, by) == 0 then redis.call('HDEL', key, tenant) end
+end
+
+local function count_bytes(key, tenant, by)
+  if collected then collect_sum('bytes', key, tenant, by) else count_now(key, tenant, by) end
 end
 
 -- Parses `logged`: the number of chunks that `held` includes, and their bytes.
@@ -231,38 +264,46 @@ end
 -- Messages ---------------------------------------------------------------------------------------
 -- Chunks for one reader are collected over the whole script and sent in as few messages as the size limit allows.
 
-local outgoing, outgoing_order, boxes_of = {}, {}, {}
+local push, flush
+do
+  local MAX_MESSAGE_BYTES = 65536
+  local outgoing, outgoing_order, boxes_of = {}, {}, {}
 
--- The outgoing buffers of a job's readers, cached by the list: the jobs of a batch have few different reader lists.
-local function find_boxes(inboxes)
-  local boxes = {}
-  for inbox in string.gmatch(inboxes, '%S+') do
-    local box = outgoing[inbox]
-    if not box then
-      box = {size = 0, parts = {}, count = 0, channel = P .. ':inbox:' .. inbox}
-      outgoing[inbox] = box
-      outgoing_order[#outgoing_order + 1] = box
+  -- The outgoing buffers of a job's readers, cached by the list: the jobs of a batch have few different reader lists.
+  local function find_boxes(inboxes)
+    local boxes = {}
+    for inbox in string.gmatch(inboxes, '%S+') do
+      local box = outgoing[inbox]
+      if not box then
+        box = {size = 0, parts = {}, count = 0, channel = P .. ':inbox:' .. inbox}
+        outgoing[inbox] = box
+        outgoing_order[#outgoing_order + 1] = box
+      end
+      boxes[#boxes + 1] = box
     end
-    boxes[#boxes + 1] = box
+    boxes_of[inboxes] = boxes
+    return boxes
   end
-  boxes_of[inboxes] = boxes
-  return boxes
-end
 
-local function send(box)
-  redis.call('PUBLISH', box.channel, table.concat(box.parts, '', 1, box.count))
-  box.size, box.count = 0, 0
-end
+  local function send(box)
+    redis.call('PUBLISH', box.channel, table.concat(box.parts, '', 1, box.count))
+    box.size, box.count = 0, 0
+  end
 
--- Sends a message to the inboxes of a job's readers.
-local function push(job, message)
-  local size = #message
-  local boxes = boxes_of[job.inboxes] or find_boxes(job.inboxes)
-  for i = 1, #boxes do
-    local box = boxes[i]
-    if box.size + size > MAX_MESSAGE_BYTES and box.size > 0 then send(box) end
-    box.size, box.count = box.size + size, box.count + 1
-    box.parts[box.count] = message
+  -- Sends a message to the inboxes of a job's readers.
+  function push(job, message)
+    local size = #message
+    local boxes = boxes_of[job.inboxes] or find_boxes(job.inboxes)
+    for i = 1, #boxes do
+      local box = boxes[i]
+      if box.size + size > MAX_MESSAGE_BYTES and box.size > 0 then send(box) end
+      box.size, box.count = box.size + size, box.count + 1
+      box.parts[box.count] = message
+    end
+  end
+
+  function flush()
+    for _, box in ipairs(outgoing_order) do send(box) end
   end
 end
 
@@ -271,45 +312,44 @@ local function publish(job, chunk)
   if job.channel == '1' then redis.call('PUBLISH', P .. ':channel:' .. job.id, chunk) end
 end
 
-local function flush()
-  for _, box in ipairs(outgoing_order) do send(box) end
-end
-
 -- Readers -----------------------------------------------------------------------------------------
 
-local function is_unread(job, config, now)
-  return job.needs_reader == '1' and job.unread ~= '' and now - tonumber(job.unread) > config.reattach_grace_ms
-end
-
--- Whether heartbeats of readers and revisions are reliable. During an outage of Redis no heartbeat arrives; then no
--- reader and no revision counts as dead before a sweep has reset their heartbeats.
-local trusts_heartbeats
-local function can_trust_heartbeats(config, now)
-  if trusts_heartbeats == nil then
-    local since_sweep = now - tonumber(redis.call('GET', P .. ':sweep') or '0')
-    trusts_heartbeats = since_sweep >= 0 and since_sweep <= config.lease_ms / 2
+local can_trust_heartbeats, lacks_reader
+do
+  local function is_unread(job, config, now)
+    return job.needs_reader == '1' and job.unread ~= '' and now - tonumber(job.unread) > config.reattach_grace_ms
   end
-  return trusts_heartbeats
-end
 
--- Whether every reader of a list is dead. `silent` caches the answer per list during one script.
-local silent = {}
-local function are_silent(inboxes, config, now)
-  for inbox in string.gmatch(inboxes, '%S+') do
-    local last = redis.call('ZSCORE', P .. ':readers', inbox)
-    if last and now - tonumber(last) <= config.abandon_after_ms then return false end
+  -- Whether heartbeats of readers and revisions are reliable. During an outage of Redis no heartbeat arrives; then no
+  -- reader and no revision counts as dead before a sweep has reset their heartbeats.
+  local trusts_heartbeats
+  function can_trust_heartbeats(config, now)
+    if trusts_heartbeats == nil then
+      local since_sweep = now - tonumber(redis.call('GET', P .. ':sweep') or '0')
+      trusts_heartbeats = since_sweep >= 0 and since_sweep <= config.lease_ms / 2
+    end
+    return trusts_heartbeats
   end
-  return true
-end
 
--- Whether a job that needs a reader has no live reader.
-local function lacks_reader(job, config, now)
-  if job.needs_reader ~= '1' or not can_trust_heartbeats(config, now) then return false end
-  if job.unread ~= '' then return is_unread(job, config, now) end
-  if job.channel == '1' then return false end
-  local inboxes = job.inboxes
-  if silent[inboxes] == nil then silent[inboxes] = are_silent(inboxes, config, now) end
-  return silent[inboxes]
+  -- Whether every reader of a list is dead. `silent` caches the answer per list during one script.
+  local silent = {}
+  local function are_silent(inboxes, config, now)
+    for inbox in string.gmatch(inboxes, '%S+') do
+      local last = redis.call('ZSCORE', P .. ':readers', inbox)
+      if last and now - tonumber(last) <= config.abandon_after_ms then return false end
+    end
+    return true
+  end
+
+  -- Whether a job that needs a reader has no live reader.
+  function lacks_reader(job, config, now)
+    if job.needs_reader ~= '1' or not can_trust_heartbeats(config, now) then return false end
+    if job.unread ~= '' then return is_unread(job, config, now) end
+    if job.channel == '1' then return false end
+    local inboxes = job.inboxes
+    if silent[inboxes] == nil then silent[inboxes] = are_silent(inboxes, config, now) end
+    return silent[inboxes]
+  end
 end
 
 -- Adds a reader to a job. Returns 1 if chunks will be pushed to it, 0 if the job already has MAX_INBOXES readers.

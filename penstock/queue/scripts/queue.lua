@@ -2,86 +2,194 @@
 -- used tokens, and the end of a job. Scripts that run at every engine step omit it, because Lua creates every function
 -- anew at each call.
 
+-- Collected writes --------------------------------------------------------------------------------
+-- A script for many jobs calls `collect` before its first write, and write_collected after its last one.
+
+local collect, write_collected
+do
+  function collect()
+    collected = {sums = {}, bytes = {}, charges = {}, removed = {}, added = {}, unlisted = {}, entries = {}, lives = {}}
+  end
+
+  local function write_sums(key, sums, removes_zero)
+    for field, by in pairs(sums) do
+      local is_changed = by ~= 0 or not removes_zero
+      if is_changed and redis.call('HINCRBY', key, field, by) == 0 and removes_zero then redis.call('HDEL', key, field) end
+    end
+  end
+
+  local function write_members(key, members, command) redis.call(command, key, unpack(members)) end
+  local function write_life(key, life_ms) redis.call('PEXPIRE', key, life_ms) end
+
+  function write_collected()
+    local all = collected
+    collected = nil
+    for key, sums in pairs(all.sums) do write_sums(key, sums, false) end
+    for key, sums in pairs(all.bytes) do write_sums(key, sums, true) end
+    for command, lists in pairs({SREM = all.removed, SADD = all.added, ZREM = all.unlisted}) do
+      for key, members in pairs(lists) do write_members(key, members, command) end
+    end
+    for key, entries in pairs(all.entries) do write_members(key, entries, 'ZADD') end
+    for key, life_ms in pairs(all.lives) do write_life(key, life_ms) end
+  end
+end
+
+local function add_to_list(name, key, member)
+  local members = collect_in(name, key)
+  members[#members + 1] = member
+end
+
+-- Each of these collects a write: a sum of a hash, a member of a set to add, and one of a sorted set to remove.
+local function add_sum(key, field, by) collect_sum('sums', key, field, by) end
+local function add_member(key, member) add_to_list('added', key, member) end
+local function unlist_member(key, member) add_to_list('unlisted', key, member) end
+
+-- These collect a write or, in a script that collects none, write at once.
+local function remove_member(key, member)
+  if collected then add_to_list('removed', key, member) else redis.call('SREM', key, member) end
+end
+
+local function add_entry(key, score, member)
+  if collected then
+    add_to_list('entries', key, score)
+    add_to_list('entries', key, member)
+  else
+    redis.call('ZADD', key, score, member)
+  end
+end
+
+-- Adds to a field of a hash that lives for life_ms from now on.
+local function add_with_life(key, life_ms, field, by)
+  if collected then
+    add_sum(key, field, by)
+    collected.lives[key] = life_ms
+  else
+    redis.call('HINCRBY', key, field, by)
+    redis.call('PEXPIRE', key, life_ms)
+  end
+end
+
 -- Virtual time ------------------------------------------------------------------------------------
 -- Virtual time of a class's tenants, in predicted KV-token-ms ÷ weight (policy_state.py, VirtualTimes). It is kept
 -- under every policy, so that a pool may change its policy while jobs wait.
 
 local function virtual_time_key(job) return P .. ':virtual_time:' .. job.level end
-local function debt_key(job) return P .. ':debt:' .. job.level end
-
--- The class's virtual clock: the highest virtual time at which a job started, plus 1 for each tenant that entered.
-local function virtual_clock(job) return tonumber(redis.call('GET', P .. ':virtual_clock:' .. job.level) or '0') end
-
-local function enter_tenant(job)
-  if redis.call('ZSCORE', virtual_time_key(job), job.tenant) then return end
-  local debt = tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or '0')
-  local now = virtual_clock(job)
-  redis.call('ZADD', virtual_time_key(job), math.max(debt, now), job.tenant)
-  redis.call('ZREM', debt_key(job), job.tenant)
-  redis.call('SET', P .. ':virtual_clock:' .. job.level, now + 1)
-end
-
--- Remembers the virtual time of a tenant without queued jobs while it is ahead of the virtual clock.
-local function remember_debt(job, time)
-  if time > virtual_clock(job) then
-    redis.call('ZADD', debt_key(job), time, job.tenant)
-    redis.call('ZREMRANGEBYRANK', debt_key(job), 0, -1 - MAX_DEBTS)
-  else
-    redis.call('ZREM', debt_key(job), job.tenant)
-  end
-end
-
-local function leave_tenant_if_last(job)
-  if redis.call('EXISTS', queue_key(job), requeued_key(job)) > 0 then return end
-  local time = redis.call('ZSCORE', virtual_time_key(job), job.tenant)
-  redis.call('ZREM', virtual_time_key(job), job.tenant)
-  if time then remember_debt(job, tonumber(time)) end
-end
-
 local function weight_of(job) return tonumber(job.weight) or 1 end
 
--- A tenant's use in this and the last window, over all classes, in KV-token-ms ÷ weight (policy_state.py, RecentUse).
+local share_window
+do
+  local length, window
 
-local function share_window()
-  local length = tonumber(redis.call('HGET', KEYS[1], 'share_window_ms') or '') or SHARE_WINDOW_MS
-  return length, math.floor(clock() / length)
-end
-
--- Adds a charge for foreground work. A refund (negative) is subtracted in the window of its charge, `since`. If that window
--- is too old, the refund is dropped: in another window it would be a credit.
-local function note_use(job, amount, since)
-  -- Background work fills idle capacity, so it costs its tenant no place in the order of foreground work.
-  if tonumber(job.level) >= CLASSES then return end
-  local tenant = job.tenant
-  local length, window = share_window()
-  if amount < 0 then
-    since = tonumber(since) or 0
-    if since < window - 1 then return end
-    window = since
+  -- The length of a window, in ms, and the number of the current one. They stay the same during a script.
+  function share_window()
+    if not length then
+      length = tonumber(redis.call('HGET', KEYS[1], 'share_window_ms') or '') or SHARE_WINDOW_MS
+      window = math.floor(clock() / length)
+    end
+    return length, window
   end
-  local whole = math.floor(math.max(-MAX_CHARGE, math.min(MAX_CHARGE, amount)) + 0.5)
-  redis.call('HINCRBY', P .. ':recent_use:' .. window, tenant, whole)
-  redis.call('PEXPIRE', P .. ':recent_use:' .. window, 2 * length)
 end
 
--- Charges a tenant for a job that is being taken. Must be called while the job is still queued.
-local function charge_tenant(job, charge)
-  local time, now = tonumber(redis.call('ZSCORE', virtual_time_key(job), job.tenant) or '0'), virtual_clock(job)
-  if time > now then
-    redis.call('SET', P .. ':virtual_clock:' .. job.level, time)
-    redis.call('ZREMRANGEBYSCORE', debt_key(job), '-inf', time)
+local enter_tenant, leave_tenant_if_last, charge_tenants, correct_charge, correct_charges
+do
+  local function debt_key(job) return P .. ':debt:' .. job.level end
+
+  -- The class's virtual clock: the highest virtual time at which a job started, plus 1 for each tenant that entered.
+  local function virtual_clock(job) return tonumber(redis.call('GET', P .. ':virtual_clock:' .. job.level) or '0') end
+
+  function enter_tenant(job)
+    if redis.call('ZSCORE', virtual_time_key(job), job.tenant) then return end
+    local debt = tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or '0')
+    local now = virtual_clock(job)
+    redis.call('ZADD', virtual_time_key(job), math.max(debt, now), job.tenant)
+    redis.call('ZREM', debt_key(job), job.tenant)
+    redis.call('SET', P .. ':virtual_clock:' .. job.level, now + 1)
   end
-  redis.call('ZINCRBY', virtual_time_key(job), charge, job.tenant)
-  note_use(job, charge)
-end
 
--- Corrects an earlier charge of a tenant by `by`; negative if the charge was too high.
-local function correct_charge(job, by)
-  note_use(job, by, job.window)
-  if redis.call('ZSCORE', virtual_time_key(job), job.tenant) then
-    redis.call('ZINCRBY', virtual_time_key(job), by, job.tenant)
-  else
-    remember_debt(job, tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or virtual_clock(job)) + by)
+  -- Remembers the virtual time of a tenant without queued jobs while it is ahead of the virtual clock.
+  local function remember_debt(job, time)
+    if time > virtual_clock(job) then
+      redis.call('ZADD', debt_key(job), time, job.tenant)
+      redis.call('ZREMRANGEBYRANK', debt_key(job), 0, -1 - MAX_DEBTS)
+    else
+      redis.call('ZREM', debt_key(job), job.tenant)
+    end
+  end
+
+  function leave_tenant_if_last(job)
+    if redis.call('EXISTS', queue_key(job), requeued_key(job)) > 0 then return end
+    local time = redis.call('ZSCORE', virtual_time_key(job), job.tenant)
+    redis.call('ZREM', virtual_time_key(job), job.tenant)
+    if time then remember_debt(job, tonumber(time)) end
+  end
+
+  -- A tenant's use in this and the last window, over all classes, in KV-token-ms ÷ weight (policy_state.py, RecentUse).
+
+  -- Adds a charge for foreground work. A refund (negative) is subtracted in the window of its charge, `since`. If that window
+  -- is too old, the refund is dropped: in another window it would be a credit.
+  local function note_use(job, amount, since)
+    -- Background work fills idle capacity, so it costs its tenant no place in the order of foreground work.
+    if tonumber(job.level) >= CLASSES then return end
+    local tenant = job.tenant
+    local length, window = share_window()
+    if amount < 0 then
+      since = tonumber(since) or 0
+      if since < window - 1 then return end
+      window = since
+    end
+    local whole = math.floor(math.max(-MAX_CHARGE, math.min(MAX_CHARGE, amount)) + 0.5)
+    add_with_life(P .. ':recent_use:' .. window, 2 * length, tenant, whole)
+  end
+
+  -- Charges the tenants of jobs that are being taken. Must be called while the jobs are still queued.
+  function charge_tenants(jobs)
+    local charged, clocks = {}, {}
+    for _, job in ipairs(jobs) do
+      local level, name = job.level, job.level .. ':' .. job.tenant
+      local of_tenant = charged[name]
+      if not of_tenant then
+        of_tenant = {job = job, time = tonumber(redis.call('ZSCORE', virtual_time_key(job), job.tenant) or '0'), by = 0}
+        charged[name] = of_tenant
+      end
+      local clock_of_level = clocks[level] or {job = job, read = virtual_clock(job), time = 0}
+      clocks[level] = clock_of_level
+      clock_of_level.time = math.max(clock_of_level.time, of_tenant.time + of_tenant.by)
+      of_tenant.by = of_tenant.by + job.charge
+      note_use(job, job.charge)
+    end
+    for level, one in pairs(clocks) do
+      if one.time > one.read then
+        redis.call('SET', P .. ':virtual_clock:' .. level, one.time)
+        redis.call('ZREMRANGEBYSCORE', debt_key(one.job), '-inf', one.time)
+      end
+    end
+    for _, one in pairs(charged) do redis.call('ZINCRBY', virtual_time_key(one.job), one.by, one.job.tenant) end
+  end
+
+  local function correct(level, tenant, by)
+    local like = {level = level, tenant = tenant}
+    if redis.call('ZSCORE', virtual_time_key(like), tenant) then
+      redis.call('ZINCRBY', virtual_time_key(like), by, tenant)
+    else
+      remember_debt(like, tonumber(redis.call('ZSCORE', debt_key(like), tenant) or virtual_clock(like)) + by)
+    end
+  end
+
+  -- Corrects an earlier charge of a tenant by `by`; negative if the charge was too high.
+  function correct_charge(job, by)
+    note_use(job, by, job.window)
+    if collected then
+      collect_sum('charges', job.level, job.tenant, by)
+    else
+      correct(job.level, job.tenant, by)
+    end
+  end
+
+  -- Writes the collected corrections, one for each tenant and level.
+  function correct_charges()
+    for level, tenants in pairs(collected.charges) do
+      for tenant, by in pairs(tenants) do correct(level, tenant, by) end
+    end
   end
 end
 
@@ -99,6 +207,13 @@ local function count_queued(job, cost)
     count_bytes(P .. ':queued_background', job.tenant, cost)
   else
     count_bytes(P .. ':queued', job.tenant, cost)
+  end
+end
+
+local function forget_task(job)
+  redis.call('ZREM', P .. ':tasks', job.id)
+  if redis.call('HINCRBY', P .. ':tenant_tasks', job.tenant, -1) <= 0 then
+    redis.call('HDEL', P .. ':tenant_tasks', job.tenant)
   end
 end
 
@@ -121,14 +236,35 @@ local function leave_queue(job)
   end
   leave_tenant_if_last(job)
   redis.call('ZREM', P .. ':waiting:' .. job.level, job.id)
-  if is_task(job) then
-    redis.call('ZREM', P .. ':tasks', job.id)
-    if redis.call('HINCRBY', P .. ':tenant_tasks', job.tenant, -1) <= 0 then
-      redis.call('HDEL', P .. ':tenant_tasks', job.tenant)
-    end
-  end
+  if is_task(job) then forget_task(job) end
   redis.call('HINCRBY', P .. ':backlog', job.level, -tonumber(job.cost))
   count_queued(job, -tonumber(job.cost))
+end
+
+-- Removes jobs that are being taken from their queues: what leave_queue does, in fewer calls.
+local function leave_queues(jobs)
+  local queues, waiting, due = {}, {}, {}
+  for _, job in ipairs(jobs) do
+    local name = lane_of(job)
+    queues[name] = queues[name] or {job = job, entries = {}, requeued = {}}
+    waiting[job.level] = waiting[job.level] or {}
+    if job.entry ~= '' then table.insert(queues[name].entries, job.entry) else table.insert(queues[name].requeued, job.id) end
+    table.insert(waiting[job.level], job.id)
+    if job.deadline ~= '' then due[#due + 1] = job.id end
+    if is_task(job) then forget_task(job) end
+    add_sum(P .. ':backlog', job.level, -tonumber(job.cost))
+    count_queued(job, -tonumber(job.cost))
+  end
+  for _, one in pairs(queues) do
+    if #one.entries > 0 then
+      redis.call('XDEL', queue_key(one.job), unpack(one.entries))
+      if redis.call('XLEN', queue_key(one.job)) == 0 then redis.call('DEL', queue_key(one.job)) end
+    end
+    if #one.requeued > 0 then redis.call('ZREM', requeued_key(one.job), unpack(one.requeued)) end
+    leave_tenant_if_last(one.job)
+  end
+  for level, ids in pairs(waiting) do redis.call('ZREM', P .. ':waiting:' .. level, unpack(ids)) end
+  if #due > 0 then redis.call('ZREM', P .. ':deadlines', unpack(due)) end
 end
 
 local function note_due(job)
@@ -158,6 +294,27 @@ local function ring_doorbell(cost, but)
   end
 end
 
+-- Wakes nodes for new jobs of these costs, as a doorbell for each job would, but each node at most once.
+local function ring_doorbells(costs)
+  local MAX_NODES = 16
+  if #costs == 0 then return end
+  local found, nodes = redis.call('ZREVRANGE', P .. ':free', 0, MAX_NODES - 1, 'WITHSCORES'), {}
+  for at = 1, #found, 2 do nodes[#nodes + 1] = {name = found[at], free = tonumber(found[at + 1]), cost = 0} end
+  for _, cost in ipairs(nodes[1] and costs or {}) do
+    local best = nodes[1]
+    for at = 2, #nodes do
+      if nodes[at].free > best.free then best = nodes[at] end
+    end
+    best.free, best.cost, best.rings = best.free - cost, best.cost + cost, true
+  end
+  for _, node in ipairs(nodes) do
+    if node.rings then
+      redis.call('ZINCRBY', P .. ':free', -node.cost, node.name)
+      redis.call('PUBLISH', P .. ':doorbell:' .. node.name, '')
+    end
+  end
+end
+
 -- The tokens that a tenant with a token rate uses in any minute are at most its limit, its burst and one job. So a job is
 -- queued only while the sum of two numbers is within limit and burst. One is the tokens of the tenant's jobs that ended
 -- in the last minute. The other is what its queued and running jobs, without the largest one, may use at most.
@@ -176,12 +333,12 @@ do
     local bound = redis.call('ZSCORE', bounds_key(tenant), id)
     if not bound then return end
     redis.call('ZREM', bounds_key(tenant), id)
-    count_bytes(P .. ':may_use', tenant, -tonumber(bound))
+    count_now(P .. ':may_use', tenant, -tonumber(bound))
   end
 
   local function add_bound(job)
     redis.call('ZADD', bounds_key(job.tenant), job.may_use, job.id)
-    count_bytes(P .. ':may_use', job.tenant, job.may_use)
+    count_now(P .. ':may_use', job.tenant, job.may_use)
   end
 
   -- Drops the bounds of ended jobs among the largest ones: a script of an older release ends a job without that.
@@ -427,32 +584,6 @@ local function requeue(job, now, why, cost, avoid_until)
   ring_doorbell(cost, avoid_until > 0 and job.node or nil)
 end
 
--- Terminal chunks, packed by hand because cmsgpack does not keep the order of map keys -----------------
-
-local terminal_chunk
-do
-  local function pack_string(s)
-    local n = #s
-    if n < 32 then return string.char(0xa0 + n) .. s end
-    if n < 256 then return string.char(0xd9, n) .. s end
-    return struct.pack('>BH', 0xda, n) .. s
-  end
-
-  local function pack_uint(n)
-    if n < 128 then return string.char(n) end
-    if n < 256 then return string.char(0xcc, n) end
-    if n < 65536 then return struct.pack('>BH', 0xcd, n) end
-    return struct.pack('>BI4', 0xce, n)
-  end
-
-  function terminal_chunk(id, index, state, code, message, param)
-    return string.char(0x84) .. pack_string('v') .. pack_uint(tonumber(PROTOCOL_VERSION)) ..
-      pack_string('j') .. pack_string(id) .. pack_string('i') .. pack_uint(index) .. pack_string('e') .. string.char(0x84) ..
-      pack_string('state') .. pack_string(state) .. pack_string('code') .. pack_string(code) ..
-      pack_string('message') .. pack_string(message) .. pack_string('param') .. pack_string(param)
-  end
-end
-
 -- Stored bytes ------------------------------------------------------------------------------------
 -- P:stored sums, per tenant, the bytes of open and of ended jobs. An expiring key runs no script. So P:expiry lists each
 -- stored key of an ended job as `<bytes> <tenant> <key>` by its expiry time, to be subtracted then.
@@ -476,24 +607,23 @@ local function bytes_of(tenant)
     tonumber(redis.call('HGET', P .. ':reserved', tenant) or '0')
 end
 
-local MEMORY_SHARE_PERCENT = 50
 local function memory_percent_of(own)
+  local MEMORY_SHARE_PERCENT = 50
   return own > 0 and own or tonumber(redis.call('HGET', KEYS[1], 'tenant_memory_percent') or '') or MEMORY_SHARE_PERCENT
 end
 
--- Reserves what a job that is being taken may write beyond what its log has.
+-- Reserves what a job that is being taken may write beyond what its log has, as its field `reserved`.
 local function reserve_output(job)
   local _, bytes = logged_of(job.logged)
-  local reserved = math.max(job.output - bytes, bytes > 0 and MIN_RESERVED_BYTES or 0)
-  redis.call('HSET', job_key(job.id), 'reserved', reserved)
-  count_bytes(P .. ':reserved', job.tenant, reserved)
+  job.reserved = math.max(job.output - bytes, bytes > 0 and MIN_RESERVED_BYTES or 0)
+  count_bytes(P .. ':reserved', job.tenant, job.reserved)
 end
 
 local function expiry_member(bytes, tenant, key) return string.format('%d %s %s', bytes, tenant, key) end
 
 local function count_stored(tenant, key, bytes, till)
   if bytes == 0 then return end
-  redis.call('ZADD', P .. ':expiry', till, expiry_member(bytes, tenant, key))
+  add_entry(P .. ':expiry', till, expiry_member(bytes, tenant, key))
   count_bytes(P .. ':stored', tenant, bytes)
 end
 
@@ -501,6 +631,12 @@ local function subtract_stored(member)
   local bytes, tenant = string.match(member, '^(%d+) (%S+) ')
   if redis.call('ZREM', P .. ':expiry', member) == 0 then return end
   count_bytes(P .. ':stored', tenant, -tonumber(bytes))
+end
+
+-- The same for a listed member, once for all that a script collects.
+local function forget_stored(member, tenant, bytes)
+  unlist_member(P .. ':expiry', member)
+  count_bytes(P .. ':stored', tenant, -bytes)
 end
 
 -- Subtracts up to `max_keys` keys that have expired since the last call. A job leaves its tenant's list with its record.
@@ -532,17 +668,10 @@ local function delete_dead_letter(id)
   return 1
 end
 
--- Makes an ended job a dead letter. Its request is kept, so that an operator can inspect it and submit it again.
-local function dead_letter(job, now)
-  redis.call('PEXPIRE', P .. ':request:' .. job.id, DEAD_LIFE_MS)
-  redis.call('ZADD', P .. ':dead_letters', now, job.id)
-  for _, id in ipairs(redis.call('ZRANGE', P .. ':dead_letters', 0, -1 - MAX_DEAD)) do delete_dead_letter(id) end
-end
-
 -- Lifetime of the record of a stored response, in ms after its job's end; nil for a job without one.
 local function response_life(job)
-  if job.keep == nil then job.keep = tonumber(redis.call('HGET', job_key(job.id), 'keep') or '') or false end
-  return job.keep or nil
+  if job.life == nil then job.life = tonumber(job.keep or redis.call('HGET', job_key(job.id), 'keep') or '') or false end
+  return job.life or nil
 end
 
 -- Lifetime of a result, in ms. A large result whose last chunk was pushed to a waiting reader expires with the log. The
@@ -554,79 +683,104 @@ local function result_life(job, config, bytes)
   return bytes > LARGE_RESULT_BYTES and was_read and config.log_ttl_ms or config.result_ttl_ms
 end
 
--- Lifetimes, in ms, of an ended job's record and log. The log of a stored response stands in for a missing result.
-local function record_life(job, config, is_dead)
-  return math.max(response_life(job) or config.result_ttl_ms, is_dead and DEAD_LIFE_MS or 0)
-end
+-- The end of a job --------------------------------------------------------------------------------
 
-local function log_life(job, config, result_bytes)
-  return math.max(config.log_ttl_ms, result_bytes == 0 and response_life(job) or 0)
-end
-
--- Counts the bytes that are stored of a job after its end.
-local function count_ended(job, config, now, log_bytes, result_bytes, is_dead, is_wide)
-  local is_large = result_bytes > LARGE_RESULT_BYTES
-  local request = is_dead and redis.call('GET', P .. ':request:' .. job.id)
-  local function with_key(bytes) return bytes > 0 and bytes + KEY_BYTES or 0 end
-  local bytes = {log = with_key(log_bytes), result = is_large and with_key(result_bytes) or 0,
-    request = request and with_key(#request) or 0,
-    job = (is_wide and WIDE_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes),
-    response = with_key(tonumber(redis.call('HGET', job_key(job.id), 'response_bytes') or '0'))}
-  local large_result_life = result_life(job, config, result_bytes)
-  count_stored(job.tenant, 'log:' .. job.id, bytes.log, now + log_life(job, config, result_bytes))
-  count_stored(job.tenant, 'result:' .. job.id, bytes.result, now + large_result_life)
-  count_stored(job.tenant, 'request:' .. job.id, bytes.request, now + DEAD_LIFE_MS)
-  count_stored(job.tenant, 'job:' .. job.id, bytes.job, now + record_life(job, config, is_dead))
-  count_stored(job.tenant, 'response:' .. job.id, bytes.response, now + (response_life(job) or 0))
-  redis.call('HSET', job_key(job.id), 'stored',
-    string.format('%d %d %d %d', bytes.log, bytes.result, bytes.request, bytes.job) ..
-    (bytes.response > 0 and ' ' .. bytes.response or ''))
-  if large_result_life < record_life(job, config, is_dead) then
-    redis.call('HSET', job_key(job.id), 'result_until', now + large_result_life)
-  end
-end
-
--- Used tokens -------------------------------------------------------------------------------------
-
--- Number of bytes and tokens in a job's log, for a job whose node did not report them.
-local function measure_log(id)
-  local bytes, tokens, from, page = 0, 0, 0, nil
-  repeat
-    page = redis.call('LRANGE', log_key(id), from, from + LOG_PAGE - 1)
-    for _, chunk in ipairs(page) do
-      local ok, fields = pcall(cmsgpack.unpack, chunk)
-      bytes = bytes + #chunk
-      if ok and type(fields) == 'table' and type(fields.t) == 'table' then tokens = tokens + #fields.t end
-    end
-    from = from + LOG_PAGE
-  until #page < LOG_PAGE
-  return bytes, tokens
-end
-
-local add_usage
+local end_job
 do
+  -- Makes an ended job a dead letter. Its request is kept, so that an operator can inspect it and submit it again.
+  local function dead_letter(job, now)
+    redis.call('PEXPIRE', P .. ':request:' .. job.id, DEAD_LIFE_MS)
+    redis.call('ZADD', P .. ':dead_letters', now, job.id)
+    for _, id in ipairs(redis.call('ZRANGE', P .. ':dead_letters', 0, -1 - MAX_DEAD)) do delete_dead_letter(id) end
+  end
+
+  -- Lifetimes, in ms, of an ended job's record and log. The log of a stored response stands in for a missing result.
+  local function record_life(job, config, is_dead)
+    return math.max(response_life(job) or config.result_ttl_ms, is_dead and DEAD_LIFE_MS or 0)
+  end
+
+  local function log_life(job, config, result_bytes)
+    return math.max(config.log_ttl_ms, result_bytes == 0 and response_life(job) or 0)
+  end
+
+  -- Counts the bytes that are stored of a job after its end. Returns the fields of its record that say so.
+  local function count_ended(job, config, now, log_bytes, result_bytes, is_dead, is_wide)
+    local is_large = result_bytes > LARGE_RESULT_BYTES
+    local request = is_dead and redis.call('GET', P .. ':request:' .. job.id)
+    local function with_key(bytes) return bytes > 0 and bytes + KEY_BYTES or 0 end
+    local bytes = {log = with_key(log_bytes), result = is_large and with_key(result_bytes) or 0,
+      request = request and with_key(#request) or 0,
+      job = (is_wide and WIDE_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes),
+      response = with_key(tonumber(job.response_bytes) or 0)}
+    local large_result_life = result_life(job, config, result_bytes)
+    count_stored(job.tenant, 'log:' .. job.id, bytes.log, now + log_life(job, config, result_bytes))
+    count_stored(job.tenant, 'result:' .. job.id, bytes.result, now + large_result_life)
+    count_stored(job.tenant, 'request:' .. job.id, bytes.request, now + DEAD_LIFE_MS)
+    count_stored(job.tenant, 'job:' .. job.id, bytes.job, now + record_life(job, config, is_dead))
+    count_stored(job.tenant, 'response:' .. job.id, bytes.response, now + (response_life(job) or 0))
+    local stored = string.format('%d %d %d %d', bytes.log, bytes.result, bytes.request, bytes.job) ..
+      (bytes.response > 0 and ' ' .. bytes.response or '')
+    if large_result_life < record_life(job, config, is_dead) then
+      return 'stored', stored, 'result_until', now + large_result_life
+    end
+    return 'stored', stored
+  end
+
+  -- Terminal chunks, packed by hand because cmsgpack does not keep the order of map keys.
+  local function pack_string(s)
+    local n = #s
+    if n < 32 then return string.char(0xa0 + n) .. s end
+    if n < 256 then return string.char(0xd9, n) .. s end
+    return struct.pack('>BH', 0xda, n) .. s
+  end
+
+  local function pack_uint(n)
+    if n < 128 then return string.char(n) end
+    if n < 256 then return string.char(0xcc, n) end
+    if n < 65536 then return struct.pack('>BH', 0xcd, n) end
+    return struct.pack('>BI4', 0xce, n)
+  end
+
+  local function terminal_chunk(id, index, state, code, message, param)
+    return string.char(0x84) .. pack_string('v') .. pack_uint(tonumber(PROTOCOL_VERSION)) ..
+      pack_string('j') .. pack_string(id) .. pack_string('i') .. pack_uint(index) .. pack_string('e') .. string.char(0x84) ..
+      pack_string('state') .. pack_string(state) .. pack_string('code') .. pack_string(code) ..
+      pack_string('message') .. pack_string(message) .. pack_string('param') .. pack_string(param)
+  end
+
+  -- Number of bytes and tokens in a job's log, for a job whose node did not report them.
+  local function measure_log(id)
+    local bytes, tokens, from, page = 0, 0, 0, nil
+    repeat
+      page = redis.call('LRANGE', log_key(id), from, from + LOG_PAGE - 1)
+      for _, chunk in ipairs(page) do
+        local ok, fields = pcall(cmsgpack.unpack, chunk)
+        bytes = bytes + #chunk
+        if ok and type(fields) == 'table' and type(fields.t) == 'table' then tokens = tokens + #fields.t end
+      end
+      from = from + LOG_PAGE
+    until #page < LOG_PAGE
+    return bytes, tokens
+  end
+
   local DAY_MS, USAGE_DAYS = 86400000, 92
   local HOUR_MS, USAGE_HOURS = 3600000, 72
 
   -- Adds a job's tokens to the sums per tenant and account in `key`, which lives for life_ms.
   local function add_to_usage(key, life_ms, job, account, used)
     local name = job.tenant .. ':' .. (account or '') .. ':'
-    redis.call('HINCRBY', key, name .. 'jobs', 1)
+    add_with_life(key, life_ms, name .. 'jobs', 1)
     for _, what in ipairs({'prompt', 'completion', 'cached'}) do
-      if used[what] > 0 then redis.call('HINCRBY', key, name .. what, used[what]) end
+      if used[what] > 0 then add_with_life(key, life_ms, name .. what, used[what]) end
     end
-    redis.call('PEXPIRE', key, life_ms)
   end
 
   -- Counts a job's tokens in P:usage:<day> and P:hour_usage:<hour>. Only `end_job` calls it, once per job.
-  function add_usage(job, account, now, used)
+  local function add_usage(job, account, now, used)
     add_to_usage(P .. ':usage:' .. math.floor(now / DAY_MS), USAGE_DAYS * DAY_MS, job, account, used)
     add_to_usage(P .. ':hour_usage:' .. math.floor(now / HOUR_MS), USAGE_HOURS * HOUR_MS, job, account, used)
   end
-end
 
-local end_job
-do
   -- Corrects the charge to a tenant's token rate by `by` tokens; negative if the charge was too high. A debt is kept
   -- until it is worked off. A refund never gives more than a full burst, because a due time in the past counts as now.
   -- ms_per_token: the rate at the job's submit. The rate that the debt is stated at goes first: it may be newer.
@@ -651,25 +805,59 @@ do
     redis.call('HSET', P .. ':lengths', job.tenant, math.max(math.ceil(num_tokens / tonumber(job.n)), math.floor(known * 0.9)))
   end
 
+  -- Fields that the end of a job needs beside JOB_FIELDS.
+  local END_FIELDS = {'held', 'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases', 'keep', 'response_bytes'}
+
+  local function read_end_fields(job)
+    if job.past_leases then return end
+    for at, value in ipairs(redis.call('HMGET', job_key(job.id), unpack(END_FIELDS))) do job[END_FIELDS[at]] = value or '' end
+  end
+
+  local function is_any_wide(...)
+    for _, text in ipairs({...}) do
+      if #text > MAX_SHORT_BYTES then return true end
+    end
+    return false
+  end
+
+  local function leave_sets(job)
+    if job.state == 'queued' then
+      leave_queue(job)
+    else
+      remove_member(P .. ':running:' .. job.node, job.id)
+    end
+    remove_member(P .. ':open', job.id)
+    remove_member(P .. ':tenant:' .. job.tenant .. ':open', job.id)
+  end
+
+  -- Corrects what the job was charged for its tenant's limits of tokens. A task keeps its charge: its node reports no tokens.
+  local function settle_rate(job, state, now, reported)
+    local ms_per_token = tonumber(job.ms_per_token)
+    if not ms_per_token or is_task(job) then return end
+    note_length(job, state, reported.completion)
+    local num_used = reported.prompt + reported.completion
+    correct_rate(job, ms_per_token, num_used - (tonumber(job.charged) or 0), now)
+    token_limit.settle_tokens(job, num_used, now)
+  end
+
   -- Ends a job; the only way to a terminal state. The record keeps node and lease, to recognize a repeated finish.
   -- `reported`: what the job's node reported: tokens of prompt, completion and cached; kv_token_ms; bytes of the log
   -- before the terminal chunk and of the result. Without it, bytes and completion tokens come from the log, and prompt
-  -- tokens are not counted.
-  function end_job(job, config, now, state, code, message, param, reported)
+  -- tokens are not counted. `last`: of finish, the length of the log, the chunks that go into it before the terminal one,
+  -- and further fields of the record.
+  function end_job(job, config, now, state, code, message, param, reported, last)
     reported = reported or {}
+    local log, chunks = log_key(job.id), last and last.chunks or {}
+    local length = last and last.length or redis.call('LLEN', log)
     if not reported.completion or not reported.log_bytes then
+      if #chunks > 0 then length, chunks = redis.call('RPUSH', log, unpack(chunks)), {} end
       local bytes, tokens = measure_log(job.id)
       reported = {prompt = reported.prompt or 0, completion = reported.completion or tokens,
         cached = reported.cached or 0, log_bytes = bytes, result_bytes = reported.result_bytes,
         kv_token_ms = reported.kv_token_ms}
     end
-    if job.state == 'queued' then
-      leave_queue(job)
-    else
-      redis.call('SREM', P .. ':running:' .. job.node, job.id)
-    end
-    redis.call('SREM', P .. ':open', job.id)
-    redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
+    read_end_fields(job)
+    leave_sets(job)
     local is_dead = code == 'node_lost'
     count_event('ended_' .. state)
     if state == 'expired' then count_event('expired_level_' .. job.level) end
@@ -678,36 +866,27 @@ do
       note_event(now, 'dead_letter', job.node, job.id, '-', '-')
     end
     if is_dead then dead_letter(job, now) else redis.call('DEL', P .. ':request:' .. job.id) end
-    local held, reserved, idem, ms_per_token, charged, account, past = unpack(redis.call('HMGET', job_key(job.id), 'held',
-      'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases'))
-    count_bytes(P .. ':stored', job.tenant, -(tonumber(held or '') or 0))
-    count_bytes(P .. ':reserved', job.tenant, -(tonumber(reserved or '') or 0))
-    local is_wide = false
-    for _, text in ipairs({message, param, past or '', job.inboxes, job.loss_nodes or ''}) do
-      is_wide = is_wide or #text > MAX_SHORT_BYTES
-    end
-    add_usage(job, account, now, reported)
-    -- A task keeps its charge: its node reports no tokens.
-    if ms_per_token and job.n ~= '0' then
-      note_length(job, state, reported.completion)
-      local num_used = reported.prompt + reported.completion
-      correct_rate(job, tonumber(ms_per_token), num_used - (charged and tonumber(charged) or 0), now)
-      token_limit.settle_tokens(job, num_used, now)
-    end
-    if idem and idem ~= '' then
+    count_bytes(P .. ':stored', job.tenant, -(tonumber(job.held) or 0))
+    count_bytes(P .. ':reserved', job.tenant, -(tonumber(job.reserved) or 0))
+    local is_wide = is_any_wide(message, param, job.past_leases, job.inboxes, job.loss_nodes or '')
+    add_usage(job, job.account, now, reported)
+    settle_rate(job, state, now, reported)
+    if job.idem ~= '' then
       -- A caller that repeats its request after a broken connection gets a new job, not this job's `unread`.
-      redis.call('PEXPIRE', P .. ':idem:' .. idem, code == 'unread' and 0 or config.idem_ttl_ms)
+      redis.call('PEXPIRE', P .. ':idem:' .. job.idem, code == 'unread' and 0 or config.idem_ttl_ms)
     end
-    local log = log_key(job.id)
-    local index = redis.call('LLEN', log)
+    local index = length + #chunks
     local chunk = terminal_chunk(job.id, index, state, code, message, param)
-    redis.call('RPUSH', log, chunk)
+    chunks[#chunks + 1] = chunk
+    redis.call('RPUSH', log, unpack(chunks))
     redis.call('PEXPIRE', log, log_life(job, config, reported.result_bytes or 0))
-    count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, is_dead, is_wide)
     local used = string.format('%d %d %d ', reported.prompt, reported.completion, reported.cached) ..
       (reported.kv_token_ms and string.format('%.0f', reported.kv_token_ms) or '')
-    redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
-      'message', message, 'param', param, 'used', used)
+    local fields = last and last.fields or {}
+    for _, value in ipairs({'state', state, 'finished', now, 'chunks', index + 1, 'code', code, 'message', message,
+      'param', param, 'used', used, count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0,
+      is_dead, is_wide)}) do fields[#fields + 1] = value end
+    redis.call('HSET', job_key(job.id), unpack(fields))
     redis.call('PEXPIRE', job_key(job.id), record_life(job, config, is_dead))
     local keep = response_life(job)
     if keep then redis.call('PEXPIRE', P .. ':response:' .. job.id, keep) end

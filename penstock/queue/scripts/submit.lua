@@ -1,68 +1,112 @@
--- submit: accept a job, or answer why it is refused. A known id or idempotency key with the same body is the same job.
--- ARGV: id tenant level n cost body_hash request deadline_in_ms inbox channel needs_reader idem_hash output
---   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
---   response keep_ms rate_prompt rate_n rate_max may_use.
---   Then limits and max_wait_ms.
+-- submit: accept jobs, or answer why each is refused. A known id or idempotency key with the same body is the same job.
+-- What is read of the pool and of a tenant is read once per call; each accepted job then counts for the next ones.
+-- ARGV: inbox, msgpack of [terms…], msgpack of [row…], then request and response of each job
+--   terms: [tenant, max_open, max_queued, jobs_per_minute, tokens_per_minute, burst_s, weight, memory_percent, account],
+--   with 0 for no limit
+--   row: [number of its terms, id, level, n, cost, body_hash, deadline_in_ms, channel, needs_reader, idem_hash, output,
+--   not_before_in_ms, keep_ms, rate_prompt, rate_n, rate_max, may_use, limits, max_wait_ms]
 --   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
---   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
+--   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key.
 --   rate_prompt, rate_n, rate_max: tokens of the prompt, choices and most tokens of each (0: no limit), for the tenant's
 --   token rate. rate_prompt '' counts the cost. may_use: the most tokens that the job may use; '' counts the cost.
 --   limits: the job's field of that name, or ''.
 --   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; '' for that of its class
 --   or its pool.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
--- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL} | {BAD_ID_AGE, max_age_ms}
---       | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent level, wait_ms}
+-- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL}
+--       | {BAD_ID_AGE, max_age_ms} | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent
+--       level, wait_ms} | {ERR, text}: a script error for this job only.
 --   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it.
-local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
-local MEMORY_RETRY_MS, MIN_RETRY_MS, MAX_RETRY_MS, JITTER = 5000, 1000, 600000, 0.2
-local UNKNOWN_LENGTH = 256
-local MAX_WAITING_TASKS, MAX_WAIT_MS, MAX_REFUSED_BODIES = 10000, 60000, 66
--- Of Redis's memory, per class of foreground work, and for background work. Background work leaves memory to its own
--- results, which take.lua lets grow to 80 %.
-local MEMORY_PERCENT, BACKGROUND_PERCENT = {[0] = 90, 90, 80}, 60
+-- All accepted jobs are written before anything else. So a full Redis refuses each of them, and answers the other jobs.
+local MAX_JOBS, PAYLOADS = 128, 4
+local MEMORY_RETRY_MS, MIN_RETRY_MS, JITTER = 5000, 1000, 0.2
+local MAX_RETRY_MS = 600000
 
-local id, tenant, level, n, cost = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
-local body, request, deadline_in, inbox, channel = ARGV[6], ARGV[7], tonumber(ARGV[8]), ARGV[9], ARGV[10]
-local needs_reader, idem, output = ARGV[11], ARGV[12], tonumber(ARGV[13])
-local tenant_open, tenant_queued = tonumber(ARGV[14]), tonumber(ARGV[15])
-local per_minute, burst_s = {jobs = tonumber(ARGV[16]), tokens = tonumber(ARGV[17])}, tonumber(ARGV[18])
-local weight, not_before_in, memory_percent, account = ARGV[19], tonumber(ARGV[20]), tonumber(ARGV[21]), ARGV[22]
-local response, keep, rate_prompt, limits = ARGV[23], ARGV[24], ARGV[25], ARGV[29]
-local in_background = level >= CLASSES
+local inbox, all_terms, rows, answers = ARGV[1], cmsgpack.unpack(ARGV[2]), cmsgpack.unpack(ARGV[3]), {}
+if #rows > MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
 
-local config = read_config()
-if not config then return {'UNKNOWN_POOL'} end
+local config = read_config({'version', 'result_ttl_ms', 'max_open_jobs', 'max_queued_cost', 'policy', 'max_wait_ms',
+  'max_wait_ms_interactive', 'max_wait_ms_standard', 'max_wait_ms_batch'})
+if not config then
+  for at = 1, #rows do answers[at] = {'UNKNOWN_POOL'} end
+  return answers
+end
 local now = clock()
-local idem_name = idem ~= '' and (tenant .. ':' .. idem) or ''
 
-local function same_or(job, conflict)
-  if job.body ~= body or job.tenant ~= tenant then return {conflict} end
-  -- The free write lets a full Redis answer a repeated submit.
-  redis.call('ZREM', P .. ':free', '')
+-- What this call knows of tenants, by name: sums of the queue, rates and refused cost.
+local known_of = {}
+
+local function terms_of(terms)
+  local tenant = terms[1]
+  known_of[tenant] = known_of[tenant] or {}
+  return {tenant = tenant, own = known_of[tenant], max_open = terms[2], max_queued = terms[3],
+    per_minute = {jobs = terms[4], tokens = terms[5]}, burst_s = terms[6], weight = terms[7], memory_percent = terms[8],
+    account = terms[9]}
+end
+
+for at, terms in ipairs(all_terms) do all_terms[at] = terms_of(terms) end
+
+-- The fields of a row as a job.
+local function job_of(row, request, response)
+  local terms, level, n = all_terms[row[1]], row[3], tostring(row[4])
+  return {terms = terms, own = terms.own, tenant = terms.tenant, id = row[2], level = level, n = n, cost = row[5],
+    body = row[6], deadline_in = row[7], channel = tostring(row[8]), needs_reader = row[9], idem = row[10], output = row[11],
+    not_before_in = row[12], keep = row[13], rate_prompt = row[14], rate_n = row[15], rate_max = row[16],
+    most_tokens = row[17], limits = row[18], max_wait_ms = tonumber(row[19]), request = request, response = response,
+    in_background = level >= CLASSES,
+    -- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
+    is_light = n == '0',
+    -- The job occupies `held` bytes from now on. Its output is reserved only when a node takes it.
+    held = #request + RECORD_BYTES + (response ~= '' and #response + KEY_BYTES or 0)}
+end
+
+-- Known jobs ---------------------------------------------------------------------------------------
+
+local fresh, fresh_idem = {}, {}
+
+local function idem_of(job)
+  local tenant, idem = job.tenant, job.idem
+  return idem ~= '' and (tenant .. ':' .. idem) or ''
+end
+
+local function same_or(known, job, conflict)
+  if known.body ~= job.body or known.tenant ~= job.tenant then return {conflict} end
   -- A write without a change, for a caller that waits for the disk: WAITAOF waits for writes of its own connection alone.
-  redis.call('HSET', job_key(job.id), 'body', body)
-  local pushed = add_reader(job, inbox, channel, now)
-  return {'EXISTS', job.id, job.state, redis.call('LLEN', log_key(job.id)), pushed}
+  redis.call('HSET', job_key(known.id), 'body', job.body)
+  local pushed = add_reader(known, inbox, job.channel, now)
+  return {'EXISTS', known.id, known.state, redis.call('LLEN', log_key(known.id)), pushed}
 end
 
-local known = read_job(id)
-if known then return same_or(known, 'ID_CONFLICT') end
-if idem ~= '' then
-  local other = redis.call('GET', P .. ':idem:' .. idem_name)
-  known = other and read_job(other)
-  if known then return same_or(known, 'IDEMPOTENCY_CONFLICT') end
+local KNOWN_FIELDS = {'state', 'tenant', 'body', 'inboxes', 'channel', 'unread'}
+
+-- Returns the known job of this id or idempotency key, and the name of the conflict if it has another body; nil for none.
+local function find_known(job)
+  local known = read_job(job.id, KNOWN_FIELDS)
+  if known then return known, 'ID_CONFLICT' end
+  local other = job.idem ~= '' and redis.call('GET', P .. ':idem:' .. idem_of(job))
+  known = other and read_job(other, KNOWN_FIELDS)
+  if known then return known, 'IDEMPOTENCY_CONFLICT' end
 end
 
-do
+-- Answers a job that is not new. Returns whether it did so.
+local function answer_known(at, job)
+  local known, conflict = find_known(job)
+  if known then answers[at] = same_or(known, job, conflict) end
+  return known ~= nil
+end
+
+-- The oldest age of an id, in ms, if the job's id is too old or of a later time.
+local function wrong_age(job)
+  local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
+  local id, response, keep = job.id, job.response, job.keep
   local dot = string.find(id, '.', 1, true)
   local minted = tonumber(string.sub(id, dot + 1, dot + 8) .. string.sub(id, dot + 10, dot + 13), 16)
   -- A job of this id may have ended and its record expired. So an id is refused before that can have happened: a record
   -- lives at least record_life after the id's time, less what the id's clock was ahead. Clocks may be behind as much.
   local record_life = response ~= '' and tonumber(keep) or config.result_ttl_ms
   local max_age = math.min(MAX_AGE_MS, math.max(record_life - MAX_AHEAD_MS, MAX_AHEAD_MS))
-  if not minted or now - minted > max_age or minted - now > MAX_AHEAD_MS then return {'BAD_ID_AGE', max_age} end
+  if not minted or now - minted > max_age or minted - now > MAX_AHEAD_MS then return max_age end
 end
 
 -- Refusals -----------------------------------------------------------------------------------------
@@ -70,158 +114,233 @@ end
 -- kept as a backlog of the tenant's own, P:refused:<tenant>, which decays at the tenant's pace. A body counts once, however
 -- often it is sent again.
 
-local refused_key, rate_key = P .. ':refused:' .. tenant, P .. ':rate:' .. tenant
-
--- What the pool's nodes report: the cost that they complete per millisecond, nil while no node has reported a rate, and
--- the KV tokens that are free.
-local function read_pace()
-  local per_s, free = 0, 0
-  for _, record in ipairs(redis.call('HVALS', P .. ':pressure')) do
-    local ok, node = pcall(cmsgpack.unpack, record)
-    if ok and type(node) == 'table' and node.draining ~= true then
-      per_s = per_s + (tonumber(node.drain_cost_per_s) or 0)
-      free = free + (tonumber(node.kv_tokens_available) or 0)
-    end
-  end
-  return per_s > 0 and per_s / 1000 or nil, free
-end
-
--- Adds jitter from the id's last digits, which are random; Lua's random numbers are the same in every script run.
-local function jittered(ms)
-  local share = tonumber(string.sub(id, -4), 16) / 65535
-  return math.floor(ms * (1 - JITTER + 2 * JITTER * share))
-end
-
-local REFUSALS = {memory = 'refused_memory', ["tenant's memory"] = 'refused_tenant_memory'}
-
-local function busy(what, limit, retry_ms, wait_ms)
-  local is_of_tenant = string.find(what, "tenant's ", 1, true)
-  count_event(REFUSALS[what] or (is_of_tenant and 'refused_tenant_limit' or 'refused_busy'))
-  local num_ahead = 0
-  for other = 0, level do num_ahead = num_ahead + redis.call('ZCARD', P .. ':waiting:' .. other) end
-  return {'BUSY', what, limit, math.ceil(math.min(MAX_RETRY_MS, math.max(MIN_RETRY_MS, retry_ms))), num_ahead,
-    math.ceil(wait_ms or -1)}
-end
-
--- Shares. Under `fair` a tenant's jobs wait for its own queued jobs, at its share of the nodes' pace. Under the other
--- policies they wait for the jobs of all tenants.
--- Foreground work overtakes background work, so only foreground work counts for it.
-local own_queued = tonumber(redis.call('HGET', P .. ':queued', tenant) or '0')
-local own_background = tonumber(redis.call('HGET', P .. ':queued_background', tenant) or '0')
-local num_others = redis.call('HLEN', P .. ':queued') - (own_queued > 0 and 1 or 0)
-if in_background then
-  num_others = num_others + redis.call('HLEN', P .. ':queued_background') - (own_background > 0 and 1 or 0)
-end
-local is_fair = redis.call('HGET', KEYS[1], 'policy') == 'fair'
-local share = is_fair and (tonumber(weight) or 1) / ((tonumber(weight) or 1) + num_others) or 1
-
-local own_ahead = own_queued + (in_background and own_background or 0)
-
-local function backlog_of(first_level, last_level)
-  local sum = 0
-  for other = first_level, last_level do sum = sum + tonumber(redis.call('HGET', P .. ':backlog', other) or '0') end
-  return sum
-end
-
--- Cost that completes before this job can start: queued cost of its level and of more urgent ones, but under `fair` not
--- more than the tenant's own, at its share.
-local function cost_ahead()
-  local sum = backlog_of(0, level)
-  return is_fair and math.min(sum, own_ahead / share) or sum
-end
-
--- Refuses a job until `excess`, which the tenant's share of the pace completes, and all its previously refused cost will
--- be completed. wait_ms: how long the job would wait, if that is known.
-local function busy_until_drained(what, limit, excess, wait_ms)
-  local rate, free = read_pace()
-  if not rate then return busy(what, limit, jittered(MEMORY_RETRY_MS)) end
-  local refused, at, is_known = unpack(redis.call('HMGET', refused_key, 'cost', 'at', body))
-  local left = math.max(0, (tonumber(refused) or 0) - rate * share * (now - (tonumber(at) or now)))
-  if not is_known then
-    if left == 0 then redis.call('DEL', refused_key) end
-    redis.call('HSET', refused_key, 'cost', left + cost, 'at', now)
-    if redis.call('HLEN', refused_key) < MAX_REFUSED_BODIES then redis.call('HSET', refused_key, body, 1) end
-    redis.call('PEXPIRE', refused_key, MAX_RETRY_MS)
-  else
-    left = math.max(0, left - cost)
-  end
-  wait_ms = wait_ms or math.max(0, cost_ahead() + cost - free) / rate
-  return busy(what, limit, jittered((excess + left) / (rate * share)), wait_ms)
-end
-
--- Tokens that the job reserves of its tenant's rate: its prompt and, per choice, the length of the tenant's own outputs
--- or the caller's limit, whichever is smaller.
-local function tokens_to_reserve()
-  if rate_prompt == '' then return is_task({n = n}) and 0 or cost end
-  local longest = tonumber(ARGV[27]) > 0 and tonumber(ARGV[27]) or nil
-  local known = tonumber(redis.call('HGET', P .. ':lengths', tenant) or '')
-  local length = math.min(longest or known or UNKNOWN_LENGTH, known or longest or UNKNOWN_LENGTH)
-  return tonumber(rate_prompt) + tonumber(ARGV[26]) * length
-end
-
--- A limit of the pool refuses only tenants that take their part of it: while others fill it, a tenant may go on up to
--- limit ÷ number of tenants. Redis's memory bounds the sum.
-local function takes_its_part(own, limit, num_tenants) return own >= limit / math.max(1, num_tenants) end
-
--- The job occupies `held` bytes from now on. Its output is reserved only when a node takes it.
-local held = #request + RECORD_BYTES + (response ~= '' and #response + KEY_BYTES or 0)
--- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
-local is_light = is_task({n = n})
--- Limits of the pool and of the tenant, each of which may refuse the job.
+local refusal_of, count_accepted, write_refused, write_rates
 do
-  local own_open = redis.call('SCARD', P .. ':tenant:' .. tenant .. ':open')
-  local queued, open = backlog_of(0, CLASSES - 1), redis.call('SCARD', P .. ':open')
-  local num_tenants = num_others + 1
-  if open >= config.max_open_jobs and takes_its_part(own_open, config.max_open_jobs, num_tenants) then
-    return busy_until_drained('open jobs', config.max_open_jobs, own_ahead / math.max(1, own_open))
+  -- What this call has read of the queue, with what it has accepted since; under the number of a level, the jobs that it
+  -- has queued there. A sum is read before the first job that it counts is accepted.
+  local queue = {}
+
+  local function add_if_read(sums, name, by)
+    if sums[name] then sums[name] = sums[name] + by end
   end
-  if is_light and redis.call('ZCARD', P .. ':tasks') >= MAX_WAITING_TASKS then
-    local own_tasks = tonumber(redis.call('HGET', P .. ':tenant_tasks', tenant) or '0')
-    local num_with_tasks = redis.call('HLEN', P .. ':tenant_tasks') + (own_tasks > 0 and 0 or 1)
-    if takes_its_part(own_tasks, MAX_WAITING_TASKS, num_with_tasks) then
-      return busy('waiting tasks', MAX_WAITING_TASKS, jittered(MIN_RETRY_MS))
+
+  local function own_queued(job)
+    local own = job.own
+    own.queued = own.queued or tonumber(redis.call('HGET', P .. ':queued', job.tenant) or '0')
+    return own.queued
+  end
+
+  local function own_background(job)
+    local own = job.own
+    own.background = own.background or tonumber(redis.call('HGET', P .. ':queued_background', job.tenant) or '0')
+    return own.background
+  end
+
+  -- Foreground work overtakes background work, so only foreground work counts for it.
+  local function ahead_of(job) return own_queued(job) + (job.in_background and own_background(job) or 0) end
+
+  -- Other tenants with queued jobs that this job may wait for.
+  local function num_others_of(job)
+    queue.tenants = queue.tenants or redis.call('HLEN', P .. ':queued')
+    local num_others = queue.tenants - (own_queued(job) > 0 and 1 or 0)
+    if not job.in_background then return num_others end
+    queue.background_tenants = queue.background_tenants or redis.call('HLEN', P .. ':queued_background')
+    return num_others + queue.background_tenants - (own_background(job) > 0 and 1 or 0)
+  end
+
+  -- Shares. Under `fair` a tenant's jobs wait for its own queued jobs, at its share of the nodes' pace. Under the other
+  -- policies they wait for the jobs of all tenants.
+  local is_fair = config.policy == 'fair'
+  local function share_of(job)
+    local own = tonumber(job.terms.weight) or 1
+    return is_fair and own / (own + num_others_of(job)) or 1
+  end
+
+  local function backlog_of(first_level, last_level)
+    queue.backlog = queue.backlog or redis.call('HMGET', P .. ':backlog', 0, 1, 2, 3, 4, 5)
+    local sum = 0
+    for level = first_level, last_level do sum = sum + (tonumber(queue.backlog[level + 1]) or 0) end
+    return sum
+  end
+
+  -- Cost that completes before this job can start: queued cost of its level and of more urgent ones, but under `fair` not
+  -- more than the tenant's own, at its share.
+  local function cost_ahead(job)
+    local sum, own_ahead, share = backlog_of(0, job.level), ahead_of(job), share_of(job)
+    return is_fair and math.min(sum, own_ahead / share) or sum
+  end
+
+  -- What the pool's nodes report: the cost that they complete per millisecond, nil while no node has reported a rate, and
+  -- the KV tokens that are free.
+  local function read_pace()
+    if not queue.pace then
+      local per_s, free = 0, 0
+      for _, record in ipairs(redis.call('HVALS', P .. ':pressure')) do
+        local ok, node = pcall(cmsgpack.unpack, record)
+        if ok and type(node) == 'table' and node.draining ~= true then
+          per_s = per_s + (tonumber(node.drain_cost_per_s) or 0)
+          free = free + (tonumber(node.kv_tokens_available) or 0)
+        end
+      end
+      queue.pace = {per_ms = per_s > 0 and per_s / 1000 or nil, free = free}
     end
+    return queue.pace.per_ms, queue.pace.free
   end
-  if not is_light and not in_background and queued > 0 and queued + cost > config.max_queued_cost and
-      takes_its_part(own_queued + cost, config.max_queued_cost, num_tenants) then
-    local excess = math.max(0, own_queued + cost - config.max_queued_cost / num_tenants)
-    return busy_until_drained('queued KV tokens', config.max_queued_cost, excess)
+
+  -- Adds jitter from the id's last digits, which are random; Lua's random numbers are the same in every script run.
+  local function jittered(job, ms)
+    local share = tonumber(string.sub(job.id, -4), 16) / 65535
+    return math.floor(ms * (1 - JITTER + 2 * JITTER * share))
   end
-  -- Under `fair`, a tenant without queued jobs is never refused for its wait. A delayed job waits by its caller's wish, and
-  -- background work waits as long as it takes.
-  local max_wait = tonumber(ARGV[30] or '')
-  if not max_wait then
-    local of_class = 'max_wait_ms_' .. (({[0] = 'interactive', 'standard', 'batch'})[level] or '')
-    local class_ms, pool_ms = unpack(redis.call('HMGET', KEYS[1], of_class, 'max_wait_ms'))
-    max_wait = tonumber(class_ms or '') or tonumber(pool_ms or '') or MAX_WAIT_MS
+
+  local REFUSALS = {memory = 'refused_memory', ["tenant's memory"] = 'refused_tenant_memory'}
+
+  local function busy(job, what, limit, retry_ms, wait_ms)
+    local is_of_tenant = string.find(what, "tenant's ", 1, true)
+    count_event(REFUSALS[what] or (is_of_tenant and 'refused_tenant_limit' or 'refused_busy'))
+    local num_ahead = 0
+    for other = 0, job.level do
+      num_ahead = num_ahead + redis.call('ZCARD', P .. ':waiting:' .. other) + (queue[other] or 0)
+    end
+    return {'BUSY', what, limit, math.ceil(math.min(MAX_RETRY_MS, math.max(MIN_RETRY_MS, retry_ms))), num_ahead,
+      math.ceil(wait_ms or -1)}
   end
-  local is_waited_for = not is_light and not in_background and not_before_in == 0
-  local ahead = is_waited_for and (own_queued > 0 or not is_fair) and cost_ahead() or 0
-  if ahead > 0 then
+
+  -- A tenant's refused cost, with that of this call, and whether the job's body counts there. `bodies` are those that this
+  -- call adds.
+  local function read_refused(job, rate, share)
+    local refused = job.own.refused
+    if not refused then
+      local cost, at = unpack(redis.call('HMGET', P .. ':refused:' .. job.tenant, 'cost', 'at'))
+      local left = (tonumber(cost) or 0) - rate * share * (now - (tonumber(at) or now))
+      refused = {left = math.max(0, left), is_new = left <= 0, bodies = {}}
+      job.own.refused = refused
+    end
+    return refused, refused.bodies[job.body] or redis.call('HGET', P .. ':refused:' .. job.tenant, job.body)
+  end
+
+  function write_refused(tenant, refused)
+    local MAX_REFUSED_BODIES = 66
+    if not refused or not next(refused.bodies) then return end
+    local refused_key = P .. ':refused:' .. tenant
+    if refused.is_new then redis.call('DEL', refused_key) end
+    redis.call('HSET', refused_key, 'cost', refused.left, 'at', now)
+    for body in pairs(refused.bodies) do
+      if redis.call('HLEN', refused_key) < MAX_REFUSED_BODIES then redis.call('HSET', refused_key, body, 1) end
+    end
+    redis.call('PEXPIRE', refused_key, MAX_RETRY_MS)
+  end
+
+  -- Refuses a job until `excess`, which the tenant's share of the pace completes, and all its previously refused cost will
+  -- be completed. wait_ms: how long the job would wait, if that is known.
+  local function busy_until_drained(job, what, limit, excess, wait_ms)
     local rate, free = read_pace()
-    local wait_ms = rate and math.max(0, ahead + cost - free) / rate or 0
-    if wait_ms > max_wait then
-      return busy_until_drained('wait', max_wait / 1000, (wait_ms - max_wait) * rate * share, wait_ms)
+    if not rate then return busy(job, what, limit, jittered(job, MEMORY_RETRY_MS)) end
+    local share, cost = share_of(job), job.cost
+    local refused, is_known = read_refused(job, rate, share)
+    local left = refused.left
+    if not is_known then
+      refused.left, refused.bodies[job.body] = left + cost, true
+    else
+      left = math.max(0, left - cost)
+    end
+    wait_ms = wait_ms or math.max(0, cost_ahead(job) + cost - free) / rate
+    return busy(job, what, limit, jittered(job, (excess + left) / (rate * share)), wait_ms)
+  end
+
+  -- A limit of the pool refuses only tenants that take their part of it: while others fill it, a tenant may go on up to
+  -- limit ÷ number of tenants. Redis's memory bounds the sum.
+  local function takes_its_part(own, limit, num_tenants) return own >= limit / math.max(1, num_tenants) end
+
+  local function own_open_jobs(job)
+    local own = job.own
+    own.open = own.open or redis.call('SCARD', P .. ':tenant:' .. job.tenant .. ':open')
+    return own.open + (own.num_accepted or 0)
+  end
+
+  local function num_tasks()
+    queue.tasks = queue.tasks or redis.call('ZCARD', P .. ':tasks')
+    return queue.tasks
+  end
+
+  -- Limits of the pool. Each of these functions returns the answer to a refused job, or nil.
+  local function exceeds_pool(job)
+    local MAX_WAITING_TASKS = 10000
+    local is_light, in_background, cost = job.is_light, job.in_background, job.cost
+    queue.open = queue.open or redis.call('SCARD', P .. ':open')
+    local queued, open = backlog_of(0, CLASSES - 1), queue.open
+    local num_tenants = num_others_of(job) + 1
+    if open >= config.max_open_jobs and takes_its_part(own_open_jobs(job), config.max_open_jobs, num_tenants) then
+      return busy_until_drained(job, 'open jobs', config.max_open_jobs, ahead_of(job) / math.max(1, own_open_jobs(job)))
+    end
+    if is_light and num_tasks() >= MAX_WAITING_TASKS then
+      local own_tasks = tonumber(redis.call('HGET', P .. ':tenant_tasks', job.tenant) or '0')
+      local num_with_tasks = redis.call('HLEN', P .. ':tenant_tasks') + (own_tasks > 0 and 0 or 1)
+      if takes_its_part(own_tasks, MAX_WAITING_TASKS, num_with_tasks) then
+        return busy(job, 'waiting tasks', MAX_WAITING_TASKS, jittered(job, MIN_RETRY_MS))
+      end
+    end
+    if not is_light and not in_background and queued > 0 and queued + cost > config.max_queued_cost and
+        takes_its_part(own_queued(job) + cost, config.max_queued_cost, num_tenants) then
+      local excess = math.max(0, own_queued(job) + cost - config.max_queued_cost / num_tenants)
+      return busy_until_drained(job, 'queued KV tokens', config.max_queued_cost, excess)
     end
   end
-  -- A deadline refuses a job only if it would be too late even though the pool served this tenant alone from now on.
-  if deadline_in > 0 and not is_light and own_ahead > 0 then
-    local rate, free = read_pace()
-    local optimistic = math.min(backlog_of(0, level), own_ahead)
-    local wait_ms = rate and math.max(0, optimistic - free) / rate or 0
-    if wait_ms > deadline_in - not_before_in then
-      return busy_until_drained('deadline', deadline_in / 1000, (wait_ms - deadline_in) * rate * share, wait_ms)
+
+  -- The longest wait and the deadline of a job.
+  local function exceeds_wait(job)
+    local MAX_WAIT_MS = 60000
+    local is_light, in_background, not_before_in, cost = job.is_light, job.in_background, job.not_before_in, job.cost
+    -- Under `fair`, a tenant without queued jobs is never refused for its wait. A delayed job waits by its caller's wish, and
+    -- background work waits as long as it takes.
+    local is_waited_for = not is_light and not in_background and not_before_in == 0
+    local ahead = is_waited_for and (own_queued(job) > 0 or not is_fair) and cost_ahead(job) or 0
+    if ahead > 0 then
+      local of_class = 'max_wait_ms_' .. (({[0] = 'interactive', 'standard', 'batch'})[job.level] or '')
+      local max_wait = job.max_wait_ms or config[of_class] or config.max_wait_ms or MAX_WAIT_MS
+      local rate, free = read_pace()
+      local wait_ms = rate and math.max(0, ahead + cost - free) / rate or 0
+      if wait_ms > max_wait then
+        return busy_until_drained(job, 'wait', max_wait / 1000, (wait_ms - max_wait) * rate * share_of(job), wait_ms)
+      end
+    end
+    -- A deadline refuses a job only if it would be too late even though the pool served this tenant alone from now on.
+    local deadline_in = job.deadline_in
+    if deadline_in > 0 and not is_light and ahead_of(job) > 0 then
+      local rate, free = read_pace()
+      local optimistic = math.min(backlog_of(0, job.level), ahead_of(job))
+      local wait_ms = rate and math.max(0, optimistic - free) / rate or 0
+      if wait_ms > deadline_in - not_before_in then
+        local excess = (wait_ms - deadline_in) * rate * share_of(job)
+        return busy_until_drained(job, 'deadline', deadline_in / 1000, excess, wait_ms)
+      end
     end
   end
-  do
+
+  -- Of Redis's memory, per class of foreground work, and for background work. Background work leaves memory to its own
+  -- results, which take.lua lets grow to 80 %.
+  local MEMORY_PERCENT, BACKGROUND_PERCENT = {[0] = 90, 90, 80}, 60
+
+  local function exceeds_memory(job)
     local MAX_RELEASED, MAX_LOOKED_AT = 256, 256
-    local memory_percent_of_all = in_background and BACKGROUND_PERCENT or MEMORY_PERCENT[level]
-    local used, limit = used_memory()
-    if limit > 0 and used + total(':reserved') + held + output > limit * memory_percent_of_all / 100 then
-      return busy('memory', memory_percent_of_all, jittered(MEMORY_RETRY_MS))
+    local held, output = job.held, job.output
+    if not queue.memory then
+      local used, limit = used_memory()
+      queue.memory = {used = limit > 0 and used + total(':reserved') or 0, limit = limit}
     end
+    local limit = queue.memory.limit
+    if limit == 0 then return nil end
+    local memory_percent_of_all = job.in_background and BACKGROUND_PERCENT or MEMORY_PERCENT[job.level]
+    if queue.memory.used + held + output > limit * memory_percent_of_all / 100 then
+      return busy(job, 'memory', memory_percent_of_all, jittered(job, MEMORY_RETRY_MS))
+    end
+    local own, tenant, memory_percent = job.own, job.tenant, job.terms.memory_percent
+    local percent = memory_percent_of(memory_percent)
     -- Memory of one tenant: beyond its share, only that tenant is refused.
-    local function exceeds(percent) return bytes_of(tenant) + held + output > limit * percent / 100 end
+    local function exceeds()
+      own.bytes = own.bytes or bytes_of(tenant)
+      return own.bytes + held + output > limit * percent / 100
+    end
 
     -- Milliseconds until a stored key of this tenant expires, if it is among the next MAX_LOOKED_AT keys of all tenants.
     local function until_next_goes()
@@ -232,83 +351,229 @@ do
       return MAX_RETRY_MS
     end
 
-    if limit > 0 then
-      local percent = memory_percent_of(memory_percent)
-      if exceeds(percent) then subtract_expired(now, MAX_RELEASED) end
-      if exceeds(percent) then return busy("tenant's memory", percent, jittered(until_next_goes())) end
+    if exceeds() and not own.has_released then
+      local collecting, counted = collected, own.bytes - bytes_of(tenant)
+      -- What has expired is subtracted at once, because it counts for this job.
+      collected, own.has_released = nil, true
+      subtract_expired(now, MAX_RELEASED)
+      collected, own.bytes = collecting, bytes_of(tenant) + counted
+    end
+    if exceeds() then return busy(job, "tenant's memory", percent, jittered(job, until_next_goes())) end
+  end
+
+  local function exceeds_tenant(job)
+    local is_light, cost, tenant_open, tenant_queued = job.is_light, job.cost, job.terms.max_open, job.terms.max_queued
+    local own_open = tenant_open > 0 and own_open_jobs(job)
+    if tenant_open > 0 and own_open >= tenant_open then
+      return busy_until_drained(job, "tenant's open jobs", tenant_open, ahead_of(job) / own_open)
+    end
+    if tenant_queued == 0 then return nil end
+    local all_queued = own_queued(job) + own_background(job)
+    if not is_light and tenant_queued > 0 and all_queued > 0 and all_queued + cost > tenant_queued then
+      return busy_until_drained(job, "tenant's queued KV tokens", tenant_queued, all_queued + cost - tenant_queued)
     end
   end
-  if tenant_open > 0 and own_open >= tenant_open then
-    return busy_until_drained("tenant's open jobs", tenant_open, own_ahead / own_open)
+
+  -- Tokens that the job reserves of its tenant's rate: its prompt and, per choice, the length of the tenant's own outputs
+  -- or the caller's limit, whichever is smaller.
+  local function tokens_to_reserve(job)
+    local UNKNOWN_LENGTH = 256
+    if job.rate_prompt == '' then return job.is_light and 0 or job.cost end
+    local longest = job.rate_max > 0 and job.rate_max or nil
+    local known = tonumber(redis.call('HGET', P .. ':lengths', job.tenant) or '')
+    local length = math.min(longest or known or UNKNOWN_LENGTH, known or longest or UNKNOWN_LENGTH)
+    return job.rate_prompt + job.rate_n * length
   end
-  local all_queued = own_queued + own_background
-  if not is_light and tenant_queued > 0 and all_queued > 0 and all_queued + cost > tenant_queued then
-    return busy_until_drained("tenant's queued KV tokens", tenant_queued, all_queued + cost - tenant_queued)
+
+  -- A tenant's rates: when the next unit of each is due, and the ms per unit that this is stated at.
+  local function read_rates(job)
+    if not job.own.rates then
+      local found = redis.call('HMGET', P .. ':rate:' .. job.tenant, 'jobs', 'ms_per_job', 'tokens', 'ms_per_token')
+      job.own.rates = {until_ms = now, changed = {}, due = {jobs = found[1], tokens = found[3]},
+        stated = {jobs = found[2], tokens = found[4]}}
+    end
+    return job.own.rates
   end
-end
-local new_rates, rate_until = {}, now
-local reserved_tokens = per_minute.tokens > 0 and tokens_to_reserve() or 0
-local rates = redis.call('HMGET', rate_key, 'jobs', 'ms_per_job', 'tokens', 'ms_per_token')
-for at, unit in ipairs({{'jobs', 'ms_per_job', 1}, {'tokens', 'ms_per_token', reserved_tokens}}) do
-  local name, rate_name, amount = unpack(unit)
-  local due, limit_of_unit = tonumber(rates[2 * at - 1] or '') or 0, per_minute[name]
-  -- A delayed job reserves its tokens when it is due.
-  if limit_of_unit > 0 and not (name == 'tokens' and not_before_in > 0) then
-    local ms_per_unit = 60000 / limit_of_unit
-    local later, wait = next_due(now, burst_s * 1000, amount, ms_per_unit, due, rates[2 * at])
-    if not later then return busy("tenant's " .. name .. ' per minute', limit_of_unit, wait) end
-    due = later
-    for _, value in ipairs({name, later, rate_name, ms_per_unit}) do new_rates[#new_rates + 1] = value end
+
+  local function exceeds_rates(job)
+    local per_minute, burst_s = job.terms.per_minute, job.terms.burst_s
+    job.reserved_tokens = per_minute.tokens > 0 and tokens_to_reserve(job) or 0
+    if per_minute.jobs == 0 and per_minute.tokens == 0 then return nil end
+    local rates, new, rate_until = read_rates(job), {}, now
+    for _, unit in ipairs({{'jobs', 1}, {'tokens', job.reserved_tokens}}) do
+      local name, amount = unpack(unit)
+      local due, limit_of_unit = tonumber(rates.due[name] or '') or 0, per_minute[name]
+      -- A delayed job reserves its tokens when it is due.
+      if limit_of_unit > 0 and not (name == 'tokens' and job.not_before_in > 0) then
+        local ms_per_unit = 60000 / limit_of_unit
+        local later, wait = next_due(now, burst_s * 1000, amount, ms_per_unit, due, rates.stated[name])
+        if not later then return busy(job, "tenant's " .. name .. ' per minute', limit_of_unit, wait) end
+        due = later
+        new[name] = {later, ms_per_unit}
+      end
+      -- The debt of a unit that this job does not count must outlive it as well.
+      rate_until = math.max(rate_until, due)
+    end
+    for name, of_unit in pairs(new) do
+      rates.due[name], rates.stated[name], rates.changed[name] = of_unit[1], of_unit[2], true
+    end
+    rates.until_ms = math.max(rates.until_ms, rate_until)
   end
-  -- The debt of a unit that this job does not count must outlive it as well.
-  rate_until = math.max(rate_until, due)
+
+  function write_rates(tenant, rates)
+    if not rates or not next(rates.changed) then return end
+    local rate_key = P .. ':rate:' .. tenant
+    for name, field in pairs({jobs = 'ms_per_job', tokens = 'ms_per_token'}) do
+      if rates.changed[name] then redis.call('HSET', rate_key, name, rates.due[name], field, rates.stated[name]) end
+    end
+    redis.call('PEXPIRE', rate_key, math.ceil(rates.until_ms - now))
+  end
+
+  -- Counts an accepted job for the next ones of this call.
+  function count_accepted(job, waits)
+    local own = job.own
+    add_if_read(queue, 'open', 1)
+    own.num_accepted = (own.num_accepted or 0) + 1
+    add_if_read(own, 'bytes', job.held)
+    if queue.memory then queue.memory.used = queue.memory.used + job.held end
+    if waits then return end
+    queue[job.level] = (queue[job.level] or 0) + 1
+    local name, tenants = job.in_background and 'background' or 'queued', job.in_background and 'background_tenants' or 'tenants'
+    if own[name] == 0 and job.cost > 0 then add_if_read(queue, tenants, 1) end
+    add_if_read(own, name, job.cost)
+    if job.is_light then add_if_read(queue, 'tasks', 1) end
+    if queue.backlog then
+      local at = job.level + 1
+      queue.backlog[at] = (tonumber(queue.backlog[at]) or 0) + job.cost
+    end
+  end
+
+  -- Returns the answer to a job that a limit refuses, or nil.
+  function refusal_of(job)
+    return exceeds_pool(job) or exceeds_wait(job) or exceeds_memory(job) or exceeds_tenant(job) or exceeds_rates(job)
+  end
 end
 
--- Writes -------------------------------------------------------------------------------------------
+-- Accepted jobs ------------------------------------------------------------------------------------
 
-local deadline = deadline_in > 0 and tostring(now + deadline_in) or ''
--- A job submitted without a reader has reattach_grace_ms to get one.
-local unread = (inbox == '' and channel ~= '1') and now or ''
-local is_delayed = not_before_in > 0
-local job = {id = id, tenant = tenant, level = level, n = n, cost = tostring(cost), submitted = now + not_before_in,
-  deadline = deadline}
-redis.call('SET', P .. ':request:' .. id, request)
-if per_minute.tokens > 0 and not is_light then
-  job.may_use = tonumber(ARGV[28]) or cost
-  job.minute_tokens = math.floor(per_minute.tokens * (1 + burst_s / 60))
+-- Writes the record. Redis searches a small hash from its front. So the fields that emit reads at every step come first,
+-- then take's.
+local function write_record(job, entry, is_delayed)
+  local terms = job.terms
+  local tokens_per_minute = terms.per_minute.tokens
+  local fields = {'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
+    'deadline', job.deadline, 'needs_reader', job.needs_reader, 'unread', job.unread, 'inboxes', inbox, 'channel', job.channel,
+    'tenant', job.tenant, 'level', job.level, 'n', job.n, 'cost', job.cost, 'entry', entry, 'submitted', job.submitted,
+    'losses', 0, 'preemptions', 0, 'weight', terms.weight, 'body', job.body, 'held', job.held, 'output', job.output,
+    'idem', idem_of(job)}
+  local function add(...)
+    for _, value in ipairs({...}) do fields[#fields + 1] = value end
+  end
+  if terms.memory_percent > 0 then add('memory_percent', terms.memory_percent) end
+  if terms.account ~= '' then add('account', terms.account) end
+  if job.limits ~= '' then add('limits', job.limits) end
+  if job.response ~= '' then
+    redis.call('SET', P .. ':response:' .. job.id, job.response)
+    add('keep', job.keep, 'response_bytes', #job.response)
+  end
+  if tokens_per_minute > 0 then
+    add('ms_per_token', 60000 / tokens_per_minute, 'charged', is_delayed and 0 or job.reserved_tokens)
+    if is_delayed then add('to_charge', job.reserved_tokens, 'burst_ms', terms.burst_s * 1000) end
+  end
+  if job.may_use then add('may_use', job.may_use, 'minute_tokens', job.minute_tokens) end
+  redis.call('HSET', job_key(job.id), unpack(fields))
 end
-local waits = is_delayed or not token_limit.admits_job(job, now)
-local entry = waits and DELAYED or redis.call('XADD', queue_key(job), '*', 'id', id)
--- Redis searches a small hash from its front. So the fields that emit reads at every step come first, then take's.
-redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
-  'deadline', deadline, 'needs_reader', needs_reader, 'unread', unread, 'inboxes', inbox, 'channel', channel,
-  'tenant', tenant, 'level', level, 'n', n, 'cost', cost, 'entry', entry, 'submitted', job.submitted,
-  'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'held', held, 'output', output, 'idem', idem_name)
-if memory_percent > 0 then redis.call('HSET', job_key(id), 'memory_percent', memory_percent) end
-if account ~= '' then redis.call('HSET', job_key(id), 'account', account) end
-if limits ~= '' then redis.call('HSET', job_key(id), 'limits', limits) end
-if response ~= '' then
-  redis.call('SET', P .. ':response:' .. id, response)
-  redis.call('HSET', job_key(id), 'keep', keep, 'response_bytes', #response)
+
+local entered = {}
+
+local function queue_job(job)
+  add_entry(P .. ':waiting:' .. job.level, job.submitted, job.id)
+  if job.is_light then
+    redis.call('ZADD', P .. ':tasks', job.submitted, job.id)
+    redis.call('HINCRBY', P .. ':tenant_tasks', job.tenant, 1)
+  end
+  add_sum(P .. ':backlog', job.level, job.cost)
+  count_queued(job, job.cost)
+  local name = job.level .. ':' .. job.tenant
+  if not entered[name] then
+    enter_tenant(job)
+    entered[name] = true
+  end
 end
-if per_minute.tokens > 0 then
-  redis.call('HSET', job_key(id), 'ms_per_token', 60000 / per_minute.tokens, 'charged', is_delayed and 0 or reserved_tokens)
-  if is_delayed then redis.call('HSET', job_key(id), 'to_charge', reserved_tokens, 'burst_ms', burst_s * 1000) end
+
+local to_ring = {}
+
+local function accept(at, job)
+  local id, tenant, is_delayed, tokens_per_minute = job.id, job.tenant, job.not_before_in > 0, job.terms.per_minute.tokens
+  job.deadline = job.deadline_in > 0 and tostring(now + job.deadline_in) or ''
+  -- A job submitted without a reader has reattach_grace_ms to get one.
+  job.unread = (inbox == '' and job.channel ~= '1') and now or ''
+  job.submitted = now + job.not_before_in
+  redis.call('SET', P .. ':request:' .. id, job.request)
+  if tokens_per_minute > 0 and not job.is_light then
+    job.may_use = tonumber(job.most_tokens) or job.cost
+    job.minute_tokens = math.floor(tokens_per_minute * (1 + job.terms.burst_s / 60))
+  end
+  local waits = is_delayed or not token_limit.admits_job(job, now)
+  write_record(job, waits and DELAYED or redis.call('XADD', queue_key(job), '*', 'id', id), is_delayed)
+  if is_delayed then delay_job(job) end
+  if not waits then queue_job(job) end
+  note_due(job)
+  count_event('submitted')
+  add_member(P .. ':open', id)
+  add_member(P .. ':tenant:' .. tenant .. ':open', id)
+  add_entry(P .. ':jobs:' .. tenant, 0, id)
+  count_bytes(P .. ':stored', tenant, job.held)
+  -- The idempotency key lives as long as the job, and idem_ttl_ms after its end.
+  if job.idem ~= '' then
+    redis.call('SET', P .. ':idem:' .. idem_of(job), id)
+    fresh_idem[idem_of(job)] = true
+  end
+  fresh[id] = true
+  if not waits then to_ring[#to_ring + 1] = job.cost end
+  count_accepted(job, waits)
+  answers[at] = {'OK', id, 'queued', 0, 1}
 end
-if job.may_use then redis.call('HSET', job_key(id), 'may_use', job.may_use, 'minute_tokens', job.minute_tokens) end
-if is_delayed then delay_job(job) end
-if waits then note_due(job) else note_queued(job) end
-count_event('submitted')
-redis.call('SADD', P .. ':open', id)
-redis.call('SADD', P .. ':tenant:' .. tenant .. ':open', id)
-redis.call('ZADD', P .. ':jobs:' .. tenant, 0, id)
-count_bytes(P .. ':stored', tenant, held)
--- The idempotency key lives as long as the job, and idem_ttl_ms after its end.
-if idem ~= '' then redis.call('SET', P .. ':idem:' .. idem_name, id) end
-if #new_rates > 0 then
-  redis.call('HSET', rate_key, unpack(new_rates))
-  redis.call('PEXPIRE', rate_key, math.ceil(rate_until - now))
+
+-- What is done once all accepted jobs are written.
+local last_writes = {}
+
+local function submit_job(at, job)
+  if fresh[job.id] or fresh_idem[idem_of(job)] then
+    last_writes[#last_writes + 1] = function() answer_known(at, job) end
+    return
+  end
+  local known, conflict = find_known(job)
+  if known then
+    last_writes[#last_writes + 1] = function() answers[at] = same_or(known, job, conflict) end
+    return
+  end
+  local max_age = wrong_age(job)
+  if max_age then
+    answers[at] = {'BAD_ID_AGE', max_age}
+    return
+  end
+  local refusal = refusal_of(job)
+  if refusal then answers[at] = refusal else accept(at, job) end
 end
-if inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
-if not waits then ring_doorbell(cost) end
-return {'OK', id, 'queued', 0, 1}
+
+local function guarded(at, call, ...)
+  local ok, answer = pcall(call, ...)
+  if not ok then answers[at] = {'ERR', tostring(type(answer) == 'table' and answer.err or answer)} end
+end
+
+collect()
+for at, row in ipairs(rows) do
+  guarded(at, submit_job, at, job_of(row, ARGV[PAYLOADS + 2 * at - 2], ARGV[PAYLOADS + 2 * at - 1]))
+end
+-- A full Redis checks its memory before a script's first write. Where nothing was accepted, this free one is the first.
+redis.call('ZREM', P .. ':free', '')
+for _, write in ipairs(last_writes) do write() end
+write_collected()
+for tenant, own in pairs(known_of) do
+  write_refused(tenant, own.refused)
+  write_rates(tenant, own.rates)
+end
+if next(fresh) and inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
+ring_doorbells(to_ring)
+return answers

@@ -18,7 +18,7 @@
 --   depth: jobs still queued per level. again_in_ms: when a job may become available, 0 if unknown.
 --   STALE: a later take of this node was already answered.
 local MAX_TAKEN, MAX_EXAMINED, MAX_SKIPPED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 512, 128, 32, 16384
-local MAX_SORTED, MAX_PASSED, MAX_TASKS_EXAMINED, LEAST_URGENT = 64, 16, 64, LEVELS - 1
+local MAX_SORTED, MAX_PASSED, MAX_TASKS_EXAMINED, LEAST_URGENT, FIRST_PAGE = 64, 16, 64, LEVELS - 1, 2
 -- A take adds background jobs up to this number of jobs, because a chat waits while the node prepares what it took.
 local MAX_WITH_BACKGROUND = 32
 
@@ -43,11 +43,25 @@ local function depths()
   return depth
 end
 
-local function row(job, taken_at)
+-- The requests of jobs up to MAX_REQUEST_BYTES, by id. `held` bounds the size of most of them.
+local function requests_of(jobs)
+  local keys, ids, requests = {}, {}, {}
+  for _, job in ipairs(jobs) do
+    local key = P .. ':request:' .. job.id
+    if (tonumber(job.held) or 1e15) <= MAX_REQUEST_BYTES or redis.call('STRLEN', key) <= MAX_REQUEST_BYTES then
+      keys[#keys + 1], ids[#ids + 1] = key, job.id
+    end
+  end
+  if #keys == 0 then return requests end
+  for at, request in ipairs(redis.call('MGET', unpack(keys))) do requests[ids[at]] = request end
+  return requests
+end
+
+local function row(job, taken_at, request)
   local deadline_in = job.deadline == '' and 0 or math.max(1, tonumber(job.deadline) - now)
-  local request_key = P .. ':request:' .. job.id
-  local request = redis.call('STRLEN', request_key) <= MAX_REQUEST_BYTES and redis.call('GET', request_key)
-  return {job.id, job.lease, tonumber(job.losses), redis.call('LLEN', log_key(job.id)), tonumber(job.cost), deadline_in,
+  -- A job that no node had before has no log.
+  local num_chunks = job.revision == '' and 0 or redis.call('LLEN', log_key(job.id))
+  return {job.id, job.lease, tonumber(job.losses), num_chunks, tonumber(job.cost), deadline_in,
     request or '', job.tenant, tonumber(job.urgency), tonumber(job.preemptions), tostring(weight_of(job)),
     tonumber(job.n), tonumber(job.level), math.max(0, now - tonumber(job.submitted)), taken_at}
 end
@@ -64,7 +78,7 @@ if last then
       local job = read_job(id)
       if job and holds(job, node, last.leases[i]) then
         local taken, retaken = unpack(redis.call('HMGET', job_key(id), 'taken', 'retaken'))
-        rows[#rows + 1] = row(job, tonumber(retaken or taken))
+        rows[#rows + 1] = row(job, tonumber(retaken or taken), requests_of({job})[id])
       end
     end
     return {'OK', rows, depths(), 0, num_nodes}
@@ -76,7 +90,8 @@ end
 -- The fields that inspecting, taking and ending a job need. Reading a field that a new job lacks takes as long as
 -- reading ten fields that it has.
 local EXAMINED_FIELDS = {'state', 'tenant', 'level', 'n', 'cost', 'entry', 'submitted', 'losses', 'preemptions',
-  'weight', 'deadline', 'needs_reader', 'unread', 'inboxes', 'channel', 'cancel', 'avoid', 'avoid_until', 'revision', 'first'}
+  'weight', 'deadline', 'needs_reader', 'unread', 'inboxes', 'channel', 'cancel', 'first', 'held', 'output', 'avoid', 'revision',
+  'memory_percent'}
 
 -- `tried` holds the ids of jobs that this call must not look at again.
 local tried, over, gone, again_in = {}, {}, {}, 0
@@ -113,6 +128,8 @@ do
     return live_revisions[job.revision]
   end
 
+  local function avoided_until(job) return tonumber(redis.call('HGET', job_key(job.id), 'avoid_until') or '') or 0 end
+
   -- Whether this node gave the job back because it lacks the job's adapter, and another node may have that adapter.
   local function is_for_others(job)
     local lacks = job.avoid ~= '' and redis.call('HGET', job_key(job.id), 'lacks')
@@ -128,8 +145,8 @@ do
       over[#over + 1], tried[job.id] = job, true
     elseif is_foreign(job) then
       if not has_live_revision(job) then gone[#gone + 1], tried[job.id] = job, true end
-    elseif job.avoid == node and tonumber(job.avoid_until) > now then
-      look_again_in(tonumber(job.avoid_until) - now)
+    elseif job.avoid == node and avoided_until(job) > now then
+      look_again_in(avoided_until(job) - now)
     elseif not is_for_others(job) then
       return true
     end
@@ -174,10 +191,12 @@ local function reader_of_index(examined, skipped, key)
 end
 
 local function reader_of_stream(examined, skipped, key)
-  local from = '-'
+  -- Of many tenants, a take gets few jobs each. So the first page is short, and each further one twice as long.
+  local from, count = '-', FIRST_PAGE
   return reader(examined, skipped, function()
     local ids = {}
-    for i, entry in ipairs(redis.call('XRANGE', key, from, '+', 'COUNT', PAGE)) do
+    count = math.min(2 * count, PAGE)
+    for i, entry in ipairs(redis.call('XRANGE', key, from, '+', 'COUNT', count)) do
       ids[i], from = entry[2][2], '(' .. entry[1]
     end
     return ids
@@ -310,13 +329,22 @@ do
       return tenant.job
     end
 
+    -- The tenants stay in the order of their virtual times, and of their names at the same time.
     local function next_tenant(may)
-      local best
       for _, tenant in ipairs(tenants) do
-        local is_first = not best or tenant.time < best.time or (tenant.time == best.time and tenant.name < best.name)
-        if is_first and may(tenant.name) and oldest_of(tenant) then best = tenant end
+        if may(tenant.name) and oldest_of(tenant) then return tenant end
       end
-      return best
+    end
+
+    local function is_behind(one, other)
+      return one.time > other.time or (one.time == other.time and one.name > other.name)
+    end
+
+    local function move_back(at)
+      while tenants[at + 1] and is_behind(tenants[at], tenants[at + 1]) do
+        tenants[at], tenants[at + 1] = tenants[at + 1], tenants[at]
+        at = at + 1
+      end
     end
 
     local first = next_tenant(any_tenant)
@@ -329,8 +357,12 @@ do
         return job
       end,
       charge = function(job, by)
-        for _, tenant in ipairs(tenants) do
-          if tenant.name == job.tenant then tenant.time = tenant.time + by end
+        for at, tenant in ipairs(tenants) do
+          if tenant.name == job.tenant then
+            tenant.time = tenant.time + by
+            move_back(at)
+            return
+          end
         end
       end,
     }
@@ -399,11 +431,11 @@ do
       local used, limit = used_memory()
       memory_limit, memory_left = limit, limit > 0 and limit * MEMORY_PERCENT / 100 - used - total(':reserved')
     end
-    local output, logged, percent = unpack(redis.call('HMGET', job_key(job.id), 'output', 'logged', 'memory_percent'))
-    job.output, job.logged = tonumber(output or '') or 0, logged
+    job.output = tonumber(job.output) or 0
+    job.logged = job.revision ~= '' and redis.call('HGET', job_key(job.id), 'logged') or ''
     if not memory_left then return true end
     local of_tenant = taken_bytes[job.tenant] or bytes_of(job.tenant)
-    local share = memory_limit * memory_percent_of(tonumber(percent or '') or 0) / 100
+    local share = memory_limit * memory_percent_of(tonumber(job.memory_percent) or 0) / 100
     local kept_back = is_background(job) and memory_limit * (MEMORY_PERCENT - BACKGROUND_PERCENT) / 100 or 0
     if job.output > memory_left - kept_back or of_tenant + job.output > share then
       look_again_in(MEMORY_RETRY_MS)
@@ -643,30 +675,36 @@ end
 redis.call('HDEL', P .. ':reservations', node)
 if reserves_for then redis.call('HSET', P .. ':reservations', node, reserves_for .. ' ' .. now + config.lease_ms) end
 for _, id in ipairs(stale) do redis.call('ZREM', P .. ':tasks', id) end
+collect()
 for _, job in ipairs(over) do end_if_over(job, config, now) end
 for _, job in ipairs(gone) do
   end_job(job, config, now, 'failed', 'revision_gone', 'the model that wrote the first tokens is no longer served', '')
 end
 if turns_of_background then redis.call('HSET', P .. ':background_turns', unpack(turns_of_background)) end
-local ids, leases, rows = {}, {}, {}
-local _, window = share_window()
-for i, job in ipairs(taken) do
-  charge_tenant(job, job.charge)
-  leave_queue(job)
-  reserve_output(job)
-  if job.is_head and not is_background(job) then redis.call('HSET', P .. ':head_served', job.level, now) end
-  job.lease = call .. ':' .. nonce .. ':' .. i
-  local taken_at = job.revision == '' and 'taken' or 'retaken'
-  redis.call('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
-    'revision', revision, 'urgency', job.urgency, 'charge', job.charge, 'window', window, taken_at, now)
-  redis.call('SADD', P .. ':running:' .. node, job.id)
-  ids[i], leases[i], rows[i] = job.id, job.lease, row(job, now)
-  if rows[i][3] > 0 or rows[i][4] > 0 then
-    count_event('takeovers')
-    local past = redis.call('HGET', job_key(job.id), 'past_leases') or ''
-    note_event(now, 'takeover', node, job.id, string.match(past, '(%S+)@%S+$') or '-', string.match(past, ':(%a+)$') or '-')
+charge_tenants(taken)
+leave_queues(taken)
+local rows = {}
+do
+  local ids, leases, requests = {}, {}, requests_of(taken)
+  local _, window = share_window()
+  for i, job in ipairs(taken) do
+    reserve_output(job)
+    if job.is_head and not is_background(job) then redis.call('HSET', P .. ':head_served', job.level, now) end
+    job.lease = call .. ':' .. nonce .. ':' .. i
+    local taken_at = job.revision == '' and 'taken' or 'retaken'
+    redis.call('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
+      'revision', revision, 'urgency', job.urgency, 'charge', job.charge, 'window', window, taken_at, now, 'reserved',
+      job.reserved or 0)
+    add_member(P .. ':running:' .. node, job.id)
+    ids[i], leases[i], rows[i] = job.id, job.lease, row(job, now, requests[job.id])
+    if rows[i][3] > 0 or rows[i][4] > 0 then
+      count_event('takeovers')
+      local past = redis.call('HGET', job_key(job.id), 'past_leases') or ''
+      note_event(now, 'takeover', node, job.id, string.match(past, '(%S+)@%S+$') or '-', string.match(past, ':(%a+)$') or '-')
+    end
   end
+  redis.call('SET', last_take_key, cmsgpack.pack({call = call, ids = ids, leases = leases}), 'PX', 60000)
 end
-redis.call('SET', last_take_key, cmsgpack.pack({call = call, ids = ids, leases = leases}), 'PX', 60000)
+write_collected()
 flush()
 return {'OK', rows, depths(), again_in, num_nodes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from threading import Event
 
 import pytest
@@ -32,6 +33,14 @@ def worker(delivered: list[StepOutput]) -> Iterator[EngineWorker]:
     worker.stopped.result(5)
 
 
+def add(worker: EngineWorker, request: EngineRequest) -> Future[None]:
+    """Add a request. The future ends when the engine has accepted or refused it."""
+    done: Future[None] = Future()
+    worker.add(request, done.set_exception)
+    worker.call(lambda: done.done() or done.set_result(None))
+    return done
+
+
 def test_a_caller_that_gives_up_waiting_does_not_harm_the_engine(worker: EngineWorker) -> None:
     given_up = worker.stats()
     assert given_up.cancel(), "the thread has not started, so nothing runs yet"
@@ -43,10 +52,10 @@ def test_refusal_reaches_its_caller_and_the_next_request_runs(
     worker: EngineWorker, delivered: list[StepOutput]
 ) -> None:
     worker.start()
-    refused = worker.add(EngineRequest("1", [1] * 5000, SamplingParams(max_tokens=2), seed=1))
+    refused = add(worker, EngineRequest("1", [1] * 5000, SamplingParams(max_tokens=2), seed=1))
     with pytest.raises(Exception, match="prompt has 5000 tokens"):
         refused.result(5)
-    worker.add(EngineRequest("2", [1], SamplingParams(max_tokens=2), seed=1)).result(5)
+    add(worker, EngineRequest("2", [1], SamplingParams(max_tokens=2), seed=1)).result(5)
     while worker.call(lambda: len(delivered)).result(5) < 2:
         pass
     assert [output.request_id for output in delivered] == ["2", "2"]
@@ -55,7 +64,7 @@ def test_refusal_reaches_its_caller_and_the_next_request_runs(
 def test_a_paused_engine_answers_but_does_not_step(worker: EngineWorker, delivered: list[StepOutput]) -> None:
     worker.set_paused(True)
     worker.start()
-    worker.add(EngineRequest("1", [1], SamplingParams(max_tokens=1), seed=1)).result(5)
+    add(worker, EngineRequest("1", [1], SamplingParams(max_tokens=1), seed=1)).result(5)
     assert worker.stats().result(5).steps == 0
     assert delivered == []
     worker.set_paused(False)
@@ -77,9 +86,9 @@ def test_commands_that_arrive_during_a_step_run_before_the_next_one() -> None:
     worker = EngineWorker(engine, delivered.extend)
     worker.start()
     params = SamplingParams(max_tokens=1)
-    worker.add(EngineRequest("1", [1], params, seed=1))
+    add(worker, EngineRequest("1", [1], params, seed=1))
     assert waiting.wait(5)
-    added = worker.add(EngineRequest("2", [1], params, seed=1))
+    added = add(worker, EngineRequest("2", [1], params, seed=1))
     asked.set()
     added.result(5)
     while worker.call(lambda: len(delivered)).result(5) < 2:
@@ -108,7 +117,7 @@ class Failing(ReferenceEngine):
 def run_to_first_output(engine: Failing, delivered: list[StepOutput]) -> None:
     worker = EngineWorker(engine, delivered.extend)
     worker.start()
-    worker.add(EngineRequest("1", [1], SamplingParams(max_tokens=1), seed=1)).result(5)
+    add(worker, EngineRequest("1", [1], SamplingParams(max_tokens=1), seed=1)).result(5)
     while worker.call(lambda: len(delivered)).result(5) < 1:
         pass
     worker.stop()
@@ -148,7 +157,7 @@ def test_an_engine_whose_steps_only_fail_ends_the_worker_and_leaves_a_trail(
     engine.num_failures = MAX_FAILED_STEPS + 1
     worker = EngineWorker(engine, delivered.extend)
     worker.start()
-    worker.add(EngineRequest("1", [1], SamplingParams(max_tokens=1), seed=1))
+    add(worker, EngineRequest("1", [1], SamplingParams(max_tokens=1), seed=1))
     with pytest.raises(MemoryError):
         worker.stopped.result(5)
     assert delivered == []

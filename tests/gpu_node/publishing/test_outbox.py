@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Unpack
 
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
@@ -24,7 +23,7 @@ from penstock.gpu_node.publishing import pace
 from penstock.gpu_node.publishing.outbox import ENDS_PER_PART, Outbox
 from penstock.gpu_node.publishing.pace import BUSY_SHARE, Pace
 from penstock.gpu_node.taking.inbox import Bell
-from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, NodeBroker, Taken, UsedTokens
+from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, JobEnd, NodeBroker, Taken
 from penstock.queue.chunks import decode_chunks
 
 LEASE = "1:x:1"
@@ -68,13 +67,13 @@ class ScriptedBroker(NodeBroker):
         self.unanswered.append(lambda: on_answers(answers))
         return True
 
-    async def finish(self, last: Emission, outcome: Outcome, result: bytes, **used: Unpack[UsedTokens]) -> str:
+    async def finish_many(self, ends: Sequence[JobEnd]) -> list[str]:
         if self.fails_finish:
             self.fails_finish -= 1
             raise UnavailableError("no connection")
-        self.finished.append(last)
+        self.finished += [end.last for end in ends]
         await self.may_finish.wait()
-        return "OK"
+        return ["OK" for _ in ends]
 
 
 class CountingPace(Pace):

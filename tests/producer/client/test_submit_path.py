@@ -22,6 +22,7 @@ from penstock.gateway.request.generation import GenerationRequest, RequestConten
 from penstock.gateway.request.jobs import open_jobs
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import pack_prompt_of
+from penstock.queue.broker.shared_calls import SharedCalls
 
 MAX_FILES = 9
 """Files with a function that gets the request, or a part of it, in any form."""
@@ -49,7 +50,7 @@ class PathTracer:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Trace what this task calls in the block, from `AsyncClient.submit` to the call of the script."""
+        """Trace what this task calls in the block, from `AsyncClient.submit` to the call that its job shares."""
         task = asyncio.current_task()
 
         def profile(frame: FrameType, event: str, value: object) -> None:
@@ -65,7 +66,7 @@ class PathTracer:
     def _look(self, frame: FrameType, returned: object) -> None:
         code = frame.f_code
         self._begun |= code is AsyncClient.submit.__code__
-        self._ended |= code.co_name == "evalsha"
+        self._ended |= code is SharedCalls.add.__code__
         if not self._begun or self._ended or (file := file_of(code)) is None:
             return
         self.called.add(file)

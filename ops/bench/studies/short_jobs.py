@@ -1,0 +1,232 @@
+"""Thousands of short jobs a second: `python -m bench.studies.short_jobs` writes results/short_jobs.md.
+
+`queue`: Redis's CPU time per job and script, over tenants and jobs that wait, without an engine. `whole`: jobs a second
+from the client to its results, and the CPU time of each process, with an engine that is a clock and with the tiny
+model. `peers`: empty tasks through Celery, taskiq, dramatiq and arq, as far as `make bench-peers` installed them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+from fixtures.tiny_model import make_tiny_model
+from redis.asyncio import Redis
+from uuid_utils import uuid7
+
+from bench.queue_cost.processes import CpuMeter, child, cpu_us, node, redis_pid
+from penstock import AsyncClient
+from penstock.contract.job import JobDef, SamplingParams
+from penstock.contract.output import Choice, Chunk, Outcome, Usage
+from penstock.contract.pool import PoolRecord
+from penstock.contract.priority import NUM_LEVELS
+from penstock.gpu_node.settings import NodeSettings
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.node import Capacity, Emission, JobEnd, NodeBroker, Taken, UsedTokens
+from penstock.queue.broker.producer import ProducerBroker, Submission
+from penstock.queue.chunks import encode_chunk
+from penstock.queue.results import encode_result
+from penstock.runtime.embedded_redis import EmbeddedRedis
+
+POOL = "short"
+PROMPT_TOKENS = 30
+TAKEN = 32
+"""Jobs of a round: as many as a take gives of background work."""
+CASES = ((1, 1), (10, 1), (100, 1), (1000, 1), (1, 1_000), (100, 10_000), (1, 100_000), (1000, 100_000))
+"""Numbers of tenants, and of jobs that wait during the rounds."""
+SCRIPTS = ("submit", "take", "finish", "ack")
+
+
+class RedisMeter:
+    """CPU microseconds of Redis by the phase that it served: scripts, connections and the append-only file."""
+
+    def __init__(self, server: EmbeddedRedis) -> None:
+        self._pid = redis_pid(server)
+        self.spent_us = Counter[str]()
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Count the block under a name."""
+        before_us = cpu_us(self._pid)
+        yield
+        self.spent_us[phase] += round(cpu_us(self._pid) - before_us)
+
+
+class BareQueue:
+    """A pool with one node that has no engine: rounds of submissions, takes and ends through the real brokers."""
+
+    def __init__(self, redis: Redis, num_tenants: int) -> None:
+        self._node = NodeBroker(redis, POOL, "n1", "r1")
+        self._producer = ProducerBroker(redis)
+        self._tenants = [f"t{number}" for number in range(num_tenants)]
+        self._num_calls = self._num_submitted = 0
+
+    async def join(self) -> None:
+        """Let the node join the pool."""
+        settings = NodeSettings(model=POOL, redis_url="redis://").pool_config
+        await self._node.join({**settings, "max_open_jobs": 10**7, "max_queued_cost": 10**12}, PoolRecord(POOL, POOL))
+
+    async def submit(self, count: int) -> None:
+        """Submit jobs, of the tenants in turn."""
+        await asyncio.gather(*(self._producer.submit(self._submission(), "reader") for _ in range(count)))
+
+    def _submission(self) -> Submission:
+        tenant = self._tenants[self._num_submitted % len(self._tenants)]
+        self._num_submitted += 1
+        job = JobDef(
+            id=f"{POOL}.{uuid7()}",
+            tenant=tenant,
+            prompt_token_ids=[5] * PROMPT_TOKENS,
+            params=SamplingParams(max_tokens=1),
+            needs_reader=True,
+            background=True,
+        )
+        return Submission(job, PROMPT_TOKENS + 1)
+
+    async def take(self) -> tuple[Taken, ...]:
+        """Take the jobs of a round."""
+        self._num_calls += 1
+        whole = Capacity((1 << 20,) * NUM_LEVELS, (TAKEN,) * NUM_LEVELS, 1 << 20, 256)
+        return (await self._node.take(self._num_calls, "nonce", whole)).jobs
+
+    async def finish(self, jobs: tuple[Taken, ...]) -> None:
+        """End jobs with a token each."""
+        answers = await self._node.finish_many(list(map(_end_of, jobs)))
+        assert set(answers) == {"OK"}, answers
+
+    async def ack(self, jobs: tuple[Taken, ...]) -> None:
+        """Free the results of jobs, as their readers do."""
+        await asyncio.gather(*(self._producer.ack([taken.job_id], taken.tenant) for taken in jobs))
+
+
+def _end_of(taken: Taken) -> JobEnd:
+    usage = Usage(PROMPT_TOKENS, 1)
+    chunk = encode_chunk(Chunk(taken.job_id, 0, 0, 0, (7,), "a", "length", usage, num_prompt_tokens=PROMPT_TOKENS))
+    result = encode_result((Choice(0, "a", (7,), "length"),), usage, [(0, 1, 1)])
+    used = UsedTokens(kv_token_ms=40.0, usage=usage, log_bytes=len(chunk))
+    return JobEnd(Emission(taken.job_id, taken.lease, 0, (chunk,)), Outcome("succeeded"), result, used)
+
+
+@contextmanager
+def durable_redis() -> Iterator[EmbeddedRedis]:
+    """A server with an append-only file that is written each second."""
+    with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(data_dir=Path(folder), maxmemory_mib=4096) as server:
+        yield server
+
+
+async def queue_row(num_tenants: int, num_waiting: int, num_jobs: int) -> str:
+    """Return the row of the table of scripts: microseconds of Redis per job."""
+    with durable_redis() as server:
+        async with connect(server.url) as redis:
+            queue, meter = BareQueue(redis, num_tenants), RedisMeter(server)
+            await queue.join()
+            for _ in range(0, num_waiting - 1, 500):
+                await queue.submit(min(500, num_waiting - 1))
+            await _round(queue, RedisMeter(server))
+            num_done = 0
+            while num_done < num_jobs:
+                num_done += await _round(queue, meter)
+    spent_us = [meter.spent_us[name] / num_done for name in SCRIPTS]
+    cells = " | ".join(f"{us:.0f}" for us in (*spent_us, sum(spent_us)))
+    return f"| {num_tenants:,} | {num_waiting:,} | {cells} |"
+
+
+async def _round(queue: BareQueue, meter: RedisMeter) -> int:
+    with meter.of("submit"):
+        await queue.submit(TAKEN)
+    with meter.of("take"):
+        jobs = await queue.take()
+    with meter.of("finish"):
+        await queue.finish(jobs)
+    with meter.of("ack"):
+        await queue.ack(jobs)
+    return len(jobs)
+
+
+QUEUE_HEAD = """
+| tenants | waiting | {scripts} | all |
+|---|---|---|---|---|---|---|
+"""
+
+
+async def measure_queue(num_jobs: int, cases: Sequence[tuple[int, int]]) -> None:
+    """Print the table of scripts."""
+    print(QUEUE_HEAD.format(scripts=" | ".join(SCRIPTS)).rstrip())
+    for num_tenants, num_waiting in cases:
+        print(await queue_row(num_tenants, num_waiting, num_jobs), flush=True)
+
+
+WHOLE_HEAD = """
+| engine | jobs/s | client ms | node loop ms | engine ms | Redis ms |
+|---|---|---|---|---|---|"""
+
+
+async def measure_whole(num_jobs: int, kinds: Sequence[str]) -> None:
+    """Print the rows of whole jobs: `client.generate` of prompts of 30 tokens, with an output token each."""
+    print(WHOLE_HEAD)
+    for kind in kinds:
+        with durable_redis() as server, _node(server.url, kind) as pid:
+            async with AsyncClient(server.url) as client:
+                await _generate(client, _prompts(200))
+                prompts = _prompts(num_jobs)
+                pids = {"redis": redis_pid(server), "node": pid, "client": os.getpid()}
+                with CpuMeter(pids) as meter:
+                    await _generate(client, prompts)
+        ms = {name: us / num_jobs / 1e3 for name, us in meter.spent_us.items()}
+        cells = " | ".join(f"{ms[name]:.2f}" for name in ("client", "node loop", "node engine", "redis"))
+        print(f"| {kind} | {num_jobs / meter.wall_s:,.0f} | {cells} |", flush=True)
+
+
+@contextmanager
+def _node(redis_url: str, kind: str) -> Iterator[int]:
+    """Start a node whose engine is a clock that does not wait, or the tiny model. Yield its process id."""
+    if kind == "clock":
+        with node(redis_url, 0.0) as (pid, _):
+            yield pid
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_model(Path(folder))
+        argv = ("penstock", "node", folder, "--redis-url", redis_url, "--dtype", "bfloat16")
+        with child(*argv, PENSTOCK_NODE_PROGRESS="json", PENSTOCK_NODE_MAX_NUM_SEQS="256") as (pid, _):
+            yield pid
+
+
+def _prompts(num_jobs: int) -> list[list[int]]:
+    random = Random(num_jobs)
+    return [[random.randrange(3, 250) for _ in range(PROMPT_TOKENS)] for _ in range(num_jobs)]
+
+
+async def _generate(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> None:
+    results = await client.generate(prompts, max_tokens=1, ignore_eos=True)
+    assert all(len(result.choices[0].token_ids) == 1 for result in results)
+
+
+def _case_of(text: str) -> tuple[int, int]:
+    num_tenants, num_waiting = map(int, text.split(":"))
+    return num_tenants, num_waiting
+
+
+def main() -> None:
+    """Measure what is named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="*", default=["queue"])
+    parser.add_argument("--jobs", type=int, default=2000)
+    parser.add_argument("--cases", nargs="+", help="tenants:waiting")
+    parser.add_argument("--engines", nargs="+", default=["clock", "tiny"])
+    options = parser.parse_args()
+    cases = [_case_of(one) for one in options.cases] if options.cases else CASES
+    if "whole" in options.what:
+        asyncio.run(measure_whole(options.jobs, options.engines))
+    if "queue" in options.what:
+        asyncio.run(measure_queue(options.jobs, cases))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Submissions: jobs as submit.lua takes them, its calls, and its refusals as errors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from penstock.contract.errors import (
+    BusyError,
+    ConflictError,
+    InvariantError,
+    NotOnDiskError,
+    RequestError,
+    TooLargeError,
+    UnavailableError,
+)
+from penstock.contract.job import FSYNC, MEMORY, Durability, JobDef
+from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
+from penstock.contract.tenant import UNLIMITED, Terms
+from penstock.queue import keys, wire
+from penstock.queue.broker import scripts
+from penstock.queue.broker.connection import Patience, error_of_reply, retried
+from penstock.queue.broker.durable_calls import CONFIRM_TIMEOUT_S, DurableCalls
+from penstock.queue.broker.scripts import Argument
+from penstock.queue.broker.shared_calls import SharedCalls
+from penstock.queue.job_cost import RateTokens, estimate_output_bytes
+from penstock.queue.msgpack_codec import MAX_BYTES, pack, with_members
+from penstock.runtime.tracing.context import Carried
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A checked job with what the queue must know beside it. Submitting it again is harmless: same id, same bytes."""
+
+    job: JobDef
+    cost: int
+    """Predicted KV tokens."""
+    channel: bool = False
+    """Whether chunks are also published on the job's own channel."""
+    terms: Terms = UNLIMITED
+    response: ResponseRecord = NO_RESPONSE
+    rate_tokens: RateTokens | None = None
+    """What it counts for the tenant's token rate; None counts the cost."""
+    durability: Durability = MEMORY
+    """What the answer waits for: Redis, or its disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """Answer of attach. If not `pushed`, the job has the maximum of readers; the caller must poll its log instead."""
+
+    state: str
+    num_chunks: int
+    pushed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted(Attached):
+    """Answer of submit: the state of the job, which `existed` if its id or idempotency key was already known."""
+
+    job_id: str
+    existed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSubmission:
+    """A job as submit.lua takes it. Jobs of one pool and inbox may go in one call."""
+
+    job: JobDef
+    inbox: str
+    terms: Terms
+    row: tuple[Any, ...]
+    request: bytes
+    response: bytes
+
+
+def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> PackedSubmission:
+    """Pack a job. Raises TooLargeError."""
+    job, terms = submission.job, submission.terms
+    request = wire.encode_request(job)
+    if len(request) > MAX_BYTES:
+        raise TooLargeError(f"the request has {len(request)} bytes; the limit is {MAX_BYTES}", param="prompt")
+    record = submission.response
+    body = hashlib.blake2b(request, digest_size=16).hexdigest()
+    if trace:
+        # Added after the hash, since the same request of another trace is still the same request.
+        request = with_members(request, [("trace", [pack(trace)])])
+    row = (
+        *(job.id, job.level, job.num_sequences, submission.cost, body, job.deadline_ms or 0),
+        *(int(submission.channel), int(job.requires_reader), keys.key_hash(job.idempotency_key)),
+        *(estimate_output_bytes(job, len(request)), job.not_before_ms or 0, record.keep_ms),
+        *(submission.rate_tokens or ("", 0, 0, "")),
+        *(_limits_of(job), "" if job.max_wait_ms is None else job.max_wait_ms),
+    )
+    return PackedSubmission(job, inbox, terms, row, request, record.data)
+
+
+def _arguments_of(submissions: Sequence[PackedSubmission]) -> tuple[Argument, ...]:
+    """Return the arguments of submit.lua for jobs of one pool and inbox."""
+    # By identity: most jobs share an object, and its hash costs more than sending it twice.
+    numbers: dict[tuple[str, int], int] = {}
+    terms, rows = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
+    for packed in submissions:
+        one, key = packed.terms, (packed.job.tenant, id(packed.terms))
+        if key not in numbers:
+            numbers[key] = len(numbers) + 1
+            limits = one.max_open_jobs, one.max_queued_cost, one.jobs_per_minute, one.tokens_per_minute
+            terms.append((packed.job.tenant, *limits, one.burst_s, str(one.weight), one.memory_percent, one.account))
+        rows.append((numbers[key], *packed.row))
+    payloads = (data for packed in submissions for data in (packed.request, packed.response))
+    return submissions[0].inbox, scripts.packed(terms), scripts.packed(rows), *payloads
+
+
+def _limits_of(job: JobDef) -> str:
+    """Return the field `limits` of a job's record."""
+    max_tokens, max_total_tokens = job.params.max_tokens, job.max_total_tokens
+    return "" if max_tokens is None or max_total_tokens is None else f"{max_tokens} {max_total_tokens}"
+
+
+def _submitted(answer: list[Any]) -> Submitted:
+    kind, job_id, state, num_chunks, pushed = answer
+    return Submitted(state.decode(), num_chunks, bool(pushed), job_id.decode(), kind == b"EXISTS")
+
+
+class Submissions:
+    """The calls of submit.lua of one client."""
+
+    def __init__(self, redis: Redis, patience: Patience | None) -> None:
+        self.patience = patience
+        self._redis = redis
+        self._durable_calls: DurableCalls | None = None
+        self._calls = SharedCalls(self._call, lambda packed: len(packed.request) + len(packed.response))
+
+    async def close(self) -> None:
+        """End the calls, and close the connections of those that wait for the disk."""
+        await self._calls.close()
+        if self._durable_calls is not None:
+            await self._durable_calls.close()
+
+    async def submit(self, submission: Submission, inbox: str, trace: Carried) -> Submitted:
+        """Submit a job; see `ProducerBroker.submit`."""
+        job, packed = submission.job, _packed_submission(submission, inbox, trace)
+        if submission.durability != FSYNC:
+            answer = await self._calls.add((job.pool, inbox), packed)
+            _check_accepted(job, answer)
+            return _submitted(answer)
+        self._durable_calls = self._durable_calls or DurableCalls(self._redis, self.patience)
+
+        def check(answers: list[Any]) -> None:
+            _check_accepted(job, answers[0])
+
+        answers, is_on_disk = await self._durable_calls.call("submit", job.pool, _arguments_of([packed]), check)
+        if not is_on_disk:
+            raise _not_on_disk(answers[0][1].decode())
+        return _submitted(answers[0])
+
+    @retried
+    async def _call(self, submissions: Sequence[PackedSubmission]) -> list[list[Any]]:
+        """Return the answers to jobs of one pool and inbox. Raises UnavailableError if a retry makes sense."""
+        answers = await scripts.call(self._redis, "submit", submissions[0].job.pool, *_arguments_of(submissions))
+        for packed, answer in zip(submissions, answers, strict=True):
+            if answer[0] in (b"UNKNOWN_POOL", b"ERR"):
+                error = submit_error(answer[0].decode(), answer, packed.job)
+                if isinstance(error, UnavailableError):
+                    raise error
+        return cast(list[list[Any]], answers)
+
+
+# Refusals.
+
+
+def _check_accepted(job: JobDef, answer: list[Any]) -> None:
+    """Raise the error of a refusal."""
+    if (kind := answer[0].decode()) not in ("OK", "EXISTS"):
+        raise submit_error(kind, answer, job)
+
+
+def submit_error(kind: str, answer: list[Any], job: JobDef) -> Exception:
+    """Return the error for a refused job; `kind` is the first element of the script's `answer`."""
+    match kind:
+        case "UNKNOWN_POOL":
+            # The client found the pool announced, so Redis lost it since. Its nodes announce it again within seconds.
+            return UnavailableError(f"no node serves the pool {job.pool} now", code="no_node")
+        case "ID_CONFLICT":
+            return ConflictError(f"job id {job.id} belongs to another request", param="job_id")
+        case "IDEMPOTENCY_CONFLICT":
+            message = "this idempotency key was used with another request"
+            return ConflictError(message, code="idempotency_conflict", param="idempotency_key")
+        case "BAD_ID_AGE":
+            message = f"job id {job.id} is older than {answer[1] // 60_000} min or from the future"
+            return RequestError(message, code="bad_id", param="job_id")
+        case "BUSY":
+            return _busy_error(answer[1].decode(), *answer[2:])
+        case "ERR":
+            return error_of_reply(answer[1].decode(errors="replace"))
+    return InvariantError(f"submit answered {kind}")
+
+
+def _not_on_disk(job_id: str) -> NotOnDiskError:
+    message = (
+        f"durability: job {job_id} is queued, but Redis did not confirm within {CONFIRM_TIMEOUT_S:.0f} s that its disk "
+        "has it; a repeated call with the same id or idempotency key waits again"
+    )
+    return NotOnDiskError(message, job_id=job_id)
+
+
+def _busy_error(limit_name: str, limit: int, retry_after_ms: int, num_ahead: int, wait_ms: int) -> BusyError:
+    busy = partial(
+        BusyError,
+        retry_after_ms=retry_after_ms,
+        num_waiting_ahead=num_ahead,
+        estimated_wait_ms=None if wait_ms < 0 else wait_ms,
+    )
+    if limit_name == "wait":
+        return busy(f"this job would wait about {wait_ms // 1000} s; the limit is {limit} s")
+    if limit_name == "deadline":
+        message = f"this job would wait at least {wait_ms // 1000} s, longer than its deadline_s of {limit} s"
+        return busy(message, code="deadline_unreachable")
+    if limit_name == "memory":
+        message = f"the limit of {limit} % of Redis's memory is reached, including bytes that open jobs may still write"
+        return busy(message, code="redis_full")
+    if limit_name == "tenant's memory":
+        message = f"this tenant's limit of {limit} % of Redis's memory is reached by its jobs and results"
+        return busy(message, code="memory_share_exceeded")
+    tenant, _, rest = limit_name.rpartition("'s ")
+    if tenant:
+        message = f"this tenant's limit of {limit} {rest} is reached"
+        return busy(message, code="rate_limit_exceeded")
+    return busy(f"the pool's limit of {limit} {rest} is reached")
