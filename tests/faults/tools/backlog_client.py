@@ -59,7 +59,10 @@ def _row(index: int, text: str, job_id: str) -> bytes:
 
 async def run_python(part: Part) -> None:
     """Submit all that is not answered, then read, write and acknowledge each."""
-    async with AsyncClient(settings=ClientSettings(outage_s=_OUTAGE_S)) as client:
+    made = AsyncClient(settings=ClientSettings(outage_s=_OUTAGE_S))
+    # Redis may be down just now: a client that is started then says so at once.
+    await _persistent(made.connect)
+    async with made as client:
         jobs: dict[int, Any] = {}
         with part.open() as file:
 

@@ -163,7 +163,8 @@ def test_folders_that_cannot_be_read_leave_the_others_usable(
     # Root may enter any folder.
     monkeypatch.setattr(Path, "is_file", allowed)
     assert library.digests().keys() == {"whole"}
-    said = [(Path(vars(record)["folder"]).name, vars(record)["reason"]) for record in caplog.records]
+    records = [vars(record) for record in caplog.records if "folder" in vars(record)]
+    said = [(Path(record["folder"]).name, record["reason"]) for record in records]
     assert {name: "nested too deeply" in why or "denied" in why for name, why in said} == {"deep": True, "locked": True}
 
 
