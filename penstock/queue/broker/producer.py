@@ -24,7 +24,7 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 from penstock.contract.job import FSYNC, MEMORY, Durability, JobDef, pool_of
-from penstock.contract.output import Chunk, Outcome, Result
+from penstock.contract.output import UNKNOWN_WAIT, Chunk, Outcome, Result, WaitEstimate
 from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
 from penstock.contract.priority import NUM_LEVELS
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
@@ -38,7 +38,7 @@ from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
 from penstock.queue.broker.scripts import Argument, sweep
 from penstock.queue.chunks import decode_chunks
-from penstock.queue.job_cost import RateTokens, estimate_output_bytes
+from penstock.queue.job_cost import RateTokens, estimate_output_bytes, spread_with_jobs
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError, pack, with_members
 from penstock.queue.results import Fetches, PackedResult
@@ -133,12 +133,15 @@ def _not_on_disk(job_id: str) -> NotOnDiskError:
     return NotOnDiskError(message, job_id=job_id)
 
 
-def _busy_error(limit_name: str, limit: int, retry_after_ms: int, num_ahead: int, wait_ms: int) -> BusyError:
+def _busy_error(
+    limit_name: str, limit: int, retry_after_ms: int, num_ahead: int, wait_ms: int, spread: int
+) -> BusyError:
+    wait = UNKNOWN_WAIT if wait_ms < 0 else WaitEstimate.of(wait_ms, spread_with_jobs(spread / 1000, num_ahead))
     busy = partial(
         BusyError,
         retry_after_ms=retry_after_ms,
         num_waiting_ahead=num_ahead,
-        estimated_wait_ms=None if wait_ms < 0 else wait_ms,
+        **wait._asdict(),
     )
     if limit_name == "wait":
         return busy(f"this job would wait about {wait_ms // 1000} s; the limit is {limit} s")

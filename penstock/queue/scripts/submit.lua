@@ -13,8 +13,9 @@
 --   or its pool.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL} | {BAD_ID_AGE, max_age_ms}
---       | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent level, wait_ms}
---   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it.
+--       | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent level, wait_ms, spread}
+--   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it. spread: the standard
+--   error of the pace's logarithm, in thousandths.
 local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
 local MEMORY_RETRY_MS, MIN_RETRY_MS, MAX_RETRY_MS, JITTER = 5000, 1000, 600000, 0.2
 local UNKNOWN_LENGTH = 256
@@ -72,18 +73,26 @@ end
 
 local refused_key, rate_key = P .. ':refused:' .. tenant, P .. ':rate:' .. tenant
 
--- What the pool's nodes report: the cost that they complete per millisecond, nil while no node has reported a rate, and
--- the KV tokens that are free.
+-- What the pool's nodes report: the cost of this job's kind of work that they complete per millisecond, nil while no node
+-- has reported a pace, and the KV tokens that are free for jobs like this one. Sets pace_spread.
+-- job_cost.py has the same sum, for the estimates of queued jobs.
+local pace_spread = 0.5
 local function read_pace()
-  local per_s, free = 0, 0
+  local per_s, free, spread, kind = 0, 0, 0, in_background and 2 or 1
   for _, record in ipairs(redis.call('HVALS', P .. ':pressure')) do
     local ok, node = pcall(cmsgpack.unpack, record)
     if ok and type(node) == 'table' and node.draining ~= true then
-      per_s = per_s + (tonumber(node.drain_cost_per_s) or 0)
-      free = free + (tonumber(node.kv_tokens_available) or 0)
+      local rate = in_background and tonumber(node.background_cost_per_s) or 0
+      if rate == 0 then rate = tonumber(node.drain_cost_per_s) or 0 end
+      per_s = per_s + rate
+      spread = spread + rate * (type(node.pace_spreads) == 'table' and tonumber(node.pace_spreads[kind]) or 0.5)
+      local kv_tokens, sequences = tonumber(node.kv_tokens_available) or 0, tonumber(node.sequences_available)
+      free = free + (sequences and math.min(kv_tokens, sequences * cost) or kv_tokens)
     end
   end
-  return per_s > 0 and per_s / 1000 or nil, free
+  if per_s <= 0 then return nil, free end
+  pace_spread = spread / per_s
+  return per_s / 1000, free
 end
 
 -- Adds jitter from the id's last digits, which are random; Lua's random numbers are the same in every script run.
@@ -100,7 +109,7 @@ local function busy(what, limit, retry_ms, wait_ms)
   local num_ahead = 0
   for other = 0, level do num_ahead = num_ahead + redis.call('ZCARD', P .. ':waiting:' .. other) end
   return {'BUSY', what, limit, math.ceil(math.min(MAX_RETRY_MS, math.max(MIN_RETRY_MS, retry_ms))), num_ahead,
-    math.ceil(wait_ms or -1)}
+    math.ceil(wait_ms or -1), math.floor(1000 * pace_spread)}
 end
 
 -- Shares. Under `fair` a tenant's jobs wait for its own queued jobs, at its share of the nodes' pace. Under the other
