@@ -40,6 +40,7 @@ from penstock.queue.broker.connection import connect, warn_of_eviction, with_ret
 from penstock.queue.broker.jobs import past_leases_of
 from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
+from penstock.queue.policy import LEAST_URGENT
 from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.tracing.setup import tracing_of
@@ -138,7 +139,8 @@ class SteppingNode:
         before = await asyncio.wrap_future(self._worker.stats())
         try:
             for name in names:
-                await asyncio.wrap_future(self._worker.add(EngineRequest(name, prompt, params, seed=0)))
+                request = EngineRequest(name, prompt, params, seed=0, level=LEAST_URGENT, background=True)
+                await asyncio.wrap_future(self._worker.add(request))
             while not len(self.ledger):
                 after = await asyncio.wrap_future(self._worker.stats())
                 if not after.num_running + after.num_waiting:

@@ -1,11 +1,11 @@
 """How fast a node completes queued jobs: the cost that it drains per second, in predicted KV tokens. Pure data, no I/O.
 
-A pace is a quotient. Its dividend is the work that the node computes per second while jobs wait: tokens of prompts, and
-of outputs, each of which counts as many prompt tokens as take the same time. So jobs count while they run, and not only
-at their end. Its divisor is the work in a unit of predicted cost, which is known only once outputs have ended. An output
-that still runs shows that it is no shorter. Jobs end in order of their length, so the mean of those that have ended is
-too low at first. The estimator of Kaplan and Meier (1958) uses both kinds: an output that runs counts as the longer ones
-of the others.
+A pace is a quotient. Its dividend is the work that the node computes per second while jobs wait: tokens of prompts and
+of outputs. An output token counts as many prompt tokens as take the same time. So jobs count while they run, and not
+only at their end. Its divisor is the work in a unit of predicted cost, which is known only once outputs have ended.
+
+Outputs that began together end in order of their length. So the mean of those that have ended is too low at first. The
+estimator of Kaplan and Meier (1958) uses the others too: one that still runs counts as the mean of the longer ones.
 
 Foreground and background work have a pace each. That of background work is measured while only background work waits.
 So it is what the foreground work that comes meanwhile leaves.
@@ -47,10 +47,10 @@ FEW_OUTPUTS, MANY_OUTPUTS, MANY_SEQUENCES = 5, 9, 16
 
 
 def phases(max_num_seqs: int) -> tuple[tuple[int, int], ...]:
-    """Return what a node computes to learn the costs of its steps: (sequences, output tokens of each), one after another.
+    """Return what a node computes to learn the costs of its steps: phases of (sequences, output tokens of each).
 
-    The prompts are short. First comes hardly more than steps of one sequence, then prompts alone, then prompts and steps
-    of many sequences.
+    The prompts are short. First comes hardly more than steps of one sequence, then prompts alone, then prompts and
+    steps of many sequences.
     """
     many = min(MANY_SEQUENCES, max_num_seqs)
     return (1, MANY_OUTPUTS), (many, 1), (many, FEW_OUTPUTS)

@@ -226,10 +226,7 @@ class Heartbeat:
         stats, most = snapshot.stats, self._base.max_num_seqs
         foreground_waits, background_waits = snapshot.queued_kinds
         self._drain.update(
-            now_s,
-            num_running=stats.num_running,
-            foreground_waits=foreground_waits,
-            background_waits=background_waits,
+            now_s, num_running=stats.num_running, foreground_waits=foreground_waits, background_waits=background_waits
         )
         if foreground_waits or background_waits:
             num_sequences = stats.num_running

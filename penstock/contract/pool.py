@@ -262,7 +262,7 @@ class NodePressure(EngineLoad):
     sequences_available: int | None = None
     """Sequences that it can still take; None from a node of an earlier release."""
     drain_cost_per_s: float = 0.0
-    """The pace: cost, in predicted KV tokens, of queued foreground jobs that it completes per second while these wait."""
+    """The pace: predicted KV tokens of queued foreground jobs that it completes per second while these wait."""
     background_cost_per_s: float = 0.0
     """The same of background jobs while no foreground jobs wait; 0 from a node of an earlier release."""
     pace_spreads: tuple[float, ...] = ()

@@ -42,7 +42,8 @@ def node(**fields: Any) -> NodePressure:
 
 def test_a_wait_is_the_cost_ahead_and_one_held_job_at_the_sum_of_the_paces() -> None:
     held = {"num_jobs": 2, "kv_blocks_total": 100, "block_size": 10, "kv_tokens_available": 800}
-    nodes = [node(drain_cost_per_s=30.0, **held), node(drain_cost_per_s=20.0), node(drain_cost_per_s=9.0, draining=True)]
+    nodes = [node(drain_cost_per_s=30.0, **held), node(drain_cost_per_s=20.0)]
+    nodes.append(node(drain_cost_per_s=9.0, draining=True))
     assert expected_wait(nodes, Ahead(4, 400), is_background=False).estimated_wait_ms == 10_000
     assert expected_wait([node()], Ahead(4, 400), is_background=False) == UNKNOWN_WAIT
     assert expected_wait([], Ahead(0, 0), is_background=False).estimated_wait_ms == 0

@@ -86,7 +86,7 @@ class StepTime:
 
     @property
     def costs_ms(self) -> tuple[float, float, float] | None:
-        """The milliseconds of a step without tokens, of a decoded token, and of a prompt token; None before any step."""
+        """The milliseconds of a step without tokens, of a decoded and of a prompt token; None before any step."""
         return (self._weights[0], self._weights[1], self._weights[2]) if self._has_scale else None
 
     def decode_ms(self, num_decoded: int) -> float:

@@ -14,7 +14,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
@@ -422,10 +422,10 @@ HEAD = """# Estimated waits
 
 Every {sample:.0f} s the wait of {sampled} queued jobs is estimated, and compared with the time until a node took them.
 The *error* is the larger quotient of the two. *Inside*: part of the waits between `estimated_wait_p10_ms` and
-`estimated_wait_p90_ms`, which are to hold 80 %. Only true waits of at least {min_wait:.0f} s count. Where a node joins or
-dies, only estimates from 30 s after that count. Replays are {seeds} runs in virtual time: the steps of simulated nodes
-take what a model of step times says, with noise. Their nodes have computed nothing before but the steps that a node
-measures at its start.
+`estimated_wait_p90_ms`, which are to hold 80 %. Only true waits of at least {min_wait:.0f} s count. Where a node joins
+or dies, only estimates from 30 s after that count, and the first minute is the one after these 30 s. Replays are
+{seeds} runs in virtual time: the steps of simulated nodes take what a model of step times says, with noise. Their nodes
+have computed nothing before but the steps that a node measures at its start.
 
 | backlog | first minute: median error | p90 | inside | all: median error | p90 | inside | estimates |
 |---|---|---|---|---|---|---|---|
@@ -450,7 +450,9 @@ def row(name: str, compared: Sequence[ComparedWait], changes_s: float = math.inf
     """Return a line of the table. The first minute of a backlog whose nodes change is the one after these 30 s."""
     counting = counted(compared, changes_s)
     until_s = 60 if changes_s == math.inf else changes_s + 90
-    return f"| {name} | {_cells([one for one in counting if one.at_s < until_s])} | {_cells(counting)} | {len(counting)} |"
+    return (
+        f"| {name} | {_cells([one for one in counting if one.at_s < until_s])} | {_cells(counting)} | {len(counting)} |"
+    )
 
 
 def plot(panels: dict[str, tuple[Sequence[ComparedWait], float]]) -> None:

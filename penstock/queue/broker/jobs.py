@@ -15,7 +15,16 @@ from redis.exceptions import ResponseError
 
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import JobDef, JobKey, lowered_max_tokens, pool_of
-from penstock.contract.output import TERMINAL_STATES, JobLedger, LeaseEnd, Outcome, PastLease, QueuePosition, Usage, state_of
+from penstock.contract.output import (
+    TERMINAL_STATES,
+    JobLedger,
+    LeaseEnd,
+    Outcome,
+    PastLease,
+    QueuePosition,
+    Usage,
+    state_of,
+)
 from penstock.contract.priority import NUM_PRIORITIES, Priority, class_of_level, is_background
 from penstock.queue import keys
 from penstock.queue.broker import scripts

@@ -137,12 +137,7 @@ def _busy_error(
     limit_name: str, limit: int, retry_after_ms: int, num_ahead: int, wait_ms: int, spread: int
 ) -> BusyError:
     wait = UNKNOWN_WAIT if wait_ms < 0 else WaitEstimate.of(wait_ms, spread_with_jobs(spread / 1000, num_ahead))
-    busy = partial(
-        BusyError,
-        retry_after_ms=retry_after_ms,
-        num_waiting_ahead=num_ahead,
-        **wait._asdict(),
-    )
+    busy = partial(BusyError, retry_after_ms=retry_after_ms, num_waiting_ahead=num_ahead, **wait._asdict())
     if limit_name == "wait":
         return busy(f"this job would wait about {wait_ms // 1000} s; the limit is {limit} s")
     if limit_name == "deadline":

@@ -1,4 +1,4 @@
-"""The replay of backlogs: estimates are near the true waits from the first minute, and again after a node joins or dies."""
+"""Replayed backlogs: estimates are near the true waits from the first minute, and again after a node joins or dies."""
 
 from __future__ import annotations
 
