@@ -58,7 +58,7 @@ ANNOUNCE_S = 2.0
 """Interval at which the adapter folder is scanned for changes."""
 
 
-class SteppingNode:
+class Node:
     """The service around one engine: asyncio code for Redis, and the engine on its own thread. It serves one pool."""
 
     def __init__(self, settings: NodeSettings, engine: EngineLike, seats: Seats = NO_SEATS) -> None:
