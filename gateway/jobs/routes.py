@@ -61,7 +61,7 @@ class SubmitJob:
             rename(error, body.content.names)
             raise
         links = links_of(submitted.job_id)
-        answer = {"id": submitted.job_id, "object": "job", "state": submitted.state, "links": links}
+        answer: dict[str, Any] = {"id": submitted.job_id, "object": "job", "state": submitted.state, "links": links}
         if generation.shows_waiting:
             answer |= await self._waiting(submitted, generation.tenant)
         headers = {"Location": links["self"], JOB_HEADER: submitted.job_id}

@@ -191,14 +191,16 @@ _UNKNOWN_SPREAD = 0.5
 
 def expected_wait(nodes: Sequence[NodePressure], ahead: Ahead, *, is_background: bool) -> WaitEstimate:
     """Return how long a job waits: until the nodes have completed what is ahead, and one of the jobs that they hold."""
+    live = [node for node in nodes if not node.draining]
+    rates = [_rate_of(node, is_background=is_background) for node in live]
     held = mean_held_cost(nodes)
     foreground = ahead.foreground_cost + (0.0 if is_background else held)
     background = ahead.background_cost + (held if is_background else 0.0)
-    if (seconds := drain_s(nodes, foreground, background)) is None:
+    seconds = drain_s(live, foreground, background)
+    if seconds is None or not any(rates):
         return UNKNOWN_WAIT
-    rates = [(_rate_of(node, is_background=is_background), node) for node in nodes if not node.draining]
-    total = sum(rate for rate, _ in rates)
-    spread = sum(rate * _spread_of(node, is_background=is_background) for rate, node in rates) / total if total else 0.0
+    spreads = (_spread_of(node, is_background=is_background) for node in live)
+    spread = sum(rate * of_node for rate, of_node in zip(rates, spreads, strict=True)) / sum(rates)
     return WaitEstimate.of(1000 * seconds, spread_with_jobs(spread, ahead.num_jobs))
 
 

@@ -46,7 +46,7 @@ def test_a_wait_is_the_cost_ahead_and_one_held_job_at_the_sum_of_the_paces() -> 
     nodes.append(node(drain_cost_per_s=9.0, draining=True))
     assert expected_wait(nodes, Ahead(4, 400), is_background=False).estimated_wait_ms == 10_000
     assert expected_wait([node()], Ahead(4, 400), is_background=False) == UNKNOWN_WAIT
-    assert expected_wait([], Ahead(0, 0), is_background=False).estimated_wait_ms == 0
+    assert expected_wait([], Ahead(0, 0), is_background=False) == UNKNOWN_WAIT
 
 
 def test_background_work_waits_for_each_kind_at_its_pace() -> None:
