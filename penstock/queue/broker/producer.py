@@ -137,7 +137,14 @@ def _busy_error(
     limit_name: str, limit: int, retry_after_ms: int, num_ahead: int, wait_ms: int, spread: int
 ) -> BusyError:
     wait = UNKNOWN_WAIT if wait_ms < 0 else WaitEstimate.of(wait_ms, spread_with_jobs(spread / 1000, num_ahead))
-    busy = partial(BusyError, retry_after_ms=retry_after_ms, num_waiting_ahead=num_ahead, **wait._asdict())
+    busy = partial(
+        BusyError,
+        retry_after_ms=retry_after_ms,
+        num_waiting_ahead=num_ahead,
+        estimated_wait_ms=wait.estimated_wait_ms,
+        estimated_wait_p10_ms=wait.estimated_wait_p10_ms,
+        estimated_wait_p90_ms=wait.estimated_wait_p90_ms,
+    )
     if limit_name == "wait":
         return busy(f"this job would wait about {wait_ms // 1000} s; the limit is {limit} s")
     if limit_name == "deadline":
