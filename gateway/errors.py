@@ -25,6 +25,7 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
+from penstock.contract.output import WaitEstimate
 from penstock.contract.problems import MAX_NAME_CHARS
 
 ID_HEADER = "X-Request-Id"
@@ -60,7 +61,7 @@ def error_body(error: PenstockError) -> dict[str, Any]:
     if isinstance(error, NotOnDiskError):
         body["error"]["job_id"] = error.job_id
     if isinstance(error, BusyError):
-        waiting = {"num_waiting_ahead": error.num_waiting_ahead, "estimated_wait_ms": error.estimated_wait_ms}
+        waiting = {name: getattr(error, name) for name in ("num_waiting_ahead", *WaitEstimate._fields)}
         body["error"] |= {name: value for name, value in waiting.items() if value is not None}
     return body
 

@@ -13,11 +13,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from penstock.contract.errors import UnavailableError
+from penstock.contract.errors import PenstockError, UnavailableError
+from penstock.contract.job import SamplingParams
 from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import KINDS
-from penstock.gpu_node.engine.records import EngineStats, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
+from penstock.gpu_node.jobs.drain import PHASE_PROMPT_TOKENS, StepParts, phases
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.reports import JobReports
@@ -38,6 +40,7 @@ from penstock.queue.broker.connection import connect, warn_of_eviction, with_ret
 from penstock.queue.broker.jobs import past_leases_of
 from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
+from penstock.queue.policy import LEAST_URGENT
 from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.tracing.setup import tracing_of
@@ -49,6 +52,8 @@ JOIN_PATIENCE_S = 60.0
 """How long joining the pool is retried while Redis is unavailable."""
 LEAVE_PATIENCE_S = 5.0
 """How long each step of the drain is retried while Redis is unavailable, and how long the engine may take to end."""
+MEASURE_POLL_S = 0.02
+_RUNNER_PARTS = ("forward", "sample")
 ANNOUNCE_S = 2.0
 """Interval at which the adapter folder is scanned for changes."""
 
@@ -112,6 +117,41 @@ class Node:
         if self._stop.is_set():
             self._end_grace.set()
         self._stop.set()
+
+    async def measure_steps(self) -> None:
+        """Learn what steps of the idle engine take, so that the pool can estimate waits before any job has run.
+
+        A job that comes meanwhile ends the measurement.
+        """
+        most, took_ms = self._settings.max_num_seqs, list[float]()
+        # The first step is slower than all others.
+        for phase in ((1, 1), *phases(most)):
+            if (one := await self._time_of(*phase)) is None:
+                return
+            took_ms.append(one)
+        self._heartbeat.measured_costs = StepParts.measured(took_ms[1:], most)
+
+    async def _time_of(self, num_sequences: int, num_outputs: int) -> float | None:
+        """Return the milliseconds of the engine's steps with these sequences; None if it has other work."""
+        params = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
+        prompt = [1 + at % 4 for at in range(PHASE_PROMPT_TOKENS)]
+        names = [f"measure-{at}" for at in range(num_sequences)]
+        before = await asyncio.wrap_future(self._worker.stats())
+        try:
+            for name in names:
+                request = EngineRequest(name, prompt, params, seed=0, level=LEAST_URGENT, background=True)
+                await asyncio.wrap_future(self._worker.add(request))
+            while not len(self.ledger):
+                after = await asyncio.wrap_future(self._worker.stats())
+                if not after.num_running + after.num_waiting:
+                    return sum(1e3 * (after.part_seconds[part] - before.part_seconds[part]) for part in _RUNNER_PARTS)
+                await asyncio.sleep(MEASURE_POLL_S)
+        except PenstockError:
+            log.info("the steps of this engine cannot be measured")
+        finally:
+            for name in names:
+                self._worker.abort(name)
+        return None
 
     async def shed_load(self) -> None:
         """Give back jobs that do not fit here and fit on another node. The load shedder also does this every second."""
@@ -299,7 +339,8 @@ class Node:
             revision=self._engine.revision,
         )
         snapshot = partial(take_snapshot, self._watch, self.ledger, self._inbox, self._outbox)
-        return Heartbeat(self._broker, self._outbox, snapshot, base=base, interval_s=interval_s)
+        drain = self.ledger.drain
+        return Heartbeat(self._broker, self._outbox, snapshot, base=base, drain=drain, interval_s=interval_s)
 
 
 async def _first_of(*waits: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> None:

@@ -106,11 +106,16 @@ async def run_node(settings: NodeSettings) -> None:
         problem = f"tool_parser is {settings.tool_parser}, but the model's chat template takes no tools"
         raise ConfigError(problem, param="tool_parser")
     freeze_gc()
-    await serve_engine(settings, engine, seats)
+    await serve_engine(settings, engine, seats, measures_steps=True)
 
 
-async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats | None = None) -> None:
-    """Serve a loaded engine until a signal. `seats`: seats that this process already holds; None: take them here."""
+async def serve_engine(
+    settings: NodeSettings, engine: EngineLike, seats: Seats | None = None, *, measures_steps: bool = False
+) -> None:
+    """Serve a loaded engine until a signal. `seats`: seats that this process already holds; None: take them here.
+
+    `measures_steps`: run a few steps at the start, so that the pool knows this node's pace.
+    """
     node = Node(settings, engine, take_seats(settings) if seats is None else seats)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -121,6 +126,8 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
         await ready.wait()
         guard.start()  # Not before: loading and compiling may take long.
         _report({"event": "ready", "pool": settings.pool_name})
+        if measures_steps:
+            await node.measure_steps()
 
     announcing = asyncio.create_task(announce())
     watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)

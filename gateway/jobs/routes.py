@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -26,7 +27,7 @@ from penstock.gateway.route_doc import TEXT, RouteDoc, object_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import JOB_HEADER, MAX_TOKENS_HEADER, Answers
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.job_objects import job_object
+from penstock.producer.client.job_objects import job_object, queue_members
 from penstock.producer.client.request import choose_pool
 from penstock.queue.broker.producer import Submitted
 from penstock.runtime.cooperative import LoopYielder
@@ -60,7 +61,9 @@ class SubmitJob:
             rename(error, body.content.names)
             raise
         links = links_of(submitted.job_id)
-        answer = {"id": submitted.job_id, "object": "job", "state": submitted.state, "links": links}
+        answer: dict[str, Any] = {"id": submitted.job_id, "object": "job", "state": submitted.state, "links": links}
+        if generation.shows_waiting:
+            answer |= await self._waiting(submitted, generation.tenant)
         headers = {"Location": links["self"], JOB_HEADER: submitted.job_id}
         if (limit := await self._lowered_limit(generation, pool_of(submitted.job_id))) is not None:
             headers[MAX_TOKENS_HEADER] = str(limit)
@@ -75,6 +78,14 @@ class SubmitJob:
         options = submit_options(generation)
         options["idempotency_key"] = _idempotency_key_of(generation)
         return await self._client.submit_unread(content.prompts[0], **options)
+
+    async def _waiting(self, submitted: Submitted, tenant: str) -> dict[str, int | None]:
+        """Return the members of a queued job. If they cannot be read, there are none: the job is accepted."""
+        with suppress(PenstockError):
+            status = await self._client.status(submitted.job_id, tenant=tenant)
+            if status.state == "queued":
+                return queue_members(status)
+        return {}
 
     async def _lowered_limit(self, generation: GenerationRequest, pool: str) -> int | None:
         """Return what the pool's context leaves of `max_tokens` at most, or None if it may leave all."""

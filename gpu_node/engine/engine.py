@@ -466,6 +466,7 @@ def engine_stats(
         process_bytes=resident_bytes(),
         kind_seconds=scheduler.background.engine_time.seconds,
         level_seconds=scheduler.background.engine_time.level_seconds,
+        step_costs_ms=scheduler.background.engine_time.step_costs_ms,
         background_held_back=scheduler.background.num_held_back,
         background_due=scheduler.background.is_due,
         arithmetic=model.arithmetic,

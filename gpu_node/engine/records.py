@@ -163,6 +163,8 @@ class EngineStats(EngineLoad):
     """Seconds of all steps by kind of work: foreground and background."""
     level_seconds: tuple[float, ...] = ()
     """Seconds of all steps by the levels of the jobs, their class and kind, most urgent first."""
+    step_costs_ms: tuple[float, float, float] | None = None
+    """What the model of step times says: fixed part, decoded token, prompt token; None before the first step."""
     background_held_back: int = 0
     """Times that a running background sequence had to skip a step."""
     background_due: bool = False

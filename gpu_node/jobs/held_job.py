@@ -12,6 +12,7 @@ from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Sam
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, PrefillProgress, Usage
 from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.jobs.drain import JobWork
 from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobTrace
 from penstock.queue import msgpack_codec, results
 from penstock.queue.broker.node import Emission, Taken, UsedTokens
@@ -183,6 +184,8 @@ class HeldJob:
         """The packed output of its task."""
         self.error: PenstockError | None = None
         """Why a choice failed, when the request itself is the cause."""
+        self.work: JobWork | None = None
+        """What it has computed here; None until the prompt has been tokenized, and for a task."""
         self.prefill: PrefillProgress | None = None
         """How far its prompt is computed, until the next emission carries that to its readers."""
         self._chunks: list[bytes] = []
@@ -251,6 +254,11 @@ class HeldJob:
         if self.is_task:
             return None  # It is charged for its work, which is not measured in KV tokens.
         return self.kv_token_ms if self.is_complete or not self.is_in_engine else None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of all choices so far."""
+        return sum(len(c.token_ids) for c in self._choices)
 
     @property
     def ended_lengths(self) -> list[int]:
@@ -389,7 +397,7 @@ class HeldJob:
     def _usage(self) -> Usage:
         if self.usage is not None:
             return self.usage
-        return Usage(self.num_prompt_tokens, sum(len(c.token_ids) for c in self._choices))
+        return Usage(self.num_prompt_tokens, self.num_output_tokens)
 
     def _seal(self, pack: Pack) -> None:
         while self.has_unsealed_prompt:

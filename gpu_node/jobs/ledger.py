@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.contract.output import Outcome
-from penstock.contract.priority import NUM_LEVELS, PerLevel
+from penstock.contract.priority import NUM_LEVELS, PerLevel, is_background
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
+from penstock.gpu_node.jobs.drain import DrainEstimator
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.times import EndedJob, NodeCounts
 from penstock.queue.broker.node import MAX_PREEMPTIONS
@@ -30,6 +31,8 @@ class Ledger:
         self._jobs: dict[str, HeldJob] = {}
         self._by_lease: dict[str, HeldJob] = {}
         self._predictor = LengthPredictor(RESERVED_QUANTILE)
+        self.drain = DrainEstimator()
+        """The pace at which this node completes jobs. `look_at_work` notes what the held ones have computed."""
         self.hold_ms = HOLD_MS
         """How long each KV token of a job's cost was held, in milliseconds; an average over jobs that ended here."""
 
@@ -79,6 +82,20 @@ class Ledger:
         if job.taken.preemptions >= MAX_PREEMPTIONS:
             # It was moved too often: reserve its longest possible output, so that it can finish here.
             job.predicted_tokens = job.max_output_tokens
+        job.work = self.drain.begin(
+            is_background=is_background(job.taken.level),
+            cost=job.taken.cost,
+            num_prompt=num_prompt_tokens,
+            max_output=job.max_output_tokens,
+            num_choices=job.params.n,
+            num_logged=job.num_output_tokens,
+        )
+
+    def look_at_work(self) -> None:
+        """Note what the held jobs have computed."""
+        for job in self._jobs.values():
+            if job.work is not None and job.outcome is None:
+                self.drain.note(job.work, job.num_output_tokens)
 
     @property
     def predicted_outputs(self) -> tuple[tuple[int, int, int], ...]:
@@ -87,6 +104,8 @@ class Ledger:
 
     def learn(self, job: HeldJob) -> None:
         """Update the length predictor and `hold_ms` with a job that has no open choice left."""
+        if job.work is not None:
+            self.drain.note(job.work, job.num_output_tokens, has_ended=not job.has_failed_choice)
         for length in job.ended_lengths:
             prompt, predicted = job.num_prompt_tokens, min(job.max_tokens, job.predicted_tokens)
             self._predictor.ended(job.taken.tenant, prompt, job.max_tokens, length, predicted)
@@ -98,7 +117,6 @@ class Ledger:
         `at_s`: on this process's monotonic clock.
         """
         self.counts.finished += 1
-        self.counts.finished_cost += job.taken.cost
         ended = job.ended(outcome)
         if not job.is_task:
             self.counts.jobs.ended(job.taken.priority, job.times, ended, at_s)

@@ -193,8 +193,6 @@ class NodeCounts:
     """Jobs taken that had run on another node, or were lost with it."""
     finished: int = 0
     """Jobs ended, as acknowledged by Redis."""
-    finished_cost: int = 0
-    """Total cost of those jobs, in KV tokens like the queue's backlog."""
     dropped: int = 0
     """Jobs dropped because they belonged to another node by then."""
     given_back_drain: int = 0

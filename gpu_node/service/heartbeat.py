@@ -13,6 +13,7 @@ from itertools import zip_longest
 from penstock.contract.errors import UnavailableError
 from penstock.contract.pool import EngineLoad, NodePressure
 from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.jobs.drain import DrainEstimator, DrainPace, StepParts
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.service.health import EngineWatch, Health, HealthSample
@@ -35,12 +36,11 @@ class NodeSnapshot:
     jobs_by_level: tuple[int, ...]
     jobs_by_tenant: dict[str, int]
     kv_tokens_available: int
-    has_backlog: bool
-    """Whether jobs were waiting when the queue was last read."""
+    sequences_available: int
+    queued_kinds: tuple[bool, bool]
+    """Whether foreground and background jobs were waiting when the queue was last read."""
     hears_doorbell: bool
     num_tokenizer_failures: int
-    finished_cost: int
-    """Total cost of the jobs that finished here."""
     predicted_outputs: tuple[tuple[int, int, int], ...]
     """Predicted output lengths; see `NodePressure`."""
     unsent_bytes: int
@@ -50,6 +50,7 @@ class NodeSnapshot:
 async def take_snapshot(watch: EngineWatch, ledger: Ledger, inbox: JobInbox, outbox: Outbox) -> NodeSnapshot:
     """Look at the engine, then return the state of all parts at that moment. Raises as `EngineWatch.look` does."""
     stats = await watch.look()
+    ledger.look_at_work()
     return NodeSnapshot(
         stats=stats,
         engine_stalled_s=watch.stalled_s,
@@ -58,10 +59,10 @@ async def take_snapshot(watch: EngineWatch, ledger: Ledger, inbox: JobInbox, out
         jobs_by_level=ledger.jobs_by_level,
         jobs_by_tenant=ledger.jobs_by_tenant,
         kv_tokens_available=inbox.kv_tokens_available,
-        has_backlog=inbox.has_backlog,
+        sequences_available=inbox.sequences_available,
+        queued_kinds=inbox.queued_kinds,
         hears_doorbell=inbox.hears_doorbell,
         num_tokenizer_failures=inbox.num_tokenizer_failures,
-        finished_cost=ledger.counts.finished_cost,
         predicted_outputs=ledger.predicted_outputs,
         unsent_bytes=ledger.unsent_bytes,
         max_unsent_bytes=outbox.max_unsent_bytes,
@@ -72,6 +73,10 @@ MAX_INTERVAL_S = 2.0
 HEARTBEATS_PER_LEASE = 6
 HEARTBEATS_PER_CHECK = 5
 """Every fifth heartbeat compares the ids of all held jobs with Redis."""
+FEW_STEPS = 128
+"""Steps after which the engine's model of step times is used, instead of what was measured at the start."""
+TYPICAL_COST = 512
+"""KV tokens of a sequence that are assumed for the number of sequences, while no jobs wait."""
 _RATE_HALF_LIFE_S = 10.0
 _SHARED_STATS = [field.name for field in fields(EngineLoad)]
 """Statistics that a pressure record copies from the engine."""
@@ -94,11 +99,11 @@ class RateEstimator:
         self._last = 0.0
         self.per_s = 0.0
 
-    def update(self, total: float, now_s: float, *, counts: bool = True) -> float:
-        """Add a counter's new value and return the rate. An interval that does not count leaves the rate unchanged."""
+    def update(self, total: float, now_s: float) -> float:
+        """Add a counter's new value and return the rate."""
         elapsed_s, gained = now_s - self._last_s, total - self._last
         self._last_s, self._last = now_s, total
-        if counts and elapsed_s > 0 and (gained > 0 or not self._keeps):
+        if elapsed_s > 0 and (gained > 0 or not self._keeps):
             fade = 0.5 ** (elapsed_s / _RATE_HALF_LIFE_S) if self.per_s else 0.0
             self.per_s = fade * self.per_s + (1 - fade) * gained / elapsed_s
         return self.per_s
@@ -131,21 +136,28 @@ class Heartbeat:
         snapshot: Callable[[], Awaitable[NodeSnapshot]],
         *,
         base: NodePressure,
+        drain: DrainEstimator,
         interval_s: float,
     ) -> None:
-        """`base`: the part of the pressure that stays the same. `outbox` ends the jobs that Redis names."""
+        """`base`: the part of the pressure that stays the same. `outbox` ends the jobs that Redis names.
+
+        `drain` knows what the jobs have computed when a snapshot has been taken.
+        """
         self._broker = broker
         self._outbox = outbox
         self._snapshot = snapshot
         self._base = base
         self._interval_s = interval_s
-        self._drain, self._prefill, self._decode, self._steps = (RateEstimator(time.monotonic()) for _ in range(4))
+        self._drain = drain
+        self._prefill, self._decode, self._steps = (RateEstimator(time.monotonic()) for _ in range(3))
         self._preemptions = RateEstimator(time.monotonic(), keeps=False)
         self._engine_time = RecentEngineTime(time.monotonic())
         self._num_heartbeats = 0
         self._acknowledged_s, self._late_s = time.monotonic(), 0.0
         self._attempted_s = time.monotonic()
         self._health = Health()
+        self.measured_costs: StepParts | None = None
+        """What steps take, as measured before the first job."""
         self.draining = False
 
     async def run(self) -> None:
@@ -186,6 +198,7 @@ class Heartbeat:
         stats = snapshot.stats
         steps_per_s = self._steps.update(stats.steps, now_s)
         decode_per_s = self._decode.update(stats.decode_tokens, now_s)
+        foreground, background = self._paces(snapshot, now_s)
         return replace(
             self._base,
             **{name: getattr(stats, name) for name in _SHARED_STATS},
@@ -193,10 +206,12 @@ class Heartbeat:
             jobs_by_level=snapshot.jobs_by_level,
             jobs_by_tenant=snapshot.jobs_by_tenant,
             kv_tokens_available=snapshot.kv_tokens_available,
+            sequences_available=snapshot.sequences_available,
             prefill_tokens_per_s=self._prefill.update(stats.prefill_tokens, now_s),
             decode_tokens_per_s=decode_per_s,
-            # Counted only while jobs wait: an idle node's finished jobs do not show how fast it could work.
-            drain_cost_per_s=self._drain.update(snapshot.finished_cost, now_s, counts=snapshot.has_backlog),
+            drain_cost_per_s=foreground.cost_per_s,
+            background_cost_per_s=background.cost_per_s,
+            pace_spreads=(foreground.spread, background.spread),
             preemptions_per_s=self._preemptions.update(stats.num_preemptions, now_s),
             recent_engine_ms=self._engine_time.update(stats.level_seconds, now_s),
             num_steps=stats.steps,
@@ -205,6 +220,22 @@ class Heartbeat:
             predicted_outputs=snapshot.predicted_outputs,
             troubles=self._health.look(self._health_sample(snapshot, now_s)),
         )
+
+    def _paces(self, snapshot: NodeSnapshot, now_s: float) -> tuple[DrainPace, DrainPace]:
+        """Return the paces of foreground and background work."""
+        stats, most = snapshot.stats, self._base.max_num_seqs
+        foreground_waits, background_waits = snapshot.queued_kinds
+        self._drain.update(
+            now_s, num_running=stats.num_running, foreground_waits=foreground_waits, background_waits=background_waits
+        )
+        if foreground_waits or background_waits:
+            num_sequences = stats.num_running
+        else:
+            num_sequences = min(most, stats.kv_blocks_total * stats.block_size // TYPICAL_COST)
+        costs = self.measured_costs
+        if stats.step_costs_ms is not None and stats.steps >= FEW_STEPS:
+            costs = StepParts(*stats.step_costs_ms)
+        return self._drain.paces(costs, max(1, num_sequences))
 
     def _health_sample(self, snapshot: NodeSnapshot, now_s: float) -> HealthSample:
         return HealthSample(

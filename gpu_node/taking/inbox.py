@@ -119,6 +119,7 @@ class JobInbox:
         self._preparation = preparation
         self._engine = engine
         self._bell = bell
+        self._queued_kinds = False, False
         self._call = 0
         self._nonce = ""
         self.answered_call = 0
@@ -130,14 +131,19 @@ class JobInbox:
         return self._capacity().kv_tokens[-1]
 
     @property
+    def sequences_available(self) -> int:
+        """Sequences that no taken job uses."""
+        return self._capacity().slots[-1]
+
+    @property
     def hears_doorbell(self) -> bool:
         """Whether the doorbell channel is subscribed."""
         return self._bell.is_heard
 
     @property
-    def has_backlog(self) -> bool:
-        """Whether jobs were waiting when the queue was last read."""
-        return self._bell.depth > 0
+    def queued_kinds(self) -> tuple[bool, bool]:
+        """Whether foreground and background jobs were waiting when the queue was last read."""
+        return self._queued_kinds
 
     @property
     def num_tokenizer_failures(self) -> int:
@@ -171,7 +177,8 @@ class JobInbox:
         answer = await self._broker.take(self._call, self._nonce, self._capacity(), hold_ms=self._ledger.hold_ms)
         jobs = self._hold(answer)
         self._bell.depth = sum(answer.depth)
-        self._engine.note_queued_background(any(answer.depth[NUM_PRIORITIES:]))
+        self._queued_kinds = any(answer.depth[:NUM_PRIORITIES]), any(answer.depth[NUM_PRIORITIES:])
+        self._engine.note_queued_background(self._queued_kinds[1])
         self._ledger.counts.queue_share = sum(answer.depth) / max(1, answer.num_nodes)
         for job in jobs:
             self._preparation.begin(job)

@@ -141,7 +141,8 @@ class BusyError(PenstockError):
     """A limit of the pool, the tenant or Redis is reached. The caller should repeat it after `retry_after_ms`.
 
     `num_waiting_ahead` and `estimated_wait_ms` say how many queued jobs are as urgent or more urgent, and how long the
-    job would wait with them. They are None where the refusal does not depend on them.
+    job would wait with them. 4 of 5 waits are to lie between the two percentiles. All are None where the refusal does
+    not depend on them.
     """
 
     status = 429
@@ -156,11 +157,14 @@ class BusyError(PenstockError):
         code: str | None = None,
         num_waiting_ahead: int | None = None,
         estimated_wait_ms: int | None = None,
+        estimated_wait_p10_ms: int | None = None,
+        estimated_wait_p90_ms: int | None = None,
     ) -> None:
         super().__init__(message, code=code)
         self.retry_after_ms = retry_after_ms
         self.num_waiting_ahead = num_waiting_ahead
         self.estimated_wait_ms = estimated_wait_ms
+        self.estimated_wait_p10_ms, self.estimated_wait_p90_ms = estimated_wait_p10_ms, estimated_wait_p90_ms
 
 
 class UnavailableError(PenstockError):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple, Self
 
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.tasks import TaskOutput
@@ -12,16 +13,47 @@ from penstock.contract.tasks import TaskOutput
 # Updates about a job before its first token: its position in the queue, then the progress of its prompt.
 
 
+_P90 = 1.2816
+"""The 90th percentile of the standard normal distribution."""
+
+
+class WaitEstimate(NamedTuple):
+    """How long a job will probably wait until a node takes it: a value, and an interval that is to hold 4 of 5 waits.
+
+    A member None is unknown. All three are while no node knows its pace.
+    """
+
+    estimated_wait_ms: int | None = None
+    estimated_wait_p10_ms: int | None = None
+    """One of ten jobs waits less."""
+    estimated_wait_p90_ms: int | None = None
+    """One of ten jobs waits longer."""
+
+    @classmethod
+    def of(cls, wait_ms: float, spread: float) -> Self:
+        """Return an estimate whose logarithm has the standard error `spread`."""
+        factor = math.exp(_P90 * spread)
+        return cls(math.ceil(wait_ms), math.floor(wait_ms / factor), math.ceil(wait_ms * factor))
+
+
+UNKNOWN_WAIT, NO_WAIT = WaitEstimate(), WaitEstimate(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
     """The estimated position of a job in its pool's queue.
 
     `position` is 1 for the job that would be next if the queue went by class and age, and 0 once a node has the job.
-    The pool's policy may take jobs in another order. `estimated_wait_ms` is None while no node has measured its pace.
+    The pool's policy may take jobs in another order.
     """
 
     position: int
-    estimated_wait_ms: int | None
+    wait: WaitEstimate = UNKNOWN_WAIT
+
+    @property
+    def estimated_wait_ms(self) -> int | None:
+        """The value of `wait`."""
+        return self.wait.estimated_wait_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +76,7 @@ WaitUpdate = QueuePosition | PrefillProgress
 def members_of(update: WaitUpdate) -> dict[str, dict[str, int | None]]:
     """Return an update as a member of a JSON object. `prompt_progress` has the names that llama.cpp's server uses."""
     if isinstance(update, QueuePosition):
-        return {"queue_progress": {"position": update.position, "estimated_wait_ms": update.estimated_wait_ms}}
+        return {"queue_progress": {"position": update.position, **update.wait._asdict()}}
     tokens = {"total": update.total, "cache": update.cached, "processed": update.processed}
     return {"prompt_progress": {**tokens, "time_ms": update.time_ms}}
 

@@ -259,8 +259,14 @@ class NodePressure(EngineLoad):
     """KV tokens that taken jobs neither use now nor are expected to need later."""
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    sequences_available: int | None = None
+    """Sequences that it can still take; None from a node of an earlier release."""
     drain_cost_per_s: float = 0.0
-    """Cost, in KV tokens, of the jobs that end per second; a moving average."""
+    """The pace: predicted KV tokens of queued foreground jobs that it completes per second while these wait."""
+    background_cost_per_s: float = 0.0
+    """The same of background jobs while no foreground jobs wait; 0 from a node of an earlier release."""
+    pace_spreads: tuple[float, ...] = ()
+    """Standard errors of the logarithms of both paces."""
     preemptions_per_s: float = 0.0
     recent_engine_ms: tuple[float, ...] = ()
     """Milliseconds of the engine's steps in the last minute, per level of the jobs; empty if it is not known."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, JobDef
+from penstock.contract.output import UNKNOWN_WAIT, WaitEstimate
 from penstock.contract.pool import NodePressure, PoolRecord
 
 OUTPUT_BYTES_PER_TOKEN = 110
@@ -176,10 +177,57 @@ def _logprob_bytes(num_logprobs: int | None) -> int:
     return 0 if num_logprobs is None else (1 + num_logprobs) * BYTES_PER_LOGPROB
 
 
-def expected_wait_ms(nodes: Sequence[NodePressure], cost: float) -> int | None:
-    """Return the milliseconds in which the nodes complete jobs of this cost; None if none has measured its pace."""
-    rate = sum(node.drain_cost_per_s for node in nodes if not node.draining)
-    return math.ceil(1000 * max(0.0, cost) / rate) if rate > 0 else None
+class Ahead(NamedTuple):
+    """The queued jobs that start before a job: their number, and their predicted KV tokens by kind of work."""
+
+    num_jobs: int
+    foreground_cost: float
+    background_cost: float = 0.0
+
+
+_UNKNOWN_SPREAD = 0.5
+"""Standard error of the logarithm of a pace, for a node that reports none."""
+
+
+def expected_wait(nodes: Sequence[NodePressure], ahead: Ahead, *, is_background: bool) -> WaitEstimate:
+    """Return how long a job waits: until the nodes have completed what is ahead, and one of the jobs that they hold."""
+    live = [node for node in nodes if not node.draining]
+    rates = [_rate_of(node, is_background=is_background) for node in live]
+    held = mean_held_cost(nodes)
+    foreground = ahead.foreground_cost + (0.0 if is_background else held)
+    background = ahead.background_cost + (held if is_background else 0.0)
+    seconds = drain_s(live, foreground, background)
+    if seconds is None or not any(rates):
+        return UNKNOWN_WAIT
+    spreads = (_spread_of(node, is_background=is_background) for node in live)
+    spread = sum(rate * of_node for rate, of_node in zip(rates, spreads, strict=True)) / sum(rates)
+    return WaitEstimate.of(1000 * seconds, spread_with_jobs(spread, ahead.num_jobs))
+
+
+def spread_with_jobs(pace_spread: float, num_jobs: int) -> float:
+    """Return the standard error of a wait's logarithm: that of the pace, and that of this many jobs' lengths."""
+    return math.sqrt(pace_spread**2 + 0.5 / (1 + num_jobs))
+
+
+def drain_s(nodes: Sequence[NodePressure], foreground_cost: float, background_cost: float = 0.0) -> float | None:
+    """Return the seconds in which the nodes complete jobs of these costs; None if a pace is needed and unknown."""
+    seconds = 0.0
+    for cost, is_background in ((foreground_cost, False), (background_cost, True)):
+        if cost <= 0:
+            continue
+        rate = sum(_rate_of(node, is_background=is_background) for node in nodes if not node.draining)
+        if rate <= 0:
+            return None
+        seconds += cost / rate
+    return seconds
+
+
+def _rate_of(node: NodePressure, *, is_background: bool) -> float:
+    return (node.background_cost_per_s if is_background else 0.0) or node.drain_cost_per_s
+
+
+def _spread_of(node: NodePressure, *, is_background: bool) -> float:
+    return node.pace_spreads[is_background] if len(node.pace_spreads) > is_background else _UNKNOWN_SPREAD
 
 
 def mean_held_cost(nodes: Sequence[NodePressure]) -> float:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.contract.job import pool_of
-from penstock.contract.output import JobLedger, LedgerEvent, Outcome, Usage
+from penstock.contract.output import UNKNOWN_WAIT, JobLedger, LedgerEvent, Outcome, Usage
 from penstock.queue.broker.jobs import JobStatus
 
 
@@ -28,12 +28,12 @@ def job_object(status: JobStatus) -> dict[str, Any]:
 
 
 def queue_members(status: JobStatus) -> dict[str, int | None]:
-    """Return the members that only a queued job has: its position in the queue. A delayed job has none yet."""
+    """Return the members that only a queued job has: position in the queue and wait. A delayed job has none yet."""
     position = status.queue_position
     return {
         "num_waiting_ahead": status.num_waiting_ahead,
         "position": None if position is None else position.position,
-        "estimated_wait_ms": None if position is None else position.estimated_wait_ms,
+        **(UNKNOWN_WAIT if position is None else position.wait)._asdict(),
     }
 
 

@@ -13,12 +13,12 @@ from collections.abc import AsyncGenerator, Sequence
 from itertools import islice
 
 from penstock.contract.job import pool_of
-from penstock.contract.output import PrefillProgress, QueuePosition, WaitUpdate
+from penstock.contract.output import NO_WAIT, PrefillProgress, QueuePosition, WaitUpdate
 from penstock.contract.pool import NodePressure
 from penstock.producer.client.pools import Admissions
 from penstock.queue.broker.connection import Patience, ignoring_retried_errors
 from penstock.queue.broker.jobs import MAX_POSITIONS, JobWait, QueuePositions
-from penstock.queue.job_cost import expected_wait_ms, mean_held_cost
+from penstock.queue.job_cost import expected_wait
 from penstock.runtime.cancellation import cancel_until_done
 
 _LOG = logging.getLogger(__package__)
@@ -145,9 +145,8 @@ class QueueWatch:
 
 
 def _position_of(wait: JobWait | None, nodes: Sequence[NodePressure]) -> QueuePosition | None:
-    if wait is None or (wait.num_ahead is None and not wait.is_taken):
+    if wait is None or (wait.ahead is None and not wait.is_taken):
         return None
-    if wait.num_ahead is None:
-        return QueuePosition(0, 0)
-    # A node takes the first job of the queue when one of the jobs that it holds ends.
-    return QueuePosition(wait.num_ahead + 1, expected_wait_ms(nodes, wait.cost_ahead + mean_held_cost(nodes)))
+    if wait.ahead is None:
+        return QueuePosition(0, NO_WAIT)
+    return QueuePosition(wait.ahead.num_jobs + 1, expected_wait(nodes, wait.ahead, is_background=wait.is_background))

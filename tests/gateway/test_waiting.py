@@ -199,7 +199,10 @@ def test_a_stream_resumed_after_its_first_event_has_no_progress(url: str, queue_
 def test_a_job_shows_its_position_and_its_stream_the_progress(stack: Stack, url: str, jobs_ahead: list[Any]) -> None:
     with httpx.Client(base_url=url, timeout=30) as http:
         body = {"model": "acme/queue", "prompt": "abcdefgh", "return_progress": True}
-        job_id = http.post("/v1/jobs", json=body).json()["id"]
+        answer = http.post("/v1/jobs", json=body).json()
+        job_id = answer["id"]
+        assert (answer["num_waiting_ahead"], answer["position"]) == (3, 4)
+        assert {"estimated_wait_ms", "estimated_wait_p10_ms", "estimated_wait_p90_ms"} <= answer.keys()
         wait_until(lambda: http.get(f"/v1/jobs/{job_id}").json().get("position") == 4)
         shown = http.get(f"/v1/jobs/{job_id}").json()
         assert (shown["state"], shown["num_waiting_ahead"]) == ("queued", 3)

@@ -14,15 +14,66 @@ from hypothesis import strategies as st
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Message, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Chunk
+from penstock.contract.output import UNKNOWN_WAIT, Chunk
 from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import Embed
 from penstock.contract.tools import ToolCall
 from penstock.queue.chunks import encode_chunk
-from penstock.queue.job_cost import TEMPLATE_TOKENS, estimate_cost, estimate_output_bytes, prompt_bytes, rate_tokens
+from penstock.queue.job_cost import (
+    TEMPLATE_TOKENS,
+    Ahead,
+    estimate_cost,
+    estimate_output_bytes,
+    expected_wait,
+    prompt_bytes,
+    rate_tokens,
+)
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000)
 UNLIMITED = PoolRecord("m", "acme/model")
+
+
+# Waits
+
+
+def node(**fields: Any) -> NodePressure:
+    return NodePressure("n", **fields)
+
+
+def test_a_wait_is_the_cost_ahead_and_one_held_job_at_the_sum_of_the_paces() -> None:
+    held = {"num_jobs": 2, "kv_blocks_total": 100, "block_size": 10, "kv_tokens_available": 800}
+    nodes = [node(drain_cost_per_s=30.0, **held), node(drain_cost_per_s=20.0)]
+    nodes.append(node(drain_cost_per_s=9.0, draining=True))
+    assert expected_wait(nodes, Ahead(4, 400), is_background=False).estimated_wait_ms == 10_000
+    assert expected_wait([node()], Ahead(4, 400), is_background=False) == UNKNOWN_WAIT
+    assert expected_wait([], Ahead(0, 0), is_background=False) == UNKNOWN_WAIT
+
+
+def test_background_work_waits_for_each_kind_at_its_pace() -> None:
+    paces = {"drain_cost_per_s": 40.0, "background_cost_per_s": 10.0}
+    assert expected_wait([node(**paces)], Ahead(4, 400, 100), is_background=True).estimated_wait_ms == 20_000
+    older = [node(drain_cost_per_s=40.0)]
+    assert expected_wait(older, Ahead(4, 400, 400), is_background=True).estimated_wait_ms == 20_000
+
+
+def test_an_interval_is_wide_where_the_pace_is_uncertain_or_few_jobs_are_ahead() -> None:
+    def p90_of(num_jobs: int, spread: float) -> float:
+        nodes = [node(drain_cost_per_s=10.0, pace_spreads=(spread, spread))]
+        value, p10, p90 = expected_wait(nodes, Ahead(num_jobs, 1000), is_background=False)
+        assert value is not None and p10 is not None and p90 is not None
+        assert p10 * p90 == pytest.approx(value**2, rel=0.01), "as far above as below, as a factor"
+        return p90 / value
+
+    assert p90_of(10_000, 0.1) == pytest.approx(1.137, abs=0.001)
+    assert p90_of(10_000, 0.5) > p90_of(10_000, 0.1)
+    assert p90_of(1, 0.1) > p90_of(100, 0.1) > p90_of(10_000, 0.1)
+    assert p90_of(10_000, 0.5) == expected_p90(node(drain_cost_per_s=10.0)), "of a node that reports none"
+
+
+def expected_p90(one: NodePressure) -> float:
+    value, _, p90 = expected_wait([one], Ahead(10_000, 1000), is_background=False)
+    assert value is not None and p90 is not None
+    return p90 / value
 
 
 # Tokens of a rate

@@ -116,6 +116,11 @@ class EngineTime:
         return {"foreground": self.foreground_ms / 1e3, "background": self.background_ms / 1e3}
 
     @property
+    def step_costs_ms(self) -> tuple[float, float, float] | None:
+        """The costs that the model of step times has learned."""
+        return self._time.costs_ms
+
+    @property
     def level_seconds(self) -> tuple[float, ...]:
         """The seconds of all steps, by the level of the jobs."""
         return tuple((self._level_ms / 1e3).tolist())

@@ -84,6 +84,11 @@ class StepTime:
             weight * math.exp(error * step / norm) for weight, step in zip(self._weights, steps, strict=True)
         ]
 
+    @property
+    def costs_ms(self) -> tuple[float, float, float] | None:
+        """The milliseconds of a step without tokens, of a decoded and of a prompt token; None before any step."""
+        return (self._weights[0], self._weights[1], self._weights[2]) if self._has_scale else None
+
     def decode_ms(self, num_decoded: int) -> float:
         """Return the milliseconds of a step that decodes `num_decoded` tokens and nothing else."""
         return self.step_ms(StepWork(num_decoded, 0, 0, 0))

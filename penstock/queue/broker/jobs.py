@@ -15,12 +15,22 @@ from redis.exceptions import ResponseError
 
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import JobDef, JobKey, lowered_max_tokens, pool_of
-from penstock.contract.output import TERMINAL_STATES, JobLedger, LeaseEnd, Outcome, PastLease, QueuePosition, Usage, state_of
-from penstock.contract.priority import Priority, class_of_level, is_background
+from penstock.contract.output import (
+    TERMINAL_STATES,
+    JobLedger,
+    LeaseEnd,
+    Outcome,
+    PastLease,
+    QueuePosition,
+    Usage,
+    state_of,
+)
+from penstock.contract.priority import NUM_PRIORITIES, Priority, class_of_level, is_background
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import LoggedOnce, pool_names
+from penstock.queue.job_cost import Ahead
 
 STATUS_FIELDS = (
     *("state", "tenant", "level", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
@@ -284,12 +294,12 @@ _TAKEN, _DELAYED = -1, -2
 class JobWait:
     """The jobs ahead of a job that has no token yet.
 
-    `num_ahead` are the queued jobs of more urgent levels and the older ones of its level; None if a node has the job,
-    or if the job is delayed. `cost_ahead` is their predicted cost, in KV tokens.
+    `ahead` counts the queued jobs of more urgent levels and the older ones of its level; None if a node has the job, or
+    if the job is delayed. Under `fair`, its cost is that of the jobs that start before it by their tenants' shares.
     """
 
-    num_ahead: int | None
-    cost_ahead: float = 0.0
+    ahead: Ahead | None
+    is_background: bool = False
     is_taken: bool = False
 
 
@@ -307,15 +317,17 @@ class QueuePositions:
         The cost of the jobs of its own level that are ahead of a job is estimated from the mean of that level.
         """
         answer = await scripts.call(self._redis, "positions", pool, scripts.packed(list(job_ids)))
-        counts, costs, levels, ahead = answer
-        return [_wait_of(counts, costs, level, older) for level, older in zip(levels, ahead, strict=True)]
+        counts, costs, *of_jobs = answer
+        return [_wait_of(counts, costs, *of_job) for of_job in zip(*of_jobs, strict=True)]
 
 
-def _wait_of(counts: Sequence[int], costs: Sequence[int], level: int, older: int) -> JobWait | None:
+def _wait_of(counts: Sequence[int], costs: Sequence[int], level: int, older: int, fair_cost: int) -> JobWait | None:
     if older < 0:
         return JobWait(None, is_taken=older == _TAKEN) if older in (_TAKEN, _DELAYED) else None
-    own_level = costs[level] * older / max(1, counts[level])
-    return JobWait(sum(counts[:level]) + older, sum(costs[:level]) + own_level)
+    own_level = fair_cost if fair_cost >= 0 else costs[level] * older / max(1, counts[level])
+    ahead = [*costs[:level], own_level]
+    by_kind = sum(ahead[:NUM_PRIORITIES]), sum(ahead[NUM_PRIORITIES:])
+    return JobWait(Ahead(sum(counts[:level]) + older, *by_kind), is_background(level))
 
 
 # The records of stored responses. `submit` writes a record together with its job; `ResponseBroker` reads and deletes

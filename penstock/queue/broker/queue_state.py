@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from penstock.contract.pool import NO_JOBS, NodePressure, QueueState, WaitingJobs, WaitState
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.queue import keys
-from penstock.queue.job_cost import expected_wait_ms
+from penstock.queue.job_cost import drain_s
 
 MAX_LANES = 1000
 """Tenants' scheduled jobs of one level that are counted."""
@@ -123,22 +123,15 @@ def queue_state(
     engine_ms = tuple(_sums(node.recent_engine_ms for node in nodes))
     whole_ms = sum(engine_ms)
     kinds = (cost[:NUM_PRIORITIES], cost[NUM_PRIORITIES:])
-    foreground_s, background_s = (_backlog_s(nodes, sum(of_kind)) for of_kind in kinds)
+    foreground, background = map(sum, kinds)
     return QueueState(
         waiting=waiting,
         running=tuple(int(number) for number in _sums(node.jobs_by_level for node in nodes)),
         cost=cost,
         expired=tuple(int(counts.get(b"expired_level_%d" % level, 0)) for level in _LEVELS),
-        backlog_s=(foreground_s, background_s),
+        backlog_s=(drain_s(nodes, foreground), drain_s(nodes, 0, background)),
         engine_shares=tuple(ms / whole_ms for ms in engine_ms) if whole_ms > 0 else None,
     )
-
-
-def _backlog_s(nodes: Sequence[NodePressure], cost: int) -> float | None:
-    if cost == 0:
-        return 0.0
-    wait_ms = expected_wait_ms(nodes, cost)
-    return None if wait_ms is None else wait_ms / 1000
 
 
 def _sums(rows: Iterable[tuple[float, ...]]) -> list[float]:

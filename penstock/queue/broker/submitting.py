@@ -20,6 +20,7 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 from penstock.contract.job import FSYNC, MEMORY, Durability, JobDef
+from penstock.contract.output import UNKNOWN_WAIT, WaitEstimate
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.queue import keys, wire
@@ -28,7 +29,7 @@ from penstock.queue.broker.connection import Patience, error_of_reply, retried
 from penstock.queue.broker.durable_calls import CONFIRM_TIMEOUT_S, DurableCalls
 from penstock.queue.broker.scripts import Argument
 from penstock.queue.broker.shared_calls import SharedCalls
-from penstock.queue.job_cost import RateTokens, estimate_output_bytes
+from penstock.queue.job_cost import RateTokens, estimate_output_bytes, spread_with_jobs
 from penstock.queue.msgpack_codec import MAX_BYTES, pack, with_members
 from penstock.runtime.tracing.context import Carried
 
@@ -209,12 +210,17 @@ def _not_on_disk(job_id: str) -> NotOnDiskError:
     return NotOnDiskError(message, job_id=job_id)
 
 
-def _busy_error(limit_name: str, limit: int, retry_after_ms: int, num_ahead: int, wait_ms: int) -> BusyError:
+def _busy_error(
+    limit_name: str, limit: int, retry_after_ms: int, num_ahead: int, wait_ms: int, spread: int
+) -> BusyError:
+    wait = UNKNOWN_WAIT if wait_ms < 0 else WaitEstimate.of(wait_ms, spread_with_jobs(spread / 1000, num_ahead))
     busy = partial(
         BusyError,
         retry_after_ms=retry_after_ms,
         num_waiting_ahead=num_ahead,
-        estimated_wait_ms=None if wait_ms < 0 else wait_ms,
+        estimated_wait_ms=wait.estimated_wait_ms,
+        estimated_wait_p10_ms=wait.estimated_wait_p10_ms,
+        estimated_wait_p90_ms=wait.estimated_wait_p90_ms,
     )
     if limit_name == "wait":
         return busy(f"this job would wait about {wait_ms // 1000} s; the limit is {limit} s")

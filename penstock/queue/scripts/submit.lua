@@ -16,8 +16,9 @@
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL}
 --       | {BAD_ID_AGE, max_age_ms} | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent
---       level, wait_ms} | {ERR, text}: a script error for this job only.
---   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it.
+--       level, wait_ms, spread} | {ERR, text}: a script error for this job only.
+--   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it. spread: the standard
+--   error of the pace's logarithm, in thousandths.
 -- All accepted jobs are written before anything else. So a full Redis refuses each of them, and answers the other jobs.
 local MAX_JOBS, PAYLOADS = 128, 4
 local MEMORY_RETRY_MS, MIN_RETRY_MS, JITTER = 5000, 1000, 0.2
@@ -170,21 +171,38 @@ do
     return is_fair and math.min(sum, own_ahead / share) or sum
   end
 
-  -- What the pool's nodes report: the cost that they complete per millisecond, nil while no node has reported a rate, and
-  -- the KV tokens that are free.
-  local function read_pace()
-    if not queue.pace then
-      local per_s, free = 0, 0
+  -- What the pool's nodes report. First, the cost of this job's kind of work that they complete per millisecond; nil while
+  -- no node has reported a pace. Second, the KV tokens that are free for jobs like this one. Third, the spread of the pace.
+  -- job_cost.py has the same sum, for the estimates of queued jobs.
+  local UNKNOWN_SPREAD = 0.5
+
+  local function add_node(paces, node)
+    local spreads = type(node.pace_spreads) == 'table' and node.pace_spreads or {}
+    local foreground = tonumber(node.drain_cost_per_s) or 0
+    local background = tonumber(node.background_cost_per_s) or 0
+    if background == 0 then background = foreground end
+    for kind, rate in ipairs({foreground, background}) do
+      paces[kind].per_s = paces[kind].per_s + rate
+      paces[kind].spread = paces[kind].spread + rate * (tonumber(spreads[kind]) or UNKNOWN_SPREAD)
+    end
+    paces.free[#paces.free + 1] = {tonumber(node.kv_tokens_available) or 0, tonumber(node.sequences_available)}
+  end
+
+  local function read_pace(job)
+    if not queue.paces then
+      queue.paces = {{per_s = 0, spread = 0}, {per_s = 0, spread = 0}, free = {}}
       for _, record in ipairs(redis.call('HVALS', P .. ':pressure')) do
         local ok, node = pcall(cmsgpack.unpack, record)
-        if ok and type(node) == 'table' and node.draining ~= true then
-          per_s = per_s + (tonumber(node.drain_cost_per_s) or 0)
-          free = free + (tonumber(node.kv_tokens_available) or 0)
-        end
+        if ok and type(node) == 'table' and node.draining ~= true then add_node(queue.paces, node) end
       end
-      queue.pace = {per_ms = per_s > 0 and per_s / 1000 or nil, free = free}
     end
-    return queue.pace.per_ms, queue.pace.free
+    local pace, free = queue.paces[job.in_background and 2 or 1], 0
+    for _, of_node in ipairs(queue.paces.free) do
+      local kv_tokens, sequences = unpack(of_node)
+      free = free + (sequences and math.min(kv_tokens, sequences * job.cost) or kv_tokens)
+    end
+    if pace.per_s <= 0 then return nil, free, UNKNOWN_SPREAD end
+    return pace.per_s / 1000, free, pace.spread / pace.per_s
   end
 
   -- Adds jitter from the id's last digits, which are random; Lua's random numbers are the same in every script run.
@@ -203,7 +221,7 @@ do
       num_ahead = num_ahead + redis.call('ZCARD', P .. ':waiting:' .. other) + (queue[other] or 0)
     end
     return {'BUSY', what, limit, math.ceil(math.min(MAX_RETRY_MS, math.max(MIN_RETRY_MS, retry_ms))), num_ahead,
-      math.ceil(wait_ms or -1)}
+      math.ceil(wait_ms or -1), math.floor(1000 * select(3, read_pace(job)))}
   end
 
   -- A tenant's refused cost, with that of this call, and whether the job's body counts there. `bodies` are those that this
@@ -234,7 +252,7 @@ do
   -- Refuses a job until `excess`, which the tenant's share of the pace completes, and all its previously refused cost will
   -- be completed. wait_ms: how long the job would wait, if that is known.
   local function busy_until_drained(job, what, limit, excess, wait_ms)
-    local rate, free = read_pace()
+    local rate, free = read_pace(job)
     if not rate then return busy(job, what, limit, jittered(job, MEMORY_RETRY_MS)) end
     local share, cost = share_of(job), job.cost
     local refused, is_known = read_refused(job, rate, share)
@@ -298,7 +316,7 @@ do
     if ahead > 0 then
       local of_class = 'max_wait_ms_' .. (({[0] = 'interactive', 'standard', 'batch'})[job.level] or '')
       local max_wait = job.max_wait_ms or config[of_class] or config.max_wait_ms or MAX_WAIT_MS
-      local rate, free = read_pace()
+      local rate, free = read_pace(job)
       local wait_ms = rate and math.max(0, ahead + cost - free) / rate or 0
       if wait_ms > max_wait then
         return busy_until_drained(job, 'wait', max_wait / 1000, (wait_ms - max_wait) * rate * share_of(job), wait_ms)
@@ -307,7 +325,7 @@ do
     -- A deadline refuses a job only if it would be too late even though the pool served this tenant alone from now on.
     local deadline_in = job.deadline_in
     if deadline_in > 0 and not is_light and ahead_of(job) > 0 then
-      local rate, free = read_pace()
+      local rate, free = read_pace(job)
       local optimistic = math.min(backlog_of(0, job.level), ahead_of(job))
       local wait_ms = rate and math.max(0, optimistic - free) / rate or 0
       if wait_ms > deadline_in - not_before_in then

@@ -22,12 +22,6 @@ def test_a_rate_follows_the_counter_and_survives_idle_times() -> None:
     assert rate == pytest.approx(10, rel=0.01)
 
 
-def test_interval_that_does_not_count_leaves_the_rate_unchanged() -> None:
-    gauge = RateEstimator(0.0)
-    assert gauge.update(5, 10.0, counts=False) == 0
-    assert gauge.update(105, 12.0) == pytest.approx(50)
-
-
 def test_rate_of_errors_fades_without_new_errors() -> None:
     gauge = RateEstimator(0.0, keeps=False)
     assert gauge.update(100, 2.0) == pytest.approx(50)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +12,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import pool_of
-from penstock.contract.output import PrefillProgress, QueuePosition
+from penstock.contract.output import PrefillProgress, QueuePosition, WaitEstimate
 from penstock.contract.pool import NodePressure
 from penstock.contract.priority import Priority
 from penstock.producer.client import AsyncClient, AsyncJob
@@ -136,8 +135,8 @@ async def test_status_of_a_queued_job_has_its_position(client: AsyncClient, told
     urgent = await client.submit("two", priority=Priority.INTERACTIVE)
     late = await client.submit("three", not_before_s=600)
     status = await first.status()
-    assert status.queue_position == QueuePosition(2, None)
-    assert (status.num_waiting_ahead, (await urgent.status()).queue_position) == (1, QueuePosition(1, None))
+    assert status.queue_position == QueuePosition(2)
+    assert (status.num_waiting_ahead, (await urgent.status()).queue_position) == (1, QueuePosition(1))
     assert ((await late.status()).state, (await late.status()).queue_position) == ("queued", None)
     await told_node.take(2)
     assert (await first.status()).queue_position is None
@@ -170,8 +169,7 @@ def test_a_position_that_stays_is_repeated_only_with_another_estimate_and_after_
             watcher._fresh.clear()
         return found
 
-    third = QueuePosition(3, 9_000)
-    notes = [(third, 0.0), (third, 99.0), (replace(third, estimated_wait_ms=8_000), 100.0)]
-    assert asyncio.run(deliver(*notes)) == [third, replace(third, estimated_wait_ms=8_000)]
-    soon = [(third, 0.0), (replace(third, estimated_wait_ms=8_000), REPEAT_S / 2)]
+    third, sooner = (QueuePosition(3, WaitEstimate(wait_ms, 5_000, 20_000)) for wait_ms in (9_000, 8_000))
+    assert asyncio.run(deliver((third, 0.0), (third, 99.0), (sooner, 100.0))) == [third, sooner]
+    soon = [(third, 0.0), (sooner, REPEAT_S / 2)]
     assert asyncio.run(deliver(*soon)) == [third]

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from penstock.contract.errors import BusyError
 from penstock.contract.job import Priority
+from penstock.contract.output import WaitEstimate
 from penstock.contract.tasks import Tokenize
 from penstock.contract.tenant import Terms
 from penstock.queue import keys
 from penstock.queue.broker.producer import Submission
+from penstock.queue.job_cost import spread_with_jobs
 
 MAX_WAIT_S = 60
 JITTER = 0.21
@@ -89,6 +91,33 @@ async def test_free_capacity_shortens_the_wait_and_an_unknown_pace_refuses_nothi
     assert await refusal(queue, "a") is not None
     await node.heartbeat(drain_cost_per_s=10.0, kv_tokens_available=0, draining=True)
     assert await refusal(queue, "a") is None
+
+
+async def test_tokens_that_no_sequence_can_use_are_not_free(queue: Queue) -> None:
+    node = await queue.node(policy="fair")
+    await node.heartbeat(drain_cost_per_s=10.0, kv_tokens_available=100_000, sequences_available=0)
+    await fill(queue, "a", 60)
+    assert await refusal(queue, "a") is not None
+    await node.heartbeat(drain_cost_per_s=10.0, kv_tokens_available=100_000, sequences_available=2)
+    assert await refusal(queue, "a", 100) is None, "there is a place for it"
+
+
+async def test_a_refusal_has_an_interval_and_background_work_its_own_pace(queue: Queue) -> None:
+    node = await queue.node(policy="fair", max_open_jobs=2)
+    paces = {"drain_cost_per_s": 10.0, "background_cost_per_s": 5.0, "pace_spreads": (0.1, 0.3)}
+    await node.heartbeat(kv_tokens_available=0, **paces)
+    for background in (False, True):
+        await fill(queue, "a", 10, background=background)
+    error = await refusal(queue, "a", 100)
+    assert error is not None
+    assert error.estimated_wait_ms == 20_000
+    wait = WaitEstimate.of(20_000, spread_with_jobs(0.1, 1))
+    assert (error.estimated_wait_p10_ms, error.estimated_wait_p90_ms) == wait[1:]
+    error = await refusal(queue, "a", 100, background=True, priority=Priority.BATCH)
+    assert error is not None
+    assert error.estimated_wait_ms == 60_000
+    wait = WaitEstimate.of(60_000, spread_with_jobs(0.3, 2))
+    assert (error.estimated_wait_p10_ms, error.estimated_wait_p90_ms) == wait[1:]
 
 
 async def test_only_work_ahead_of_the_class_counts(queue: Queue) -> None:

@@ -1,0 +1,163 @@
+"""The pace at which a node completes queued jobs, in predicted cost per second."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.gpu_node.jobs.drain import DrainEstimator, JobWork, StepParts, mean_part, phases
+
+COSTS = StepParts(4.0, 1.0, 1.0)
+
+
+def work(part: float, *, ended: bool, weight: int = 100) -> JobWork:
+    return JobWork(False, 1, 1, weight, round(part * weight), has_ended=ended)
+
+
+def test_before_any_output_the_mean_is_half_of_the_longest() -> None:
+    assert mean_part([]) == 0.5
+    assert mean_part([work(0, ended=False)]) == 0.5
+
+
+def test_without_running_jobs_the_mean_is_that_of_the_ended_ones() -> None:
+    assert mean_part([work(part, ended=True) for part in (0.1, 0.2, 0.6)]) == pytest.approx(0.3)
+    heavy = [work(0.1, ended=True, weight=300), work(0.5, ended=True, weight=100)]
+    assert mean_part(heavy) == pytest.approx(0.2), "longer outputs weigh more"
+    assert mean_part([work(1.5, ended=True)]) == pytest.approx(1.5), "an output may be longer than assumed"
+
+
+def test_a_running_job_counts_as_the_longer_ones_of_the_others() -> None:
+    ended = [work(part, ended=True) for part in (0.1, 0.3, 0.5)]
+    assert mean_part([*ended, work(0.2, ended=False)]) == pytest.approx((0.1 + 0.3 + 0.5 + 0.4) / 4)
+
+
+def test_jobs_that_began_together_are_not_judged_by_the_shortest() -> None:
+    """The mean of the ended ones would be 0.1 at a fifth of the time, whatever the true mean of 0.5."""
+    rng = random.Random(3)
+    lengths = [rng.random() for _ in range(400)]
+    for now in (0.2, 0.5, 0.8):
+        seen = [work(min(now, length), ended=length <= now, weight=1000) for length in lengths]
+        assert mean_part(seen) == pytest.approx(0.5, rel=0.1)
+
+
+def test_the_costs_of_steps_follow_from_the_phases() -> None:
+    for costs in (COSTS, StepParts(9.0, 0.03, 0.05), StepParts(0.5, 20.0, 12.0)):
+        took_ms = [
+            costs.fixed_ms * outputs + costs.prompt_ms * 4 * seqs + costs.decoded_ms * seqs * (outputs - 1)
+            for seqs, outputs in phases(64)
+        ]
+        found = StepParts.measured(took_ms, 64)
+        assert found.output_weight(32) * found.prompt_ms == pytest.approx(
+            costs.output_weight(32) * costs.prompt_ms, rel=0.25
+        )
+    assert phases(2) == ((1, 9), (2, 1), (2, 5))
+    assert StepParts.measured([9.0, 2.0, 6.0], 1).fixed_ms >= 0, "a node of one sequence"
+
+
+def test_a_cold_node_has_the_pace_of_its_steps_and_a_wide_spread() -> None:
+    foreground, background = DrainEstimator().paces(COSTS, 32)
+    # 1,000 units of work a second. The assumed job has 128 prompt tokens and half of 256 output tokens of 1.125 units.
+    assert foreground.cost_per_s == pytest.approx(1000 * 384 / (128 + 128 * 1.125))
+    assert background.cost_per_s == foreground.cost_per_s
+    assert foreground.spread > 0.8
+    assert DrainEstimator().paces(None, 32)[0].cost_per_s == 0.0
+
+
+class SteppingNode:
+    """Decodes a token of each running job per step, and takes the next job when one ends."""
+
+    def __init__(self, drain: DrainEstimator, *, slots: int = 8, step_s: float = 0.1, cost: int = 266) -> None:
+        self.drain, self.slots, self.step_s, self.cost, self.now_s = drain, slots, step_s, cost, 0.0
+        self.running: list[JobWork] = []
+        self.cost_ended = 0
+
+    def run(self, seconds: float, *, num_output: int = 20, waits: bool = True, background: bool = False) -> None:
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            while len(self.running) < self.slots:
+                begun = self.drain.begin(
+                    is_background=background, cost=self.cost, num_prompt=10, max_output=1024, num_choices=1
+                )
+                self.running.append(begun)
+            self.now_s += self.step_s
+            for job in list(self.running):
+                ends = job.num_output + 1 == num_output
+                self.drain.note(job, job.num_output + 1, has_ended=ends)
+                if ends:
+                    self.running.remove(job)
+                    self.cost_ended += job.cost
+            kinds = {"foreground_waits": waits and not background, "background_waits": waits and background}
+            if round(self.now_s / self.step_s) % 20 == 0:
+                self.drain.update(self.now_s, num_running=len(self.running), **kinds)
+
+    @property
+    def pace(self) -> float:
+        return self.drain.paces(None, self.slots)[0].cost_per_s
+
+
+def test_the_pace_is_the_predicted_cost_that_ends_per_second() -> None:
+    node = SteppingNode(DrainEstimator())
+    node.run(60)
+    assert node.pace == pytest.approx(node.cost_ended / 60, rel=0.05)
+    assert node.drain.paces(None, 8)[0].spread < 0.2
+
+
+def test_running_jobs_count_before_any_has_ended() -> None:
+    node = SteppingNode(DrainEstimator())
+    node.run(4.1, num_output=1000)
+    assert node.cost_ended == 0
+    assert node.pace > 0
+
+
+def test_what_is_measured_is_forgotten_within_half_a_minute() -> None:
+    node = SteppingNode(DrainEstimator())
+    node.run(60)
+    node.step_s = 0.2
+    before = node.pace
+    node.run(30)
+    assert node.pace == pytest.approx(before / 2, rel=0.2)
+
+
+def test_idle_time_does_not_count() -> None:
+    node = SteppingNode(DrainEstimator())
+    node.run(60)
+    before, node.running = node.pace, []
+    for _ in range(30):
+        node.now_s += 2
+        node.drain.update(node.now_s, num_running=0, foreground_waits=False, background_waits=False)
+    assert node.pace == before
+    node.drain.update(node.now_s + 1.9, num_running=8, foreground_waits=True, background_waits=False)
+    assert node.pace == before, "jobs may have come at the end of the interval"
+
+
+def test_background_work_has_the_pace_that_foreground_work_leaves() -> None:
+    drain = DrainEstimator()
+    for second in range(60):
+        for kind, tokens in ((False, 600), (True, 200)):
+            job = drain.begin(
+                is_background=kind, cost=tokens, num_prompt=0, max_output=tokens, num_choices=tokens // 200
+            )
+            drain.note(job, tokens, has_ended=True)
+        drain.update(float(second), num_running=2, foreground_waits=False, background_waits=True)
+    foreground, background = drain.paces(None, 2)
+    assert background.cost_per_s == pytest.approx(200, rel=0.1)
+    assert foreground.cost_per_s == pytest.approx(200, rel=0.1), "it has no measurement of its own"
+
+
+def test_tokens_of_an_earlier_node_are_not_this_nodes_work() -> None:
+    drain = DrainEstimator()
+    drain.update(0.0, num_running=1, foreground_waits=True, background_waits=False)
+    job = drain.begin(is_background=False, cost=100, num_prompt=0, max_output=100, num_choices=1, num_logged=90)
+    drain.note(job, 95)
+    drain.update(1.0, num_running=1, foreground_waits=True, background_waits=False)
+    assert drain._kinds[False].output == 5
+
+
+def test_lengths_of_many_running_jobs_are_remembered() -> None:
+    drain = DrainEstimator()
+    for _ in range(1200):
+        drain.begin(is_background=False, cost=10, num_prompt=1, max_output=10, num_choices=2)
+    drain.update(0.0, num_running=250, foreground_waits=True, background_waits=False)
+    assert len(drain._kinds[False].begun) == 1000
+    assert drain._kinds[False].begun[0].longest_output == 20
