@@ -651,6 +651,19 @@ do
     redis.call('HSET', P .. ':lengths', job.tenant, math.max(math.ceil(num_tokens / tonumber(job.n)), math.floor(known * 0.9)))
   end
 
+  local MAX_ENDED = 200000
+
+  -- Appends an ended job to its tenant's completions, as `<uuid> <state>[ <tag>…]`. If the tenant has none yet, its first
+  -- entry says in `after` which was the last one before, for cursors. Nothing here may keep a job from ending.
+  local function note_completion(job, config, now, state, tags)
+    local key = P .. ':ended:' .. job.tenant
+    local entry = string.match(job.id, '[^.]*$') .. ' ' .. state .. (tags and tags ~= '' and ' ' .. tags or '')
+    if redis.pcall('XADD', key, 'NOMKSTREAM', 'MAXLEN', '~', MAX_ENDED, '*', 'j', entry) then return end
+    local last = redis.call('HGET', P .. ':ended_before', job.tenant) or '0-0'
+    redis.call('XADD', key, '*', 'j', entry, 'after', last)
+    redis.call('ZADD', P .. ':ended', now + config.result_ttl_ms, job.tenant)
+  end
+
   -- Ends a job; the only way to a terminal state. The record keeps node and lease, to recognize a repeated finish.
   -- `reported`: what the job's node reported: tokens of prompt, completion and cached; kv_token_ms; bytes of the log
   -- before the terminal chunk and of the result. Without it, bytes and completion tokens come from the log, and prompt
@@ -678,8 +691,8 @@ do
       note_event(now, 'dead_letter', job.node, job.id, '-', '-')
     end
     if is_dead then dead_letter(job, now) else redis.call('DEL', P .. ':request:' .. job.id) end
-    local held, reserved, idem, ms_per_token, charged, account, past = unpack(redis.call('HMGET', job_key(job.id), 'held',
-      'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases'))
+    local held, reserved, idem, ms_per_token, charged, account, past, in_feed, tags = unpack(redis.call('HMGET',
+      job_key(job.id), 'held', 'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases', 'in_feed', 'tags'))
     count_bytes(P .. ':stored', job.tenant, -(tonumber(held or '') or 0))
     count_bytes(P .. ':reserved', job.tenant, -(tonumber(reserved or '') or 0))
     local is_wide = false
@@ -687,6 +700,7 @@ do
       is_wide = is_wide or #text > MAX_SHORT_BYTES
     end
     add_usage(job, account, now, reported)
+    if job.n ~= '0' and in_feed ~= '0' then note_completion(job, config, now, is_dead and 'dead' or state, tags) end
     -- A task keeps its charge: its node reports no tokens.
     if ms_per_token and job.n ~= '0' then
       note_length(job, state, reported.completion)

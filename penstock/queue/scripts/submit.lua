@@ -2,7 +2,7 @@
 -- ARGV: id tenant level n cost body_hash request deadline_in_ms inbox channel needs_reader idem_hash output
 --   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
 --   response keep_ms rate_prompt rate_n rate_max may_use.
---   Then limits and max_wait_ms.
+--   Then limits, max_wait_ms and in_feed.
 --   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
@@ -11,6 +11,7 @@
 --   limits: the job's field of that name, or ''.
 --   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; '' for that of its class
 --   or its pool.
+--   in_feed: 0 for a job whose end is no completion of its tenant.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL} | {BAD_ID_AGE, max_age_ms}
 --       | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent level, wait_ms}
@@ -287,6 +288,7 @@ redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'fir
 if memory_percent > 0 then redis.call('HSET', job_key(id), 'memory_percent', memory_percent) end
 if account ~= '' then redis.call('HSET', job_key(id), 'account', account) end
 if limits ~= '' then redis.call('HSET', job_key(id), 'limits', limits) end
+if ARGV[31] == '0' then redis.call('HSET', job_key(id), 'in_feed', 0) end
 if response ~= '' then
   redis.call('SET', P .. ':response:' .. id, response)
   redis.call('HSET', job_key(id), 'keep', keep, 'response_bytes', #response)
