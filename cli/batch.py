@@ -49,6 +49,9 @@ def run(
         float | None, typer.Option(min=0, help="Seconds to wait before the rows may run. Default: no wait.")
     ] = None,
     durability: Annotated[Durability | None, typer.Option(help=DURABILITY_HELP)] = None,
+    in_feed: Annotated[
+        bool, typer.Option("--in-feed", help="List the rows' jobs among the completions (`jobs watch`).")
+    ] = False,
     via_celery: Annotated[
         bool, typer.Option("--via-celery", help="Run the batch in a Celery worker. The paths are the worker's.")
     ] = False,
@@ -64,7 +67,9 @@ def run(
         raise ConfigError("OUTPUT must be a file: an interrupted batch continues with it")
     if input == "-" and via_celery:
         raise ConfigError("INPUT must be a file: with --via-celery, the worker reads it")
-    batch = Batch(_STDIN if input == "-" else input, output, model, in_flight, batch_id, not_before_s, durability)
+    batch = Batch(
+        _STDIN if input == "-" else input, output, model, in_flight, batch_id, not_before_s, durability, in_feed
+    )
     url = redis_url_of(redis_url)
     started_s = time.monotonic()
     with BatchBar() as bar:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -12,7 +14,7 @@ import typer
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray, duration_in_words, print_object, say_empty, write_text
-from penstock.contract.errors import NotFoundError
+from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
@@ -136,6 +138,51 @@ def tail(
             print()
 
     _run(redis_url, job_id, follow)
+
+
+@app.command()
+def watch(
+    after: Annotated[str | None, typer.Option(help="Cursor after which to begin. Default: now.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Tag of the jobs. Default: all jobs.")] = None,
+    pool: Annotated[str | None, typer.Option(help="Pool of the jobs. Default: all pools.")] = None,
+    tenant: Annotated[str, typer.Option(help="Tenant of the jobs.")] = "default",
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Print a line for each job that ends, until Ctrl-C. Its last words are the cursor at which to continue.
+
+    Tokenizations and rows of batches are not among the jobs.
+
+    Examples:
+        penstock jobs watch --tenant acme
+        penstock jobs watch --after CURSOR --json
+    """
+
+    async def follow() -> None:
+        from penstock.producer.client import AsyncClient
+        from penstock.producer.client.job_objects import completion_object
+
+        async with AsyncClient(redis_url_of(redis_url), tenant=tenant) as client:
+            begin = await client.completions_cursor(pool=pool) if after is None else after
+            last = begin
+            try:
+                async for cursor, done in client.completions(begin, tag=tag, pool=pool):
+                    if as_json:
+                        write_text(json.dumps(completion_object(done) | {"cursor": cursor}) + "\n")
+                    else:
+                        write_text(
+                            f"{_clock_time(done.finished_ms)} {done.state:9} {' '.join((done.job_id, *done.tags))}\n"
+                        )
+                    last = cursor
+            except (asyncio.CancelledError, UnavailableError):
+                write_text(f"continue with --after {last}\n", sys.stderr)
+                raise
+
+    asyncio.run(follow())
+
+
+def _clock_time(unix_ms: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_ms / 1000))
 
 
 async def _cancel(client: AsyncClient, job_id: str, tenant: str) -> str:

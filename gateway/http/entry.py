@@ -108,6 +108,8 @@ READING_SCOPES: Mapping[str, tuple[KeyScope, ...]] = {
     "/dashboard": ("admin",),
     "/v1/usage": ("infer", "admin"),
     "/v1/jobs": ("infer", "admin"),
+    "/v1/jobs/events": ("infer", "admin"),
+    "/v1/jobs/events/cursor": ("infer", "admin"),
 }
 """Path → the scopes of which a key needs one for GET and HEAD. A route may restrict a scope further."""
 OTHER_SCOPES: tuple[KeyScope, ...] = ("infer",)

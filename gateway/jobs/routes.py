@@ -18,6 +18,7 @@ from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import soon
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.jobs.answers import JobAnswer, JobEvents, links_of, stream_start_of
+from penstock.gateway.jobs.feed import MAX_POOL_CHARS, FeedRoutes
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import check_logprobs, submit_options
@@ -110,7 +111,6 @@ def _idempotency_key_of(generation: GenerationRequest) -> str | None:
 # The routes of submitted jobs.
 
 DEFAULT_PAGE_JOBS = 20
-MAX_POOL_CHARS = 69
 MAX_LIMIT_DIGITS = 4
 STATES = ("queued", "running", *sorted(TERMINAL_STATES))
 _CANCEL_DOC = (
@@ -222,7 +222,9 @@ def _truth_of(request: Request, name: str) -> bool:
 def _routes(services: Services) -> list[Route | APIRouter]:
     submit = SubmitJob(services.client, services.reader, services.settings.max_logprobs)
     jobs = JobRoutes(services.client, services.settings, services.answers, services.yielder, services.result_budget)
-    return [Route("/v1/jobs", submit, methods=["POST"]), jobs.router]
+    # Before the jobs, whose routes take any id.
+    feed = FeedRoutes(services.client, services.answers, services.yielder)
+    return [Route("/v1/jobs", submit, methods=["POST"]), feed.router, jobs.router]
 
 
 JOBS = HttpDialect(_routes, bodies=(JobRequest,), socket_bodies={JOBS_PATH: JobRequest})

@@ -129,6 +129,8 @@ class JobDef(CheckedInput):
     """Whether the job is canceled when it loses all its readers; None: only if it is not a background job."""
     max_wait_ms: int | None = Field(default=None, ge=1, le=1000 * MAX_DEADLINE_S)
     """The longest expected wait in the queue with which a foreground job is accepted; None: the pool's limit."""
+    in_feed: bool = True
+    """Whether its end is among its tenant's completions."""
     durability: Durability | None = None
     """What its submission waits for; None: the client's setting. It is a property of each call, so the request's hash
     does not have it."""
@@ -273,6 +275,7 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     background: no caller waits for this job: it goes after all foreground work, may wait for as long as it takes, and
         goes on without a reader. A foreground job is canceled soon after its last reader has left.
     needs_reader: cancel the job soon after its last reader has left; by default only a foreground job.
+    in_feed: list the job's end among the tenant's completions (the default), where `completions` finds it.
     return_progress: let `AsyncJob.waiting` tell how far the prompt is computed.
     queue_without_node: queue the job even while its pool has no live node; by default the client's setting.
     durability: `memory` returns once Redis has the job, and `fsync` once its disk has it. The default is the client's
@@ -292,6 +295,7 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     params: SamplingParams | None
     priority: Priority
     needs_reader: bool
+    in_feed: bool
     channel: bool
     lower_max_tokens: bool
     tools: Sequence[Mapping[str, Any]] | str | None

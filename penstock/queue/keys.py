@@ -49,6 +49,10 @@ unused pool.
     P:tenant:<t>:open        set     submit; end                          the same for one tenant
     P:jobs:<t>               zset    submit; sweep                        ids of the tenant's stored jobs, by id (all
                                                                           scores are 0); until the record expires
+    P:ended:<t>              stream  end; sweep                           the tenant's completions: its ended jobs
+                                                                          about 200,000 for result_ttl_ms
+    P:ended                  zset    end; sweep                           tenant → when to look at its oldest completion
+    P:ended_before           hash    sweep                                tenant → its last completion, after it expired
     P:idem:<t>:<hash>        string  submit; end                          the job's id; idem_ttl_ms after its end
     P:nodes                  zset    join, heartbeat, emit; declare_dead, node → last heartbeat; 0: declared dead by its
                                      sweep, leave                         successor
@@ -93,6 +97,7 @@ unused pool.
     P:audit                  string  audit                                the audit that repairs the pool now; 10 s
     P:record                 string  node                                 the pool record (wire.py)
     P:config                 hash    join                                 protocol version; the pool's policy and limits
+                                                                          and incarnation (completions.py)
     P:schema                 hash    join                                 the version again, for releases of protocol
                                                                           version 1, which look for it here
     P:profile:<id>           list    node; penstock profile (LPOP)        a node's answer to `penstock profile`, 8
@@ -292,6 +297,16 @@ def open_jobs(pool: str) -> str:
 def jobs(pool: str, tenant: str) -> str:
     """Zset: ids of a tenant's stored jobs, by id and so by the time when they were created."""
     return f"{prefix(pool)}:jobs:{tenant}"
+
+
+def ended(pool: str, tenant: str) -> str:
+    """Stream: a tenant's completions, `<uuid> <state>[ <tag>…]` each."""
+    return f"{prefix(pool)}:ended:{tenant}"
+
+
+def ended_before(pool: str) -> str:
+    """Hash: tenant → the id of its last completion that expired together with all others."""
+    return f"{prefix(pool)}:ended_before"
 
 
 def counts(pool: str) -> str:

@@ -31,6 +31,8 @@ class Batch:
     """Unix time before which no node takes the rows. They are submitted at once."""
     durability: Durability | None = None
     """What the submission of each row waits for; None: the client's setting."""
+    in_feed: bool = False
+    """Whether the ends of the rows' jobs are among the tenant's completions."""
 
     def __post_init__(self) -> None:
         checked_durability(self.durability)

@@ -106,18 +106,26 @@ async def answer(
     *,
     delay_s: float | None = None,
     durability: Durability | None = None,
+    in_feed: bool = True,
     on_submit: OnSubmit = lambda: None,
 ) -> tuple[str, dict[str, Any]]:
     """Submit one request, wait for its end, and return the job's id and the response body.
 
     If the result is gone, the request is submitted once more: Redis lost it, or an earlier run has acknowledged it and
     its output file was removed. `delay_s`: seconds before which no node takes the job. `durability`: what its
-    submission waits for.
+    submission waits for. `in_feed`: whether the job's end is among the tenant's completions.
     Raises JobFailedError or RequestError for a permanent failure, and BusyError or UnavailableError if a retry makes
     sense.
     """
     ask = partial(
-        _ask, client, request, request.model or model, delay_s=delay_s, durability=durability, on_submit=on_submit
+        _ask,
+        client,
+        request,
+        request.model or model,
+        delay_s=delay_s,
+        durability=durability,
+        in_feed=in_feed,
+        on_submit=on_submit,
     )
     for number in count():
         try:
@@ -137,6 +145,7 @@ async def _ask(
     *,
     delay_s: float | None,
     durability: Durability | None,
+    in_feed: bool,
     on_submit: OnSubmit,
 ) -> tuple[str, dict[str, Any]]:
     job = await client.submit(
@@ -148,6 +157,7 @@ async def _ask(
         priority=Priority.BATCH,
         not_before_s=delay_s,
         durability=durability,
+        in_feed=in_feed,
         idempotency_key=key,
     )
     on_submit()
@@ -217,6 +227,7 @@ class _BatchRun:
                     key,
                     delay_s=self._batch.delay_s,
                     durability=self._batch.durability,
+                    in_feed=self._batch.in_feed,
                     on_submit=self._on_submit,
                 )
             except (BusyError, UnavailableError) as error:

@@ -21,6 +21,7 @@ from penstock.contract.response_record import NO_RESPONSE
 from penstock.contract.tasks import Detokenized, Embedding, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
+from penstock.producer.client.completions import CompletionFeed, as_completed, checked_tag
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, checked
@@ -40,6 +41,7 @@ from penstock.producer.client.tasks import (
     submit_tokenize,
 )
 from penstock.producer.client.waiting import QueueWatch
+from penstock.queue.broker.completions import Completion, CompletionCursor
 from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, warn_of_eviction
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.jobs import JobLists, JobPage, KnownJobs, QueuePositions, ResponseBroker
@@ -127,6 +129,7 @@ class AsyncClient:
         self.runs = Runs(self.ack, settings.outage_s)
         self.dead = DeadLetterBox(self._redis, patience, self.submit)
         self.responses = ResponseBroker(self._redis, patience)
+        self.feed = CompletionFeed(self._redis, patience, self.pools)
         self._connecting = asyncio.Lock()
         self._is_closed = False
 
@@ -393,6 +396,33 @@ class AsyncClient:
         """
         owner = tenant or self._tenant
         return await self._job_lists.page(owner, pool=pool, state=state, after=after, limit=limit)
+
+    async def completions_cursor(self, *, pool: str | None = None, tenant: str | None = None) -> str:
+        """Return the present end of the tenant's completions. Taken before a submission, it misses no completion."""
+        return str(await self.feed.cursor(tenant or self._tenant, pool))
+
+    async def completions(
+        self, after: str | None = None, *, tag: str | None = None, pool: str | None = None, tenant: str | None = None
+    ) -> AsyncGenerator[tuple[str, Completion], None]:
+        """Yield the tenant's jobs as they end, each once, with the cursor at which another call continues.
+
+        Without a cursor it begins now. Tasks and rows of batches are not among the jobs. If the cursor is too old, or
+        Redis lost writes, the job list fills the gap, and jobs may come again. Raises RequestError.
+        """
+        owner, checked = tenant or self._tenant, checked_tag(tag)
+        start = await self.feed.cursor(owner, pool) if after is None else CompletionCursor.parse(after, owner, pool)
+        async for behind, completion in self.feed.completions(start, checked):
+            yield str(behind), completion
+
+    def as_completed(
+        self, jobs: Iterable[AsyncJob | str], *, timeout: float | None = None, check: bool = True
+    ) -> AsyncGenerator[Result, None]:
+        """Yield the results of jobs, handles or ids of one tenant, as they end. They share one reader of completions.
+
+        `check` and `timeout` are those of `AsyncJob.result`, for all jobs together. The jobs go on after an error.
+        """
+        handles = [job if isinstance(job, AsyncJob) else AsyncJob(self._source(job), self._inbox) for job in jobs]
+        return as_completed(self.feed, handles, timeout_s=timeout, check=check)
 
     async def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
         """Cancel a job and return its state; see `AsyncJob.cancel`."""

@@ -252,6 +252,7 @@ class AsyncJob:
         self._first_box = first_box
         self.id = source.job_id
         self.pool = pool_of(source.job_id)
+        self.tenant = source.tenant
 
     def __repr__(self) -> str:
         return f"<AsyncJob {self.id}>"
@@ -324,6 +325,20 @@ class AsyncJob:
         if check and result.outcome.state != "succeeded":
             raise error_of(result.outcome)
         return result
+
+    async def ended_result(self) -> Result:
+        """Return the result of a job that has ended, as its tenant's completions say. It may have failed."""
+        if (result := await self._source.result()) is None:
+            return await self.result(check=False)  # Redis reported the end and then lost it.
+        self._source.feed.ended = True
+        if box := self._take_first_box():
+            self._inbox.close_box(self._source.feed, box)
+        self._source.forget_submission()
+        return result
+
+    async def renew(self) -> None:
+        """Submit a job again that Redis has lost. Raises NotFoundError unless this client has its request."""
+        await self._source.attach()
 
     async def waiting(self) -> AsyncGenerator[WaitUpdate, None]:
         """Yield the job's position in the queue and the progress of its prompt, until its first chunk or its end.

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.contract.job import pool_of
 from penstock.contract.output import UNKNOWN_WAIT, JobLedger, LedgerEvent, Outcome, Usage
+from penstock.queue.broker.completions import Completion
 from penstock.queue.broker.jobs import JobStatus
 
 
@@ -25,6 +26,18 @@ def job_object(status: JobStatus) -> dict[str, Any]:
         "ledger": ledger_object(status.ledger),
     }
     return shown if status.max_tokens is None else shown | {"max_tokens": status.max_tokens}
+
+
+def completion_object(completion: Completion) -> dict[str, Any]:
+    """Return a job that has ended, as the events of `/v1/jobs/events` show it."""
+    return {
+        "object": "job.completion",
+        "id": completion.job_id,
+        "pool": completion.pool,
+        "state": completion.state,
+        "tags": completion.tags,
+        "finished_ms": completion.finished_ms,
+    }
 
 
 def queue_members(status: JobStatus) -> dict[str, int | None]:

@@ -24,6 +24,7 @@ from penstock.producer.client.run import Answered, Run, RunStep, next_prompts
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.tasks import CountOptions, EmbedOptions, TaskCallOptions, TokenizeOptions
+from penstock.queue.broker.completions import Completion
 from penstock.queue.broker.jobs import JobPage
 from penstock.queue.broker.producer import JobStatus, ServedPool
 
@@ -292,6 +293,23 @@ class Client:
         """Return a page of a tenant's jobs, newest first; see `AsyncClient.jobs`."""
         return self._loop.call(self._client.jobs(tenant=tenant, pool=pool, state=state, after=after, limit=limit))
 
+    def completions_cursor(self, *, pool: str | None = None, tenant: str | None = None) -> str:
+        """Return the present end of the tenant's completions; see `AsyncClient.completions_cursor`."""
+        return self._loop.call(self._client.completions_cursor(pool=pool, tenant=tenant))
+
+    def completions(
+        self, after: str | None = None, *, tag: str | None = None, pool: str | None = None, tenant: str | None = None
+    ) -> Iterator[tuple[str, Completion]]:
+        """Yield the tenant's jobs as they end, with the cursor behind each; see `AsyncClient.completions`."""
+        return _pulled(self, self._client.completions(after, tag=tag, pool=pool, tenant=tenant))
+
+    def as_completed(
+        self, jobs: Iterable[Job | str], *, timeout: float | None = None, check: bool = True
+    ) -> Iterator[Result]:
+        """Yield the results of jobs as they end; see `AsyncClient.as_completed`."""
+        handles = [job if isinstance(job, str) else job._job for job in jobs]
+        return _pulled(self, self._client.as_completed(handles, timeout=timeout, check=check))
+
     def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
         """Cancel a job and return its state; see `Job.cancel`."""
         return self._loop.call(self._client.cancel(job_id, tenant=tenant))
@@ -332,23 +350,13 @@ class Job:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the job's chunks in order. The last chunk carries the outcome; a failed job raises no error."""
-        with closing(self._pulled(self._job.batches())) as batches:
+        with closing(_pulled(self._client, self._job.batches())) as batches:
             for batch in batches:
                 yield from batch
 
     def waiting(self) -> Iterator[WaitUpdate]:
         """Yield the job's position in the queue and the progress of its prompt; see `AsyncJob.waiting`."""
-        return self._pulled(self._job.waiting())
-
-    def _pulled(self, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """Yield what an asynchronous generator yields."""
-        try:
-            while (item := self._loop.call(_next_of(source))) is not None:
-                yield item
-        finally:
-            # Without waiting: the garbage collector may close this generator on the loop's own thread.
-            with suppress(UnavailableError):
-                self._loop.post(source.aclose())
+        return _pulled(self._client, self._job.waiting())
 
     def result(self, *, timeout: float | None = None, check: bool = True) -> Result:
         """Wait for the job's end and return its result. With `check`, raise the job's error unless it succeeded.
@@ -380,6 +388,17 @@ class Job:
 
 def _close(loop: LoopThread, client: AsyncClient) -> None:
     loop.stop(client.close())
+
+
+def _pulled(client: Client, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+    """Yield what an asynchronous generator yields. It keeps the client alive."""
+    try:
+        while (item := client._loop.call(_next_of(source))) is not None:
+            yield item
+    finally:
+        # Without waiting: the garbage collector may close this generator on the loop's own thread.
+        with suppress(UnavailableError):
+            client._loop.post(source.aclose())
 
 
 async def _next_of(source: AsyncGenerator[T, None]) -> T | None:

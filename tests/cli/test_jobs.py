@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -107,3 +109,31 @@ def test_failures_are_one_line(pool: str) -> None:
         job.cancel()
         done = jobs(pool, "tail", job.id)
     assert (done.returncode, "cancelled" in done.stderr) == (1, True)
+
+
+def test_ended_jobs_are_printed_after_a_cursor(pool: str) -> None:
+    with Client(pool) as client:
+        cursor = client.completions_cursor(tenant="acme")
+        ids = [client.submit("hello", max_tokens=2, tenant="acme").id for _ in range(2)]
+        for job_id in ids:
+            client.result(job_id, tenant="acme")
+        words = ["--tenant", "acme", "--after", cursor, "--redis-url", pool]
+        shown = _lines_of_watch([*words, "--json"], 2)
+        rows = [json.loads(line) for line in shown]
+        assert {row["id"] for row in rows} == {*ids} and {row["state"] for row in rows} == {"succeeded"}
+        (line,) = _lines_of_watch([*words[:2], "--after", rows[0]["cursor"], *words[4:]], 1)
+        assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d succeeded {re.escape(rows[1]['id'])}\n", line)
+    refused = jobs(pool, "watch", "--after", cursor)
+    assert refused.stderr.startswith("penstock: --after: this cursor belongs to another tenant")
+    assert jobs(pool, "watch", "--tag", "two words").stderr.startswith("penstock: --tag must have")
+
+
+def _lines_of_watch(words: list[str], count: int) -> list[str]:
+    """Return the first lines of `penstock jobs watch`, which then gets Ctrl-C and says where to continue."""
+    command = [sys.executable, "-m", "penstock", "jobs", "watch", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        lines = [process.stdout.readline() for _ in range(count)]
+        process.send_signal(signal.SIGINT)
+        assert "continue with --after " in process.stderr.read()
+    return lines

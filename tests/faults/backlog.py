@@ -1,8 +1,9 @@
 """`python -m faults.backlog [WHAT]`: long backlogs of jobs are accepted, and each job ends exactly once.
 
 `doors` sends requests through each way into the queue. `due` lets delayed jobs fall due in one second beside chats.
-`kills` kills clients, gateways, nodes and Redis over a backlog. `memory` lets results fill Redis until a reader frees
-them, and `states` measures what a job takes. Each prints what it measured and what was violated.
+`kills` kills clients, readers of completions, gateways, nodes and Redis over a backlog. `memory` lets results fill
+Redis until a reader frees them, and `states` measures what a job takes. Each prints what it measured and what was
+violated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 from fakes.processes.node_process import NodeProcess
 from faults.tools.backlog_due import Chats, submit_delayed
 from faults.tools.backlog_entries import ENTRIES, Requests, each
-from faults.tools.backlog_kills import run_with_kills
+from faults.tools.backlog_kills import FeedReader, run_with_kills
 from faults.tools.backlog_memory import (
     LargeJobs,
     Peaks,
@@ -241,26 +242,38 @@ async def states(args: argparse.Namespace) -> list[str]:
 
 
 async def kills(args: argparse.Namespace) -> list[str]:
-    """Kill clients, gateways, nodes and Redis while a backlog is submitted, worked off and read."""
+    """Kill clients, readers of completions, gateways, nodes and Redis while a backlog is submitted, run and read."""
     rng, requests = random.Random(args.seed), Requests(POOL, args.requests, max_tokens=24)
     print(f"seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="backlog-") as name, RedisProcess(Path(name) / "redis") as server:
         settings = {"log_jobs": False, "max_num_seqs": 64, "step_s": args.step_s, "result_ttl_ms": DAY_MS}
         fleet = Fleet(server, POOL, num_nodes=2, num_gateways=2, keeps_ports=True, **settings, idem_ttl_ms=DAY_MS)
+        readers = list[FeedReader]()
         try:
             await fleet.start()
             async with connect(server.url) as redis:
                 before = await view_of(redis, POOL)
-                run = run_with_kills(fleet, requests, Path(name), rng, num_kills=args.kills, every_s=args.every)
-                answers, killed = await run
+                async with AsyncClient(server.url) as client:
+                    cursor = await client.completions_cursor()
+                readers += [FeedReader(kind, Path(name), cursor, fleet) for kind in ("python", "http")]
+                how = {"num_kills": args.kills, "every_s": args.every, "readers": readers}
+                answers, killed = await run_with_kills(fleet, requests, Path(name), rng, **how)
                 after, found = await view_of(redis, POOL), answers.problems(requests)
                 found += problems_of(before, after, args.requests, job_ids=answers.job_ids)
+                num_told = 0
+                for reader in readers:
+                    await reader.until_has(args.requests)
+                    num_told += reader.num_gaps
+                    found += reader.problems(after.states.keys() - before.states.keys())
                 found += await audited(redis, POOL)
         finally:
+            for reader in readers:
+                reader.close()
             fleet.close()
     measurements: dict[str, Measurement] = {"jobs": args.requests, "kills": killed.total()}
     measurements |= {"killed": ", ".join(f"{number} {kind}" for kind, number in sorted(killed.items()))}
     measurements |= {"seconds": round(answers.took_s), "nodes lost": after.counts["nodes_lost"]}
+    measurements |= {"readers of completions told of losses": num_told}
     told(f"{killed.total()} kills, reference engine", measurements, found, args)
     return found
 

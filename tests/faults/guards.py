@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 TESTS = "tests/queue/scripts/test_"
 SKIPPED = "skipped_jobs.py"
+COMPLETIONS = "tests/queue/broker/test_completions.py"
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,28 @@ MUTANTS = (
         "responses.py",
     ),
     Mutant("log in place of a result", "queue", "result_bytes == 0 and response_life(job) or 0", "0", "responses.py"),
+    Mutant(
+        "a completion of each job",
+        "queue",
+        "if job.n ~= '0' and in_feed ~= '0' then note_",
+        "if false then note_",
+        COMPLETIONS,
+    ),
+    Mutant("completions are bounded", "queue", "'MAXLEN', '~', MAX_ENDED, '*'", "'*'", COMPLETIONS),
+    Mutant(
+        "the last completion before",
+        "queue",
+        "':ended_before', job.tenant) or '0-0'",
+        "':ended_before', '') or '0-0'",
+        COMPLETIONS,
+    ),
+    Mutant(
+        "incarnation of a pool",
+        "join",
+        "'HSETNX', KEYS[1], 'incarnation', now",
+        "'HSETNX', KEYS[1], 'incarnation', 1",
+        COMPLETIONS,
+    ),
     Mutant("bound of past leases", "queue", "if count > MAX_PAST_LEASES then", "if false then", "job_ledger.py"),
     Mutant("first take", "take", "job.revision == '' and 'taken' or 'retaken'", "'taken'", "job_ledger.py"),
     Mutant(

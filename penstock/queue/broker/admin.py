@@ -59,6 +59,8 @@ class JobSighting:
     """(level, tenant)"""
     idems: list[str] = field(default_factory=list)
     """Idempotency keys, without the pool's prefix."""
+    feeds: set[str] = field(default_factory=set)
+    """Tenants with completions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +182,18 @@ class AdminBroker:
             _note(seen, name, await redis.zrange(key, 0, -1))
         elif kind in _ZSETS_OF_JOBS and (rest or kind not in _OF_TENANT):
             _note(seen, name, await redis.zrange(key, 0, -1))
-        elif kind in ("jobs", "expiry"):
+        elif kind in ("jobs", "expiry", "ended"):
             await self._scan_ended(name, key, seen)
         elif kind in ("open", "tenant", "running"):
             _note(seen, name, await redis.smembers(key))
 
     async def _scan_ended(self, name: str, key: bytes, seen: JobSighting) -> None:
-        """Scan a zset that lists ended jobs too, by their ids or as members of P:expiry."""
+        """Scan a zset that lists ended jobs too, by their ids or as members of P:expiry; or a tenant's completions."""
+        if name.startswith("ended"):
+            tenant = name.removeprefix("ended").removeprefix(":")
+            listed = [] if tenant else await cast(Any, self._redis).zrange(key, 0, -1)
+            seen.feeds.update([tenant] if tenant else [member.decode() for member in listed])
+            return
         async for member, _ in cast(Any, self._redis).zscan_iter(key, count=_SCAN_COUNT):
             if name != "expiry":
                 _note(seen, name, [member])
@@ -200,18 +207,20 @@ class AdminBroker:
         jobs: Sequence[tuple[str, Sequence[KeyEntry]]] = (),
         virtual_times: Sequence[tuple[str, str]] = (),
         idems: Sequence[str] = (),
+        feeds: Sequence[str] = (),
         sums: Sequence[tuple[str, str, int]] | None = None,
         *,
         repairer: str = "",
     ) -> list[tuple[str, str, str, str]]:
-        """Compare jobs, virtual times and idempotency keys with the jobs' records.
+        """Compare jobs, virtual times, idempotency keys and lists of completions with the jobs' records.
 
         Returns disagreements as (name, key, id, detail). A call takes at most MAX_ROWS entries of each kind. With the
         id of a `repairer`, they are also corrected; its last call passes the corrections of `sums` (hash, field, by).
         Raises NotFoundError for an unknown pool, BusyError while another audit repairs the pool.
         """
         asked = scripts.packed(
-            {"jobs": jobs, "virtual_times": virtual_times, "idems": idems} | ({} if sums is None else {"sums": sums})
+            {"jobs": jobs, "virtual_times": virtual_times, "idems": idems, "feeds": feeds}
+            | ({} if sums is None else {"sums": sums})
         )
         answer = await scripts.call(self._redis, "audit", pool, repairer, asked)
         if answer[0] == b"UNKNOWN_POOL":

@@ -90,6 +90,8 @@ async def audit(broker: AdminBroker, pool: str, *, repair: bool = False) -> list
         rows += await broker.check(pool, virtual_times=tenants, repairer=repairer)
     for idems in _parts(sorted(seen.idems), MAX_ROWS):
         rows += await broker.check(pool, idems=idems, repairer=repairer)
+    for feeds in _parts(sorted(seen.feeds), MAX_ROWS):
+        rows += await broker.check(pool, feeds=feeds, repairer=repairer)
     findings = [Finding(*row) for row in rows]
     findings += await _sums(broker, pool, repairer)
     findings += await _nodes(broker, pool)

@@ -96,7 +96,7 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         *(int(submission.channel), int(job.requires_reader), keys.key_hash(job.idempotency_key)),
         *(estimate_output_bytes(job, len(request)), job.not_before_ms or 0, record.keep_ms),
         *(submission.rate_tokens or ("", 0, 0, "")),
-        *(_limits_of(job), "" if job.max_wait_ms is None else job.max_wait_ms),
+        *(_limits_of(job), "" if job.max_wait_ms is None else job.max_wait_ms, int(job.in_feed)),
     )
     return PackedSubmission(job, inbox, terms, row, request, record.data)
 

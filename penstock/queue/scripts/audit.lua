@@ -1,17 +1,18 @@
 -- audit: compare jobs, tenants' virtual times and sums with the jobs' records. With a repairer it also corrects them.
 -- That is safe beside running nodes: one script run checks and corrects a job, and sums are corrected by differences.
 -- ARGV: repairer ('' only checks), msgpack of
---   {jobs = [[id, [[key, entry]…]]…], virtual_times = [[level, tenant]…], idems = [key…],
+--   {jobs = [[id, [[key, entry]…]]…], virtual_times = [[level, tenant]…], idems = [key…], feeds = [tenant…] or nil,
 --    sums = [[key, field, by]…] or nil}
 --   key: a key without P: in which the id was seen. entry: its stream entry, or its member of P:expiry, else ''.
---   virtual_times: tenants that have one. idems: keys without P:. sums: corrections; a repairer's last call has them.
+--   virtual_times: tenants that have one. idems: keys without P:. feeds: tenants with completions. sums: corrections; a repairer's last call has them.
 -- Answer: {OK, {finding…}} | {UNKNOWN_POOL} | {BUSY}; finding: {name, key without P:, id, detail}
 --   BUSY: another audit repairs this pool.
 local MAX_ROWS, REPAIR_MS, EXPIRY_SLACK_MS = 32, 10000, 5000
 local repairer, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
 local config, now = read_config(), clock()
 if not config then return {'UNKNOWN_POOL'} end
-if #asked.jobs > MAX_ROWS or #asked.virtual_times > MAX_ROWS or #asked.idems > MAX_ROWS then
+if #asked.jobs > MAX_ROWS or #asked.virtual_times > MAX_ROWS or #asked.idems > MAX_ROWS
+  or #(asked.feeds or {}) > MAX_ROWS then
   return redis.error_reply('TOO_MANY_ROWS')
 end
 local repairs = repairer ~= ''
@@ -288,6 +289,18 @@ local function check_idem(key)
   end
 end
 
+-- A sweep drops old completions of the tenants that P:ended lists.
+local function check_feed(tenant)
+  local has_feed, is_listed = redis.call('EXISTS', P .. ':ended:' .. tenant) == 1, redis.call('ZSCORE', P .. ':ended', tenant)
+  if has_feed and not is_listed then
+    find('missing', 'ended', tenant, 'the tenant has completions')
+    if repairs then redis.call('ZADD', P .. ':ended', now, tenant) end
+  elseif is_listed and not has_feed then
+    find('stray', 'ended', tenant, 'the tenant has no completions')
+    if repairs then redis.call('ZREM', P .. ':ended', tenant) end
+  end
+end
+
 local function check_nodes()
   local known = {}
   for _, node in ipairs(redis.call('ZRANGE', P .. ':nodes', 0, -1)) do known[node] = true end
@@ -310,6 +323,7 @@ end
 for _, row in ipairs(asked.jobs) do check_job(row[1], row[2]) end
 for _, row in ipairs(asked.virtual_times) do check_tenant(row[1], row[2]) end
 for _, key in ipairs(asked.idems) do check_idem(key) end
+for _, tenant in ipairs(asked.feeds or {}) do check_feed(tenant) end
 check_nodes()
 if repairs and asked.sums then
   for _, row in ipairs(asked.sums) do redis.call('HINCRBY', P .. ':' .. row[1], row[2], row[3]) end

@@ -15,6 +15,8 @@ for at = 3, #ARGV, 2 do
 end
 redis.call('ZREM', P .. ':free', '')
 redis.call('HSET', KEYS[1], 'version', PROTOCOL_VERSION, unpack(ARGV, 3))
+-- Cursors into completions state it, so they notice that Redis lost everything.
+redis.call('HSETNX', KEYS[1], 'incarnation', now)
 -- A node of protocol version 1 reads its version and lease here. While P:nodes lists a node, it refuses to join, and
 -- with an endless lease its scripts sweep nothing.
 redis.call('HSET', P .. ':schema', 'version', PROTOCOL_VERSION, 'lease_ms', ENDLESS_MS)

@@ -12,7 +12,7 @@
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
 --   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge
 --   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
---   engine_preemptions used limits
+--   engine_preemptions used limits in_feed tags
 -- level: the job's class for foreground work, and its class + CLASSES for background work. Levels are served in order.
 -- needs_reader: '1' for a job that ends when it has no reader, else '0'.
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
@@ -36,6 +36,7 @@
 -- preemptions: how often a node gave the job back. engine_preemptions: how often engines preempted its sequences, over the
 -- leases that ended; a lost node's are not known.
 -- used: `<prompt> <completion> <cached> <kv_token_ms>` of an ended job; kv_token_ms is '' if its node did not report it.
+-- in_feed: '0' for a job whose end is not in P:ended:<tenant>. tags: those of the job, separated by spaces.
 -- limits: `<max_tokens> <max_total_tokens>` of a job whose max_tokens is lowered to what its prompt leaves.
 
 local P = string.sub(KEYS[1], 1, -8)
@@ -51,7 +52,7 @@ local LARGE_RESULT_BYTES, LOG_PAGE = 65536, 500
 -- Memory of a job's record with its entries in other keys, of a wide record, and of another key of a job. A record is
 -- wide if a field is above MAX_SHORT_BYTES, because Redis stores such a hash in another way.
 -- tests/queue/test_memory_accounting.py compares them with MEMORY USAGE.
-local RECORD_BYTES, WIDE_RECORD_BYTES, KEY_BYTES, MAX_SHORT_BYTES = 1056, 5120, 256, 64
+local RECORD_BYTES, WIDE_RECORD_BYTES, KEY_BYTES, MAX_SHORT_BYTES = 1120, 5184, 256, 64
 local COUNTED_CHUNKS, MIN_RESERVED_BYTES = 12, 4096
 local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
 local JOB_FIELDS = {'state', 'tenant', 'level', 'n', 'entry', 'cost', 'submitted', 'deadline', 'needs_reader',

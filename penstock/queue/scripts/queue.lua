@@ -805,8 +805,22 @@ do
     redis.call('HSET', P .. ':lengths', job.tenant, math.max(math.ceil(num_tokens / tonumber(job.n)), math.floor(known * 0.9)))
   end
 
+  -- Appends an ended job to its tenant's completions, as `<uuid> <state>[ <tag>…]`. If the tenant has none yet, its first
+  -- entry says in `after` which was the last one before, for cursors. Nothing here may keep a job from ending.
+  local MAX_ENDED = 200000
+
+  local function note_completion(job, config, now, state)
+    local key = P .. ':ended:' .. job.tenant
+    local entry = string.match(job.id, '[^.]*$') .. ' ' .. state .. (job.tags ~= '' and ' ' .. job.tags or '')
+    if redis.pcall('XADD', key, 'NOMKSTREAM', 'MAXLEN', '~', MAX_ENDED, '*', 'j', entry) then return end
+    local last = redis.call('HGET', P .. ':ended_before', job.tenant) or '0-0'
+    redis.call('XADD', key, '*', 'j', entry, 'after', last)
+    redis.call('ZADD', P .. ':ended', now + config.result_ttl_ms, job.tenant)
+  end
+
   -- Fields that the end of a job needs beside JOB_FIELDS.
-  local END_FIELDS = {'held', 'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases', 'keep', 'response_bytes'}
+  local END_FIELDS = {'held', 'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases', 'keep', 'response_bytes',
+    'in_feed', 'tags'}
 
   local function read_end_fields(job)
     if job.past_leases then return end
@@ -870,6 +884,7 @@ do
     count_bytes(P .. ':reserved', job.tenant, -(tonumber(job.reserved) or 0))
     local is_wide = is_any_wide(message, param, job.past_leases, job.inboxes, job.loss_nodes or '')
     add_usage(job, job.account, now, reported)
+    if not is_task(job) and job.in_feed ~= '0' then note_completion(job, config, now, is_dead and 'dead' or state) end
     settle_rate(job, state, now, reported)
     if job.idem ~= '' then
       -- A caller that repeats its request after a broken connection gets a new job, not this job's `unread`.

@@ -4,7 +4,7 @@
 --   terms: [tenant, max_open, max_queued, jobs_per_minute, tokens_per_minute, burst_s, weight, memory_percent, account],
 --   with 0 for no limit
 --   row: [number of its terms, id, level, n, cost, body_hash, deadline_in_ms, channel, needs_reader, idem_hash, output,
---   not_before_in_ms, keep_ms, rate_prompt, rate_n, rate_max, may_use, limits, max_wait_ms]
+--   not_before_in_ms, keep_ms, rate_prompt, rate_n, rate_max, may_use, limits, max_wait_ms, in_feed]
 --   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key.
@@ -13,6 +13,7 @@
 --   limits: the job's field of that name, or ''.
 --   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; '' for that of its class
 --   or its pool.
+--   in_feed: 0 for a job whose end is no completion of its tenant.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL}
 --       | {BAD_ID_AGE, max_age_ms} | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent
@@ -54,7 +55,7 @@ local function job_of(row, request, response)
   return {terms = terms, own = terms.own, tenant = terms.tenant, id = row[2], level = level, n = n, cost = row[5],
     body = row[6], deadline_in = row[7], channel = tostring(row[8]), needs_reader = row[9], idem = row[10], output = row[11],
     not_before_in = row[12], keep = row[13], rate_prompt = row[14], rate_n = row[15], rate_max = row[16],
-    most_tokens = row[17], limits = row[18], max_wait_ms = tonumber(row[19]), request = request, response = response,
+    most_tokens = row[17], limits = row[18], max_wait_ms = tonumber(row[19]), in_feed = row[20], request = request, response = response,
     in_background = level >= CLASSES,
     -- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
     is_light = n == '0',
@@ -490,6 +491,7 @@ local function write_record(job, entry, is_delayed)
   if terms.memory_percent > 0 then add('memory_percent', terms.memory_percent) end
   if terms.account ~= '' then add('account', terms.account) end
   if job.limits ~= '' then add('limits', job.limits) end
+  if job.in_feed == 0 then add('in_feed', 0) end
   if job.response ~= '' then
     redis.call('SET', P .. ':response:' .. job.id, job.response)
     add('keep', job.keep, 'response_bytes', #job.response)

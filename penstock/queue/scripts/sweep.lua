@@ -6,6 +6,7 @@
 -- Answer: {SKIPPED} | {RESET} | {OK, {lost node, …}, jobs requeued, jobs ended}
 local MAX_JOBS = 128
 local MAX_READER_SILENCE_MS, MAX_RELEASED = 600000, 4096
+local MAX_TRIMMED, TRIM_EVERY_MS = 16, 10000
 local config, now = read_config(), clock()
 if not config then return {'SKIPPED'} end
 local last = tonumber(redis.call('GET', P .. ':sweep') or '-1')
@@ -75,6 +76,23 @@ local function lose(job, was_draining)
   end
 end
 
+-- Drops completions of a tenant that are older than the jobs' records, about 10,000 at a time. Once the last one is,
+-- the key goes, and P:ended_before keeps its id for cursors.
+local function trim_completions(tenant)
+  local key, oldest = P .. ':ended:' .. tenant, now - config.result_ttl_ms
+  local function ms_of(entries) return entries[1] and tonumber(string.match(entries[1][1], '^%d+')) or 0 end
+  local newest = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
+  if ms_of(newest) < oldest then
+    redis.call('DEL', key)
+    redis.call('ZREM', P .. ':ended', tenant)
+    if newest[1] then redis.call('HSET', P .. ':ended_before', tenant, newest[1][1]) end
+    return
+  end
+  redis.call('XTRIM', key, 'MINID', '~', oldest)
+  local next_ms = ms_of(redis.call('XRANGE', key, '-', '+', 'COUNT', 1)) + config.result_ttl_ms
+  redis.call('ZADD', P .. ':ended', math.max(next_ms, now + TRIM_EVERY_MS), tenant)
+end
+
 local nodes_lost = {}
 for _, dead in ipairs(lost) do
   redis.call('ZREM', P .. ':free', dead.node)
@@ -99,5 +117,8 @@ redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - math.max(MAX_READE
 redis.call('ZREMRANGEBYSCORE', P .. ':revisions', '-inf', now - MAX_READER_SILENCE_MS)
 redis.call('ZREMRANGEBYSCORE', P .. ':dead_letters', '-inf', now - DEAD_LIFE_MS)
 subtract_expired(now, MAX_RELEASED)
+for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', P .. ':ended', '-inf', now, 'LIMIT', 0, MAX_TRIMMED)) do
+  trim_completions(tenant)
+end
 flush()
 return {'OK', nodes_lost, requeued, ended}

@@ -36,7 +36,7 @@ async def test_an_acknowledged_result_is_freed_and_its_job_stays_known(queue: Qu
     taken = await node.take_one()
     last = Emission(taken.job_id, taken.lease, 0, chunks_of(taken.job_id, 0, 3))
     await node.broker.finish(last, Outcome("succeeded"), result)
-    assert await stored(queue) > 1056 + len(result)
+    assert await stored(queue) > 1120 + len(result)
 
     assert await queue.producer.ack([job.id], "default") == 1
     assert await stored(queue) == 1056

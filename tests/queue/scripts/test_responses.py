@@ -22,7 +22,7 @@ from penstock.queue.broker.producer import LARGE_RESULT_BYTES, Submission
 from penstock.queue.results import encode_result
 
 RECORD = ResponseRecord(b"r" * 5000, keep_ms=600_000)
-JOB_BYTES, KEY_BYTES = 1056, 256
+JOB_BYTES, KEY_BYTES = 1120, 256
 LOG_TTL_MS, RESULT_TTL_MS = 120_000, 86_400_000
 
 
