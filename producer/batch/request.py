@@ -39,6 +39,9 @@ class _RowFields(GenerationBody):
     stream: Annotated[Any, only(None, False)] = None
     stream_options: Annotated[Any, only(None)] = None
     service_tier: Annotated[Any, only(None, "auto", "default", "flex")] = None
+    # They count from the submission of the row.
+    deadline_s: float | None = None
+    ttl_s: float | None = None
 
 
 class _ChatRow(_RowFields, ChatBody):
@@ -64,6 +67,8 @@ class BatchRequest:
     params: SamplingParams
     echoes: bool = False
     template_kwargs: str | None = None
+    deadline_s: float | None = None
+    ttl_s: float | None = None
 
 
 def request_of_line(fields: Mapping[str, Any]) -> BatchRequest:
@@ -90,7 +95,8 @@ def request_of(url: str, body: Mapping[str, Any]) -> BatchRequest:
     prompts = row.prompts()
     if len(prompts) != 1:
         raise RequestError("a row must have exactly one prompt", param=row.prompt_field)
-    return BatchRequest(url, prompts[0], row.model, params, row.echoes, row.template_kwargs)
+    times = row.deadline_s, row.ttl_s
+    return BatchRequest(url, prompts[0], row.model, params, row.echoes, row.template_kwargs, *times)
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:

@@ -147,6 +147,8 @@ async def _ask(
         lower_max_tokens=True,
         priority=Priority.BATCH,
         not_before_s=delay_s,
+        deadline_s=request.deadline_s,
+        ttl_s=request.ttl_s,
         durability=durability,
         idempotency_key=key,
     )

@@ -262,6 +262,7 @@ class ProducerBroker:
             *(submission.rate_tokens or ("", 0, 0, "")),
             _limits_of(job),
             "" if job.max_wait_ms is None else job.max_wait_ms,
+            job.ttl_ms or 0,
         )
         if submission.durability == FSYNC:
             self._durable_calls = self._durable_calls or DurableCalls(self._redis, self.patience)

@@ -2,10 +2,10 @@
 -- ARGV: id tenant level n cost body_hash request deadline_in_ms inbox channel needs_reader idem_hash output
 --   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
 --   response keep_ms rate_prompt rate_n rate_max may_use.
---   Then limits and max_wait_ms.
+--   Then limits, max_wait_ms and ttl_in_ms.
 --   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
---   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
+--   deadline_in_ms, not_before_in_ms, ttl_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
 --   rate_prompt, rate_n, rate_max: tokens of the prompt, choices and most tokens of each (0: no limit), for the tenant's
 --   token rate. rate_prompt '' counts the cost. may_use: the most tokens that the job may use; '' counts the cost.
 --   limits: the job's field of that name, or ''.
@@ -266,7 +266,13 @@ end
 
 -- Writes -------------------------------------------------------------------------------------------
 
-local deadline = deadline_in > 0 and tostring(now + deadline_in) or ''
+local deadline, begun_deadline = deadline_in > 0 and tostring(now + deadline_in) or '', nil
+do
+  local ttl_in = tonumber(ARGV[31] or '0')
+  if ttl_in > 0 and (deadline_in == 0 or ttl_in < deadline_in) then
+    deadline, begun_deadline = tostring(now + ttl_in), deadline
+  end
+end
 -- A job submitted without a reader has reattach_grace_ms to get one.
 local unread = (inbox == '' and channel ~= '1') and now or ''
 local is_delayed = not_before_in > 0
@@ -286,6 +292,7 @@ redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'fir
   'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'held', held, 'output', output, 'idem', idem_name)
 if memory_percent > 0 then redis.call('HSET', job_key(id), 'memory_percent', memory_percent) end
 if account ~= '' then redis.call('HSET', job_key(id), 'account', account) end
+if begun_deadline then redis.call('HSET', job_key(id), 'begun_deadline', begun_deadline) end
 if limits ~= '' then redis.call('HSET', job_key(id), 'limits', limits) end
 if response ~= '' then
   redis.call('SET', P .. ':response:' .. id, response)

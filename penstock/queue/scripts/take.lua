@@ -654,6 +654,15 @@ for i, job in ipairs(taken) do
   charge_tenant(job, job.charge)
   leave_queue(job)
   reserve_output(job)
+  if job.deadline ~= '' then
+    -- The TTL has had its effect: a job that a node has begun ends at its deadline alone.
+    local begun_deadline = redis.call('HGET', job_key(job.id), 'begun_deadline')
+    if begun_deadline then
+      job.deadline = tonumber(begun_deadline) and begun_deadline or ''
+      redis.call('HSET', job_key(job.id), 'deadline', job.deadline)
+      redis.call('HDEL', job_key(job.id), 'begun_deadline')
+    end
+  end
   if job.is_head and not is_background(job) then redis.call('HSET', P .. ':head_served', job.level, now) end
   job.lease = call .. ':' .. nonce .. ':' .. i
   local taken_at = job.revision == '' and 'taken' or 'retaken'
