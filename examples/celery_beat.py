@@ -1,6 +1,6 @@
-"""Recurring work: Celery beat sends a task at each time of its schedule, and a worker answers it.
+"""Recurring work: Celery's scheduler sends a task at each time of its schedule, and a worker answers it.
 
-Both run in one process: `cd examples; celery -A celery_beat worker --beat`. Start one beat for all workers. Run as a
+Both run in one process: `cd examples; celery -A celery_beat worker --beat`. One scheduler serves all workers. Run as a
 program, it prints the newest answer.
 """
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic import Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError, from_json, to_json
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import SamplingParams
+from penstock.contract.job import MAX_DEADLINE_S, SamplingParams
 from penstock.contract.named import UNKNOWN_FIELD
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
@@ -42,6 +42,15 @@ class _RowFields(GenerationBody):
     # They count from the submission of the row.
     deadline_s: float | None = None
     ttl_s: float | None = None
+
+    @field_validator("deadline_s", "ttl_s")
+    @classmethod
+    def _is_duration(cls, value: float | None) -> float | None:
+        if value is not None and not 0 < value <= MAX_DEADLINE_S:
+            raise PydanticCustomError(
+                "duration", "must be above 0 and at most {limit} seconds", {"limit": MAX_DEADLINE_S}
+            )
+        return value
 
 
 class _ChatRow(_RowFields, ChatBody):

@@ -13,6 +13,8 @@ from fakes.fake_node import FakeNode
 from fakes.processes.reference_engine import fake_embedding
 
 from penstock.contract.tasks import Embed
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.scripts import sweep
 from tests.gateway.conftest import MODEL, EchoEngine
 from tests.gateway.jobs.test_jobs import TEXT, ended, error_of, shown, submit
 
@@ -20,9 +22,9 @@ CHAT = {"messages": [{"role": "user", "content": TEXT}]}
 
 
 BODIES_WITH_TTL: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": TEXT, "ttl_s": 0.3},
-    "/v1/chat/completions": {**CHAT, "ttl_s": 0.3},
-    "/v1/responses": {"input": TEXT, "ttl_s": 0.3},
+    "/v1/completions": {"model": MODEL, "prompt": TEXT, "ttl_s": 2},
+    "/v1/chat/completions": {"model": MODEL, **CHAT, "ttl_s": 2},
+    "/v1/responses": {"model": MODEL, "input": TEXT, "ttl_s": 2},
 }
 
 
@@ -173,27 +175,31 @@ def test_wrong_sampling_option_is_named(http: httpx.Client, change: dict[str, An
 
 async def start_late(redis_url: str, http: httpx.Client) -> dict[str, Any]:
     """Submit a job to a pool whose only node takes jobs only after the TTL."""
-    async with FakeNode(redis_url, auto=False, pool="late", model="acme/late"):
+    async with FakeNode(redis_url, auto=False, pool="late", model="acme/late"), connect(redis_url) as redis:
         body = {"model": "acme/late", "prompt": TEXT, "ttl_s": 0.2}
-        answer = await asyncio.to_thread(posted, http, body)
-        return await asyncio.to_thread(ended, http, answer.json()["id"])
+        job_id = (await asyncio.to_thread(accepted, http, body))["id"]
+        while (await asyncio.to_thread(shown, http, job_id))["outcome"] is None:
+            # Every node and every reading process does so from time to time.
+            await sweep(redis, "late")
+            await asyncio.sleep(0.05)
+        return await asyncio.to_thread(shown, http, job_id)
 
 
 def test_a_job_that_no_node_starts_within_its_ttl_expires(http: httpx.Client, redis_url: str) -> None:
     job = asyncio.run(start_late(redis_url, http))
     assert (job["state"], job["outcome"]["code"], job["result"]) == ("expired", "not_started_in_time", None)
-    assert (job["ledger"]["taken_ms"], job["ledger"]["events"][-1]["reason"]) == (None, "not_started_in_time")
+    assert job["ledger"]["taken_ms"] is None
 
 
 def test_a_job_that_a_node_has_started_outlives_its_ttl(http: httpx.Client, engine: EchoEngine) -> None:
     engine.may_go_on.clear()
     begun = {
-        "jobs": submit(http, ttl_s=0.3),
+        "jobs": submit(http, ttl_s=2),
         **{url: accepted(http, line(url, body))["id"] for url, body in BODIES_WITH_TTL.items()},
     }
     while any(shown(http, job_id)["state"] == "queued" for job_id in begun.values()):
         time.sleep(0.01)
-    time.sleep(0.4)  # The TTL ends while they run.
+    time.sleep(2.1)  # The TTL ends while they run.
     engine.may_go_on.set()
     assert {ended(http, job_id)["state"] for job_id in begun.values()} == {"succeeded"}
 
