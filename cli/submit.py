@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Annotated, Any, Literal
+from itertools import islice
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from penstock.cli.command_line import queue_option
 from penstock.cli.options import REDIS_URL_HELP, given_flags, sampling_flags, takes
 from penstock.cli.output import write_text
-from penstock.contract.errors import RequestError
+from penstock.contract.errors import PenstockError, RequestError
 
+if TYPE_CHECKING:
+    from penstock.producer.client import AsyncClient
+
+MAX_LINES_AT_ONCE = 1000
+"""Lines of a file that are read and submitted together."""
+EXIT_SOME_REFUSED = 1
+_OF_LINE = ("prompt", "model", "adapter", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
+"""Arguments of a line without `url`, beside those of the queue and of sampling."""
 PriorityName = Literal["interactive", "standard", "batch"]
 DurabilityName = Literal["memory", "fsync"]
 
@@ -25,10 +34,17 @@ def submit(
     model: Annotated[
         str | None, typer.Option(help="Name or alias of the model. Optional if only one pool is served.")
     ] = None,
+    jsonl: Annotated[
+        str | None,
+        typer.Option(help="File of requests, one JSON object a line; -: stdin. Each becomes a background job."),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, not as a chat.")] = False,
     priority: Annotated[PriorityName, queue_option(help="Priority class of the job.")] = "standard",
     deadline: Annotated[
         float | None, queue_option(help="Seconds after which an unfinished job is ended. Default: no deadline.")
+    ] = None,
+    ttl: Annotated[
+        float | None, queue_option(help="Seconds after which a job that no node has started is ended. Default: none.")
     ] = None,
     not_before: Annotated[
         float | None, queue_option(help="Seconds to wait before the job may run. Default: no wait.")
@@ -45,12 +61,19 @@ def submit(
     Examples:
         penstock submit "Name three rivers." --max-tokens 64
         penstock submit --temperature 0 < question.txt
+        penstock submit --jsonl requests.jsonl --ttl 3600
     """
     from penstock.runtime.settings import redis_url_of
 
-    text = _given_or_piped(prompt)
-    times = {"deadline_s": deadline, "not_before_s": not_before}
+    times = {"deadline_s": deadline, "ttl_s": ttl, "not_before_s": not_before}
     options = {"model": model, "tenant": tenant, "durability": durability, **times, **given_flags(sampling)}
+    if jsonl is not None:
+        if prompt is not None:
+            raise RequestError("prompt: conflicts with --jsonl; send one of them", param="prompt")
+        if not _submit_file(redis_url_of(redis_url), jsonl, priority, options):
+            raise typer.Exit(EXIT_SOME_REFUSED)
+        return
+    text = _given_or_piped(prompt)
     asyncio.run(
         _stream(redis_url_of(redis_url), text if raw else [{"role": "user", "content": text}], priority, options)
     )
@@ -81,3 +104,81 @@ async def _stream(
             raise
         finally:
             print()
+
+
+# Files of requests.
+
+
+def _submit_file(redis_url: str, path: str, priority: PriorityName, options: dict[str, Any]) -> bool:
+    """Submit each line of a file and print its outcome. Return whether all were accepted."""
+    from penstock.contract.job import Priority
+
+    shared = {"priority": Priority[priority.upper()], **{n: value for n, value in options.items() if value is not None}}
+    if path == "-":
+        return asyncio.run(_submit_lines(redis_url, sys.stdin.buffer, shared))
+    try:
+        with open(path, "rb") as file:
+            return asyncio.run(_submit_lines(redis_url, file, shared))
+    except OSError as error:
+        raise RequestError(f"jsonl: {path} cannot be read: {error.strerror}", param="jsonl") from None
+
+
+async def _submit_lines(redis_url: str, file: IO[bytes], shared: dict[str, Any]) -> bool:
+    from penstock.producer.client import AsyncClient
+
+    num_refused = 0
+    lines = ((number, raw) for number, raw in enumerate(file, 1) if not raw.isspace())
+    async with AsyncClient(redis_url) as client:
+        while group := list(islice(lines, MAX_LINES_AT_ONCE)):
+            num_refused += await _submit_group(client, group, shared)
+    return not num_refused
+
+
+async def _submit_group(client: AsyncClient, lines: list[tuple[int, bytes]], shared: dict[str, Any]) -> int:
+    """Submit some lines and print their outcomes. Return how many were refused."""
+    from pydantic_core import to_json
+
+    found = [_request_of(raw) for _, raw in lines]
+    requests = [one if isinstance(one, PenstockError) else {**shared, **one} for _, one in found]
+    num_refused = 0
+    for (number, _), (named, _), outcome in zip(lines, found, await client.submit_many_unread(requests), strict=True):
+        if isinstance(outcome, PenstockError):
+            num_refused += 1
+            error = {"code": outcome.code, "message": outcome.message, "param": outcome.param}
+            shown = {"line": number, **named, "error": error}
+        else:
+            shown = {"line": number, **named, "id": outcome.job_id, "state": outcome.state}
+        write_text(to_json(shown).decode() + "\n")
+    return num_refused
+
+
+def _request_of(raw: bytes) -> tuple[dict[str, Any], dict[str, Any] | PenstockError]:
+    """Return what the outcome of a line repeats, and the arguments of its submission or the error of a wrong line."""
+    from pydantic_core import from_json
+
+    from penstock.contract.job import QueueOptions, SamplingParams
+    from penstock.contract.named import UNKNOWN_FIELD
+    from penstock.contract.problems import MAX_NAME_CHARS
+    from penstock.producer.batch.request import request_of_line
+
+    try:
+        fields = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        return {}, RequestError(f"not JSON: {error}")
+    if not isinstance(fields, dict):
+        return {}, RequestError("must be a JSON object")
+    named = {name: fields.pop(name) for name in ("custom_id",) if name in fields}
+    if "url" not in fields:
+        known = {*_OF_LINE, *QueueOptions.__annotations__, *SamplingParams.model_fields}
+        if unknown := next((name for name in fields if name not in known), None):
+            shown = unknown[:MAX_NAME_CHARS]
+            return named, RequestError(f"{shown}: unknown field", code=UNKNOWN_FIELD, param=shown)
+        return named, fields
+    try:
+        line = request_of_line(fields)
+    except RequestError as error:
+        return named, error
+    given = {"model": line.model, "deadline_s": line.deadline_s, "ttl_s": line.ttl_s}
+    request = {"prompt": line.prompt, "chat_template_kwargs": line.template_kwargs, "lower_max_tokens": True}
+    sampling = line.params.model_dump(exclude_unset=True)
+    return named, {**request, **sampling, **{name: value for name, value in given.items() if value is not None}}

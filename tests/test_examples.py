@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,7 @@ from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess, run_python
 from safetensors.numpy import save_file
 
+from penstock import Client
 from penstock.cli.demo_model import demo_model
 from penstock.gpu_node.model.checkpoint.source import resolve_model
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -107,7 +109,7 @@ def run(redis_url: str, name: str, *arguments: str) -> str:
 
 def test_every_example_is_listed_and_tested() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert len(names) == 8
+    assert len(names) == 9
     assert set(re.findall(r"^\| \[(\w+)\.py\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)) == names
     tested = re.findall(r'run\(redis_of_node, "(\w+)"', Path(__file__).read_text())
     assert set(tested) == names
@@ -188,6 +190,24 @@ def test_celery_chain(redis_of_node: str) -> None:
         stack.callback(worker.wait, 30)
         stack.callback(worker.terminate)
         assert run(redis_of_node, "celery_chain").strip()
+
+
+def test_celery_beat(redis_of_node: str, tmp_path: Path) -> None:
+    words = ("-m", "celery", "-A", "celery_beat", "worker", "--concurrency", "1", "--without-gossip")
+    with ExitStack() as stack:
+        places: dict[str, Any] = {"env": {**environment(redis_of_node), "EVERY_S": "2"}, "cwd": EXAMPLES}
+        beat = ("--beat", "--schedule", str(tmp_path / "schedule"))
+        worker = PythonProcess(*words, *beat, imports=CELERY_IMPORTS, stderr=subprocess.DEVNULL, **places)
+        stack.enter_context(worker)
+        stack.callback(worker.wait, 30)
+        stack.callback(worker.terminate)
+        client = stack.enter_context(Client(redis_of_node))
+        known = {job.job_id for job in client.jobs(limit=100).jobs}
+        until_s = time.monotonic() + 60
+        while len([job for job in client.jobs(limit=100).jobs if job.outcome and job.job_id not in known]) < 2:
+            assert time.monotonic() < until_s
+            time.sleep(0.1)
+        assert run(redis_of_node, "celery_beat").strip()
 
 
 def test_subscriber(redis_of_node: str) -> None:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import NotFoundError, PenstockError, RequestError, StreamDivergedError
 from penstock.contract.output import Chunk, Usage
+from penstock.contract.tasks import Embed
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body
 from penstock.gateway.metrics import StreamMeter
@@ -32,6 +33,7 @@ from penstock.runtime.cooperative import LoopYielder
 # Encoding of a job's chunks as server-sent events, and of its result as a JSON object.
 
 _MAX_DIGITS = 9
+EMBED = Embed.model_fields["kind"].default
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,9 @@ def result_object(result: PackedResult) -> dict[str, Any]:
         "choices": Items(lambda: map(_choice_object, result.choices)),
         "usage": None if result.usage is None else usage_object(result.usage),
     }
+    if result.output is not None and result.output.kind == EMBED:
+        vector = result.output
+        answer["embedding"] = Rows(lambda: iter(vector.floats()))
     if result.prompt_logprobs:
         answer["prompt_logprobs"] = Rows(lambda: prompt_logprobs(result.prompt_logprobs))
     return answer

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,30 +12,45 @@ from fastapi.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.errors import PenstockError, RequestError
-from penstock.contract.job import RETURN_PROGRESS, is_job_id, lowered_max_tokens, pool_of
+from penstock.contract.errors import InvariantError, PenstockError, RequestError
+from penstock.contract.job import RETURN_PROGRESS, SubmitOptions, is_job_id, lowered_max_tokens, pool_of
 from penstock.contract.output import TERMINAL_STATES
 from penstock.contract.problems import rename
 from penstock.gateway.budget import SharedBudget
-from penstock.gateway.errors import soon
+from penstock.gateway.errors import error_body, soon
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.jobs.answers import JobAnswer, JobEvents, links_of, stream_start_of
 from penstock.gateway.jobs.feed import MAX_POOL_CHARS, FeedRoutes
-from penstock.gateway.jobs.schemas import JobRequest
-from penstock.gateway.request.generation import GenerationRequest
+from penstock.gateway.jobs.schemas import RESPONSES_URL, JobRequest
+from penstock.gateway.request.generation import GenerationRequest, ParsedBody
 from penstock.gateway.request.jobs import check_logprobs, submit_options
-from penstock.gateway.request.reading import AFTER, LAST_EVENT_HEADER, MAX_KEY_CHARS, RequestReader, caller_of
+from penstock.gateway.request.parsing import ListItem
+from penstock.gateway.request.reading import (
+    AFTER,
+    LAST_EVENT_HEADER,
+    MAX_KEY_CHARS,
+    RequestReader,
+    caller_of,
+    idempotency_key_of,
+)
 from penstock.gateway.request.socket_message import JOBS_PATH
+from penstock.gateway.responses.create import ConversationReader
 from penstock.gateway.route_doc import TEXT, RouteDoc, object_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import JOB_HEADER, MAX_TOKENS_HEADER, Answers
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.job_objects import job_object, queue_members
-from penstock.producer.client.request import choose_pool
+from penstock.producer.client.many import SubmitRequest
+from penstock.producer.client.request import Prompt, choose_pool
 from penstock.queue.broker.producer import Submitted
 from penstock.runtime.cooperative import LoopYielder
 
-# `POST /v1/jobs`: submit a job and return its id at once.
+# `POST /v1/jobs`: submit one job or a list of jobs, and return their ids at once.
+
+MULTI_STATUS = 207
+"""The status of a list of which at least one job was refused."""
+MAX_PREPARED = 32
+"""Jobs of a list that are prepared and submitted together. Preparing them takes a few milliseconds."""
 
 
 class SubmitJob:
@@ -41,36 +58,89 @@ class SubmitJob:
 
     schema = JobRequest
     doc = RouteDoc(
-        "Queue one job and return its id at once.",
+        "Queue one job, or each job of a list, and return the ids at once.",
         object_of(id=TEXT, object=TEXT, state=TEXT, links=object_of(self=TEXT, stream=TEXT, cancel=TEXT)),
         status=202,
     )
 
-    def __init__(self, client: AsyncClient, reader: RequestReader, max_logprobs: int) -> None:
+    def __init__(
+        self, client: AsyncClient, reader: RequestReader, conversations: ConversationReader, max_logprobs: int
+    ) -> None:
         self._client = client
         self._reader = reader
+        self._conversations = conversations
         self._max_logprobs = max_logprobs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Queue one job and answer 202 with its id and links."""
+        """Queue one job and answer 202 with its id and links, or each job of a list and answer with their outcomes."""
         request = Request(scope, receive, send)
-        body = await self._reader.read(request, self.schema)
-        generation = self._reader.generation_of(request, body)
+        async with self._reader.held_one_or_list(request, self.schema) as body:
+            if isinstance(body, ParsedBody):
+                answer = await self._answer_to(request, body)
+            else:
+                answer = await self._answer_to_list(request, body)
+        await answer(scope, receive, send)
+
+    async def _answer_to(self, request: Request, body: ParsedBody) -> Response:
         try:
-            submitted = await self._submit(generation)
+            generation = self._reader.generation_of(request, body)
+            prompt, options = await self._prepared(generation, body)
+            submitted = await self._client.submit_unread(prompt, **options)
         except PenstockError as error:
             rename(error, body.content.names)
             raise
-        links = links_of(submitted.job_id)
-        answer: dict[str, Any] = {"id": submitted.job_id, "object": "job", "state": submitted.state, "links": links}
+        answer = _accepted_object(submitted, body)
         if generation.shows_waiting:
             answer |= await self._waiting(submitted, generation.tenant)
-        headers = {"Location": links["self"], JOB_HEADER: submitted.job_id}
+        headers = {"Location": answer["links"]["self"], JOB_HEADER: submitted.job_id}
         if (limit := await self._lowered_limit(generation, pool_of(submitted.job_id))) is not None:
             headers[MAX_TOKENS_HEADER] = str(limit)
-        await JSONResponse(answer, self.doc.status, headers)(scope, receive, send)
+        return JSONResponse(answer, self.doc.status, headers)
 
-    async def _submit(self, generation: GenerationRequest) -> Submitted:
+    async def _answer_to_list(self, request: Request, items: Sequence[ListItem]) -> Response:
+        key = idempotency_key_of(request)
+        outcomes: list[dict[str, Any]] = []
+        for at in range(0, len(items), MAX_PREPARED):
+            outcomes += await self._outcomes_of(request, items[at : at + MAX_PREPARED], key, at)
+        all_accepted = all(outcome["status"] == self.doc.status for outcome in outcomes)
+        return JSONResponse({"object": "list", "data": outcomes}, self.doc.status if all_accepted else MULTI_STATUS)
+
+    async def _outcomes_of(
+        self, request: Request, items: Sequence[ListItem], key: str | None, first: int
+    ) -> list[dict[str, Any]]:
+        """Submit some jobs of a list and return their outcomes. `first`: the number of the first one in the list."""
+        bodies: list[ParsedBody | None] = []
+        prepared: list[SubmitRequest | PenstockError] = []
+        for number, item in enumerate(items, first):
+            body = None
+            try:
+                body = item.parsed()
+                has_own_key = key is None or body.options.get("idempotency_key") is not None
+                own_key = None if has_own_key else f"{key}:{number}"
+                generation = replace(self._reader.generation_of(request, body), idempotency_key=own_key)
+                prompt, options = await self._prepared(generation, body)
+                prepared.append({"prompt": prompt, **options})
+            except PenstockError as error:
+                prepared.append(error)
+            bodies.append(body)
+        found = await self._client.submit_many_unread(prepared)
+        return [self._outcome_of(*one) for one in zip(items, bodies, found, strict=True)]
+
+    def _outcome_of(self, item: ListItem, body: ParsedBody | None, found: Submitted | PenstockError) -> dict[str, Any]:
+        if isinstance(found, Submitted) and body is not None:
+            return {"status": self.doc.status, **_accepted_object(found, body)}
+        error = found if isinstance(found, PenstockError) else InvariantError("a job without a body was submitted")
+        if body is not None:
+            rename(error, body.content.names)
+        named = {} if item.custom_id is None else {"custom_id": item.custom_id}
+        return {"status": error.status, **named, **error_body(error)}
+
+    async def _prepared(self, generation: GenerationRequest, body: ParsedBody) -> tuple[Prompt, SubmitOptions]:
+        """Return the prompt of a job and the options of its submission."""
+        if body.options.get("url") == RESPONSES_URL:
+            conversations = self._conversations.conversations_of(generation.tenant)
+            _, whole = await self._conversations.conversation_of(generation, body, conversations)
+            generation = replace(generation, content=replace(generation.content, prompts=[whole]))
         content = generation.content
         if content.needs_token_details:
             pools = (await self._client.pools()).values()
@@ -78,7 +148,7 @@ class SubmitJob:
             check_logprobs(content, record, self._max_logprobs)
         options = submit_options(generation)
         options["idempotency_key"] = _idempotency_key_of(generation)
-        return await self._client.submit_unread(content.prompts[0], **options)
+        return content.prompts[0], options
 
     async def _waiting(self, submitted: Submitted, tenant: str) -> dict[str, int | None]:
         """Return the members of a queued job. If they cannot be read, there are none: the job is accepted."""
@@ -95,6 +165,14 @@ class SubmitJob:
             return None
         record = (await self._client.pools()).get(pool)
         return None if record is None else lowered_max_tokens(max_tokens, record.max_model_len or None, 1)
+
+
+def _accepted_object(submitted: Submitted, body: ParsedBody) -> dict[str, Any]:
+    """Return the answer for an accepted job."""
+    custom_id = body.options.get("custom_id")
+    named = {} if custom_id is None else {"custom_id": custom_id}
+    links = links_of(submitted.job_id)
+    return {"id": submitted.job_id, "object": "job", "state": submitted.state, **named, "links": links}
 
 
 def _idempotency_key_of(generation: GenerationRequest) -> str | None:
@@ -220,7 +298,8 @@ def _truth_of(request: Request, name: str) -> bool:
 
 
 def _routes(services: Services) -> list[Route | APIRouter]:
-    submit = SubmitJob(services.client, services.reader, services.settings.max_logprobs)
+    conversations = ConversationReader(services.client, services.result_budget, services.settings.max_body_bytes)
+    submit = SubmitJob(services.client, services.reader, conversations, services.settings.max_logprobs)
     jobs = JobRoutes(services.client, services.settings, services.answers, services.yielder, services.result_budget)
     # Before the jobs, whose routes take any id.
     feed = FeedRoutes(services.client, services.answers, services.yielder)

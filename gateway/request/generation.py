@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self, cast, runtime_checkable
 
-from pydantic import TypeAdapter, ValidationError, model_validator
+from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
+from penstock.contract.errors import PenstockError
 from penstock.contract.job import RETURN_PROGRESS, JobKey, Priority, QueueFields, QueueOptions, SamplingParams
-from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER, IgnoredFields
-from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.named import WRONG_MEMBER
 from penstock.contract.priority import ClassName
-from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.response_record import ResponseRecord
 from penstock.contract.sampling import Endpoint
 from penstock.contract.tasks import Task
 from penstock.contract.tenant import UNLIMITED, Terms
-from penstock.producer.client.request import Prompt, pack_prompt_of
+from penstock.producer.client.request import Prompt
 from penstock.producer.openai.fields import Wire, given_options
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
-from penstock.queue.msgpack_codec import pack, unpack_all
 
 MAX_CHOICES_OF_REQUEST = 256
 """Most choices of one HTTP request for text, over all its prompts."""
@@ -156,7 +152,7 @@ def _prompt_name(names: Mapping[str, str], index: int) -> str:
     return f"prompt[{index}]"
 
 
-# From the bytes of a body to its checked content.
+# What a schema of bodies provides, and a checked body.
 
 
 class RequestBody(Protocol):
@@ -239,6 +235,23 @@ class QueuedBody(Wire):
         """Return how to queue the jobs, as far as the body says it."""
         return cast(QueueOptions, given_options(self, QueueFields, self.endpoint))
 
+    def held_body(self) -> HeldBody | None:
+        """Return the body of another endpoint that this one holds, if it does."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBody:
+    """The body of another endpoint inside of a body: its jobs are those of that endpoint, queued as both bodies say."""
+
+    member: str
+    """The name of the member that holds it."""
+    schema: type[RequestBody]
+    fields: Mapping[str, Any]
+    """The body as plain values. It is not checked yet."""
+    beside: Mapping[str, Any]
+    """The options that the outer body gives beside it, also those that the inner body may have."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
@@ -259,110 +272,6 @@ class ParsedBody:
         return bool(self.options.get("background")) and not self.stream
 
 
-def parse(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody:
-    """Parse and check a body by its schema. Raises RequestError that names the invalid field.
-
-    With `ignores_unknown`, unknown fields of the body itself are dropped instead of refused.
-    """
-    record = cast("type[Wire]", schema)
-    ignored = IgnoredFields(record)
-    try:
-        body = cast("RequestBody", record.model_validate_json(raw, context=ignored if ignores_unknown else None))
-    except ValidationError as error:
-        refusal = request_error(error)
-        if refusal.code == UNKNOWN_FIELD and not re.search(r"[.\[]", refusal.param or ""):
-            refusal.message += "; a gateway with --unknown-fields ignore accepts it without effect"
-        raise refusal from None
-    try:
-        params = body.params()
-    except ValidationError as error:
-        raise request_error(error, body.names()) from None
-    prompts = body.prompts()
-    task = body.task() if isinstance(body, HasTask) else None
-    if task is None and len(prompts) * params.n > MAX_CHOICES_OF_REQUEST:
-        message = (
-            f"n: {len(prompts)} prompts × {params.n} choices exceed the limit of {MAX_CHOICES_OF_REQUEST} "
-            "choices per request"
-        )
-        raise RequestError(message, param="n")
-    content = RequestContent(
-        body.model or "", prompts, params, body.names(), body.tool_use(), body.echoes, body.template_kwargs, task
-    )
-    names = [name[:MAX_NAME_CHARS] for name in (*ignored.names, *body.dropped)[:MAX_IGNORED_SHOWN]]
-    return ParsedBody(content, body.asked_class, bool(body.stream), {**body.queueing(), **body.options()}, names)
-
-
-def with_packed_prompts(body: ParsedBody) -> ParsedBody:
-    """Return the body with its prompts checked and packed for the queue. Raises RequestError for an invalid prompt."""
-    prompts: list[Prompt] = []
-    try:
-        for number, prompt in enumerate(body.content.prompts):
-            with naming_prompt(body.content, number):
-                prompts.append(pack_prompt_of(prompt))
-    except RequestError as error:
-        rename(error, body.content.names)
-        raise
-    return replace(body, content=replace(body.content, prompts=prompts))
-
-
 def queueing_in(options: Mapping[str, Any]) -> QueueOptions:
     """Return the options of a body that say how its jobs are queued."""
     return cast(QueueOptions, {name: options[name] for name in QueueOptions.__annotations__ if name in options})
-
-
-# The encoding of checked bodies for the parser process.
-
-_TASKS: TypeAdapter[Task | None] = TypeAdapter(Task | None)
-_REFUSALS: dict[str, type[PenstockError]] = {
-    kind.__name__: kind for kind in (RequestError, TooLargeError, InvariantError)
-}
-
-
-def encode_parsed_body(body: ParsedBody) -> bytes:
-    """Encode a body with packed prompts as bytes."""
-    content, use = body.content, body.content.tool_use
-    params = content.params.model_dump(exclude_unset=True)
-    if "logit_bias" in params:
-        params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
-    small = {
-        "model": content.model,
-        "priority": body.priority,
-        "names": dict(content.names),
-        "tool_use": [use.tools, use.choice, use.parallel],
-        "flags": [content.echoes, body.stream],
-        "options": dict(body.options),
-        "ignored": list(body.ignored),
-        "template_kwargs": content.template_kwargs,
-        "task": None if content.task is None else content.task.model_dump(),
-    }
-    return pack({**small, "params": params, "prompts": [_fields_of(prompt) for prompt in content.prompts]})
-
-
-def encode_refusal(error: PenstockError) -> bytes:
-    """Encode an error as bytes that `decode_parsed_body` raises."""
-    return pack({"refusal": [type(error).__name__, error.message, error.code, error.param]})
-
-
-def decode_parsed_body(data: bytes) -> ParsedBody:
-    """Decode a body, or raise the error that the bytes hold instead."""
-    (fields,) = unpack_all(data)
-    if "refusal" in fields:
-        kind, message, code, param = fields["refusal"]
-        raise _REFUSALS.get(kind, RequestError)(message, code=code, param=param)
-    echoes, stream = fields["flags"]
-    tools, choice, parallel = fields["tool_use"]
-    content = RequestContent(
-        fields["model"],
-        [PackedPrompt(*prompt) for prompt in fields["prompts"]],
-        SamplingParams(**fields["params"]),
-        fields["names"],
-        ToolUse(tools, choice, parallel),
-        echoes,
-        fields["template_kwargs"],
-        _TASKS.validate_python(fields["task"]),
-    )
-    return ParsedBody(content, fields["priority"], stream, fields["options"], fields["ignored"])
-
-
-def _fields_of(prompt: Any) -> list[Any]:
-    return [prompt.form, prompt.data, prompt.num_text_bytes, prompt.num_tokens, prompt.num_tool_bytes]

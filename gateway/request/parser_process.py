@@ -24,11 +24,13 @@ from importlib import import_module
 from typing import Self, cast
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
-from penstock.gateway.request.generation import (
-    RequestBody,
+from penstock.gateway.request.generation import RequestBody
+from penstock.gateway.request.parsing import (
+    encode_list,
     encode_parsed_body,
     encode_refusal,
     parse,
+    parse_list,
     with_packed_prompts,
 )
 from penstock.gateway.request.socket_message import (
@@ -41,9 +43,11 @@ from penstock.queue.msgpack_codec import MAX_BYTES
 from penstock.runtime.process_memory import keep_large_blocks_apart
 
 HEAD = struct.Struct(">BI")
-"""Header of what is sent over the socket. Body: the index of its schema in `BodySchemas.bodies`, or IS_MESSAGE; then
-its length in bytes. Answer: 0, then its length in bytes."""
-IS_MESSAGE = 255
+"""Header of what is sent over the socket. Body: the index of its schema in `BodySchemas.bodies`, with IS_LIST for a
+list of such bodies, or IS_MESSAGE; then its length in bytes. Answer: 0, then its length in bytes."""
+IS_LIST = 128
+"""Added to the index: what follows is a list of bodies."""
+IS_MESSAGE = 127
 """In place of the index: what follows is a message of a WebSocket."""
 MAX_PARSED_BYTES = 128 << 20
 """Limit in bytes on the memory of a body's parsed values, estimated with the values below."""
@@ -104,6 +108,8 @@ def main() -> None:
                 return
             if index == IS_MESSAGE:
                 answer = answer_to_message(bytes(raw), schemas.of_paths, ignores_unknown=ignores_unknown)
+            elif index & IS_LIST:
+                answer = answer_to_list(bytes(raw), schemas.bodies[index ^ IS_LIST], ignores_unknown=ignores_unknown)
             else:
                 answer = answer_to_body(bytes(raw), schemas.bodies[index], ignores_unknown=ignores_unknown)
             line.sendall(HEAD.pack(0, len(answer)) + answer)
@@ -116,6 +122,15 @@ def answer_to_body(raw: bytes, schema: type[RequestBody], *, ignores_unknown: bo
 
     def encoded() -> bytes:
         return encode_parsed_body(with_packed_prompts(parse(schema, raw, ignores_unknown=ignores_unknown)))
+
+    return _answer(raw, encoded, encode_refusal)
+
+
+def answer_to_list(raw: bytes, schema: type[RequestBody], *, ignores_unknown: bool = False) -> bytes:
+    """Parse a list of bodies. Return it encoded, or the encoded refusal of the list."""
+
+    def encoded() -> bytes:
+        return encode_list(parse_list(schema, raw, ignores_unknown=ignores_unknown))
 
     return _answer(raw, encoded, encode_refusal)
 

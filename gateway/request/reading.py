@@ -8,9 +8,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -26,11 +28,10 @@ from penstock.gateway.request.generation import (
     ParsedBody,
     RequestBody,
     StreamPosition,
-    decode_parsed_body,
-    parse,
     queueing_in,
 )
-from penstock.gateway.request.parser_process import HEAD, IS_MESSAGE, BodySchemas
+from penstock.gateway.request.parser_process import HEAD, IS_LIST, IS_MESSAGE, BodySchemas
+from penstock.gateway.request.parsing import ListItem, decode_list, decode_parsed_body, is_list, parse, parse_list
 from penstock.gateway.request.socket_message import SocketMessage, decode_socket_message, parse_socket_message
 from penstock.gateway.settings import GatewaySettings, UnknownFields
 
@@ -172,6 +173,7 @@ _FEW_BYTES = 8 << 10
 _MAX_CONTAINERS_ON_LOOP = 256
 _MAX_COMMAS_ON_LOOP = 4096
 """A body with more objects, lists or values than these limits takes several milliseconds to check at any size."""
+_MAX_OBJECTS_OF_LIST_ON_LOOP = 32
 PARSE_TIMEOUT_S = 20.0
 """Seconds that the parser process may take for one body. After that the body is refused and the process is killed."""
 _REAP_TIMEOUT_S = 5.0
@@ -209,6 +211,16 @@ class Parser:
             return parse(schema, raw, ignores_unknown=self._unknown_fields == "ignore")
         async with self._parsing.taken(owner, 1):
             return decode_parsed_body(await self._ask(self._schemas.bodies.index(schema), raw))
+
+    async def parse_list(self, schema: type[RequestBody], raw: bytes, owner: str) -> list[ListItem]:
+        """Return the checked bodies of a list, and the refusals of invalid ones. Raises what `parse` raises.
+
+        Most lists have many objects, so the parser process parses all but the shortest.
+        """
+        if len(raw) <= _FEW_BYTES and raw.count(b"{") <= _MAX_OBJECTS_OF_LIST_ON_LOOP:
+            return parse_list(schema, raw, ignores_unknown=self._unknown_fields == "ignore")
+        async with self._parsing.taken(owner, 1):
+            return decode_list(await self._ask(IS_LIST | self._schemas.bodies.index(schema), raw))
 
     async def parse_message(self, raw: bytes, owner: str) -> SocketMessage:
         """Return the parsed message of a WebSocket. Raises what `parse` raises where no message was parsed."""
@@ -326,6 +338,8 @@ PARSED_BODY = "penstock.parsed_body"
 """ASGI extension with the body of a WebSocket's request: a ParsedBody, or the error to raise."""
 _TRUTH = {"true": True, "false": False}
 
+AnyParsed = TypeVar("AnyParsed")
+
 
 class RequestReader:
     """Reads the requests of a gateway: their bodies within its limits of size, time and memory, and their headers."""
@@ -344,6 +358,27 @@ class RequestReader:
     @asynccontextmanager
     async def held(self, request: Request, schema: type[RequestBody]) -> AsyncIterator[ParsedBody]:
         """Read a body as `read` does, and keep the memory that was claimed for it in the block."""
+        async with self._held(request, partial(self._parser.parse, schema)) as body:
+            yield body
+
+    @asynccontextmanager
+    async def held_one_or_list(
+        self, request: Request, schema: type[RequestBody]
+    ) -> AsyncIterator[ParsedBody | list[ListItem]]:
+        """Read a body, or a list of bodies, and keep the memory that was claimed for it in the block."""
+
+        async def parsed(raw: bytes, owner: str) -> ParsedBody | list[ListItem]:
+            if is_list(raw):
+                return await self._parser.parse_list(schema, raw, owner)
+            return await self._parser.parse(schema, raw, owner)
+
+        async with self._held(request, parsed) as body:
+            yield body
+
+    @asynccontextmanager
+    async def _held(
+        self, request: Request, parse: Callable[[bytes, str], Awaitable[AnyParsed]]
+    ) -> AsyncIterator[ParsedBody | AnyParsed]:
         # Remove it from the scope, which would otherwise keep it in memory until the end of the answer.
         parsed: ParsedBody | PenstockError | None = request.scope.get("extensions", {}).pop(PARSED_BODY, None)
         if isinstance(parsed, PenstockError):
@@ -356,9 +391,9 @@ class RequestReader:
         try:
             max_bytes, timeout_s = self._settings.max_body_bytes, self._settings.body_timeout_s
             raw = await read_json_body(request, memory, max_bytes=max_bytes, timeout_s=timeout_s)
-            parsed = await self._parser.parse(schema, raw, owner)
+            found = await parse(raw, owner)
             del raw
-            yield parsed
+            yield found
         finally:
             memory.release()
 

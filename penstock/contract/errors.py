@@ -206,7 +206,7 @@ class JobCancelledError(JobFailedError):
 
 
 class JobExpiredError(JobFailedError):
-    """The job's deadline passed before the job was done."""
+    """The job's deadline passed before the job was done, or its TTL before a node started it."""
 
     status = 504
     code = "deadline_exceeded"
@@ -261,7 +261,7 @@ def error_of(outcome: Outcome) -> PenstockError:
     if outcome.state == "cancelled":
         return JobCancelledError(message)
     if outcome.state == "expired":
-        return JobExpiredError(message)
+        return JobExpiredError(message, code=outcome.code or None)
     kind = _BY_CODE.get(outcome.code, JobFailedError)
     error = kind(message, code=outcome.code or None)
     error.param = outcome.param or None

@@ -93,9 +93,10 @@ class Message(CheckedInput):
 class JobDef(CheckedInput):
     """One request as submitted: a prompt in exactly one of three forms, sampling parameters, and queueing options.
 
-    `id` is `<pool>.<uuidv7>`. The caller creates it, so that a retried submit is the same job. `deadline_ms` and
-    `not_before_ms` are durations from the moment of submission. Until `not_before_ms` has passed, no node takes the job
-    and its priority does not age. No caller waits for a `background` job, so foreground work goes first.
+    `id` is `<pool>.<uuidv7>`. The caller creates it, so that a retried submit is the same job. `deadline_ms`, `ttl_ms`
+    and `not_before_ms` are durations from the moment of submission. Until `not_before_ms` has passed, no node takes the
+    job and its priority does not age. A job that no node has taken when `ttl_ms` has passed expires. No caller waits
+    for a `background` job, so foreground work goes first.
 
     The fields that `Request` has too travel to the node, in this order.
     """
@@ -123,6 +124,7 @@ class JobDef(CheckedInput):
     tenant: Name = "default"
     priority: Priority = Priority.STANDARD
     deadline_ms: int | None = Field(default=None, ge=1, le=1000 * MAX_DEADLINE_S)
+    ttl_ms: int | None = Field(default=None, ge=1, le=1000 * MAX_DEADLINE_S)
     not_before_ms: int | None = Field(default=None, ge=0, le=1000 * MAX_DEADLINE_S)
     background: bool = True
     needs_reader: bool | None = None
@@ -174,8 +176,10 @@ class JobDef(CheckedInput):
 
     @model_validator(mode="after")
     def _begins_before_deadline(self) -> Self:
-        if self.deadline_ms is not None and (self.not_before_ms or 0) >= self.deadline_ms:
-            raise ValueError(f"not_before_ms ({self.not_before_ms}) must be less than deadline_ms ({self.deadline_ms})")
+        for name in ("deadline_ms", "ttl_ms"):
+            end_ms = getattr(self, name)
+            if end_ms is not None and (self.not_before_ms or 0) >= end_ms:
+                raise ValueError(f"not_before_ms ({self.not_before_ms}) must be less than {name} ({end_ms})")
         return self
 
     @property
@@ -238,6 +242,7 @@ class QueueFields(BaseModel):
     """The fields with which HTTP bodies say how their jobs are queued. `JobOptions` says what each means."""
 
     deadline_s: Annotated[float | None, Option({MESSAGES: None, COUNT_TOKENS: None})] = None
+    ttl_s: Annotated[float | None, Option({MESSAGES: None, COUNT_TOKENS: None})] = None
     not_before_s: Annotated[float | None, Option({RESPONSES: None, **_ONLY_ANSWERS})] = None
     return_progress: Annotated[bool | None, Option(_ONLY_ANSWERS)] = None
     max_wait_s: Annotated[float | None, Option(_ONLY_ANSWERS)] = None
@@ -251,6 +256,7 @@ class QueueOptions(TypedDict, total=False):
     """The options of `QueueFields` as keyword arguments."""
 
     deadline_s: float | None
+    ttl_s: float | None
     not_before_s: float | None
     return_progress: bool
     max_wait_s: float | None
@@ -268,6 +274,7 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     params: all sampling options at once, instead of the single arguments.
     priority: the job's class; by default `batch` for background work, and `standard` for other work.
     deadline_s: seconds after which the job expires if it is not done.
+    ttl_s: seconds after which the job expires if no node has started it. It never ends a job that a node has started.
     not_before_s: seconds that the job waits before it enters the queue.
     channel: also publish each chunk on the job's own channel, for any Redis client.
     lower_max_tokens: lower `max_tokens` to what the context leaves after the prompt, instead of refusing the job.

@@ -131,6 +131,13 @@ def rename(error: PenstockError, names: Mapping[str, str]) -> None:
     error.param = param
 
 
+def put_under(error: PenstockError, member: str) -> None:
+    """Let an error of the object in this member name its field by the whole path."""
+    has_name = error.param is not None and error.message.startswith((f"{error.param}:", f"{error.param} "))
+    error.message = f"{member}.{error.message}" if has_name else f"{member}: {error.message}"
+    error.param = member if error.param is None else f"{member}.{error.param}"
+
+
 def config_error(error: ValidationError) -> ConfigError:
     """Return the error for invalid settings."""
     problem = problem_of(error)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic import Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError, from_json, to_json
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import SamplingParams
+from penstock.contract.job import MAX_DEADLINE_S, SamplingParams
 from penstock.contract.named import UNKNOWN_FIELD
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
@@ -39,6 +39,18 @@ class _RowFields(GenerationBody):
     stream: Annotated[Any, only(None, False)] = None
     stream_options: Annotated[Any, only(None)] = None
     service_tier: Annotated[Any, only(None, "auto", "default", "flex")] = None
+    # They count from the submission of the row.
+    deadline_s: float | None = None
+    ttl_s: float | None = None
+
+    @field_validator("deadline_s", "ttl_s")
+    @classmethod
+    def _is_duration(cls, value: float | None) -> float | None:
+        if value is not None and not 0 < value <= MAX_DEADLINE_S:
+            raise PydanticCustomError(
+                "duration", "must be above 0 and at most {limit} seconds", {"limit": MAX_DEADLINE_S}
+            )
+        return value
 
 
 class _ChatRow(_RowFields, ChatBody):
@@ -64,6 +76,8 @@ class BatchRequest:
     params: SamplingParams
     echoes: bool = False
     template_kwargs: str | None = None
+    deadline_s: float | None = None
+    ttl_s: float | None = None
 
 
 def request_of_line(fields: Mapping[str, Any]) -> BatchRequest:
@@ -90,7 +104,8 @@ def request_of(url: str, body: Mapping[str, Any]) -> BatchRequest:
     prompts = row.prompts()
     if len(prompts) != 1:
         raise RequestError("a row must have exactly one prompt", param=row.prompt_field)
-    return BatchRequest(url, prompts[0], row.model, params, row.echoes, row.template_kwargs)
+    times = row.deadline_s, row.ttl_s
+    return BatchRequest(url, prompts[0], row.model, params, row.echoes, row.template_kwargs, *times)
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:

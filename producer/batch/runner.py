@@ -156,6 +156,8 @@ async def _ask(
         lower_max_tokens=True,
         priority=Priority.BATCH,
         not_before_s=delay_s,
+        deadline_s=request.deadline_s,
+        ttl_s=request.ttl_s,
         durability=durability,
         in_feed=in_feed,
         idempotency_key=key,

@@ -11,8 +11,15 @@ from typing import Self, Unpack, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
-from penstock.contract.job import MEMORY, JobKey, SubmitOptions, is_job_id, pool_of
+from penstock.contract.errors import (
+    ConfigError,
+    NotFoundError,
+    PenstockError,
+    ProtocolVersionError,
+    RequestError,
+    UnavailableError,
+)
+from penstock.contract.job import MEMORY, JobKey, JobOptions, SubmitOptions, is_job_id, pool_of
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats
 from penstock.contract.priority import Priority, class_not_allowed
@@ -24,7 +31,7 @@ from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client.completions import CompletionFeed, as_completed, checked_tag
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
-from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, checked
+from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, submit_all
 from penstock.producer.client.pools import KEYS_TTL_S, POOLS_TTL_S, Admissions, CachedState
 from penstock.producer.client.request import Prompt, build_job, choose_pool, fitting_pools, job_key_of
 from penstock.producer.client.run import pairs_of, results_of
@@ -228,6 +235,24 @@ class AsyncClient:
         with self._admissions.counting(self.stats.decisions):
             submission = await self._admitted(prompt, options)
             return await self._broker.submit(submission)
+
+    @with_options(JobOptions)
+    async def submit_many(
+        self, requests: Sequence[SubmitRequest], **options: Unpack[JobOptions]
+    ) -> list[AsyncJob | PenstockError]:
+        """Submit many jobs, and return for each its handle or the error that refused it, in their order.
+
+        A request is a prompt, or a mapping with the arguments of `submit`, such as `{"prompt": "Hi", "max_tokens": 5}`.
+        `options` are those of all jobs; a request's own ones precede them. With an `idempotency_key`, the request at
+        index i gets the key `<idempotency_key>:<i>`. Raises RequestError only for options that jobs cannot share.
+        """
+        return await submit_all(self.submit, checked(requests), options)
+
+    async def submit_many_unread(
+        self, requests: Sequence[SubmitRequest | PenstockError]
+    ) -> list[Submitted | PenstockError]:
+        """Submit many jobs as `submit_unread` does, and return the outcome of each. An error is its own outcome."""
+        return await submit_all(self.submit_unread, requests, {})
 
     async def _admitted(self, prompt: Prompt, options: SubmitOptions) -> Submission:
         """Check and admit a job."""

@@ -1,12 +1,13 @@
-"""The options and the runs of calls for many jobs, and the prompts that they take."""
+"""The options and the runs of calls for many jobs, the prompts that they take, and lists of submissions."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+import asyncio
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
-from penstock.contract.errors import RequestError
+from penstock.contract.errors import PenstockError, RequestError, UnavailableError
 from penstock.contract.job import JobOptions, SubmitOptions
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.producer.client.job import AsyncJob
@@ -68,7 +69,7 @@ class Runs:
         await try_all([run.close for run in self._open])
 
 
-AnyPrompts = TypeVar("AnyPrompts", bound=Iterable[Prompt] | AsyncIterable[Prompt])
+AnyPrompts = TypeVar("AnyPrompts", bound=Iterable[Any] | AsyncIterable[Any])
 
 
 def checked(prompts: AnyPrompts) -> AnyPrompts:
@@ -76,3 +77,72 @@ def checked(prompts: AnyPrompts) -> AnyPrompts:
     if isinstance(prompts, (str, bytes, PackedPrompt)) or not isinstance(prompts, (Iterable, AsyncIterable)):
         raise RequestError("prompts must be an iterable of prompts, such as a list or an open file", param="prompts")
     return prompts
+
+
+# Lists of submissions.
+
+SubmitRequest: TypeAlias = Prompt | Mapping[str, Any]
+"""A prompt, or the arguments of `submit` by name, among them `prompt`."""
+SUBMITTED_AT_ONCE = 16
+"""Submissions of a list that are on their way to Redis at the same time. More would hold the event loop."""
+
+AnySubmitted = TypeVar("AnySubmitted")
+
+
+async def submit_all(
+    submit: Callable[..., Awaitable[AnySubmitted]],
+    requests: Iterable[SubmitRequest | PenstockError],
+    shared: JobOptions,
+) -> list[AnySubmitted | PenstockError]:
+    """Submit requests and return what `submit` returned or raised for each, in their order.
+
+    An error in place of a request is its outcome. If Redis becomes unreachable, the rest is not tried. The options of a
+    request precede the shared ones. With a shared `idempotency_key`, the request at index i has
+    `<idempotency_key>:<i>`.
+
+    This is the only place that submits lists.
+    """
+    if wrong := sorted(_OF_ONE_JOB & shared.keys()):
+        raise RequestError(f"{wrong[0]}: allowed only for each request", param=wrong[0])
+    calls = [_call_of(request, shared, index) for index, request in enumerate(requests)]
+    outcomes: dict[int, AnySubmitted | PenstockError] = {}
+    left, unreachable = iter(enumerate(calls)), list[UnavailableError]()
+
+    async def work() -> None:
+        for index, call in left:
+            outcome = unreachable[0] if unreachable else await _outcome(submit, call)
+            if isinstance(outcome, UnavailableError) and outcome.code in ("redis_away", "client_closed"):
+                unreachable.append(outcome)
+            outcomes[index] = outcome
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(min(SUBMITTED_AT_ONCE, len(calls))):
+            tasks.create_task(work())
+    return [outcomes[index] for index in range(len(calls))]
+
+
+def _call_of(
+    request: SubmitRequest | PenstockError, shared: JobOptions, index: int
+) -> tuple[Prompt, dict[str, Any]] | PenstockError:
+    if isinstance(request, PenstockError):
+        return request
+    key = shared.get("idempotency_key")
+    common = {**shared, **({} if key is None else {"idempotency_key": f"{key}:{index}"})}
+    if not isinstance(request, Mapping):
+        return request, common
+    own = dict(request)
+    if "prompt" not in own:
+        return RequestError("prompt: is required", param="prompt")
+    return own.pop("prompt"), {**common, **own}
+
+
+async def _outcome(
+    submit: Callable[..., Awaitable[AnySubmitted]], call: tuple[Prompt, dict[str, Any]] | PenstockError
+) -> AnySubmitted | PenstockError:
+    if isinstance(call, PenstockError):
+        return call
+    prompt, options = call
+    try:
+        return await submit(prompt, **options)
+    except PenstockError as error:
+        return error

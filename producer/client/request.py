@@ -41,7 +41,13 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPro
 _OF_JOB = OPTIONS_OF_QUEUE & JobDef.model_fields.keys() - {"adapter", "params", "tenant"}
 """Options that become a field of the job as they are."""
 _ANY_ID = "any.00000000-0000-7000-8000-000000000000"
-_ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s", "max_wait_ms": "max_wait_s"}
+_ARGUMENT_OF = {
+    "id": "job_id",
+    "prompt_token_ids": "prompt",
+    "deadline_ms": "deadline_s",
+    "ttl_ms": "ttl_s",
+    "max_wait_ms": "max_wait_s",
+}
 """Fields of a job to the arguments that callers pass for them."""
 
 
@@ -155,6 +161,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
             tenant=options.get("tenant") or tenant,
             params=params,
             deadline_ms=_duration_ms(options.get("deadline_s"), "deadline_s"),
+            ttl_ms=_duration_ms(options.get("ttl_s"), "ttl_s"),
             not_before_ms=_not_before_ms(options),
             max_wait_ms=_max_wait_ms(options),
             **{form: value},
@@ -245,13 +252,14 @@ def with_defaults(params: SamplingParams, record: PoolRecord) -> SamplingParams:
 
 
 def _not_before_ms(options: SubmitOptions) -> int | None:
-    not_before_s, deadline_s = options.get("not_before_s"), options.get("deadline_s")
+    not_before_s = options.get("not_before_s")
     if not not_before_s:
         return None
     not_before_ms = _duration_ms(not_before_s, "not_before_s")
-    if deadline_s is not None and not_before_s >= deadline_s:
-        message = f"not_before_s ({not_before_s}) must be less than deadline_s ({deadline_s})"
-        raise RequestError(message, param="not_before_s")
+    for name, end_s in (("deadline_s", options.get("deadline_s")), ("ttl_s", options.get("ttl_s"))):
+        if end_s is not None and not_before_s >= end_s:
+            message = f"not_before_s ({not_before_s}) must be less than {name} ({end_s})"
+            raise RequestError(message, param="not_before_s")
     return not_before_ms
 
 

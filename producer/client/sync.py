@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
 from penstock.contract.errors import InvariantError, PenstockError, UnavailableError, error_of
-from penstock.contract.job import SubmitOptions
+from penstock.contract.job import JobOptions, SubmitOptions
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.contract.tasks import Embedding, Tokenized
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.job import AsyncJob
-from penstock.producer.client.many import DEFAULTS, GenerateOptions, checked
+from penstock.producer.client.many import DEFAULTS, GenerateOptions, SubmitRequest, checked
 from penstock.producer.client.request import Prompt
 from penstock.producer.client.run import Answered, Run, RunStep, next_prompts
 from penstock.producer.client.settings import ClientSettings, ClientStats
@@ -196,6 +196,18 @@ class Client:
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
         """
         return Job(self, self._loop.call(self._client.submit(prompt, **options)))
+
+    @with_options(JobOptions)
+    def submit_many(
+        self, requests: Sequence[SubmitRequest], **options: Unpack[JobOptions]
+    ) -> list[Job | PenstockError]:
+        """Submit many jobs, and return for each its handle or its error, in order; see `AsyncClient.submit_many`.
+
+        with Client() as client:
+            jobs = client.submit_many(["Once upon a time", {"prompt": "Water boils at", "max_tokens": 5}])
+        """
+        outcomes = self._loop.call(self._client.submit_many(requests, **options))
+        return [one if isinstance(one, PenstockError) else Job(self, one) for one in outcomes]
 
     @with_options(background=False)
     def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Iterator[Chunk]:

@@ -27,6 +27,7 @@ class TaskCallOptions(TypedDict, total=False):
     model: str | None
     priority: Priority
     deadline_s: float | None
+    ttl_s: float | None
     tenant: str | None
     terms: Terms | None
 

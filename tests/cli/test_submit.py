@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.command import run_command
@@ -105,3 +108,63 @@ def test_error_without_a_redis_says_how_to_name_one() -> None:
     done = subprocess.run([sys.executable, "-m", "penstock", "submit", "x"], env=clean, capture_output=True, text=True)
     assert done.returncode == 2
     assert "--redis-url" in done.stderr and done.stderr.count("\n") == 1
+
+
+LINES = [
+    {"prompt": "hello", "seed": 7, "max_tokens": 5, "custom_id": "a"},
+    {
+        "custom_id": "b",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "hello", "seed": 7, "max_tokens": 4, "ttl_s": 600},
+    },
+]
+
+
+def lines_of(found: list[Any]) -> str:
+    return "".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in found)
+
+
+def test_each_line_of_a_file_becomes_a_background_job(pool: str, tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(lines_of([LINES[0], "", LINES[1]]))
+    for done in (
+        submit(pool, "--jsonl", str(path), "--priority", "batch"),
+        submit(pool, "--jsonl", "-", "--ttl", "600", stdin=path.read_text()),
+    ):
+        assert done.returncode == 0, done.stderr
+        shown = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [(one["line"], one["custom_id"], one["state"]) for one in shown] == [
+            (1, "a", "queued"),
+            (3, "b", "queued"),
+        ]
+        with Client(pool) as client:
+            results = [client.result(one["id"]) for one in shown]
+        assert [len(result.choices[0].token_ids) for result in results] == [5, 4]
+        assert results[0].choices[0].text.startswith(results[1].choices[0].text)
+
+
+def test_a_wrong_line_of_a_file_refuses_only_itself(pool: str) -> None:
+    wrong = ["{", "3", {"custom_id": "c"}, {"prompt": "x", "heat": 1}, {"prompt": "x", "ttl_s": -1}]
+    wrong += [{"url": "/v1/models", "body": {}}, {**LINES[1], "body": {"prompt": "x", "heat": 1}}]
+    done = submit(pool, "--jsonl", "-", stdin=lines_of([*wrong, LINES[0]]))
+    assert done.returncode == 1
+    shown = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["line"] for one in shown] == [*range(1, 9)]
+    params = [one["error"]["param"] for one in shown[:-1]]
+    assert params == [None, None, "prompt", "heat", "ttl_s", "url", "heat"]
+    assert shown[2]["custom_id"] == "c"
+    assert "id" in shown[-1]
+
+
+def test_a_file_and_a_prompt_are_refused(pool: str, tmp_path: Path) -> None:
+    done = submit(pool, "hello", "--jsonl", "-")
+    assert (done.returncode, done.stderr.startswith("penstock: PROMPT")) == (2, True), done.stderr
+    done = submit(pool, "--jsonl", str(tmp_path / "none"))
+    assert (done.returncode, "none cannot be read: No such file" in done.stderr) == (2, True), done.stderr
+
+
+def test_a_wrong_ttl_is_named(pool: str) -> None:
+    done = submit(pool, "hello", "--ttl", "0")
+    assert done.returncode == 2
+    assert done.stderr.startswith("penstock: --ttl must be above 0 and at most 604800 seconds")

@@ -77,6 +77,7 @@ def test_callers_faults_are_4xx_and_ours_5xx() -> None:
     [
         (Outcome("cancelled", "unread", "nobody"), JobCancelledError, "cancelled"),
         (Outcome("expired"), JobExpiredError, "deadline_exceeded"),
+        (Outcome("expired", "not_started_in_time"), JobExpiredError, "not_started_in_time"),
         (Outcome("failed", "node_lost", "its nodes died"), JobFailedError, "node_lost"),
         (Outcome("failed"), JobFailedError, "job_failed"),
         (Outcome("failed", "invalid_request", "no", "stop"), RequestError, "invalid_request"),

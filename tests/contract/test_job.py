@@ -194,6 +194,8 @@ def test_job_has_exactly_one_prompt(prompts: dict[str, Any], named: str) -> None
         ("priority", 3, "priority"),
         ("deadline_ms", 0, "deadline_ms"),
         ("deadline_ms", 8 * 24 * 3600 * 1000, "deadline_ms"),
+        ("ttl_ms", 0, "ttl_ms"),
+        ("ttl_ms", 8 * 24 * 3600 * 1000, "ttl_ms"),
         ("idempotency_key", "", "idempotency_key"),
         ("idempotency_key", "x" * 257, "idempotency_key"),
         ("model", "x", "model"),

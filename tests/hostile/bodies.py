@@ -122,7 +122,17 @@ def _summary(rng: random.Random) -> str:
 
 
 def _job(rng: random.Random, number: int, model: str) -> Case:
-    """Return a job without a reader, often a delayed one. It ends within seconds, because the run waits for it."""
+    """Return a job without a reader, or a list of them. It ends within seconds, because the run waits for it."""
+    body: Any = _one_job(rng, model)
+    if rng.random() < 0.25:
+        body = [_one_job(rng, model) for _ in range(rng.choice((0, 1, 2, 5)))]
+        body += [random_value(rng)] if rng.random() < 0.3 else []
+        body = {"jobs": body} if rng.random() < 0.3 else body
+    return Case(number, JOBS, json.dumps(body).encode(errors="surrogatepass"))
+
+
+def _one_job(rng: random.Random, model: str) -> dict[str, Any]:
+    """Return the body of a job, often a delayed one, and sometimes with the body of another endpoint."""
     params: dict[str, Any] = {"max_tokens": rng.choice((1, 2, 8)), "n": rng.choice((1, 1, 2, 8, 16, 17))}
     body: dict[str, Any] = {"model": model, "params": params}
     if rng.random() < 0.3:
@@ -132,10 +142,17 @@ def _job(rng: random.Random, number: int, model: str) -> Case:
     if rng.random() < 0.6:
         body["not_before_s"] = rng.choice(_DELAYS)
     if rng.random() < 0.2:
-        body[rng.choice(("deadline_s", "background", "priority", "idempotency_key"))] = rng.choice(_NUMBERS)
+        body[rng.choice(("deadline_s", "ttl_s", "background", "priority", "idempotency_key"))] = rng.choice(_NUMBERS)
     if rng.random() < 0.2:
         params[rng.choice(_NUMBER_FIELDS)] = rng.choice(_NUMBERS)
-    return Case(number, JOBS, json.dumps(body).encode(errors="surrogatepass"))
+    if rng.random() < 0.2:
+        body[rng.choice(_NUMBER_FIELDS)] = rng.choice(_NUMBERS)
+    if rng.random() < 0.25:
+        prompt = {"messages": body.pop("messages")} if "messages" in body else {"prompt": body.pop("prompt")}
+        of_endpoint = {**prompt, **body.pop("params")}
+        url = rng.choice((CHAT, COMPLETIONS, "/v1/embeddings", RESPONSES, *TEXTS))
+        body |= {"url": url, "body": of_endpoint, "custom_id": rng.choice(("row", *TEXTS))}
+    return body
 
 
 def _prompt(rng: random.Random) -> Any:

@@ -123,6 +123,8 @@ LIMITS: dict[str, tuple[int, Limited]] = {
     "name of a called function": (tools.MAX_FUNCTION_NAME_CHARS, lambda v: _call(name="f" * v)),
     "arguments of a call": (tools.MAX_ARGUMENTS_CHARS, lambda v: _call(arguments='{"a": "' + "x" * (v - 9) + '"}')),
     "deadline": (job.MAX_DEADLINE_S, lambda v: {"deadline_s": v}),
+    "ttl": (job.MAX_DEADLINE_S, lambda v: {"ttl_s": v}),
+    "ttl of a response": (job.MAX_DEADLINE_S, lambda v: _response(ttl_s=v)),
     "deadline of a response": (job.MAX_DEADLINE_S, lambda v: _response(deadline_s=v)),
     "log-probabilities of a response": (MAX_LOGPROBS, lambda v: _response(top_logprobs=v)),
     "tools of a response": (

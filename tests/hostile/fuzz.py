@@ -8,6 +8,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 from hostile.bodies import JOBS, Case, case_of
@@ -110,10 +111,9 @@ class Fuzzer:
 
     def _judge(self, case: Case, answer: httpx.Response, content: bytes) -> None:
         status, found = answer.status_code, self.found
-        if status == 202 and case.path == JOBS:
-            found.answers["202"] += 1
-            if json.loads(content).get("id") not in self._jobs:
-                found.complain(case, f"an accepted job without its id: {content[:200]!r}")
+        if status in (202, 207) and case.path == JOBS:
+            found.answers[str(status)] += 1
+            self._judge_jobs(case, status, json.loads(content))
             return
         if status not in DOCUMENTED:
             found.complain(case, f"status {status}: {content[:300]!r}")
@@ -127,6 +127,20 @@ class Fuzzer:
             found.answers["200"] += 1
             if not json.loads(content).keys() & {"choices", "output", "tokens", "prompt", "input_tokens"}:
                 found.complain(case, f"an answer without choices or tokens: {content[:200]!r}")
+
+    def _judge_jobs(self, case: Case, status: int, answer: dict[str, Any]) -> None:
+        """Judge an accepted job, or the outcomes of a list."""
+        if answer["object"] != "list":
+            if answer["id"] not in self._jobs:
+                self.found.complain(case, f"an accepted job without its id: {answer}")
+            return
+        outcomes = answer["data"]
+        self._jobs.update(one["id"] for one in outcomes if one["status"] == 202)
+        if (status == 202) != all(one["status"] == 202 for one in outcomes) or not outcomes:
+            self.found.complain(case, f"a list of these outcomes got {status}: {str(outcomes)[:200]}")
+        for one in outcomes:
+            if one["status"] != 202:
+                self._refusal(case, json.dumps({"error": one["error"]}).encode())
 
     def _refusal(self, case: Case, content: bytes) -> str:
         try:

@@ -180,6 +180,24 @@ async def same_key(a: Attacker) -> None:
             await asyncio.gather(*(a.post(http, body, headers=key) for body in bodies))
 
 
+@attack("lists of 1,000 jobs, accepted and refused, 4 at once", seconds=10.0)
+async def lists_of_jobs(a: Attacker) -> None:
+    late = {"model": a.model, "prompt": "Say", "max_tokens": 1, "not_before_s": 5, "ttl_s": 5.1}
+    lists: list[list[dict[str, Any]]] = [
+        [late] * 1000,
+        [{**late, "heat": i} for i in range(1000)],
+        [{**late, "prompt": "word " * 1600, "ttl_s": 0} for _ in range(900)],
+    ]
+
+    async def lane(http: httpx.AsyncClient) -> None:
+        for number, _ in enumerate(a.rounds()):
+            answer = await http.post("/v1/jobs", json=lists[number % len(lists)])
+            a.note(str(answer.status_code))
+
+    async with a.http() as http:
+        await asyncio.gather(*(lane(http) for _ in range(4)))
+
+
 @attack("`Last-Event-ID` of jobs that are another tenant's, or nobody's", refused=True, seconds=6.0)
 async def forged_places(a: Attacker) -> None:
     rng = random.Random(2)

@@ -97,6 +97,7 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         *(estimate_output_bytes(job, len(request)), job.not_before_ms or 0, record.keep_ms),
         *(submission.rate_tokens or ("", 0, 0, "")),
         *(_limits_of(job), "" if job.max_wait_ms is None else job.max_wait_ms, int(job.in_feed)),
+        job.ttl_ms or 0,
     )
     return PackedSubmission(job, inbox, terms, row, request, record.data)
 

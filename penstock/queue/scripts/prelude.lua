@@ -12,7 +12,7 @@
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
 --   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge
 --   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
---   engine_preemptions used limits in_feed tags
+--   engine_preemptions used limits in_feed tags begun_deadline
 -- level: the job's class for foreground work, and its class + CLASSES for background work. Levels are served in order.
 -- needs_reader: '1' for a job that ends when it has no reader, else '0'.
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
@@ -38,6 +38,8 @@
 -- used: `<prompt> <completion> <cached> <kv_token_ms>` of an ended job; kv_token_ms is '' if its node did not report it.
 -- in_feed: '0' for a job whose end is not in P:ended:<tenant>. tags: those of the job, separated by spaces.
 -- limits: `<max_tokens> <max_total_tokens>` of a job whose max_tokens is lowered to what its prompt leaves.
+-- begun_deadline: only of a job whose TTL ends before its deadline, until a node takes it. Until then `deadline` is the
+-- end of the TTL; from then on it is begun_deadline ('': none).
 
 local P = string.sub(KEYS[1], 1, -8)
 local PROTOCOL_VERSION = '4'

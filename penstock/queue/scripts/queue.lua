@@ -912,7 +912,12 @@ end
 -- State, code and message with which a job must end now; nil if it may still run.
 local function why_over(job, config, now)
   if job.cancel == '1' then return 'cancelled', 'cancelled', 'the job was cancelled' end
-  if is_expired(job, now) then return 'expired', 'deadline_exceeded', 'the deadline passed before the job was done' end
+  if is_expired(job, now) then
+    if redis.call('HEXISTS', job_key(job.id), 'begun_deadline') == 1 then
+      return 'expired', 'not_started_in_time', 'no node started the job within its ttl_s'
+    end
+    return 'expired', 'deadline_exceeded', 'the deadline passed before the job was done'
+  end
   if lacks_reader(job, config, now) then return 'cancelled', 'unread', 'the job has no reader any more' end
 end
 

@@ -4,10 +4,10 @@
 --   terms: [tenant, max_open, max_queued, jobs_per_minute, tokens_per_minute, burst_s, weight, memory_percent, account],
 --   with 0 for no limit
 --   row: [number of its terms, id, level, n, cost, body_hash, deadline_in_ms, channel, needs_reader, idem_hash, output,
---   not_before_in_ms, keep_ms, rate_prompt, rate_n, rate_max, may_use, limits, max_wait_ms, in_feed]
+--   not_before_in_ms, keep_ms, rate_prompt, rate_n, rate_max, may_use, limits, max_wait_ms, in_feed, ttl_in_ms]
 --   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
---   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key.
+--   deadline_in_ms, not_before_in_ms, ttl_in_ms: 0 for none. idem_hash: '' without an idempotency key.
 --   rate_prompt, rate_n, rate_max: tokens of the prompt, choices and most tokens of each (0: no limit), for the tenant's
 --   token rate. rate_prompt '' counts the cost. may_use: the most tokens that the job may use; '' counts the cost.
 --   limits: the job's field of that name, or ''.
@@ -55,7 +55,7 @@ local function job_of(row, request, response)
   return {terms = terms, own = terms.own, tenant = terms.tenant, id = row[2], level = level, n = n, cost = row[5],
     body = row[6], deadline_in = row[7], channel = tostring(row[8]), needs_reader = row[9], idem = row[10], output = row[11],
     not_before_in = row[12], keep = row[13], rate_prompt = row[14], rate_n = row[15], rate_max = row[16],
-    most_tokens = row[17], limits = row[18], max_wait_ms = tonumber(row[19]), in_feed = row[20], request = request, response = response,
+    most_tokens = row[17], limits = row[18], max_wait_ms = tonumber(row[19]), in_feed = row[20], ttl_in = row[21], request = request, response = response,
     in_background = level >= CLASSES,
     -- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
     is_light = n == '0',
@@ -491,6 +491,7 @@ local function write_record(job, entry, is_delayed)
   if terms.memory_percent > 0 then add('memory_percent', terms.memory_percent) end
   if terms.account ~= '' then add('account', terms.account) end
   if job.limits ~= '' then add('limits', job.limits) end
+  if job.begun_deadline then add('begun_deadline', job.begun_deadline) end
   if job.in_feed == 0 then add('in_feed', 0) end
   if job.response ~= '' then
     redis.call('SET', P .. ':response:' .. job.id, job.response)
@@ -526,6 +527,9 @@ local to_ring = {}
 local function accept(at, job)
   local id, tenant, is_delayed, tokens_per_minute = job.id, job.tenant, job.not_before_in > 0, job.terms.per_minute.tokens
   job.deadline = job.deadline_in > 0 and tostring(now + job.deadline_in) or ''
+  if job.ttl_in > 0 and (job.deadline_in == 0 or job.ttl_in < job.deadline_in) then
+    job.deadline, job.begun_deadline = tostring(now + job.ttl_in), job.deadline
+  end
   -- A job submitted without a reader has reattach_grace_ms to get one.
   job.unread = (inbox == '' and job.channel ~= '1') and now or ''
   job.submitted = now + job.not_before_in

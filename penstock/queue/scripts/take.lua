@@ -681,6 +681,15 @@ for _, job in ipairs(gone) do
   end_job(job, config, now, 'failed', 'revision_gone', 'the model that wrote the first tokens is no longer served', '')
 end
 if turns_of_background then redis.call('HSET', P .. ':background_turns', unpack(turns_of_background)) end
+-- The TTL has had its effect: a job that a node has begun ends at its deadline alone.
+local function begin_deadline(job)
+  local begun_deadline = job.deadline ~= '' and redis.call('HGET', job_key(job.id), 'begun_deadline')
+  if not begun_deadline then return end
+  job.deadline = tonumber(begun_deadline) and begun_deadline or ''
+  redis.call('HSET', job_key(job.id), 'deadline', job.deadline)
+  redis.call('HDEL', job_key(job.id), 'begun_deadline')
+end
+
 charge_tenants(taken)
 leave_queues(taken)
 local rows = {}
@@ -689,6 +698,7 @@ do
   local _, window = share_window()
   for i, job in ipairs(taken) do
     reserve_output(job)
+    begin_deadline(job)
     if job.is_head and not is_background(job) then redis.call('HSET', P .. ':head_served', job.level, now) end
     job.lease = call .. ':' .. nonce .. ':' .. i
     local taken_at = job.revision == '' and 'taken' or 'retaken'

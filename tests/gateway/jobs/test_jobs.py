@@ -266,7 +266,7 @@ def test_large_result_expires_soon_after_it_was_fetched_but_the_job_does_not(
         ({"priority": "high"}, "priority"),
         ({"idempotency_key": ""}, "idempotency_key"),
         ({"model": "nobody"}, "model"),
-        ({"temperature": 1}, "temperature"),
+        ({"temperature": 11}, "temperature"),
     ],
 )
 def test_wrong_field_is_named(http: httpx.Client, change: dict[str, Any], param: str | None) -> None:

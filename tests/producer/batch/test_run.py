@@ -159,6 +159,21 @@ async def test_rows_that_cannot_be_answered_become_error_rows(served_url: str, t
     assert "n:" in errors["wrong"]["message"]
 
 
+async def test_a_row_may_have_a_deadline_and_a_ttl(served_url: str, tmp_path: Path) -> None:
+    rows = [
+        chat_row("in time", deadline_s=60, ttl_s=60),
+        completion_row("late", max_tokens=4000, deadline_s=0.3),
+        completion_row("wrong", ttl_s=0),
+        chat_row("too far", deadline_s=604_801),
+    ]
+    done = await run_batch(served_url, batch_of(tmp_path, rows))
+    assert (done.num_answered, done.num_failed) == (1, 3)
+    errors = {row["custom_id"]: row["error"] for row in rows_in(tmp_path / "out.jsonl")}
+    assert errors["in time"] is None
+    assert errors["late"]["code"] == "deadline_exceeded"
+    assert (errors["wrong"]["param"], errors["too far"]["param"]) == ("ttl_s", "deadline_s")
+
+
 async def test_an_answer_of_a_pool_whose_record_has_gone_names_the_pool() -> None:
     client, job = AsyncMock(), AsyncMock(id="ref.id", pool="ref")
     client.submit.return_value = job

@@ -13,6 +13,7 @@ from penstock.queue import keys
 from penstock.queue.chunks import decode_chunks
 
 DEADLINE = Outcome("expired", "deadline_exceeded", "the deadline passed before the job was done")
+NOT_STARTED = Outcome("expired", "not_started_in_time", "no node started the job within its ttl_s")
 CANCELLED = Outcome("cancelled", "cancelled", "the job was cancelled")
 
 
@@ -114,6 +115,80 @@ async def test_expired_job_of_a_dead_node_ends_with_it(queue: Queue) -> None:
     await queue.change(taken.job_id, deadline=await queue.now_ms())
     await queue.kill(node)
     assert await outcome_of(queue, taken.job_id) == DEADLINE
+
+
+# TTLs
+
+
+async def pass_ttl(queue: Queue, job_id: str) -> None:
+    """Let the time pass at which a queued job's TTL ends."""
+    past = await queue.now_ms() - 1
+    await queue.change(job_id, deadline=past)
+    await queue.redis.zadd(f"{P}:deadlines", {job_id: past}, xx=True)
+
+
+@pytest.mark.parametrize("times", [{"ttl_ms": 60_000}, {"ttl_ms": 60_000, "deadline_ms": 90_000}])
+@pytest.mark.parametrize("ended_by", ["sweep", "take"])
+async def test_a_job_that_no_node_took_within_its_ttl_expires(
+    queue: Queue, times: dict[str, int], ended_by: str
+) -> None:
+    node = await queue.node()
+    job_id, other = await queue.submit(**times), await queue.submit(**times)
+    assert await queue.ids("deadlines") == {job_id, other}
+    await pass_ttl(queue, job_id)
+    if ended_by == "sweep":
+        assert await queue.sweep() == ["OK", 0, 0, 1]
+    assert [taken.job_id for taken in (await node.take()).jobs] == [other]
+    assert await outcome_of(queue, job_id) == NOT_STARTED
+    assert await queue.ids("deadlines") == await queue.ids("waiting:1") == set()
+
+
+@pytest.mark.parametrize(
+    ("times", "deadline_in_ms"), [({"ttl_ms": 60_000}, 0), ({"ttl_ms": 60_000, "deadline_ms": 90_000}, 90_000)]
+)
+async def test_a_ttl_ends_no_job_that_a_node_has_taken(
+    queue: Queue, times: dict[str, int], deadline_in_ms: int
+) -> None:
+    node, other = await queue.node(), await queue.node("n2")
+    submitted_ms = await queue.now_ms()
+    taken = await queue.running(node, **times)
+    assert deadline_in_ms - 5000 <= taken.deadline_in_ms <= deadline_in_ms or not deadline_in_ms
+    assert bool(taken.deadline_in_ms) == bool(deadline_in_ms)
+    record = await queue.record(taken.job_id)
+    assert "begun_deadline" not in record
+    assert record["deadline"] == "" if not deadline_in_ms else int(record["deadline"]) >= submitted_ms + deadline_in_ms
+    assert await node.emit(taken, 0, 1) == "OK"
+    await node.give_back(taken)
+    assert await queue.ids("deadlines") == ({taken.job_id} if deadline_in_ms else set())
+    again = await other.take_one()
+    assert (again.job_id, again.num_chunks) == (taken.job_id, 1)
+    assert bool(again.deadline_in_ms) == bool(deadline_in_ms)
+
+
+async def test_a_deadline_before_the_ttl_counts_alone(queue: Queue) -> None:
+    await queue.node()
+    job_id = await queue.submit(ttl_ms=60_000, deadline_ms=60_000)
+    assert "begun_deadline" not in await queue.record(job_id)
+    await pass_ttl(queue, job_id)
+    assert await queue.sweep() == ["OK", 0, 0, 1]
+    assert await outcome_of(queue, job_id) == DEADLINE
+
+
+async def test_a_ttl_may_end_while_a_job_waits_for_its_time(queue: Queue) -> None:
+    await queue.node()
+    job_id = await queue.submit(not_before_ms=60_000, ttl_ms=70_000)
+    await pass_ttl(queue, job_id)
+    assert await queue.sweep() == ["OK", 0, 0, 1]
+    assert await outcome_of(queue, job_id) == NOT_STARTED
+    assert await queue.keys("delayed*") == await queue.keys("deadlines") == set()
+
+
+async def test_a_damaged_deadline_of_a_job_with_a_ttl_ends_no_take(queue: Queue) -> None:
+    node = await queue.node()
+    job_id = await queue.submit(ttl_ms=60_000, deadline_ms=90_000)
+    await queue.change(job_id, begun_deadline="x")
+    taken = await node.take_one()
+    assert (taken.job_id, taken.deadline_in_ms) == (job_id, 0)
 
 
 # The terminal chunk
