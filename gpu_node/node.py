@@ -136,13 +136,16 @@ class Node:
         params = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
         prompt = [1 + at % 4 for at in range(PHASE_PROMPT_TOKENS)]
         names = [f"measure-{at}" for at in range(num_sequences)]
+        refused = list[Exception]()
         before = await asyncio.wrap_future(self._worker.stats())
         try:
             for name in names:
                 request = EngineRequest(name, prompt, params, seed=0, level=LEAST_URGENT, background=True)
-                await asyncio.wrap_future(self._worker.add(request))
+                self._worker.add(request, refused.append)
             while not len(self.ledger):
                 after = await asyncio.wrap_future(self._worker.stats())
+                if refused:
+                    raise refused[0]
                 if not after.num_running + after.num_waiting:
                     return sum(1e3 * (after.part_seconds[part] - before.part_seconds[part]) for part in _RUNNER_PARTS)
                 await asyncio.sleep(MEASURE_POLL_S)

@@ -65,13 +65,7 @@ MUTANTS = (
     Mutant("tenant check", "attach", " or job.tenant ~= tenant", "", "readers.py"),
     Mutant("terminal once", "cancel", "if is_terminal(job.state) then return job.state end", "", "end.py"),
     Mutant("each asked once", "take", "= may_be_elsewhere(job, lacks)", "= false", "adapters.py"),
-    Mutant(
-        "bound of waiting tasks",
-        "submit",
-        "is_light and num_tasks()",
-        "false and num_tasks()",
-        "tasks.py",
-    ),
+    Mutant("bound of waiting tasks", "submit", "is_light and num_tasks()", "false and num_tasks()", "tasks.py"),
     Mutant(
         "tasks need no KV capacity",
         "submit",
@@ -359,9 +353,7 @@ MUTANTS = (
     Mutant("tenant of a canceled job", "cancel", " or job.tenant ~= tenant", "", "readers.py"),
     Mutant("readers of a job", "prelude", "if count >= MAX_INBOXES then", "if false then", "readers.py"),
     # Lists, delays, shares
-    Mutant(
-        "list of a tenant's jobs", "submit", "add_entry(P .. ':jobs:' .. tenant, 0, id)", "", "job_ledger.py"
-    ),
+    Mutant("list of a tenant's jobs", "submit", "add_entry(P .. ':jobs:' .. tenant, 0, id)", "", "job_ledger.py"),
     Mutant("jobs before their time", "submit", "waits = is_delayed or", "waits =", "delayed_jobs.py"),
     Mutant("refunds in the window of their charge", "queue", "    window = since\n", "", "policy.py"),
     Mutant("refunds of older windows", "queue", "    if since < window - 1 then return end\n", "", "policy.py"),

@@ -4,7 +4,8 @@
 --   {jobs = [[id, [[key, entry]…]]…], virtual_times = [[level, tenant]…], idems = [key…], feeds = [tenant…] or nil,
 --    sums = [[key, field, by]…] or nil}
 --   key: a key without P: in which the id was seen. entry: its stream entry, or its member of P:expiry, else ''.
---   virtual_times: tenants that have one. idems: keys without P:. feeds: tenants with completions. sums: corrections; a repairer's last call has them.
+--   virtual_times: tenants that have one. idems: keys without P:. feeds: tenants with completions.
+--   sums: corrections; a repairer's last call has them.
 -- Answer: {OK, {finding…}} | {UNKNOWN_POOL} | {BUSY}; finding: {name, key without P:, id, detail}
 --   BUSY: another audit repairs this pool.
 local MAX_ROWS, REPAIR_MS, EXPIRY_SLACK_MS = 32, 10000, 5000

@@ -55,7 +55,8 @@ local function job_of(row, request, response)
   return {terms = terms, own = terms.own, tenant = terms.tenant, id = row[2], level = level, n = n, cost = row[5],
     body = row[6], deadline_in = row[7], channel = tostring(row[8]), needs_reader = row[9], idem = row[10], output = row[11],
     not_before_in = row[12], keep = row[13], rate_prompt = row[14], rate_n = row[15], rate_max = row[16],
-    most_tokens = row[17], limits = row[18], max_wait_ms = tonumber(row[19]), in_feed = row[20], ttl_in = row[21], request = request, response = response,
+    most_tokens = row[17], limits = row[18], max_wait_ms = tonumber(row[19]), in_feed = row[20], ttl_in = row[21],
+    request = request, response = response,
     in_background = level >= CLASSES,
     -- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
     is_light = n == '0',
