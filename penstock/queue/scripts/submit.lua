@@ -73,8 +73,8 @@ end
 
 local refused_key, rate_key = P .. ':refused:' .. tenant, P .. ':rate:' .. tenant
 
--- What the pool's nodes report: the cost of this job's kind of work that they complete per millisecond, nil while no node
--- has reported a pace, and the KV tokens that are free for jobs like this one. Sets pace_spread.
+-- What the pool's nodes report. First, the cost of this job's kind of work that they complete per millisecond; nil while
+-- no node has reported a pace. Second, the KV tokens that are free for jobs like this one. It sets pace_spread.
 -- job_cost.py has the same sum, for the estimates of queued jobs.
 local pace_spread = 0.5
 local function read_pace()
