@@ -24,13 +24,15 @@ from penstock.contract.job import PREDICTED_OUTPUT_TOKENS
 
 HALF_LIFE_S = 10.0
 """Seconds with waiting jobs after which what was measured counts half. After 30 s, an eighth is left."""
+SLOW_HALF_LIFE_S = 40.0
+"""The same for the speed with which the present one is compared: what moved lately is uncertain."""
 MIN_REMEMBERED = 256
 """Jobs begun last whose lengths are remembered."""
 REMEMBERED_PER_RUNNING = 4
 """The same, as a multiple of the running jobs."""
 PRIOR_S = 1.0
 """Seconds of measurement for which the pace that the model of step times predicts counts."""
-FOREGROUND_SPREAD, BACKGROUND_SPREAD = 0.1, 0.15
+FOREGROUND_SPREAD, BACKGROUND_SPREAD = 0.07, 0.12
 """Standard errors of the logarithm of a pace that was measured for long. Foreground work comes irregularly, so that of
 background work is larger."""
 MODEL_SPREAD = 0.6
@@ -173,6 +175,7 @@ class _KindOfWork:
         self.fresh_prompt = self.fresh_output = 0
         self.prompt = self.output = self.seconds = 0.0
         self.prior_s = PRIOR_S
+        self._slow_tokens = self._slow_seconds = 0.0
         self._has_waited = False
 
     def count(self, elapsed_s: float, *, waits: bool) -> None:
@@ -183,12 +186,23 @@ class _KindOfWork:
             self.output = fade * self.output + self.fresh_output
             self.seconds = fade * self.seconds + elapsed_s
             self.prior_s *= fade
+            fade = 0.5 ** (elapsed_s / SLOW_HALF_LIFE_S)
+            self._slow_tokens = fade * self._slow_tokens + self.fresh_prompt + self.fresh_output
+            self._slow_seconds = fade * self._slow_seconds + elapsed_s
         self.fresh_prompt = self.fresh_output = 0
         self._has_waited = waits
 
     def work(self, output_weight: float) -> float:
         """Return the counted work, in prompt tokens."""
         return self.prompt + output_weight * self.output
+
+    @property
+    def drift(self) -> float:
+        """How far the speed has moved lately: the logarithm of its quotient to the mean of a longer time."""
+        tokens = self.prompt + self.output
+        if not tokens or not self._slow_tokens:
+            return 0.0
+        return math.log(tokens / self.seconds * self._slow_seconds / self._slow_tokens)
 
     @property
     def num_ended(self) -> int:
@@ -213,7 +227,8 @@ def _pace(
         return DrainPace(0.0, 1.0)
     work_per_s = (measured.work(output_weight) + prior_per_s * prior_s) / seconds
     unknown = prior_s / seconds
-    spread = math.sqrt(least_spread**2 + (MODEL_SPREAD * unknown) ** 2 + 0.5 / (1 + lengths.num_ended))
+    variances = least_spread**2, measured.drift**2, (MODEL_SPREAD * unknown) ** 2, 0.5 / (1 + lengths.num_ended)
+    spread = math.sqrt(sum(variances))
     return DrainPace(work_per_s / lengths.work_per_cost(output_weight), spread)
 
 

@@ -296,7 +296,7 @@ class Replay:
         now_s, next_sample_s, estimates = 0.0, 1.0, list[tuple[BacklogJob, ComparedWait]]()
         while self._is_busy():
             self._change_nodes(now_s)
-            self._beat(now_s)
+            self._send_heartbeats(now_s)
             self._submit(now_s)
             for node in self._nodes:
                 node.take(self._queues, now_s)
@@ -326,7 +326,7 @@ class Replay:
                 self._queues[job.is_background].appendleft(job)
             self._lost = None
 
-    def _beat(self, now_s: float) -> None:
+    def _send_heartbeats(self, now_s: float) -> None:
         for node in self._nodes:
             if node.next_heartbeat_s <= now_s:
                 node.now_s = max(node.now_s, now_s)

@@ -46,8 +46,8 @@ local function read_queued(name)
   return queued_of[name]
 end
 
--- Tenants take turns by cost: before a job starts, each tenant is served about as much as the job's tenant is, divided by
--- its weight, or all that it has queued.
+-- Tenants are served equally, by cost ÷ weight. So before a job starts, each other tenant is served about what the job's
+-- own tenant has ahead of it, divided by its weight, or all that it has queued.
 local function fair_cost_of(id, level)
   local tenant, weight, entry = unpack(redis.call('HMGET', job_key(id), 'tenant', 'weight', 'entry'))
   local queued = read_queued(level >= CLASSES and ':queued_background' or ':queued')
@@ -56,10 +56,10 @@ local function fair_cost_of(id, level)
   local own = queued.costs_of[tenant] or tonumber(redis.call('HGET', queued.key, tenant) or '0')
   local num_ahead = entry ~= '' and num_own_ahead(key, entry) + redis.call('ZCARD', requeued) or 0
   local own_ahead = own * num_ahead / math.max(1, num_own)
-  local turn = own_ahead / (tonumber(weight or '') or 1)
-  local sum = own_ahead + turn * (queued.num_tenants > MAX_TENANTS and queued.num_tenants - 1 or 0)
+  local served = own_ahead / (tonumber(weight or '') or 1)
+  local sum = own_ahead + served * (queued.num_tenants > MAX_TENANTS and queued.num_tenants - 1 or 0)
   for other, cost in pairs(queued.costs_of) do
-    if other ~= tenant then sum = sum + math.min(cost, turn) end
+    if other ~= tenant then sum = sum + math.min(cost, served) end
   end
   return math.floor(math.min(sum, costs[level + 1]))
 end

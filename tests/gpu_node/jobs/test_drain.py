@@ -114,9 +114,11 @@ def test_what_is_measured_is_forgotten_within_half_a_minute() -> None:
     node = SteppingNode(DrainEstimator())
     node.run(60)
     node.step_s = 0.2
-    before = node.pace
+    before = node.drain.paces(None, 8)[0]
     node.run(30)
-    assert node.pace == pytest.approx(before / 2, rel=0.2)
+    after = node.drain.paces(None, 8)[0]
+    assert after.cost_per_s == pytest.approx(before.cost_per_s / 2, rel=0.2)
+    assert after.spread > 2 * before.spread, "a speed that has just changed is uncertain"
 
 
 def test_idle_time_does_not_count() -> None:

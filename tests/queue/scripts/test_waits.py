@@ -104,7 +104,7 @@ async def test_tokens_that_no_sequence_can_use_are_not_free(queue: Queue) -> Non
 
 async def test_a_refusal_has_an_interval_and_background_work_its_own_pace(queue: Queue) -> None:
     node = await queue.node(policy="fair", max_open_jobs=2)
-    paces = {"drain_cost_per_s": 10.0, "background_cost_per_s": 5.0, "pace_spreads": (0.1, 0.3)}
+    paces: dict[str, Any] = {"drain_cost_per_s": 10.0, "background_cost_per_s": 5.0, "pace_spreads": (0.1, 0.3)}
     await node.heartbeat(kv_tokens_available=0, **paces)
     for background in (False, True):
         await fill(queue, "a", 10, background=background)
