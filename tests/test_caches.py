@@ -64,6 +64,7 @@ BY_ID = {
     "producer.batch.task_leases:_seen": "Celery's id of a delivery",
     "producer.batch.worker_metrics:_started_s": "Celery's id of a task",
     "producer.client.pools:_of": "pool",
+    "producer.client.completions:_ids": "job id",
     "producer.client.inbox:_detaching": "job id",
     "producer.client.inbox:_pools": "pool",
     "queue.broker.pools:known": "pool",

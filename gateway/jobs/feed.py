@@ -19,9 +19,8 @@ from penstock.gateway.stream.answer import Answers
 from penstock.gateway.stream.event_stream import EventSource
 from penstock.gateway.stream.writer import EventWriter, event
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.completions import CompletionFeed, checked_tag
+from penstock.producer.client.completions import Completion, CompletionCursor, CompletionFeed, FeedEvent, checked_tag
 from penstock.producer.client.job_objects import completion_object
-from penstock.queue.broker.completions import Completion, CompletionCursor, FeedEvent
 from penstock.runtime.cooperative import LoopYielder
 
 MAX_FEEDS_OF_TENANT = 64

@@ -12,7 +12,10 @@ from redis.asyncio import Redis
 from penstock.contract.errors import RequestError, ResultTimeoutError, error_of
 from penstock.contract.output import TERMINAL_STATES, Result
 from penstock.producer.client.job import AsyncJob, checked_timeout
-from penstock.queue.broker.completions import Completion, CompletionBroker, CompletionCursor, CompletionGap, FeedPage
+from penstock.queue.broker.completions import Completion as Completion
+from penstock.queue.broker.completions import CompletionBroker, CompletionGap, FeedPage
+from penstock.queue.broker.completions import CompletionCursor as CompletionCursor
+from penstock.queue.broker.completions import FeedEvent as FeedEvent
 from penstock.queue.broker.connection import Patience
 from penstock.runtime.gather import CALLS_AT_ONCE
 

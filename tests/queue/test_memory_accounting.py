@@ -39,6 +39,7 @@ OF_JOBS = (
     "result",
     "response",
     "jobs",
+    "ended",
     "expiry",
     "open",
     "tenant",

@@ -104,7 +104,7 @@ def check_owned(found: Dump, model: QueueModel) -> None:
         record = found[f"job:{job.job_id}"]
         if job.state not in TERMINAL:
             _, logged = map(int, record.get(b"logged", b"0 0").split())
-            of_record = 5120 if len(record.get(b"past_leases", b"")) > 64 else 1056
+            of_record = 5184 if len(record.get(b"past_leases", b"")) > 64 else 1120
             assert int(record[b"held"]) == len(found[f"request:{job.job_id}"]) + of_record + logged
             assert logged <= sum(map(len, found.get(f"log:{job.job_id}", [])))
             kept[job.tenant] = kept.get(job.tenant, 0) + int(record[b"held"])

@@ -294,7 +294,7 @@ async def test_all_keys_of_an_ended_job_expire(queue: Queue, end: Callable[[Queu
         "events",
     }
     of_the_pool |= {"head_served", "virtual_clock", "debt", "stored", "expiry", "recent_use", "jobs"}
-    of_the_pool |= {"usage", "hour_usage"}
+    of_the_pool |= {"usage", "hour_usage", "ended"}
     names = await queue.keys()
     assert {name for name in names if name.partition(":")[0] not in ("last_take", *of_the_pool)} == set(limits)
     for name, limit in limits.items():

@@ -20,7 +20,7 @@ from penstock.queue.broker.jobs import MAX_EXAMINED, JobLists
 from penstock.queue.broker.node import Emission, GivenBackJob
 
 MAX_PAST_LEASES = 8
-RECORD_BYTES, WIDE_RECORD_BYTES = 1056, 5120
+RECORD_BYTES, WIDE_RECORD_BYTES = 1120, 5184
 
 
 async def ledger_of(queue: Queue, job_id: str) -> JobLedger:

@@ -23,7 +23,7 @@ from penstock.queue.broker.producer import LARGE_RESULT_BYTES, Submission
 from penstock.queue.job_cost import estimate_output_bytes
 from penstock.queue.results import encode_result
 
-RECORD_BYTES, WIDE_RECORD_BYTES, KEY_BYTES = 1056, 5120, 256
+RECORD_BYTES, WIDE_RECORD_BYTES, KEY_BYTES = 1120, 5184, 256
 LOG_TTL_MS, RESULT_TTL_MS, DEAD_LIFE_MS = 120_000, 86_400_000, 604_800_000
 
 
