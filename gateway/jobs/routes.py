@@ -22,9 +22,9 @@ from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.jobs.answers import JobAnswer, JobEvents, links_of, stream_start_of
 from penstock.gateway.jobs.feed import MAX_POOL_CHARS, FeedRoutes
 from penstock.gateway.jobs.schemas import RESPONSES_URL, JobRequest
+from penstock.gateway.request.encoding import ListItem
 from penstock.gateway.request.generation import GenerationRequest, ParsedBody
 from penstock.gateway.request.jobs import check_logprobs, submit_options
-from penstock.gateway.request.parsing import ListItem
 from penstock.gateway.request.reading import (
     AFTER,
     LAST_EVENT_HEADER,

@@ -24,15 +24,8 @@ from importlib import import_module
 from typing import Self, cast
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
-from penstock.gateway.request.generation import RequestBody
-from penstock.gateway.request.parsing import (
-    encode_list,
-    encode_parsed_body,
-    encode_refusal,
-    parse,
-    parse_list,
-    with_packed_prompts,
-)
+from penstock.gateway.request.encoding import encode_list, encode_parsed_body, encode_refusal, parse_list
+from penstock.gateway.request.generation import RequestBody, parse, with_packed_prompts
 from penstock.gateway.request.socket_message import (
     BodiesOfPaths,
     SocketMessage,

@@ -12,14 +12,8 @@ from pydantic_core import PydanticCustomError, from_json, to_json
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import is_job_id
 from penstock.contract.problems import request_error
-from penstock.gateway.request.generation import ParsedBody, RequestBody
-from penstock.gateway.request.parsing import (
-    decode_parsed_body,
-    encode_parsed_body,
-    encode_refusal,
-    parse,
-    with_packed_prompts,
-)
+from penstock.gateway.request.encoding import decode_parsed_body, encode_parsed_body, encode_refusal
+from penstock.gateway.request.generation import ParsedBody, RequestBody, parse, with_packed_prompts
 from penstock.producer.openai.fields import Wire
 from penstock.queue.msgpack_codec import pack, unpack_all
 

@@ -110,7 +110,7 @@ def test_error_without_a_redis_says_how_to_name_one() -> None:
     assert "--redis-url" in done.stderr and done.stderr.count("\n") == 1
 
 
-LINES = [
+LINES: list[dict[str, Any]] = [
     {"prompt": "hello", "seed": 7, "max_tokens": 5, "custom_id": "a"},
     {
         "custom_id": "b",
@@ -145,7 +145,7 @@ def test_each_line_of_a_file_becomes_a_background_job(pool: str, tmp_path: Path)
 
 
 def test_a_wrong_line_of_a_file_refuses_only_itself(pool: str) -> None:
-    wrong = ["{", "3", {"custom_id": "c"}, {"prompt": "x", "heat": 1}, {"prompt": "x", "ttl_s": -1}]
+    wrong: list[Any] = ["{", "3", {"custom_id": "c"}, {"prompt": "x", "heat": 1}, {"prompt": "x", "ttl_s": -1}]
     wrong += [{"url": "/v1/models", "body": {}}, {**LINES[1], "body": {"prompt": "x", "heat": 1}}]
     done = submit(pool, "--jsonl", "-", stdin=lines_of([*wrong, LINES[0]]))
     assert done.returncode == 1

@@ -31,7 +31,7 @@ from penstock.contract.errors import InvariantError
 from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.openai.schemas import ChatRequest
 from penstock.gateway.request import parser_process
-from penstock.gateway.request.parsing import decode_parsed_body
+from penstock.gateway.request.encoding import decode_parsed_body
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
 from penstock.runtime.embedded_redis import EmbeddedRedis

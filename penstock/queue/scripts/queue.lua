@@ -913,7 +913,7 @@ end
 local function why_over(job, config, now)
   if job.cancel == '1' then return 'cancelled', 'cancelled', 'the job was cancelled' end
   if is_expired(job, now) then
-    if redis.call('HEXISTS', job_key(job.id), 'begun_deadline') == 1 then
+    if redis.call('HGET', job_key(job.id), 'begun_deadline') then
       return 'expired', 'not_started_in_time', 'no node started the job within its ttl_s'
     end
     return 'expired', 'deadline_exceeded', 'the deadline passed before the job was done'

@@ -36,7 +36,7 @@ from penstock.gateway.api_docs.fields import (
 from penstock.gateway.embeddings.schemas import EmbeddingRequest
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
-from penstock.gateway.request.parsing import parse
+from penstock.gateway.request.generation import parse
 from penstock.gateway.responses.body import ResponseBody
 from penstock.gateway.tokens.schemas import DetokenizeRequest
 from penstock.producer.batch.request import request_of

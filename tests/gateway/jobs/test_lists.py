@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.gateway.request.parsing import MAX_LIST_ITEMS
+from penstock.gateway.request.encoding import MAX_LIST_ITEMS
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.jobs.test_jobs import TEXT, ended, error_of
 

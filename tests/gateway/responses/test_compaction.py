@@ -249,6 +249,7 @@ VALUES: dict[str, Any] = {
     "service_tier": "flex",
     "cache_salt": "s",
     "deadline_s": 30,
+    "ttl_s": 30,
     "tools": [{}],
     "parallel_tool_calls": True,
     "reasoning": {},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgpack
 import pytest
@@ -130,7 +131,7 @@ async def pass_ttl(queue: Queue, job_id: str) -> None:
 @pytest.mark.parametrize("times", [{"ttl_ms": 60_000}, {"ttl_ms": 60_000, "deadline_ms": 90_000}])
 @pytest.mark.parametrize("ended_by", ["sweep", "take"])
 async def test_a_job_that_no_node_took_within_its_ttl_expires(
-    queue: Queue, times: dict[str, int], ended_by: str
+    queue: Queue, times: dict[str, Any], ended_by: str
 ) -> None:
     node = await queue.node()
     job_id, other = await queue.submit(**times), await queue.submit(**times)
@@ -147,7 +148,7 @@ async def test_a_job_that_no_node_took_within_its_ttl_expires(
     ("times", "deadline_in_ms"), [({"ttl_ms": 60_000}, 0), ({"ttl_ms": 60_000, "deadline_ms": 90_000}, 90_000)]
 )
 async def test_a_ttl_ends_no_job_that_a_node_has_taken(
-    queue: Queue, times: dict[str, int], deadline_in_ms: int
+    queue: Queue, times: dict[str, Any], deadline_in_ms: int
 ) -> None:
     node, other = await queue.node(), await queue.node("n2")
     submitted_ms = await queue.now_ms()

@@ -1,116 +1,25 @@
-"""From the bytes of a body to its checked content, and the encoding of that for the parser process."""
+"""Checked bodies as bytes, for the parser process, and lists of bodies."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
 from penstock.contract.job import SamplingParams
-from penstock.contract.named import UNKNOWN_FIELD, IgnoredFields
+from penstock.contract.named import UNKNOWN_FIELD
 from penstock.contract.packed_prompt import PackedPrompt
-from penstock.contract.problems import MAX_NAME_CHARS, put_under, rename, request_error
+from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.contract.tasks import Task
-from penstock.gateway.request.generation import (
-    MAX_CHOICES_OF_REQUEST,
-    MAX_IGNORED_SHOWN,
-    HasTask,
-    HeldBody,
-    ParsedBody,
-    QueuedBody,
-    RequestBody,
-    RequestContent,
-    naming_prompt,
-)
+from penstock.gateway.request.generation import ParsedBody, RequestBody, RequestContent, parse, with_packed_prompts
 from penstock.producer.batch.request import MAX_CUSTOM_ID_CHARS
-from penstock.producer.client.request import Prompt, pack_prompt_of
-from penstock.producer.openai.fields import Wire
 from penstock.producer.openai.messages import ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
-
-
-def parse(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody:
-    """Parse and check a body by its schema. Raises RequestError that names the invalid field.
-
-    With `ignores_unknown`, unknown fields of the body itself are dropped instead of refused.
-    """
-    record = cast("type[Wire]", schema)
-    ignored = IgnoredFields(record)
-    try:
-        body = cast("RequestBody", record.model_validate_json(raw, context=ignored if ignores_unknown else None))
-    except ValidationError as error:
-        refusal = request_error(error)
-        if refusal.code == UNKNOWN_FIELD and not re.search(r"[.\[]", refusal.param or ""):
-            refusal.message += "; a gateway with --unknown-fields ignore accepts it without effect"
-        raise refusal from None
-    if isinstance(body, QueuedBody) and (held := body.held_body()) is not None:
-        return _parsed_with(body, held, ignored.names, ignores_unknown=ignores_unknown)
-    try:
-        params = body.params()
-    except ValidationError as error:
-        raise request_error(error, body.names()) from None
-    prompts = body.prompts()
-    task = body.task() if isinstance(body, HasTask) else None
-    if task is None and len(prompts) * params.n > MAX_CHOICES_OF_REQUEST:
-        message = (
-            f"n: {len(prompts)} prompts × {params.n} choices exceed the limit of {MAX_CHOICES_OF_REQUEST} "
-            "choices per request"
-        )
-        raise RequestError(message, param="n")
-    content = RequestContent(
-        body.model or "", prompts, params, body.names(), body.tool_use(), body.echoes, body.template_kwargs, task
-    )
-    names = [name[:MAX_NAME_CHARS] for name in (*ignored.names, *body.dropped)[:MAX_IGNORED_SHOWN]]
-    return ParsedBody(content, body.asked_class, bool(body.stream), {**body.queueing(), **body.options()}, names)
-
-
-def _parsed_with(body: RequestBody, held: HeldBody, ignored: Sequence[str], *, ignores_unknown: bool) -> ParsedBody:
-    """Parse the body that another one holds. What both bodies say must be the same."""
-    raw = to_json(held.fields, inf_nan_mode="constants")
-    try:
-        inner = parse(held.schema, raw, ignores_unknown=ignores_unknown)
-        if len(inner.content.prompts) != 1:
-            form = inner.content.names.get("prompt", "prompt")
-            message = f"{form}: a job has exactly one prompt, not {len(inner.content.prompts)}; send a list of jobs"
-            raise RequestError(message, param=form)
-    except RequestError as error:
-        put_under(error, held.member)
-        raise
-    content = inner.content
-    said = {**inner.options, "priority": inner.priority, "model": content.model or None}
-    for name, value in held.beside.items():
-        if said.get(name) not in (None, value):
-            message = f"{name}: conflicts with {held.member}.{name}; send one of them"
-            raise RequestError(message, code="unsupported_value", param=name)
-    known = cast("type[Wire]", held.schema).model_fields
-    in_body = {name: name for name in held.fields if name in known and name not in held.beside}
-    names = {ours: f"{held.member}.{there}" for ours, there in {**in_body, **content.names}.items()}
-    return replace(
-        inner,
-        content=replace(content, model=content.model or body.model or "", names=names),
-        priority=inner.priority or body.asked_class,
-        options={**inner.options, **body.queueing(), **body.options()},
-        ignored=[*ignored, *(f"{held.member}.{name}" for name in inner.ignored)][:MAX_IGNORED_SHOWN],
-    )
-
-
-def with_packed_prompts(body: ParsedBody) -> ParsedBody:
-    """Return the body with its prompts checked and packed for the queue. Raises RequestError for an invalid prompt."""
-    prompts: list[Prompt] = []
-    try:
-        for number, prompt in enumerate(body.content.prompts):
-            with naming_prompt(body.content, number):
-                prompts.append(pack_prompt_of(prompt))
-    except RequestError as error:
-        rename(error, body.content.names)
-        raise
-    return replace(body, content=replace(body.content, prompts=prompts))
-
 
 # Lists of bodies.
 
