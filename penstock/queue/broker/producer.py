@@ -91,6 +91,8 @@ async def result_of(data: bytes | None, job_id: str, outcome: Outcome, times_ms:
 _LOG = logging.getLogger(__package__)
 LARGE_RESULT_BYTES = 65_536
 """A larger result expires log_ttl_ms after it was delivered. prelude.lua has the same value."""
+MAX_RESULTS = 16
+"""Results that one call reads. Redis holds those of all calls in memory until they are sent."""
 RESULT_FIELDS = ("state", "tenant", "level", "code", "message", "param", "submitted", "taken", "first", "finished")
 """The fields of a job's record that its result needs."""
 
@@ -117,7 +119,7 @@ class ProducerBroker:
         self._list, self._logged = PoolList(redis), LoggedOnce(_LOG)
         self._submissions = Submissions(redis, patience)
         self._acks = SharedCalls(self._ack)
-        self._results = SharedCalls(self._read_results)
+        self._results = SharedCalls(self._read_results, max_items=MAX_RESULTS)
 
     async def close(self) -> None:
         """End the submissions, and close the connections of those that wait for the disk; the caller closes `redis`."""

@@ -32,8 +32,11 @@ class SharedCalls(Generic[Item, Answer]):
         self,
         call: Callable[[Sequence[Item]], Awaitable[Sequence[Answer]]],
         size_of: Callable[[Item], int] = lambda _: 0,
+        *,
+        max_items: int = MAX_ITEMS,
     ) -> None:
         """`call` returns an answer for each item. `size_of` returns the bytes of an item."""
+        self._max_items = max_items
         self._call = call
         self._size_of = size_of
         self._waiting: dict[Hashable, list[tuple[Item, asyncio.Future[Answer]]]] = {}
@@ -70,7 +73,7 @@ class SharedCalls(Generic[Item, Answer]):
         num_bytes = 0
         for at, (item, _) in enumerate(waiting):
             num_bytes += self._size_of(item)
-            if at == MAX_ITEMS or (at and num_bytes > MAX_BYTES):
+            if at == self._max_items or (at and num_bytes > MAX_BYTES):
                 self._waiting[key] = waiting[at:]
                 return waiting[:at]
         return waiting

@@ -37,7 +37,12 @@ def add(worker: EngineWorker, request: EngineRequest) -> Future[None]:
     """Add a request. The future ends when the engine has accepted or refused it."""
     done: Future[None] = Future()
     worker.add(request, done.set_exception)
-    worker.call(lambda: done.done() or done.set_result(None))
+
+    def accepted() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    worker.call(accepted)
     return done
 
 
