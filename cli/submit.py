@@ -36,6 +36,10 @@ def submit(
     durability: Annotated[
         DurabilityName | None, queue_option(help="What the submission waits for: Redis, or its disk. Default: memory.")
     ] = None,
+    tag: Annotated[list[str] | None, queue_option(help="Tag of the job. Repeat it for several, up to 4.")] = None,
+    metadata: Annotated[
+        list[str] | None, queue_option(metavar="NAME=VALUE", help="Text to keep with the job. Repeat it for several.")
+    ] = None,
     tenant: Annotated[str, queue_option(help="Tenant for which the job runs.")] = "default",
     redis_url: Annotated[str | None, queue_option(help=REDIS_URL_HELP)] = None,
     **sampling: Any,
@@ -50,10 +54,17 @@ def submit(
 
     text = _given_or_piped(prompt)
     times = {"deadline_s": deadline, "not_before_s": not_before}
-    options = {"model": model, "tenant": tenant, "durability": durability, **times, **given_flags(sampling)}
+    listed = {"tags": tag or (), "metadata": _pairs(metadata or [])}
+    options = {"model": model, "tenant": tenant, "durability": durability, **times, **listed, **given_flags(sampling)}
     asyncio.run(
         _stream(redis_url_of(redis_url), text if raw else [{"role": "user", "content": text}], priority, options)
     )
+
+
+def _pairs(texts: list[str]) -> dict[str, str] | None:
+    if wrong := [text for text in texts if "=" not in text]:
+        raise RequestError(f"metadata: must be NAME=VALUE, not {wrong[0][:64]!r}", param="metadata")
+    return dict(text.split("=", 1) for text in texts) or None
 
 
 def _given_or_piped(prompt: str | None) -> str:

@@ -149,6 +149,8 @@ async def _ask(
         not_before_s=delay_s,
         durability=durability,
         idempotency_key=key,
+        tags=request.tags,
+        metadata=request.metadata,
     )
     on_submit()
     result = await job.result(check=False)

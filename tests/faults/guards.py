@@ -165,8 +165,8 @@ MUTANTS = (
     Mutant(
         "expired jobs leave their list",
         "queue",
-        "if id then redis.call('ZREM', P .. ':jobs:'",
-        "if false then redis.call('ZREM', P .. ':jobs:'",
+        "if state ~= '' then redis.call('ZREM', lists.key",
+        "if false then redis.call('ZREM', lists.key",
         "job_ledger.py",
     ),
     Mutant(
@@ -309,8 +309,8 @@ MUTANTS = (
     Mutant(
         "requests of dead letters",
         "queue",
-        "if is_dead then dead_letter(job, now) else",
-        "if false then dead_letter(job, now) else",
+        "  if state == 'succeeded' then return nil end",
+        "  do return nil end",
         "stored_bytes.py",
     ),
     Mutant(
@@ -326,7 +326,11 @@ MUTANTS = (
     Mutant("readers of a job", "prelude", "if count >= MAX_INBOXES then", "if false then", "readers.py"),
     # Lists, delays, shares
     Mutant(
-        "list of a tenant's jobs", "submit", "redis.call('ZADD', P .. ':jobs:' .. tenant, 0, id)", "", "job_ledger.py"
+        "list of a tenant's jobs",
+        "submit",
+        "redis.call('ZADD', lists.key(is_delayed and 'scheduled' or 'queued', tenant), 0, id)",
+        "",
+        "job_ledger.py",
     ),
     Mutant("jobs before their time", "submit", "waits = is_delayed or", "waits =", "delayed_jobs.py"),
     Mutant("refunds in the window of their charge", "queue", "    window = since\n", "", "policy.py"),

@@ -11,8 +11,9 @@ local function bytes_without_result(id, stored)
   return stored.job - (stored.result == 0 and redis.call('STRLEN', P .. ':result:' .. id) or 0)
 end
 
-local function free(id, stored)
-  local member = expiry_member(stored.job, tenant, 'job:' .. id)
+local function free(id, state, stored)
+  local listed = lists.record(id, state)
+  local member = expiry_member(stored.job, tenant, listed)
   local till = redis.call('ZSCORE', P .. ':expiry', member)
   local left = bytes_without_result(id, stored)
   redis.call('DEL', P .. ':result:' .. id)
@@ -21,7 +22,7 @@ local function free(id, stored)
   subtract_stored(expiry_member(stored.result, tenant, 'result:' .. id))
   if till and left ~= stored.job then
     subtract_stored(member)
-    count_stored(tenant, 'job:' .. id, left, till)
+    count_stored(tenant, listed, left, till)
   end
   redis.call('HSET', job_key(id), 'result_until', now, 'stored', string.format('0 0 %d %d', stored.request, left))
 end
@@ -33,7 +34,7 @@ for at = 2, #ARGV do
   local stored = job and is_terminal(job.state) and job.tenant == tenant and not response_life(job) and
     stored_of(redis.call('HGET', job_key(job.id), 'stored'))
   if stored and redis.call('EXISTS', P .. ':result:' .. job.id, P .. ':log:' .. job.id) > 0 then
-    free(job.id, stored)
+    free(job.id, job.state, stored)
     num_freed = num_freed + 1
   end
 end

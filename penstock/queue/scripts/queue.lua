@@ -85,6 +85,56 @@ local function correct_charge(job, by)
   end
 end
 
+-- Lists of jobs ----------------------------------------------------------------------------------
+-- Each job is in one list of its tenant, that of its state: P:jobs:<tenant> while it is queued, else
+-- P:jobs:<state>:<tenant>. All scores are 0, so ids order a list, and an id begins with its time. A job is also in
+-- P:tagged:<tenant>:<tag> of each of its tags.
+
+local lists = {}
+
+function lists.key(state, tenant) return P .. ':jobs:' .. (state == 'queued' and '' or state .. ':') .. tenant end
+
+function lists.move(job, from, to)
+  redis.call('ZREM', lists.key(from, job.tenant), job.id)
+  redis.call('ZADD', lists.key(to, job.tenant), 0, job.id)
+end
+
+do
+  -- Memory of a tag of a job, without twice its length.
+  local TAG_BYTES = 160
+
+  -- Bytes of a job's tags, which spaces separate, and of its metadata.
+  function lists.bytes_of(tags, metadata)
+    local bytes = metadata ~= '' and #metadata + KEY_BYTES or 0
+    for tag in string.gmatch(tags, '%S+') do bytes = bytes + 2 * #tag + TAG_BYTES end
+    return bytes
+  end
+
+  -- Stores a new job's tags and metadata.
+  function lists.add(job, tags, metadata)
+    if tags == '' and metadata == '' then return end
+    redis.call('HSET', job_key(job.id), 'extra', lists.bytes_of(tags, metadata))
+    local number = 0
+    for tag in string.gmatch(tags, '%S+') do
+      number = number + 1
+      redis.call('HSET', job_key(job.id), 'tag' .. number, tag)
+      redis.call('ZADD', P .. ':tagged:' .. job.tenant .. ':' .. tag, 0, job.id)
+    end
+    if metadata ~= '' then redis.call('SET', P .. ':metadata:' .. job.id, metadata) end
+  end
+end
+
+-- What P:expiry says of an ended job's record: its key, and what lists the job.
+function lists.record(id, state)
+  local parts = {'job:' .. id, state}
+  if redis.call('HGET', job_key(id), 'extra') then
+    for _, tag in ipairs(redis.call('HMGET', job_key(id), 'tag1', 'tag2', 'tag3', 'tag4')) do
+      parts[#parts + 1] = tag or nil
+    end
+  end
+  return table.concat(parts, ' ')
+end
+
 -- The queue --------------------------------------------------------------------------------------
 
 -- Tenants' delayed jobs lie in lanes, one for each level of a tenant: P:delayed:<lane>. P:delayed is their index, by the
@@ -352,10 +402,12 @@ do
     for _, id in ipairs(ids) do
       local job = read_job(id)
       redis.call('ZREM', key, id)
+      if job then lists.move(job, 'scheduled', 'queued') end
       local wait = job and reserve_tokens(job, now, before) or 0
       if wait > 0 then
         redis.call('HSET', job_key(id), 'submitted', now + wait)
         redis.call('ZADD', key, now + wait, id)
+        lists.move(job, 'queued', 'scheduled')
       elseif job and token_limit.admits_job(token_limit.read_terms(job), now) then
         token_limit.queue_late(job, job.submitted)
       end
@@ -422,6 +474,7 @@ local function requeue(job, now, why, cost, avoid_until)
   redis.call('HSET', job_key(job.id), 'state', 'queued', 'entry', '', 'node', '', 'lease', '', 'cost', cost,
     'reserved', 0, 'avoid', job.node, 'avoid_until', avoid_until)
   redis.call('ZADD', requeued_key(job), job.submitted, job.id)
+  lists.move(job, 'running', 'queued')
   note_queued(job)
   correct_charge(job, -(tonumber(job.charge) or 0))
   ring_doorbell(cost, avoid_until > 0 and job.node or nil)
@@ -508,8 +561,13 @@ local function subtract_expired(now, max_keys)
   local members = redis.call('ZRANGEBYSCORE', P .. ':expiry', '-inf', now, 'LIMIT', 0, max_keys)
   for _, member in ipairs(members) do
     subtract_stored(member)
-    local tenant, id = string.match(member, '^%d+ (%S+) job:(%S+)$')
-    if id then redis.call('ZREM', P .. ':jobs:' .. tenant, id) end
+    local tenant, id, state, tags = string.match(member, '^%d+ (%S+) job:(%S+) ?(%S*)(.*)$')
+    if id then
+      if state ~= '' then redis.call('ZREM', lists.key(state, tenant), id) end
+      -- Earlier releases listed all jobs there, and did not say more of them.
+      redis.call('ZREM', lists.key('queued', tenant), id)
+      for tag in string.gmatch(tags, '%S+') do redis.call('ZREM', P .. ':tagged:' .. tenant .. ':' .. tag, id) end
+    end
   end
 end
 
@@ -532,9 +590,8 @@ local function delete_dead_letter(id)
   return 1
 end
 
--- Makes an ended job a dead letter. Its request is kept, so that an operator can inspect it and submit it again.
+-- Makes an ended job a dead letter.
 local function dead_letter(job, now)
-  redis.call('PEXPIRE', P .. ':request:' .. job.id, DEAD_LIFE_MS)
   redis.call('ZADD', P .. ':dead_letters', now, job.id)
   for _, id in ipairs(redis.call('ZRANGE', P .. ':dead_letters', 0, -1 - MAX_DEAD)) do delete_dead_letter(id) end
 end
@@ -559,24 +616,31 @@ local function record_life(job, config, is_dead)
   return math.max(response_life(job) or config.result_ttl_ms, is_dead and DEAD_LIFE_MS or 0)
 end
 
+-- Lifetime, in ms, of an ended job's request; nil for a job that completed. Other jobs can be inspected and submitted
+-- again.
+local function request_life(state, config)
+  if state == 'succeeded' then return nil end
+  return state == 'dead' and DEAD_LIFE_MS or config.result_ttl_ms
+end
+
 local function log_life(job, config, result_bytes)
   return math.max(config.log_ttl_ms, result_bytes == 0 and response_life(job) or 0)
 end
 
 -- Counts the bytes that are stored of a job after its end.
-local function count_ended(job, config, now, log_bytes, result_bytes, is_dead, is_wide)
-  local is_large = result_bytes > LARGE_RESULT_BYTES
-  local request = is_dead and redis.call('GET', P .. ':request:' .. job.id)
+local function count_ended(job, config, now, log_bytes, result_bytes, state, is_wide)
+  local is_large, is_dead, kept = result_bytes > LARGE_RESULT_BYTES, state == 'dead', request_life(state, config)
   local function with_key(bytes) return bytes > 0 and bytes + KEY_BYTES or 0 end
   local bytes = {log = with_key(log_bytes), result = is_large and with_key(result_bytes) or 0,
-    request = request and with_key(#request) or 0,
-    job = (is_wide and WIDE_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes),
+    request = kept and with_key(redis.call('STRLEN', P .. ':request:' .. job.id)) or 0,
+    job = (is_wide and WIDE_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes) +
+      tonumber(redis.call('HGET', job_key(job.id), 'extra') or '0'),
     response = with_key(tonumber(redis.call('HGET', job_key(job.id), 'response_bytes') or '0'))}
   local large_result_life = result_life(job, config, result_bytes)
   count_stored(job.tenant, 'log:' .. job.id, bytes.log, now + log_life(job, config, result_bytes))
   count_stored(job.tenant, 'result:' .. job.id, bytes.result, now + large_result_life)
-  count_stored(job.tenant, 'request:' .. job.id, bytes.request, now + DEAD_LIFE_MS)
-  count_stored(job.tenant, 'job:' .. job.id, bytes.job, now + record_life(job, config, is_dead))
+  count_stored(job.tenant, 'request:' .. job.id, bytes.request, now + (kept or 0))
+  count_stored(job.tenant, lists.record(job.id, state), bytes.job, now + record_life(job, config, is_dead))
   count_stored(job.tenant, 'response:' .. job.id, bytes.response, now + (response_life(job) or 0))
   redis.call('HSET', job_key(job.id), 'stored',
     string.format('%d %d %d %d', bytes.log, bytes.result, bytes.request, bytes.job) ..
@@ -657,6 +721,7 @@ do
   -- tokens are not counted.
   function end_job(job, config, now, state, code, message, param, reported)
     reported = reported or {}
+    if code == 'node_lost' then state = 'dead' end
     if not reported.completion or not reported.log_bytes then
       local bytes, tokens = measure_log(job.id)
       reported = {prompt = reported.prompt or 0, completion = reported.completion or tokens,
@@ -665,19 +730,26 @@ do
     end
     if job.state == 'queued' then
       leave_queue(job)
+      if job.entry == DELAYED then redis.call('ZREM', lists.key('scheduled', job.tenant), job.id) end
     else
       redis.call('SREM', P .. ':running:' .. job.node, job.id)
     end
+    lists.move(job, job.state, state)
     redis.call('SREM', P .. ':open', job.id)
     redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
-    local is_dead = code == 'node_lost'
+    local is_dead, kept = state == 'dead', request_life(state, config)
     count_event('ended_' .. state)
     if state == 'expired' then count_event('expired_level_' .. job.level) end
     if is_dead then
       count_event('dead_letters')
       note_event(now, 'dead_letter', job.node, job.id, '-', '-')
     end
-    if is_dead then dead_letter(job, now) else redis.call('DEL', P .. ':request:' .. job.id) end
+    if is_dead then dead_letter(job, now) end
+    if kept then
+      redis.call('PEXPIRE', P .. ':request:' .. job.id, kept)
+    else
+      redis.call('DEL', P .. ':request:' .. job.id)
+    end
     local held, reserved, idem, ms_per_token, charged, account, past = unpack(redis.call('HMGET', job_key(job.id), 'held',
       'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases'))
     count_bytes(P .. ':stored', job.tenant, -(tonumber(held or '') or 0))
@@ -703,7 +775,7 @@ do
     local chunk = terminal_chunk(job.id, index, state, code, message, param)
     redis.call('RPUSH', log, chunk)
     redis.call('PEXPIRE', log, log_life(job, config, reported.result_bytes or 0))
-    count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, is_dead, is_wide)
+    count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, state, is_wide)
     local used = string.format('%d %d %d ', reported.prompt, reported.completion, reported.cached) ..
       (reported.kv_token_ms and string.format('%.0f', reported.kv_token_ms) or '')
     redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
@@ -711,6 +783,7 @@ do
     redis.call('PEXPIRE', job_key(job.id), record_life(job, config, is_dead))
     local keep = response_life(job)
     if keep then redis.call('PEXPIRE', P .. ':response:' .. job.id, keep) end
+    redis.call('PEXPIRE', P .. ':metadata:' .. job.id, record_life(job, config, is_dead))
     publish(job, chunk)
   end
 end

@@ -11,11 +11,12 @@
 --   limits: the job's field of that name, or ''.
 --   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; '' for that of its class
 --   or its pool.
+--   tags: separated by spaces. metadata: as JSON, or ''. retry_of: the uuid of the job's id that it repeats, or ''. These
+--   three follow max_wait_ms.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL} | {BAD_ID_AGE, max_age_ms}
 --       | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent level, wait_ms}
 --   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it.
-local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
 local MEMORY_RETRY_MS, MIN_RETRY_MS, MAX_RETRY_MS, JITTER = 5000, 1000, 600000, 0.2
 local UNKNOWN_LENGTH = 256
 local MAX_WAITING_TASKS, MAX_WAIT_MS, MAX_REFUSED_BODIES = 10000, 60000, 66
@@ -44,7 +45,7 @@ local function same_or(job, conflict)
   -- A write without a change, for a caller that waits for the disk: WAITAOF waits for writes of its own connection alone.
   redis.call('HSET', job_key(job.id), 'body', body)
   local pushed = add_reader(job, inbox, channel, now)
-  return {'EXISTS', job.id, job.state, redis.call('LLEN', log_key(job.id)), pushed}
+  return {'EXISTS', job.id, shown_state(job, now), redis.call('LLEN', log_key(job.id)), pushed}
 end
 
 local known = read_job(id)
@@ -56,6 +57,7 @@ if idem ~= '' then
 end
 
 do
+  local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
   local dot = string.find(id, '.', 1, true)
   local minted = tonumber(string.sub(id, dot + 1, dot + 8) .. string.sub(id, dot + 10, dot + 13), 16)
   -- A job of this id may have ended and its record expired. So an id is refused before that can have happened: a record
@@ -164,7 +166,8 @@ end
 local function takes_its_part(own, limit, num_tenants) return own >= limit / math.max(1, num_tenants) end
 
 -- The job occupies `held` bytes from now on. Its output is reserved only when a node takes it.
-local held = #request + RECORD_BYTES + (response ~= '' and #response + KEY_BYTES or 0)
+local held = #request + RECORD_BYTES + (response ~= '' and #response + KEY_BYTES or 0) +
+  lists.bytes_of(ARGV[31], ARGV[32])
 -- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
 local is_light = is_task({n = n})
 -- Limits of the pool and of the tenant, each of which may refuse the job.
@@ -301,7 +304,10 @@ if waits then note_due(job) else note_queued(job) end
 count_event('submitted')
 redis.call('SADD', P .. ':open', id)
 redis.call('SADD', P .. ':tenant:' .. tenant .. ':open', id)
-redis.call('ZADD', P .. ':jobs:' .. tenant, 0, id)
+redis.call('ZADD', lists.key(is_delayed and 'scheduled' or 'queued', tenant), 0, id)
+if waits then redis.call('HSET', job_key(id), 'accepted', now) end
+lists.add(job, ARGV[31], ARGV[32])
+if ARGV[33] ~= '' then redis.call('HSET', job_key(id), 'retry_of', ARGV[33]) end
 count_bytes(P .. ':stored', tenant, held)
 -- The idempotency key lives as long as the job, and idem_ttl_ms after its end.
 if idem ~= '' then redis.call('SET', P .. ':idem:' .. idem_name, id) end
@@ -311,4 +317,4 @@ if #new_rates > 0 then
 end
 if inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
 if not waits then ring_doorbell(cost) end
-return {'OK', id, 'queued', 0, 1}
+return {'OK', id, is_delayed and 'scheduled' or 'queued', 0, 1}

@@ -21,7 +21,7 @@ SHARE_WINDOW_MS = 10**12
 """So long that no run crosses from one window into the next."""
 KV_TOTAL = 300
 SLOTS_TOTAL = 8
-TERMINAL = ("succeeded", "failed", "cancelled", "expired")
+TERMINAL = ("succeeded", "failed", "cancelled", "expired", "dead")
 
 
 @dataclass
@@ -361,7 +361,7 @@ class QueueModel:
                 job.lost_nodes.add(node.name)
             job.mark = len(job.log)
         if job.losses >= MAX_LOSSES:
-            job.end("failed", "node_lost")
+            job.end("dead", "node_lost")
         elif not self.end_if_over(job):
             self._requeue(job, "lost")
 

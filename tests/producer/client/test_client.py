@@ -140,7 +140,7 @@ async def test_cancel_ends_a_running_job(client: AsyncClient, node: FakeNode) ->
     job = await client.submit("hello", max_tokens=3000)
     stream = job.stream()
     await read_some(stream, 3)
-    assert await job.cancel() == "running"
+    assert await job.cancel() == "cancelling"
     with pytest.raises(JobCancelledError):
         await asyncio.wait_for(read_all(stream), 5)
     assert (await job.status()).state == "cancelled"
