@@ -83,7 +83,7 @@ def status_of(
     """Return a job's state from STATUS_FIELDS of its record.
 
     `now_ms`: Redis's time. `num_chunks`: the length of its log, while the record does not say it. `num_ahead`: the jobs
-    queued before it. `metadata`: as `packed_metadata` returns it. Raises ValueError for a damaged record.
+    queued before it. `metadata`: as JSON. Raises ValueError for a damaged record.
     """
     ledger, level = ledger_of(fields), int(fields["level"])
     begins_ms = ledger.queued_ms
@@ -102,11 +102,6 @@ def status_of(
         accepted_ms=int(fields["accepted"] or ledger.queued_ms),
         retry_of=f"{pool_of(job_id)}.{fields['retry_of']}" if fields["retry_of"] else None,
     )
-
-
-def packed_metadata(metadata: Mapping[str, str] | None) -> bytes:
-    """Return a job's metadata as Redis stores it, empty for none."""
-    return json.dumps(metadata, separators=(",", ":"), ensure_ascii=False).encode() if metadata else b""
 
 
 def _lowered_limit(limits: str, usage: Usage | None) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,7 +39,7 @@ from penstock.queue.broker.jobs import (
     large_result_bytes_of,
     ms_of,
     outcome_of,
-    packed_metadata,
+   
     status_of,
     times_ms_of,
 )
@@ -270,7 +271,7 @@ class ProducerBroker:
             *(submission.rate_tokens or ("", 0, 0, "")),
             _limits_of(job),
             "" if job.max_wait_ms is None else job.max_wait_ms,
-            *(" ".join(job.tags), packed_metadata(job.metadata), (job.retry_of or "").rpartition(".")[2]),
+            *(" ".join(job.tags), _metadata_of(job), (job.retry_of or "").rpartition(".")[2]),
         )
         if submission.durability == FSYNC:
             self._durable_calls = self._durable_calls or DurableCalls(self._redis, self.patience)
@@ -482,6 +483,11 @@ def _limits_of(job: JobDef) -> str:
     """Return the field `limits` of a job's record."""
     max_tokens, max_total_tokens = job.params.max_tokens, job.max_total_tokens
     return "" if max_tokens is None or max_total_tokens is None else f"{max_tokens} {max_total_tokens}"
+
+
+def _metadata_of(job: JobDef) -> str:
+    """Return a job's metadata as Redis stores it, empty for none."""
+    return json.dumps(job.metadata, separators=(",", ":"), ensure_ascii=False) if job.metadata else ""
 
 
 def _decoded_record(pool: str, data: bytes) -> PoolRecord:
