@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 JobId = Annotated[str, typer.Argument(help="Job id as printed by `list`, with or without its pool.")]
-StateName = Literal[
-    "scheduled", "queued", "running", "cancelling", "succeeded", "failed", "cancelled", "expired", "dead", "done"
-]
 PriorityName = Literal["interactive", "standard", "batch"]
 ActionName = Literal["cancel", "retry", "reschedule", "change_class"]
 
@@ -43,7 +40,10 @@ def list_jobs(
     pool: Annotated[str | None, typer.Option(help="Pool to list. Default: all pools.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Tenant to list. Default: all tenants.")] = None,
     state: Annotated[
-        list[StateName] | None, typer.Option(help="State of the jobs. Repeat it for several. Default: all states.")
+        list[str] | None,
+        typer.Option(
+            metavar="STATE", help="State of the jobs, such as failed. Repeat it for several. Default: all states."
+        ),
     ] = None,
     priority: Annotated[PriorityName | None, typer.Option(help="Class of the jobs. Default: all classes.")] = None,
     background: Annotated[
@@ -181,8 +181,10 @@ def bulk(
     pool: Annotated[str | None, typer.Option(help="Pool of the jobs. Default: all pools.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Tenant of the jobs. Default: all tenants.")] = None,
     state: Annotated[
-        list[StateName] | None,
-        typer.Option(help="State of the jobs. Repeat it for several. Default: those that the action can change."),
+        list[str] | None,
+        typer.Option(
+            metavar="STATE", help="State of the jobs. Repeat it for several. Default: those that the action can change."
+        ),
     ] = None,
     priority: Annotated[PriorityName | None, typer.Option(help="Class of the jobs. Default: all classes.")] = None,
     background: Annotated[

@@ -4,8 +4,8 @@ All keys of a pool share the hash tag `{pool}`, so that one script works in one 
 `penstock:{pool}`. Times are milliseconds of Redis's clock. Lifetimes such as `result_ttl_ms` are settings of the pool,
 which its nodes announce (`gpu_node/settings.py`). Four functions shared by the scripts count as writers. `end`
 closes a job. `requeue` queues a job again (give_back, sweep, heartbeat). `release` queues a job that waited for its
-time or its tenant's tokens (take, sweep). `ring` wakes a node. audit may write all keys, and change those that say where
-an open job waits. forget deletes the keys of an unused pool.
+time or its tenant's tokens (take, sweep). `ring` wakes a node. audit may write all keys, and change those that say
+where an open job waits. forget deletes the keys of an unused pool.
 
     key                      type    writers                              content; lifetime
     P:queue:<l>:<tenant>     stream  submit; take, end (XDEL, DEL empty)  queued job ids of a level: 0 interactive …

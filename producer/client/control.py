@@ -46,7 +46,7 @@ _MAX_PAUSE_S = 5.0
 
 
 class _Submits(Protocol):
-    async def __call__(self, prompt: Prompt, /, **options: Any) -> Submitted: ...
+    async def __call__(self, prompt: Prompt, /, **options: Unpack[SubmitOptions]) -> Submitted: ...
 
 
 def retry_options(
@@ -352,13 +352,12 @@ class JobControl:
         self, status: JobStatus, request: Request, terms: Terms, new_id: str | None = None
     ) -> Submitted:
         prompt, options = retry_options(status.job_id, request, tags=status.tags, metadata=status.metadata)
-        return await self._submit(
-            prompt,
-            **options,
-            priority=status.priority,
-            background=status.is_background,
-            tenant=status.tenant,
-            terms=terms,
-            job_id=new_id,
-            queue_without_node=True,
-        )
+        options |= {
+            "priority": status.priority,
+            "background": status.is_background,
+            "tenant": status.tenant,
+            "terms": terms,
+            "job_id": new_id,
+            "queue_without_node": True,
+        }
+        return await self._submit(prompt, **options)

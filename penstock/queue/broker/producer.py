@@ -34,15 +34,7 @@ from penstock.queue import keys, results, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.durable_calls import CONFIRM_TIMEOUT_S, DurableCalls
-from penstock.queue.broker.jobs import (
-    STATUS_FIELDS,
-    large_result_bytes_of,
-    ms_of,
-    outcome_of,
-   
-    status_of,
-    times_ms_of,
-)
+from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, ms_of, outcome_of, status_of, times_ms_of
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
 from penstock.queue.broker.scripts import Argument, sweep

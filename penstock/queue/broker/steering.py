@@ -183,8 +183,10 @@ class Steering:
             parts[0]["dry_run"] == "1",
             min(int(part["begun"]) for part in parts),
             0 if "running" in states else max(int(part["ended"]) for part in parts),
-            *(sum(int(part[name]) for part in parts) for name in ("changed", "already_over", "failed")),
-            tuple((job_id, code) for job_id, code in failures),
+            num_changed=sum(int(part["changed"]) for part in parts),
+            num_already_over=sum(int(part["already_over"]) for part in parts),
+            num_failed=sum(int(part["failed"]) for part in parts),
+            failures=tuple((job_id, code) for job_id, code in failures),
         )
 
     # Pauses

@@ -327,7 +327,7 @@ class QueueModel:
             job.is_cancelled = True
             if job.state == "queued":
                 self.end_if_over(job)
-        return job.state
+        return "cancelling" if job.state == "running" else job.state
 
     def heartbeat(self, node: ModelNode, held: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
         """Return the cancelled, expired and fenced ids among the held ones. Jobs that are not held are requeued."""
