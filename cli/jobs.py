@@ -1,4 +1,4 @@
-"""`penstock jobs`: list, show, cancel and follow jobs of all tenants."""
+"""`penstock jobs`: list, show, change, cancel, retry and follow jobs of all tenants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from penstock.cli.command_line import App
-from penstock.cli.options import RedisUrl
+from penstock.cli.options import TIME_HELP, RedisUrl, unix_s_of
 from penstock.cli.output import AsJson, JsonArray, duration_in_words, print_object, say_empty, write_text
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.runtime.settings import redis_url_of
@@ -20,26 +20,40 @@ from penstock.runtime.settings import redis_url_of
 if TYPE_CHECKING:
     from penstock.contract.output import Result
     from penstock.producer.client import AsyncClient
-    from penstock.queue.broker.jobs import JobLists, JobStatus
+    from penstock.queue.broker.job_lists import JobLists
+    from penstock.queue.broker.jobs import JobStatus
 
 
 T = TypeVar("T")
 JobId = Annotated[str, typer.Argument(help="Job id as printed by `list`, with or without its pool.")]
-StateName = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
+PriorityName = Literal["interactive", "standard", "batch"]
+ActionName = Literal["cancel", "retry", "reschedule", "change_class"]
 
 app = App()
 
 
 @app.callback()
 def jobs() -> None:
-    """List, show, cancel or follow jobs. An ended job is kept for 24 hours, a dead letter for 7 days."""
+    """List, show, steer or follow jobs. An ended job is kept for 24 hours, a dead letter for 7 days."""
 
 
 @app.command("list")
 def list_jobs(
     pool: Annotated[str | None, typer.Option(help="Pool to list. Default: all pools.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Tenant to list. Default: all tenants.")] = None,
-    state: Annotated[StateName | None, typer.Option(help="State of the jobs. Default: all states.")] = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STATE", help="State of the jobs, such as failed. Repeat it for several. Default: all states."
+        ),
+    ] = None,
+    priority: Annotated[PriorityName | None, typer.Option(help="Class of the jobs. Default: all classes.")] = None,
+    background: Annotated[
+        bool | None, typer.Option("--background/--foreground", help="Only background or foreground jobs.")
+    ] = None,
+    tag: Annotated[str | None, typer.Option(help="Tag of the jobs.")] = None,
+    since: Annotated[str | None, typer.Option(help=f"Only jobs submitted from this time on. {TIME_HELP}")] = None,
+    until: Annotated[str | None, typer.Option(help=f"Only jobs submitted before this time. {TIME_HELP}")] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Most jobs, newest first.")] = 20,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
@@ -47,15 +61,17 @@ def list_jobs(
     """Print a table of jobs, newest first. AGE is the time since a job was queued. `show` tells the rest of a job."""
 
     async def find(show: Callable[[JobStatus], None]) -> None:
+        from penstock.contract.job_filter import JobFilter
         from penstock.queue.broker.connection import connect
-        from penstock.queue.broker.jobs import MAX_PAGE_JOBS, JobLists
+        from penstock.queue.broker.job_lists import MAX_PAGE_JOBS, JobLists
 
+        given = {"pool": pool, "state": state or None, "priority": priority, "background": background, "tag": tag}
+        times = {"submitted_after": unix_s_of(since, "since"), "submitted_before": unix_s_of(until, "until")}
+        wanted = JobFilter.of({**given, **times}, tenant=tenant)
         async with connect(redis_url_of(redis_url)) as redis:
             num_left, after = limit, None
             while num_left:
-                page = await JobLists(redis).page(
-                    tenant, pool=pool, state=state, after=after, limit=min(num_left, MAX_PAGE_JOBS)
-                )
+                page = await JobLists(redis).page(wanted, after=after, limit=min(num_left, MAX_PAGE_JOBS))
                 for status in page.jobs:
                     show(status)
                 num_left, after = num_left - len(page.jobs), page.next_after
@@ -93,7 +109,7 @@ def show(
 
         status = await client.status(job_id, tenant=tenant)
         shown = job_object(status)
-        if status.state == "queued":
+        if status.state in ("scheduled", "queued"):
             shown |= queue_members(status)
         if result and status.outcome is not None:
             shown["result"] = _result_object(await client.result(job_id, tenant=tenant, check=False))
@@ -113,6 +129,108 @@ def cancel(
     """
     for job_id in job_ids:
         print(job_id, _run(redis_url, job_id, _cancel))
+
+
+@app.command()
+def retry(
+    job_ids: Annotated[list[str], typer.Argument(help="Job ids as printed by `list`.")], redis_url: RedisUrl = None
+) -> None:
+    """Submit jobs again that failed, expired or were canceled. Prints the old and the new id of each job.
+
+    Examples:
+        penstock jobs retry JOB_ID
+    """
+
+    async def again(client: AsyncClient, job_id: str, tenant: str) -> str:
+        return (await client.control.retry(job_id, tenant=tenant)).job_id
+
+    for job_id in job_ids:
+        print(job_id, _run(redis_url, job_id, again))
+
+
+@app.command()
+def change(
+    job_id: JobId,
+    not_before: Annotated[
+        float | None, typer.Option(min=0, help="Seconds from now on that the job waits. 0: it waits no longer.")
+    ] = None,
+    priority: Annotated[PriorityName | None, typer.Option(help="New class of the job.")] = None,
+    background: Annotated[
+        bool | None, typer.Option("--background/--foreground", help="Make it background or foreground work.")
+    ] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Reschedule a job that no node runs, or change its class. Prints its state.
+
+    Examples:
+        penstock jobs change JOB_ID --not-before 3600
+        penstock jobs change JOB_ID --priority standard --foreground
+    """
+    from penstock.contract.job_change import JobChange
+
+    given = JobChange.of({"not_before_s": not_before, "priority": priority, "background": background})
+
+    async def work(client: AsyncClient, full_id: str, tenant: str) -> str:
+        await client.control.change(full_id, given, tenant=tenant)
+        return (await client.status(full_id, tenant=tenant)).state
+
+    print(job_id, _run(redis_url, job_id, work))
+
+
+@app.command()
+def bulk(
+    action: Annotated[ActionName, typer.Argument(help="What to do to the jobs.")],
+    pool: Annotated[str | None, typer.Option(help="Pool of the jobs. Default: all pools.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant of the jobs. Default: all tenants.")] = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STATE", help="State of the jobs. Repeat it for several. Default: those that the action can change."
+        ),
+    ] = None,
+    priority: Annotated[PriorityName | None, typer.Option(help="Class of the jobs. Default: all classes.")] = None,
+    background: Annotated[
+        bool | None, typer.Option("--background/--foreground", help="Only background or foreground jobs.")
+    ] = None,
+    tag: Annotated[str | None, typer.Option(help="Tag of the jobs.")] = None,
+    since: Annotated[str | None, typer.Option(help=f"Only jobs submitted from this time on. {TIME_HELP}")] = None,
+    until: Annotated[str | None, typer.Option(help=f"Only jobs submitted before this time. {TIME_HELP}")] = None,
+    not_before: Annotated[
+        float | None, typer.Option(min=0, help="For `reschedule`: seconds from now on that the jobs wait.")
+    ] = None,
+    to_priority: Annotated[PriorityName | None, typer.Option(help="For `change_class`: the new class.")] = None,
+    to_background: Annotated[
+        bool | None,
+        typer.Option("--to-background/--to-foreground", help="For `change_class`: make them background work, or not."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing, and count what would change.")] = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Cancel, retry, reschedule or change the class of all jobs that the options name, and print a report as JSON.
+
+    The action covers jobs accepted before it. If this command is killed, a gateway continues the action.
+
+    Examples:
+        penstock jobs bulk cancel --tag run:7 --dry-run
+        penstock jobs bulk retry --state failed --since 2h
+        penstock jobs bulk change_class --priority batch --to-priority standard
+    """
+    from penstock.contract.job_change import JobChange
+    from penstock.contract.job_filter import JobFilter, checked_class
+
+    change = JobChange(action, not_before, checked_class(to_priority), to_background)
+    given = {"pool": pool, "state": state or None, "priority": priority, "background": background, "tag": tag}
+    times = {"submitted_after": unix_s_of(since, "since"), "submitted_before": unix_s_of(until, "until")}
+    wanted = JobFilter.of({**given, **times}, tenant=tenant)
+
+    async def work() -> dict[str, Any]:
+        from penstock.producer.client import AsyncClient
+
+        async with AsyncClient(redis_url_of(redis_url)) as client:
+            bulk_id = await client.control.start(change, wanted, owner=tenant or "default", dry_run=dry_run)
+            return (await client.control.finished(bulk_id, wanted, tenant=tenant or "default")).as_object()
+
+    print_object(asyncio.run(work()), as_json=True)
 
 
 @app.command()
@@ -192,8 +310,8 @@ async def _cancel(client: AsyncClient, job_id: str, tenant: str) -> str:
 class JobTable:
     """The table of `penstock jobs list`, 79 columns wide. An id stands there without its pool."""
 
-    _ROW = "{:36} {:9} {:11} {:10} {:>4} {:>4}"
-    _TENANT_CHARS = 10
+    _ROW = "{:36} {:10} {:11} {:9} {:>4} {:>4}"
+    _TENANT_CHARS = 9
 
     def __init__(self, now_ms: int) -> None:
         self._now_ms = now_ms
@@ -237,7 +355,7 @@ def _run(redis_url: str | None, job_id: str, work: Callable[[AsyncClient, str, s
     async def run() -> T:
         from penstock.producer.client import AsyncClient
         from penstock.queue.broker.connection import connect
-        from penstock.queue.broker.jobs import JobLists
+        from penstock.queue.broker.job_lists import JobLists
 
         url = redis_url_of(redis_url)
         async with connect(url) as redis, AsyncClient(url) as client:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import cache
 from inspect import Parameter, Signature, signature
 from itertools import pairwise
@@ -19,7 +21,25 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from penstock.cli.command_line import default_in_words, panel_by_setting, sampling_option
+from penstock.contract.errors import RequestError
 from penstock.contract.sampling import SamplingParams, option_of
+
+TIME_HELP = "An age such as 90m, 2h or 3d, or a time such as 2026-11-22T05:00 (UTC unless it names a zone)."
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def unix_s_of(text: str | None, flag: str) -> float | None:
+    """Return the Unix time, in seconds, that a flag's text means, see TIME_HELP. Raises RequestError."""
+    if text is None:
+        return None
+    if text[:-1].isdecimal() and text[-1] in _UNIT_S:
+        return max(0.0, time.time() - int(text[:-1]) * _UNIT_S[text[-1]])
+    try:
+        given = datetime.fromisoformat(text)
+    except ValueError:
+        raise RequestError(f"{flag}: {text[:32]!r} is not a time. {TIME_HELP}", param=flag) from None
+    return (given if given.tzinfo else given.replace(tzinfo=UTC)).timestamp()
+
 
 # The help texts of settings are the docstrings of their fields. Pydantic can read these too, but only when it creates
 # the class. That would take 20 ms at the start of every process that has the settings, even if it prints no help.

@@ -1,11 +1,11 @@
-"""`penstock pools`: list the pools with their load, and remove pools that are no longer served."""
+"""`penstock pools`: list the pools with their load, pause them, and remove pools that are no longer served."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,6 +16,7 @@ from penstock.contract.priority import Priority
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
+    from penstock.contract.job_change import Pause
     from penstock.contract.pool import PoolStats
 
 
@@ -23,12 +24,21 @@ _MIB = 1 << 20
 _SHOWN_BYTES = _MIB // 10
 """From this many bytes on, a pool's line shows the data that its tenants keep in Redis."""
 
+PoolArgument = Annotated[str, typer.Argument(help="Name of the pool as printed by `list`.")]
+PausedTenant = Annotated[str | None, typer.Option(help="Only this tenant's jobs.")]
+PausedClass = Annotated[
+    Literal["interactive", "standard", "batch"] | None, typer.Option(help="Only jobs of this class.")
+]
+PausedKind = Annotated[
+    bool | None, typer.Option("--background/--foreground", help="Only background or foreground jobs.")
+]
+
 app = App()
 
 
 @app.callback()
 def pools() -> None:
-    """List or remove pools. A pool is the nodes that serve one model and the jobs that wait for them."""
+    """List, pause or remove pools. A pool is the nodes that serve one model and the jobs that wait for them."""
 
 
 @app.command("list")
@@ -43,6 +53,51 @@ def list_pools(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
         say_empty("no pools: `penstock serve` or `penstock node` starts one")
     for pool in found:
         print(line_of(pool))
+
+
+@app.command()
+def pause(
+    pool: PoolArgument,
+    tenant: PausedTenant = None,
+    priority: PausedClass = None,
+    background: PausedKind = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Let nodes take no more jobs of a pool, a class or a tenant. Running jobs go on. Prints all pauses as JSON.
+
+    Examples:
+        penstock pools pause POOL
+        penstock pools pause POOL --priority batch --background
+        penstock pools pause POOL --tenant TENANT
+    """
+    _set_pause(redis_url, pool, on=True, tenant=tenant, priority=priority, background=background)
+
+
+@app.command()
+def resume(
+    pool: PoolArgument,
+    tenant: PausedTenant = None,
+    priority: PausedClass = None,
+    background: PausedKind = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """End a pause that began with the same options. Prints the pauses that are left as JSON.
+
+    Examples:
+        penstock pools resume POOL
+    """
+    _set_pause(redis_url, pool, on=False, tenant=tenant, priority=priority, background=background)
+
+
+def _set_pause(redis_url: str | None, pool: str, *, on: bool, **given: Any) -> None:
+    async def work() -> list[Pause]:
+        from penstock.producer.client import AsyncClient
+
+        async with AsyncClient(redis_url_of(redis_url)) as client:
+            return await (client.control.pause if on else client.control.resume)(pool, **given)
+
+    with JsonArray() as array:
+        array.add(*(one.as_object() for one in asyncio.run(work())))
 
 
 @app.command()

@@ -52,6 +52,10 @@ def submit(
     durability: Annotated[
         DurabilityName | None, queue_option(help="What the submission waits for: Redis, or its disk. Default: memory.")
     ] = None,
+    tag: Annotated[list[str] | None, queue_option(help="Tag of the job. Repeat it for several, up to 4.")] = None,
+    metadata: Annotated[
+        list[str] | None, queue_option(metavar="NAME=VALUE", help="Text to keep with the job. Repeat it for several.")
+    ] = None,
     tenant: Annotated[str, queue_option(help="Tenant for which the job runs.")] = "default",
     redis_url: Annotated[str | None, queue_option(help=REDIS_URL_HELP)] = None,
     **sampling: Any,
@@ -66,7 +70,8 @@ def submit(
     from penstock.runtime.settings import redis_url_of
 
     times = {"deadline_s": deadline, "ttl_s": ttl, "not_before_s": not_before}
-    options = {"model": model, "tenant": tenant, "durability": durability, **times, **given_flags(sampling)}
+    listed = {"tags": tag or (), "metadata": _pairs(metadata or [])}
+    options = {"model": model, "tenant": tenant, "durability": durability, **times, **listed, **given_flags(sampling)}
     if jsonl is not None:
         if prompt is not None:
             raise RequestError("prompt: conflicts with --jsonl; send one of them", param="prompt")
@@ -77,6 +82,12 @@ def submit(
     asyncio.run(
         _stream(redis_url_of(redis_url), text if raw else [{"role": "user", "content": text}], priority, options)
     )
+
+
+def _pairs(texts: list[str]) -> dict[str, str] | None:
+    if wrong := [text for text in texts if "=" not in text]:
+        raise RequestError(f"metadata: must be NAME=VALUE, not {wrong[0][:64]!r}", param="metadata")
+    return dict(text.split("=", 1) for text in texts) or None
 
 
 def _given_or_piped(prompt: str | None) -> str:

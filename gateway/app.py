@@ -58,6 +58,7 @@ from penstock.gateway.web.dashboard import Dashboard
 from penstock.gateway.web.routes import ASSET_PATHS, WebRoutes
 from penstock.gateway.websocket.handshake import StreamSocket, socket_routes
 from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.file_descriptors import DescriptorWatch
 from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
@@ -161,9 +162,11 @@ async def _lifespan(
         descriptors, guard = DescriptorWatch(), StallGuard(settings.loop_stall_s)
         descriptors.start()
         guard.start()
+        continuing = asyncio.create_task(client.control.keep_continuing(), name="penstock bulk actions")
         try:
             yield
         finally:
+            await cancel_until_done((continuing,))
             guard.stop()
             descriptors.stop()
             loop_watch.stop()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import MAX_MESSAGES, QueueFields
+from penstock.contract.job import MAX_MESSAGES, MAX_METADATA, Metadata, QueueFields
 from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.contract.sampling import COUNT_TOKENS, MAX_TOKENS_LIMIT, MESSAGES, Endpoint, SamplingParams
 from penstock.contract.tools import MAX_TOOLS, FunctionName, ToolChoice, closed
@@ -25,7 +25,15 @@ from penstock.gateway.anthropic.conversation import (
     tool_changes,
 )
 from penstock.gateway.request.generation import QueuedBody
-from penstock.producer.openai.fields import NO_EFFECT, Hint, given_options, only, renamed_options, with_option_fields
+from penstock.producer.openai.fields import (
+    NO_EFFECT,
+    Hint,
+    at_most,
+    given_options,
+    only,
+    renamed_options,
+    with_option_fields,
+)
 from penstock.producer.openai.messages import ToolUse
 
 # The tools of a request in Anthropic's shape, and their translation to OpenAI's, which penstock uses.
@@ -248,7 +256,7 @@ class MessagesRequest(_SampledConversation):
     stream: bool | None = None
     output_config: OutputConfig | None = None
 
-    metadata: Annotated[dict[str, Any] | None, NO_EFFECT] = None
+    metadata: Annotated[Metadata | None, at_most(MAX_METADATA)] = None
     diagnostics: Annotated[dict[str, Any] | None, NO_EFFECT] = None
     service_tier: Annotated[Any, only(None, "auto", "standard_only")] = None
     container: Annotated[Any, only(None)] = None

@@ -110,8 +110,11 @@ READING_SCOPES: Mapping[str, tuple[KeyScope, ...]] = {
     "/v1/jobs": ("infer", "admin"),
     "/v1/jobs/events": ("infer", "admin"),
     "/v1/jobs/events/cursor": ("infer", "admin"),
+    "/v1/jobs/paused": ("infer", "admin"),
 }
 """Path → the scopes of which a key needs one for GET and HEAD. A route may restrict a scope further."""
+STEERING_PATHS = frozenset(("/v1/jobs/bulk", "/v1/jobs/pause", "/v1/jobs/resume"))
+"""Paths where an admin may act for all tenants. Their routes say what another key may do."""
 OTHER_SCOPES: tuple[KeyScope, ...] = ("infer",)
 """The scopes for every other request. A new route is closed to `metrics` and `admin` until READING_SCOPES names it."""
 OPERATOR_PATIENCE_S = 1.0
@@ -126,6 +129,8 @@ _KEY_HEADER = "x-api-key"
 
 def scopes_for(method: str, path: str) -> tuple[KeyScope, ...]:
     """Return the scopes of which a key needs one for a request."""
+    if path in STEERING_PATHS or path.startswith("/v1/jobs/bulk/"):
+        return ("infer", "admin")
     return READING_SCOPES.get(path, OTHER_SCOPES) if method in ("GET", "HEAD") else OTHER_SCOPES
 
 

@@ -162,7 +162,7 @@ class JobAnswer(Response):
         status = self._status
         async with self._result_budget.taken(status.tenant, status.large_result_bytes):
             answer = job_object(status) | {"links": links_of(status.job_id)}
-            if status.state == "queued":
+            if status.state in ("scheduled", "queued"):
                 answer |= queue_members(status)
             answer |= await self._result()
             if status.large_result_bytes > PIECE_BYTES:

@@ -13,14 +13,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError
-from penstock.contract.job import RETURN_PROGRESS, SubmitOptions, is_job_id, lowered_max_tokens, pool_of
-from penstock.contract.output import TERMINAL_STATES
+from penstock.contract.job import RETURN_PROGRESS, SubmitOptions, lowered_max_tokens, pool_of
+from penstock.contract.job_filter import JobFilter
 from penstock.contract.problems import rename
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body, soon
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.jobs.answers import JobAnswer, JobEvents, links_of, stream_start_of
-from penstock.gateway.jobs.feed import MAX_POOL_CHARS, FeedRoutes
+from penstock.gateway.jobs.control import ALL_TENANTS, ControlRoutes
+from penstock.gateway.jobs.feed import FeedRoutes
 from penstock.gateway.jobs.schemas import RESPONSES_URL, JobRequest
 from penstock.gateway.request.encoding import ListItem
 from penstock.gateway.request.generation import GenerationRequest, ParsedBody
@@ -190,9 +191,8 @@ def _idempotency_key_of(generation: GenerationRequest) -> str | None:
 
 DEFAULT_PAGE_JOBS = 20
 MAX_LIMIT_DIGITS = 4
-STATES = ("queued", "running", *sorted(TERMINAL_STATES))
 _CANCEL_DOC = (
-    "Cancel a job. The state is `cancelled`, `running` (it ends within a step), or the state in which it had ended."
+    "Cancel a job. The state is `cancelled`, `cancelling` (it ends within a step), or the state in which it had ended."
 )
 
 
@@ -222,15 +222,20 @@ class JobRoutes:
     async def list_jobs(self, request: Request) -> dict[str, Any]:
         """List the caller's jobs, newest first.
 
-        `?limit=`, `?after=` (the `next` of the page before), `?state=`, `?pool=`; `?tenant=` needs the scope `admin`.
+        `?limit=`, `?after=` (the `next` of the page before), `?state=` (several separated by commas), `?pool=`,
+        `?priority=`, `?background=`, `?tag=`, `?submitted_after=` and `?submitted_before=` (Unix seconds). `?tenant=`
+        needs the scope `admin`; `*` means all tenants.
         """
         params, caller = dict(request.query_params), caller_of(request)
         tenant = params.pop("tenant", caller.tenant)
         if tenant != caller.tenant or "infer" not in caller.scopes:
             caller.require("admin")
-        page_params = _page_params_of(params)
+        after, limit = params.pop(AFTER, None), params.pop("limit", str(DEFAULT_PAGE_JOBS))
+        wanted = JobFilter.of(params, tenant=None if tenant == ALL_TENANTS else tenant)
+        # The reader of the list checks the range.
+        number = int(limit) if limit.isdecimal() and len(limit) <= MAX_LIMIT_DIGITS else 0
         async with soon():
-            page = await self._client.jobs(tenant=tenant, **page_params)
+            page = await self._client.listed(wanted, after=after, limit=number)
         jobs = [job_object(status) | {"links": links_of(status.job_id)} for status in page.jobs]
         return {"object": "list", "data": jobs, "has_more": page.next_after is not None, "next": page.next_after}
 
@@ -272,24 +277,6 @@ class JobRoutes:
         return {"id": job_id, "object": "job", "state": state, "links": links_of(job_id)}
 
 
-def _page_params_of(params: dict[str, str]) -> dict[str, Any]:
-    """Return the parameters that choose a page. Raises RequestError for a wrong or unknown one."""
-    pool, state, after = params.pop("pool", None), params.pop("state", None), params.pop(AFTER, None)
-    limit = params.pop("limit", str(DEFAULT_PAGE_JOBS))
-    if pool is not None and len(pool) > MAX_POOL_CHARS:
-        raise RequestError(f"pool must have at most {MAX_POOL_CHARS} characters", param="pool")
-    if state is not None and state not in STATES:
-        raise RequestError(f"state must be one of {', '.join(STATES)}", param="state")
-    if after is not None and not is_job_id(after):
-        raise RequestError("after must be the `next` of an earlier page, or a job's id", param=AFTER)
-    if params:
-        name = next(iter(params))[:64]
-        raise RequestError(f"{name}: /v1/jobs accepts only limit, after, state, pool and tenant", param=name)
-    # The reader of the list checks the range.
-    number = int(limit) if limit.isdecimal() and len(limit) <= MAX_LIMIT_DIGITS else 0
-    return {"pool": pool, "state": state, "limit": number, "after": after}
-
-
 def _truth_of(request: Request, name: str) -> bool:
     text = request.query_params.get(name, "false")
     if text not in ("true", "false"):
@@ -301,9 +288,10 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     conversations = ConversationReader(services.client, services.result_budget, services.settings.max_body_bytes)
     submit = SubmitJob(services.client, services.reader, conversations, services.settings.max_logprobs)
     jobs = JobRoutes(services.client, services.settings, services.answers, services.yielder, services.result_budget)
-    # Before the jobs, whose routes take any id.
     feed = FeedRoutes(services.client, services.answers, services.yielder)
-    return [Route("/v1/jobs", submit, methods=["POST"]), feed.router, jobs.router]
+    control = ControlRoutes(services.client, services.reader)
+    # Their fixed paths go before the ids of jobs.
+    return [Route("/v1/jobs", submit, methods=["POST"]), feed.router, control.router, jobs.router]
 
 
 JOBS = HttpDialect(_routes, bodies=(JobRequest,), socket_bodies={JOBS_PATH: JobRequest})

@@ -398,6 +398,15 @@ class RequestReader:
         finally:
             memory.release()
 
+    async def small_json(self, request: Request) -> bytes:
+        """Read the bytes of a JSON body that has at most FREE_BODY_BYTES."""
+        memory = BodyMemory(self._budgets, caller_of(request).tenant)
+        try:
+            timeout_s = self._settings.body_timeout_s
+            return await read_json_body(request, memory, max_bytes=FREE_BODY_BYTES, timeout_s=timeout_s)
+        finally:
+            memory.release()
+
     def message_memory(self, tenant: str) -> AbstractAsyncContextManager[Claim]:
         """Return the memory of one message of a WebSocket, for the duration of a block."""
         return self._budgets.large.taken(tenant)

@@ -218,7 +218,7 @@ class ResponseObject:
         record = self._held.record
         output: Iterable[bytes] = ()
         if status.outcome is None:
-            is_queued = record.background and status.state == "queued"
+            is_queued = record.background and status.state in ("scheduled", "queued")
             state: Status = "queued" if is_queued else "in_progress"
             members = open_members(state)
         else:

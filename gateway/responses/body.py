@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import QueueFields
+from penstock.contract.job import MAX_METADATA, Metadata, QueueFields
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
 from penstock.contract.sampling import COMPACT, RESPONSES, Endpoint, SamplingParams
@@ -43,9 +43,6 @@ from penstock.producer.openai.fields import NO_EFFECT, Wire, given_options, only
 from penstock.producer.openai.generation_body import CLASS_OF_TIER
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
-MAX_METADATA = 16
-MAX_METADATA_KEY_CHARS = 64
-MAX_METADATA_VALUE_CHARS = 512
 MAX_RESPONSE_ID_CHARS = 256
 MAX_EFFORT_CHARS = 64
 LOGPROBS = "message.output_text.logprobs"
@@ -54,10 +51,6 @@ INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 SHOWN_SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 """Sampling options that a response shows."""
 
-Metadata = dict[
-    Annotated[str, StringConstraints(max_length=MAX_METADATA_KEY_CHARS)],
-    Annotated[str, StringConstraints(max_length=MAX_METADATA_VALUE_CHARS)],
-]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _EFFORTS: tuple[str, ...] = get_args(Effort)
 

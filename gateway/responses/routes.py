@@ -175,7 +175,7 @@ class ResponseRoutes:
         if not is_background:
             message = "Only responses created with background=true can be cancelled; close the connection of this one."
             raise RequestError(message, code="not_a_background_response", param="response_id")
-        if await self._client.cancel(job_id, tenant=tenant) == "running":
+        if await self._client.cancel(job_id, tenant=tenant) == "cancelling":
             await _wait_for_end(self._client, job_id, tenant)
         return self._answers.body(_reading(job_id, tenant), stored, waits=False)
 

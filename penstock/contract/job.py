@@ -56,6 +56,13 @@ _UUID7_PATTERN = r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-
 JOB_ID_PATTERN = rf"^[A-Za-z0-9_-]{{1,64}}(~[0-9]{{1,4}})?\.{_UUID7_PATTERN}$"
 
 
+MAX_TAGS = 4
+MAX_TAG_CHARS = 64
+TAG_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:=/@+-]*$"
+MAX_METADATA = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
+
 Durability = Literal["memory", "fsync"]
 """What an accepted job survives: `memory`, the death of every process; `fsync`, that of Redis's machine too, because a
 submission is answered only once Redis's disk has the job."""
@@ -72,6 +79,12 @@ def checked_durability(name: str | None) -> Durability | None:
 
 
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+Tag = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TAG_CHARS, pattern=TAG_PATTERN)]
+"""A name by which its tenant's jobs can be listed."""
+Metadata = dict[
+    Annotated[str, StringConstraints(min_length=1, max_length=MAX_METADATA_KEY_CHARS), AfterValidator(encodable)],
+    Annotated[str, StringConstraints(max_length=MAX_METADATA_VALUE_CHARS), AfterValidator(encodable)],
+]
 ParticipantName = Annotated[
     str, StringConstraints(min_length=1, max_length=MAX_PARTICIPANT_NAME_CHARS), AfterValidator(encodable)
 ]
@@ -137,6 +150,19 @@ class JobDef(CheckedInput):
     """What its submission waits for; None: the client's setting. It is a property of each call, so the request's hash
     does not have it."""
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    tags: Annotated[tuple[Tag, ...], Field(max_length=MAX_TAGS)] = ()
+    metadata: Annotated[Metadata, Field(max_length=MAX_METADATA)] | None = None
+    """The caller's own notes, shown with the job."""
+    retry_of: Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)] | None = None
+    """The ended job of the same pool whose request this one repeats."""
+
+    @field_validator("tags", mode="before")
+    @classmethod
+    def _each_tag_once(cls, value: Any) -> Any:
+        if value is None:
+            return ()
+        # The number of given tags is checked, not that of different ones.
+        return tuple(dict.fromkeys(value)) if isinstance(value, list | tuple) and len(value) <= MAX_TAGS else value
 
     @field_validator("messages")
     @classmethod
@@ -236,6 +262,7 @@ RETURN_PROGRESS: Final = "return_progress"
 """Also the query parameter of a stream that is read later."""
 _ONLY_ANSWERS = {COMPACT: None, MESSAGES: None, COUNT_TOKENS: None, EMBEDDINGS: None}
 _ONLY_JOBS = {OPENAI: None, RESPONSES: None, **_ONLY_ANSWERS}
+_NOT_LISTED = {COMPACT: None, COUNT_TOKENS: None}
 
 
 class QueueFields(BaseModel):
@@ -250,6 +277,8 @@ class QueueFields(BaseModel):
     queue_without_node: Annotated[bool | None, Option(_ONLY_JOBS)] = None
     durability: Annotated[Durability | None, Option({OPENAI: None, **_ONLY_ANSWERS})] = None
     idempotency_key: Annotated[str | None, Option(_ONLY_JOBS)] = None
+    tags: Annotated[tuple[Tag, ...] | None, Field(max_length=MAX_TAGS), Option(_NOT_LISTED)] = None
+    metadata: Annotated[dict[str, str] | None, Field(max_length=MAX_METADATA), Option(_NOT_LISTED)] = None
 
 
 class QueueOptions(TypedDict, total=False):
@@ -264,6 +293,8 @@ class QueueOptions(TypedDict, total=False):
     queue_without_node: bool | None
     durability: Durability | None
     idempotency_key: str | None
+    tags: Sequence[str] | None
+    metadata: Mapping[str, str] | None
 
 
 class JobOptions(SamplingOptions, QueueOptions, total=False):
@@ -289,6 +320,8 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
         setting for a job that goes on without a reader, and `memory` for other jobs.
     idempotency_key: a later submission with the same key and the same request returns the same job, also if several
         pools serve the model.
+    tags: up to 4 names by which `client.jobs` finds the job, such as `run:7`.
+    metadata: up to 16 texts by name, which are shown with the job.
     tools: the functions that the assistant may call, in OpenAI's format; calls come back as the model writes them.
     tool_choice: `auto` (the default) lets the model decide; `required` and a named function allow only calls.
     parallel_tool_calls: whether a text that is constrained to calls may have several (the default).
@@ -320,12 +353,14 @@ class SubmitOptions(JobOptions, total=False):
     task: what to do with the prompt instead of generating text from it; see `AsyncClient.tokenize`.
     response: the record of a stored response, which is stored in the same step as the job.
     hides_models: errors do not list what is served; for a caller that may use only some models.
+    retry_of: the ended job whose request this one repeats; see `AsyncClient.retry`.
     """
 
     job_id: str | None
     task: Task | None
     response: ResponseRecord | None
     hides_models: bool
+    retry_of: str | None
 
 
 OPTIONS_OF_QUEUE = SubmitOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, get_args
 
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.tasks import TaskOutput
@@ -85,15 +85,29 @@ def members_of(update: WaitUpdate) -> dict[str, dict[str, int | None]]:
 # creates thousands of them per second.
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-TerminalState = Literal["succeeded", "failed", "cancelled", "expired"]
-TERMINAL_STATES = frozenset(("succeeded", "failed", "cancelled", "expired"))
+OpenState = Literal["scheduled", "queued", "running", "cancelling"]
+"""`scheduled`: its time has not come. `cancelling`: it runs, was canceled, and ends within a step."""
+TerminalState = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
+"""`dead`: it lost its nodes too often without progress, and is a dead letter."""
+STATES: tuple[str, ...] = (*get_args(OpenState), *get_args(TerminalState))
+TERMINAL_STATES = frozenset(get_args(TerminalState))
 _OLDER_NAMES = {"done": "succeeded"}
 """States as earlier releases stored and sent them."""
 
 
-def state_of(name: str) -> str:
-    """Return a state by its present name. `name` may be that of an earlier release."""
-    return _OLDER_NAMES.get(name, name)
+def state_of(name: str, code: str = "") -> str:
+    """Return a state by its present name. `name` may be that of an earlier release, which called `dead` failed."""
+    return "dead" if name == "failed" and code == "node_lost" else _OLDER_NAMES.get(name, name)
+
+
+def shown_state(name: str, *, is_cancelled: bool, begins_ms: int, now_ms: int) -> str:
+    """Return the state that callers see of an open job that Redis stores as `name`.
+
+    `begins_ms`: when the job joins or joined the queue.
+    """
+    if name == "queued" and begins_ms > now_ms:
+        return "scheduled"
+    return "cancelling" if name == "running" and is_cancelled else name
 
 
 @dataclass(frozen=True, slots=True)

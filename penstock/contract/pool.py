@@ -140,6 +140,7 @@ EVENTS = {
     "ended_failed": "jobs that failed",
     "ended_cancelled": "jobs that were canceled, or had no reader left",
     "ended_expired": "jobs that passed their deadline",
+    "ended_dead": "jobs that became dead letters",
     "dead_letters": "jobs that lost their nodes too often without progress",
     "nodes_lost": "nodes without a heartbeat for a lease",
     "losses": "running jobs whose node was lost",

@@ -111,7 +111,7 @@ _CHUNK_TYPES |= {"f": str, "u": list, "e": dict, "l": list, "q": list, "n": int}
 
 
 def _outcome_of(fields: dict[str, Any]) -> Outcome:
-    state = state_of(fields["state"])
+    state = state_of(fields["state"], fields.get("code", ""))
     if state not in TERMINAL_STATES:
         raise WireError(f"{state!r} is not a terminal state")
     return Outcome(cast(Any, state), fields.get("code", ""), fields.get("message", ""), fields.get("param", ""))

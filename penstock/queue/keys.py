@@ -4,8 +4,8 @@ All keys of a pool share the hash tag `{pool}`, so that one script works in one 
 `penstock:{pool}`. Times are milliseconds of Redis's clock. Lifetimes such as `result_ttl_ms` are settings of the pool,
 which its nodes announce (`gpu_node/settings.py`). Four functions shared by the scripts count as writers. `end`
 closes a job. `requeue` queues a job again (give_back, sweep, heartbeat). `release` queues a job that waited for its
-time or its tenant's tokens (take, sweep). `ring` wakes a node. audit may write all keys. forget deletes the keys of an
-unused pool.
+time or its tenant's tokens (take, sweep). `ring` wakes a node. audit may write all keys, and change those that say
+where an open job waits. forget deletes the keys of an unused pool.
 
     key                      type    writers                              content; lifetime
     P:queue:<l>:<tenant>     stream  submit; take, end (XDEL, DEL empty)  queued job ids of a level: 0 interactive …
@@ -34,8 +34,9 @@ unused pool.
     P:reservations           hash    take; sweep, leave                   node → job for which it keeps capacity free,
                                                                           and for how long
     P:job:<id>               hash    scripts                              the job's record; result_ttl_ms after its end
-    P:request:<id>           string  submit; end, purge                   the request (wire.py); deleted at the job's
-                                                                          end, for a dead letter after 7 days
+    P:request:<id>           string  submit; end, purge,                  the request (wire.py); result_ttl_ms after the
+                                     delete_response                      end, for a dead letter 7 days; deleted when
+                                                                          the job succeeds
     P:dead_letters           zset    end; sweep, purge                    dead letters by end time; 10,000 for 7 days
     P:log:<id>               list    emit, finish, end; delete_response,  chunks (chunks.py); log_ttl_ms after the end
                                      ack
@@ -47,8 +48,13 @@ unused pool.
     P:last_take:<node>       string  take; leave                          number and answer of the last take; 1 min
     P:open                   set     submit; end                          ids of queued and running jobs
     P:tenant:<t>:open        set     submit; end                          the same for one tenant
-    P:jobs:<t>               zset    submit; sweep                        ids of the tenant's stored jobs, by id (all
-                                                                          scores are 0); until the record expires
+    P:jobs:<t>               zset    submit, requeue, release; take,      ids of the tenant's queued jobs, by id (all
+                                     end                                  scores are 0)
+    P:jobs:<state>:<t>       zset    submit (scheduled), take (running),  the same of its jobs in another state; ended
+                                     end; submit, sweep                   ones until the record expires
+    P:tagged:<t>:<tag>       zset    submit; sweep                        the same of its jobs with a tag
+    P:metadata:<id>          string  submit; end (PEXPIRE)                the job's metadata, as JSON; as long as its
+                                                                          record
     P:ended:<t>              stream  end; sweep                           the tenant's completions: its ended jobs
                                                                           about 200,000 for result_ttl_ms
     P:ended                  zset    end; sweep                           tenant → when to look at its oldest completion
@@ -96,6 +102,11 @@ unused pool.
     P:events                 zset    scripts                              the newest 256 events, by time
     P:audit                  string  audit                                the audit that repairs the pool now; 10 s
     P:record                 string  node                                 the pool record (wire.py)
+    P:paused                 hash    pause                                `pool`, `level:<l>` or `tenant:<t>` → since
+                                                                          when nodes take no such job
+    P:bulk:<id>              hash    bulk, change                         a bulk action's request, cursor, lease and
+                                                                          report; result_ttl_ms after its end
+    P:bulks                  zset    bulk, change                         ids of the open bulk actions, by their begin
     P:config                 hash    join                                 protocol version; the pool's policy and limits
                                                                           and incarnation (completions.py)
     P:schema                 hash    join                                 the version again, for releases of protocol
@@ -182,6 +193,21 @@ def result(job_id: str) -> str:
 def response(job_id: str) -> str:
     """String: the record of a stored response."""
     return f"{prefix(pool_of(job_id))}:response:{job_id}"
+
+
+def paused(pool: str) -> str:
+    """Hash: what is paused of the pool."""
+    return f"{prefix(pool)}:paused"
+
+
+def bulk(pool: str, bulk_id: str) -> str:
+    """Hash: a bulk action."""
+    return f"{prefix(pool)}:bulk:{bulk_id}"
+
+
+def bulks(pool: str) -> str:
+    """Zset: the open bulk actions."""
+    return f"{prefix(pool)}:bulks"
 
 
 def key_hash(idempotency_key: str | None) -> str:
@@ -294,9 +320,9 @@ def open_jobs(pool: str) -> str:
     return f"{prefix(pool)}:open"
 
 
-def jobs(pool: str, tenant: str) -> str:
-    """Zset: ids of a tenant's stored jobs, by id and so by the time when they were created."""
-    return f"{prefix(pool)}:jobs:{tenant}"
+def metadata(job_id: str) -> str:
+    """String: a job's metadata."""
+    return f"{prefix(pool_of(job_id))}:metadata:{job_id}"
 
 
 def ended(pool: str, tenant: str) -> str:

@@ -6,7 +6,7 @@ Every line is checked for its `custom_id` before any job is submitted, and for i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError, from_json, to_json
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import MAX_DEADLINE_S, SamplingParams
+from penstock.contract.job import MAX_DEADLINE_S, MAX_TAGS, SamplingParams, Tag
 from penstock.contract.named import UNKNOWN_FIELD
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
@@ -38,6 +38,7 @@ class _RowFields(GenerationBody):
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: Annotated[Any, only(None, False)] = None
     stream_options: Annotated[Any, only(None)] = None
+    tags: Annotated[list[Tag] | None, Field(max_length=MAX_TAGS)] = None
     service_tier: Annotated[Any, only(None, "auto", "default", "flex")] = None
     # They count from the submission of the row.
     deadline_s: float | None = None
@@ -78,6 +79,8 @@ class BatchRequest:
     template_kwargs: str | None = None
     deadline_s: float | None = None
     ttl_s: float | None = None
+    tags: Sequence[str] = ()
+    metadata: Mapping[str, str] | None = None
 
 
 def request_of_line(fields: Mapping[str, Any]) -> BatchRequest:
@@ -105,7 +108,8 @@ def request_of(url: str, body: Mapping[str, Any]) -> BatchRequest:
     if len(prompts) != 1:
         raise RequestError("a row must have exactly one prompt", param=row.prompt_field)
     times = row.deadline_s, row.ttl_s
-    return BatchRequest(url, prompts[0], row.model, params, row.echoes, row.template_kwargs, *times)
+    listed = row.tags or (), row.metadata
+    return BatchRequest(url, prompts[0], row.model, params, row.echoes, row.template_kwargs, *times, *listed)
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:

@@ -161,6 +161,8 @@ async def _ask(
         durability=durability,
         in_feed=in_feed,
         idempotency_key=key,
+        tags=request.tags,
+        metadata=request.metadata,
     )
     on_submit()
     result = await job.result(check=False)

@@ -19,7 +19,8 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
-from penstock.contract.job import MEMORY, JobKey, JobOptions, SubmitOptions, is_job_id, pool_of
+from penstock.contract.job import MEMORY, JobKey, JobOptions, SubmitOptions, is_job_id
+from penstock.contract.job_filter import FilterOptions, JobFilter
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats
 from penstock.contract.priority import Priority, class_not_allowed
@@ -29,6 +30,7 @@ from penstock.contract.tasks import Detokenized, Embedding, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client.completions import CompletionFeed, as_completed, checked_tag
+from penstock.producer.client.control import JobControl, retry_options
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, submit_all
@@ -51,10 +53,12 @@ from penstock.producer.client.waiting import QueueWatch
 from penstock.queue.broker.completions import Completion, CompletionCursor
 from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, warn_of_eviction
 from penstock.queue.broker.dead_letters import DeadLetters
-from penstock.queue.broker.jobs import JobLists, JobPage, KnownJobs, QueuePositions, ResponseBroker
+from penstock.queue.broker.job_lists import JobLists, JobPage
+from penstock.queue.broker.jobs import KnownJobs, QueuePositions, ResponseBroker
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pools import ActivityBroker, StatsBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
+from penstock.queue.broker.steering import Steering
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.job_cost import estimate_cost, rate_tokens
 from penstock.queue.keys import PROTOCOL_VERSION
@@ -78,19 +82,14 @@ class DeadLetterBox(DeadLetters):
         raises.
         """
         letter, request = await self.get(job_id), await self.request(job_id)
+        prompt, options = retry_options(job_id, request)
         job = await self._submit(
-            next(form for form in (request.prompt, request.prompt_token_ids, request.messages) if form is not None),
-            model=pool_of(job_id),
-            tools=request.tools,
-            chat_template_kwargs=request.chat_template_kwargs,
-            adapter=None if request.adapter is None else request.adapter.name,
-            params=None if request.task is not None else request.params,
-            task=request.task,
+            prompt,
+            **options,
             priority=letter.priority,
             background=letter.is_background,
             tenant=letter.tenant,
             terms=Terms(weight=letter.weight),
-            idempotency_key=f"retry:{job_id}",
         )
         await self.purge([job_id])
         return job
@@ -135,6 +134,14 @@ class AsyncClient:
         self._queue_watch = QueueWatch(patience, QueuePositions(self._redis, patience), self._admissions)
         self.runs = Runs(self.ack, settings.outage_s)
         self.dead = DeadLetterBox(self._redis, patience, self.submit)
+        self.control = JobControl(
+            Steering(self._redis, patience),
+            self._job_lists,
+            self._broker.status,
+            self.submit_unread,
+            tenant=tenant,
+            terms=self._terms,
+        )
         self.responses = ResponseBroker(self._redis, patience)
         self.feed = CompletionFeed(self._redis, patience, self.pools)
         self._connecting = asyncio.Lock()
@@ -407,20 +414,19 @@ class AsyncClient:
         return await self._source(job_id, tenant).status()
 
     async def jobs(
-        self,
-        *,
-        tenant: str | None = None,
-        pool: str | None = None,
-        state: str | None = None,
-        after: str | None = None,
-        limit: int = 20,
+        self, *, tenant: str | None = None, after: str | None = None, limit: int = 20, **jobs: Unpack[FilterOptions]
     ) -> JobPage:
-        """Return a page of a tenant's jobs, newest first, as long as their records are kept.
+        """Return a page of a tenant's jobs, newest first, as long as they are kept. `FilterOptions` lists the filters.
 
-        `after` is the `next_after` of the page before. A page may have fewer jobs than `limit` although more follow.
+        `after` is the `next_after` of the page before, with the same filter. A page may have fewer jobs than `limit`
+        although more follow. Raises RequestError for a wrong part, limit or cursor.
         """
-        owner = tenant or self._tenant
-        return await self._job_lists.page(owner, pool=pool, state=state, after=after, limit=limit)
+        wanted = JobFilter.of(jobs, tenant=tenant or self._tenant)
+        return await self._job_lists.page(wanted, after=after, limit=limit)
+
+    async def listed(self, wanted: JobFilter, *, after: str | None = None, limit: int = 20) -> JobPage:
+        """Return a page of the jobs that a filter names, of any tenant, as `jobs` does."""
+        return await self._job_lists.page(wanted, after=after, limit=limit)
 
     async def completions_cursor(self, *, pool: str | None = None, tenant: str | None = None) -> str:
         """Return the present end of the tenant's completions. Taken before a submission, it misses no completion."""

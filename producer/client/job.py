@@ -362,7 +362,7 @@ class AsyncJob:
         return await self._source.ack()
 
     async def cancel(self) -> str:
-        """Cancel the job. Return `cancelled`, `running` (it ends within a step), or its earlier terminal state."""
+        """Cancel the job. Return `cancelled`, `cancelling` (it ends within a step), or its earlier terminal state."""
         return await self._source.cancel()
 
     async def detach(self) -> None:

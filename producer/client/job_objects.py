@@ -12,7 +12,10 @@ from penstock.queue.broker.jobs import JobStatus
 
 
 def job_object(status: JobStatus) -> dict[str, Any]:
-    """Return a job's state and ledger, without its result. `max_tokens` is present if the context lowered it."""
+    """Return a job's state and ledger, without its result.
+
+    `max_tokens` is present if the context lowered it, and `retry_of` if the job repeats another one.
+    """
     shown = {
         "id": status.job_id,
         "object": "job",
@@ -23,9 +26,12 @@ def job_object(status: JobStatus) -> dict[str, Any]:
         "state": status.state,
         "num_chunks": status.num_chunks,
         "outcome": None if status.outcome is None else outcome_object(status.outcome),
+        "tags": list(status.tags),
+        "metadata": None if status.metadata is None else dict(status.metadata),
         "ledger": ledger_object(status.ledger),
     }
-    return shown if status.max_tokens is None else shown | {"max_tokens": status.max_tokens}
+    given = {"max_tokens": status.max_tokens, "retry_of": status.retry_of}
+    return shown | {name: value for name, value in given.items() if value is not None}
 
 
 def completion_object(completion: Completion) -> dict[str, Any]:

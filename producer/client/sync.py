@@ -14,9 +14,13 @@ from typing import Any, Self, TypeVar, Unpack, cast
 
 from penstock.contract.errors import InvariantError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import JobOptions, SubmitOptions
+from penstock.contract.job_change import ActionName, BulkReport, Pause
+from penstock.contract.job_filter import FilterOptions
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
+from penstock.contract.priority import ClassName, Priority
 from penstock.contract.tasks import Embedding, Tokenized
 from penstock.producer.client.client import AsyncClient
+from penstock.producer.client.control import JobControl
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, SubmitRequest, checked
 from penstock.producer.client.request import Prompt
@@ -25,8 +29,8 @@ from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.tasks import CountOptions, EmbedOptions, TaskCallOptions, TokenizeOptions
 from penstock.queue.broker.completions import Completion
-from penstock.queue.broker.jobs import JobPage
-from penstock.queue.broker.producer import JobStatus, ServedPool
+from penstock.queue.broker.job_lists import JobPage
+from penstock.queue.broker.producer import JobStatus, ServedPool, Submitted
 
 # An event loop on a private thread, for synchronous callers.
 
@@ -156,6 +160,7 @@ class Client:
     ) -> None:
         self._client = AsyncClient(redis_url, tenant=tenant, settings=settings)
         self._loop = LoopThread()
+        self.control = Control(self._client.control, self._loop)
         self._finalizer = weakref.finalize(self, _close, self._loop, self._client)
         try:
             self._loop.call(self._client.connect())
@@ -294,16 +299,10 @@ class Client:
         return self._loop.call(self._client.status(job_id, tenant=tenant))
 
     def jobs(
-        self,
-        *,
-        tenant: str | None = None,
-        pool: str | None = None,
-        state: str | None = None,
-        after: str | None = None,
-        limit: int = 20,
+        self, *, tenant: str | None = None, after: str | None = None, limit: int = 20, **jobs: Unpack[FilterOptions]
     ) -> JobPage:
         """Return a page of a tenant's jobs, newest first; see `AsyncClient.jobs`."""
-        return self._loop.call(self._client.jobs(tenant=tenant, pool=pool, state=state, after=after, limit=limit))
+        return self._loop.call(self._client.jobs(tenant=tenant, after=after, limit=limit, **jobs))
 
     def completions_cursor(self, *, pool: str | None = None, tenant: str | None = None) -> str:
         """Return the present end of the tenant's completions; see `AsyncClient.completions_cursor`."""
@@ -329,6 +328,53 @@ class Client:
     def ack(self, *job_ids: str, tenant: str | None = None) -> int:
         """Free the results of ended jobs, which the caller has stored; see `AsyncClient.ack`."""
         return self._loop.call(self._client.ack(*job_ids, tenant=tenant))
+
+
+class Control:
+    """Steering of accepted jobs; see `JobControl`, whose methods it has."""
+
+    def __init__(self, control: JobControl, loop: LoopThread) -> None:
+        self._control = control
+        self._loop = loop
+
+    def reschedule(self, job_id: str, not_before_s: float, *, tenant: str | None = None) -> None:
+        """Let a job wait that no node runs, for these seconds from now on; 0 queues it now."""
+        self._loop.call(self._control.reschedule(job_id, not_before_s, tenant=tenant))
+
+    def change_class(
+        self,
+        job_id: str,
+        priority: Priority | ClassName | None = None,
+        *,
+        background: bool | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        """Give a job that no node runs another class, or make it background or foreground work."""
+        self._loop.call(self._control.change_class(job_id, priority, background=background, tenant=tenant))
+
+    def retry(self, job_id: str, *, tenant: str | None = None) -> Submitted:
+        """Submit the request of a job that failed, expired or was canceled as a new job."""
+        return self._loop.call(self._control.retry(job_id, tenant=tenant))
+
+    def bulk(self, action: ActionName, **options: Any) -> BulkReport:
+        """Act on all jobs that a filter names, and return the report."""
+        return self._loop.call(self._control.bulk(action, **options))
+
+    def report(self, bulk_id: str, *, tenant: str | None = None) -> BulkReport:
+        """Return what a bulk action has done so far."""
+        return self._loop.call(self._control.report(bulk_id, tenant=tenant))
+
+    def pause(self, pool: str, **what: Any) -> list[Pause]:
+        """Let nodes take no job of a pool, of a class or kind of work of it, or of a tenant in it."""
+        return self._loop.call(self._control.pause(pool, **what))
+
+    def resume(self, pool: str, **what: Any) -> list[Pause]:
+        """End what `pause` began with the same arguments."""
+        return self._loop.call(self._control.resume(pool, **what))
+
+    def paused(self, pool: str | None = None) -> list[Pause]:
+        """Return what is paused, of a pool or of all."""
+        return self._loop.call(self._control.paused(pool))
 
 
 class Job:
@@ -383,7 +429,7 @@ class Job:
         return self._loop.call(self._job.status())
 
     def cancel(self) -> str:
-        """Cancel the job. Return `cancelled`, `running` (it ends within a step), or its earlier terminal state."""
+        """Cancel the job. Return `cancelled`, `cancelling` (it ends within a step), or its earlier terminal state."""
         return self._loop.call(self._job.cancel())
 
     def ack(self) -> bool:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import FailFast, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.job import MAX_METADATA, Metadata
 from penstock.contract.priority import ClassName
 from penstock.contract.sampling import MAX_ALTERNATIVES, OPENAI, SamplingParams
 from penstock.contract.tools import closed
-from penstock.producer.openai.fields import NO_EFFECT, Hint, Wire, given_options, only, with_option_fields
+from penstock.producer.openai.fields import Hint, Wire, at_most, given_options, only, with_option_fields
 
 _GUIDED = {
     "guided_json": "json_schema",
@@ -109,7 +110,7 @@ class GenerationBody(_SampledBody):
     """`flex` is the class `batch`, `priority` the class `interactive`. Each answer names the tier that it got."""
 
     user: Hint = None
-    metadata: Annotated[dict[str, Any] | None, NO_EFFECT] = None
+    metadata: Annotated[Metadata | None, at_most(MAX_METADATA)] = None
     safety_identifier: Hint = None
     prompt_cache_key: Hint = None
     prompt_cache_retention: Hint = None

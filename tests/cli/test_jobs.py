@@ -32,20 +32,24 @@ def test_jobs_are_listed_newest_first_with_filters(pool: str) -> None:
     with Client(pool) as client:
         one = client.submit("hello", max_tokens=3, tenant="acme")
         one.result()
-        two = client.submit("hello", tenant="rival", not_before_s=600)
+        two = client.submit("hello", tenant="rival", not_before_s=600, tags=["cli"])
         ids = [job.id.rpartition(".")[2] for job in (one, two)]
         table = jobs(pool, "list").stdout.splitlines()
         assert max(map(len, table)) < 80
         lines = [line.split() for line in table]
         assert lines[0] == ["ID", "STATE", "CLASS", "TENANT", "AGE", "OUT"]
         assert [line[:4] for line in lines[1:3]] == [
-            [ids[1], "queued", "batch", "rival"],
+            [ids[1], "scheduled", "batch", "rival"],
             [ids[0], "succeeded", "batch", "acme"],
         ]
         assert lines[2][-1] == "3"
         for options, expected in (
             (("--tenant", "acme"), ["ID", ids[0]]),
-            (("--state", "queued"), ["ID", ids[1]]),
+            (("--state", "scheduled", "--state", "running"), ["ID", ids[1]]),
+            (("--state", "done"), ["ID", ids[0]]),
+            (("--tag", "cli"), ["ID", ids[1]]),
+            (("--priority", "batch", "--background", "--since", "1h", "--tenant", "acme"), ["ID", ids[0]]),
+            (("--until", "2026-01-01"), []),
             (("--limit", "1"), ["ID", ids[1]]),
             (("--pool", "other"), []),
         ):
@@ -81,6 +85,40 @@ def test_list_as_json_has_the_objects_of_the_http_api(pool: str) -> None:
     assert (shown["id"], shown["state"], shown["object"]) == (job.id, "succeeded", "job")
     assert shown == json.loads(jobs(pool, "show", job.id, "--json").stdout)
     assert json.loads(jobs(pool, "list", "--tenant", "none", "--json").stdout) == []
+
+
+def test_jobs_are_changed_retried_and_acted_on_in_bulk(pool: str) -> None:
+    with Client(pool) as client:
+        waiting = [client.submit("hello", max_tokens=2, tenant="bulk", not_before_s=600, tags=["b"]) for _ in range(3)]
+        first = waiting[0]
+        changed = jobs(pool, "change", first.id, "--priority", "standard", "--foreground")
+        assert changed.stdout == f"{first.id} scheduled\n", changed.stderr
+        assert client.status(first.id, tenant="bulk").priority.label == "standard"
+        assert jobs(pool, "change", first.id).returncode == 2
+        dry = json.loads(jobs(pool, "bulk", "cancel", "--tag", "b", "--dry-run").stdout)
+        assert (dry["changed"], dry["dry_run"], first.status().state) == (3, True, "scheduled")
+        done = json.loads(jobs(pool, "bulk", "cancel", "--tag", "b").stdout)
+        assert [done[name] for name in ("state", "changed", "already_over", "failed")] == ["ended", 3, 0, 0]
+        old, new = jobs(pool, "retry", first.id).stdout.split()
+        assert (old, client.result(new, tenant="bulk").outcome.state) == (first.id, "succeeded")
+        refused = jobs(pool, "bulk", "cancel", "--state", "unknown")
+        assert (refused.returncode, "state: 'unknown' is not one of" in refused.stderr) == (2, True)
+
+
+def test_pools_are_paused_and_resumed(pool: str) -> None:
+    def pools(*arguments: str) -> list[dict[str, str]]:
+        found = run_command("pools", *arguments, "--redis-url", pool)
+        assert found.returncode == 0, found.stderr
+        return list(json.loads(found.stdout))
+
+    with Client(pool) as client:
+        name = next(iter(client.pools()))
+        assert pools("pause", name, "--tenant", "still")[0]["tenant"] == "still"
+        job = client.submit("hello", max_tokens=2, tenant="still")
+        client.submit("hello", max_tokens=2, tenant="acme").result()
+        assert job.status().state == "queued"
+        assert pools("resume", name, "--tenant", "still") == []
+        assert job.result().outcome.state == "succeeded"
 
 
 def test_jobs_are_canceled_whatever_their_tenant(pool: str) -> None:

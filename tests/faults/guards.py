@@ -193,8 +193,8 @@ MUTANTS = (
     Mutant(
         "expired jobs leave their list",
         "queue",
-        "if id then redis.call('ZREM', P .. ':jobs:'",
-        "if false then redis.call('ZREM', P .. ':jobs:'",
+        "if state ~= '' then redis.call('ZREM', lists.key",
+        "if false then redis.call('ZREM', lists.key",
         "job_ledger.py",
     ),
     Mutant(
@@ -337,8 +337,8 @@ MUTANTS = (
     Mutant(
         "requests of dead letters",
         "queue",
-        "if is_dead then dead_letter(job, now) else",
-        "if false then dead_letter(job, now) else",
+        "  if state == 'succeeded' then return nil end",
+        "  do return nil end",
         "stored_bytes.py",
     ),
     Mutant(
@@ -353,7 +353,13 @@ MUTANTS = (
     Mutant("tenant of a canceled job", "cancel", " or job.tenant ~= tenant", "", "readers.py"),
     Mutant("readers of a job", "prelude", "if count >= MAX_INBOXES then", "if false then", "readers.py"),
     # Lists, delays, shares
-    Mutant("list of a tenant's jobs", "submit", "add_entry(P .. ':jobs:' .. tenant, 0, id)", "", "job_ledger.py"),
+    Mutant(
+        "list of a tenant's jobs",
+        "submit",
+        "add_entry(lists.key(is_delayed and 'scheduled' or 'queued', tenant), 0, id)",
+        "",
+        "job_lists.py",
+    ),
     Mutant("jobs before their time", "submit", "waits = is_delayed or", "waits =", "delayed_jobs.py"),
     Mutant("refunds in the window of their charge", "queue", "    window = since\n", "", "policy.py"),
     Mutant("refunds of older windows", "queue", "    if since < window - 1 then return end\n", "", "policy.py"),

@@ -131,7 +131,7 @@ async def test_a_running_job_is_cancelled_within_a_step_and_keeps_what_it_has(
         job = new_job(max_tokens=2000)
         await broker.submit(Submission(job, 50))
         await until(broker, job, lambda status: status.num_chunks > 5)
-        assert await broker.cancel(job.id, "default") == "running"
+        assert await broker.cancel(job.id, "default") == "cancelling"
         result = await ended(broker, job)
     assert result.outcome.state == "cancelled"
     tokens = list(result.choices[0].token_ids)
@@ -310,7 +310,7 @@ async def test_job_that_kills_nodes_is_isolated_and_other_jobs_stay_token_exact(
     await asyncio.gather(serving, waiting)
     assert num_dead == 3
     result = await ended(broker, poison)
-    assert (result.outcome.state, result.outcome.code) == ("failed", "node_lost")
+    assert (result.outcome.state, result.outcome.code) == ("dead", "node_lost")
     for job in others:
         result = await ended(broker, job)
         assert (result.outcome.state, list(result.choices[0].token_ids)) == ("succeeded", expected(job))

@@ -22,6 +22,7 @@ from redis.retry import Retry
 
 from penstock.contract.errors import ConfigError, UnsupportedDurabilityError
 from penstock.contract.job import FSYNC
+from penstock.contract.job_filter import JobFilter
 from penstock.contract.tenant import UNLIMITED
 from penstock.contract.usage import UsageQuery
 from penstock.producer.client import AsyncClient
@@ -29,7 +30,7 @@ from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.jobs import JobLists
+from penstock.queue.broker.job_lists import JobLists
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pools import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker, Submission
@@ -145,9 +146,9 @@ async def run_a_job(clients: dict[str, Redis]) -> None:
     (stats,) = await StatsBroker(clients["gateway"]).all()
     assert stats.counts["ended_succeeded"] == 1
     assert (await StatsBroker(clients["gateway"]).memory())[0] > 0
-    assert len((await JobLists(clients["gateway"]).page("default")).jobs) == 2
+    assert len((await JobLists(clients["gateway"]).page(JobFilter("default"))).jobs) == 2
     assert await JobLists(clients["gateway"]).owner(job_id) == "default"
-    assert len((await JobLists(clients["admin"]).page(None)).jobs) == 2
+    assert len((await JobLists(clients["admin"]).page(JobFilter())).jobs) == 2
     assert await node.broker.requests([job_id]) == [None]
     await node.broker.sweep()
     await node.broker.leave()

@@ -7,9 +7,10 @@ from typing import Any, cast
 import pytest
 from fakes.queue.harness import POOL, Queue, new_job
 
+from penstock.contract.job_filter import JobFilter
 from penstock.queue import keys
 from penstock.queue.broker.dead_letters import DeadLetters
-from penstock.queue.broker.jobs import JobLists
+from penstock.queue.broker.job_lists import JobLists
 from penstock.queue.broker.producer import Submission
 
 DAMAGED = [{"priority": "x"}, {"past_leases": "junk"}, {"used": "1 x"}, {"submitted": b"\xff"}, {"tenant": ""}]
@@ -20,11 +21,11 @@ async def test_a_damaged_job_hides_one_entry_of_a_list(queue: Queue, fields: dic
     await queue.node()
     whole, damaged, other = [await queue.submit() for _ in range(3)]
     await cast(Any, queue.redis).hset(keys.job(damaged), mapping=fields)
-    listed = {job.job_id for job in (await JobLists(queue.redis).page("default")).jobs}
+    listed = {job.job_id for job in (await JobLists(queue.redis).page(JobFilter("default"))).jobs}
     assert {whole, other} <= listed
     await queue.redis.delete(keys.job(damaged))
     await queue.redis.set(keys.job(damaged), "junk")
-    listed = {job.job_id for job in (await JobLists(queue.redis).page("default")).jobs}
+    listed = {job.job_id for job in (await JobLists(queue.redis).page(JobFilter("default"))).jobs}
     assert listed == {whole, other}
 
 

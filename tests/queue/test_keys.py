@@ -9,7 +9,7 @@ from importlib.resources import files
 from penstock.queue import keys
 
 READS = re.compile(
-    r"H?(GET|MGET|GETALL|VALS|LEN)|Z(SCORE|COUNT|CARD|RANK|(REV)?RANGE(BYSCORE)?)|S(CARD|MEMBERS|RANDMEMBER)"
+    r"H?(GET|MGET|GETALL|VALS|LEN|KEYS)|Z(SCORE|COUNT|CARD|RANK|(REV)?RANGE(BYSCORE)?)|S(CARD|MEMBERS|RANDMEMBER)"
 )
 OTHER_READS = {"LLEN", "LRANGE", "XLEN", "XRANGE", "STRLEN", "EXISTS", "INFO", "TIME", "PUBLISH"}
 NAMED = {
@@ -24,12 +24,12 @@ NAMED = {
 SCRIPTS = {
     path.name.removesuffix(".lua"): path.read_text()
     for path in files("penstock.queue").joinpath("scripts").iterdir()
-    if path.name.endswith(".lua") and path.name not in ("audit.lua", "forget.lua")
+    if path.name.endswith(".lua") and path.name not in ("audit.lua", "change.lua", "forget.lua")
 }
 SHARED = SCRIPTS.pop("prelude") + SCRIPTS.pop("queue")
 WRITERS_OF_ARGUMENTS = set(re.findall(r"local function (\w+)\(key, ", SHARED))
 """Functions that write the key that their caller names."""
-KEY_FUNCTIONS = dict(re.findall(r"local function (\w+_key)\(\w+\) return P \.\. ':(\w+)", SHARED))
+KEY_FUNCTIONS = dict(re.findall(r"local function (\w+_key)\(\w+\) return P \.\. ':(\w+)", SHARED)) | {"lists": "jobs"}
 
 
 def _split(text: str) -> list[str]:

@@ -40,6 +40,8 @@ OF_JOBS = (
     "response",
     "jobs",
     "ended",
+    "tagged",
+    "metadata",
     "expiry",
     "open",
     "tenant",
@@ -86,7 +88,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def start(self) -> None:
         for name in self.names_of:
             self.join(name)
-        self.submit("a", 100, 40, 1, False, False, 20)
+        self.submit("a", 100, 40, 1, False, False, 0, 20)
 
     @rule(
         tenant=st.sampled_from("ab"),
@@ -95,14 +97,26 @@ class MemoryMachine(RuleBasedStateMachine):
         n=st.sampled_from((1, 4)),
         is_delayed=st.booleans(),
         has_response=st.booleans(),
+        num_tags=st.sampled_from((0, 0, 1, 4)),
         count=st.sampled_from((1, 5, 20)),
     )
     def submit(
-        self, tenant: str, size: int, max_tokens: int, n: int, is_delayed: bool, has_response: bool, count: int
+        self,
+        tenant: str,
+        size: int,
+        max_tokens: int,
+        n: int,
+        is_delayed: bool,
+        has_response: bool,
+        num_tags: int,
+        count: int,
     ) -> None:
         for _ in range(count):
             params, delay = SamplingParams(max_tokens=max_tokens, n=n), 3_600_000 if is_delayed else None
-            job = new_job(tenant=tenant, prompt="x" * size, params=params, not_before_ms=delay, background=True)
+            tags = tuple(f"{tag}-{count}" for tag in range(num_tags))
+            metadata = {"note": "m" * 400} if num_tags else None
+            of_queue: Any = {"not_before_ms": delay, "background": True, "tags": tags, "metadata": metadata}
+            job = new_job(tenant=tenant, prompt="x" * size, params=params, **of_queue)
             record = ResponseRecord(b"r" * size, keep_ms=600_000) if has_response else NO_RESPONSE
             self.run(self.queue.producer.submit(Submission(job, 10, response=record)))
             self.left[job.id] = max_tokens * n

@@ -33,7 +33,7 @@ _SCAN_COUNT = 1000
 _OF_TENANT = frozenset(("awaiting", "may_use", "delayed"))
 """Their keys without a tenant list tenants."""
 _ZSETS_OF_JOBS = _OF_TENANT | {"waiting", "tasks", "deadlines", "dead_letters"}
-_PER_JOB = frozenset(("job", "request", "log", "result", "response"))
+_PER_JOB = frozenset(("job", "request", "log", "result", "response", "metadata"))
 _REPAIR_RETRY_MS = 10_000
 KeyEntry = tuple[str, str]
 """(key without the pool's prefix, entry): the stream entry or the expiry member that names a job, '' in other keys."""
@@ -144,6 +144,9 @@ class AdminBroker:
             if answer[0] != b"OK":
                 what = "live nodes" if answer[0] == b"NODES" else "open jobs"
                 raise ConflictError(f"pool {pool} has {what}: {int(answer[1])}", code="pool_in_use", param="pool")
+            for kind in ("tagged", "bulk"):
+                async for key in self._redis.scan_iter(f"{keys.prefix(pool)}:{kind}:*", count=_SCAN_COUNT):
+                    await self._redis.delete(key)
             await self._unannounce(pool)
 
     async def _unannounce(self, pool: str) -> None:
@@ -182,7 +185,7 @@ class AdminBroker:
             _note(seen, name, await redis.zrange(key, 0, -1))
         elif kind in _ZSETS_OF_JOBS and (rest or kind not in _OF_TENANT):
             _note(seen, name, await redis.zrange(key, 0, -1))
-        elif kind in ("jobs", "expiry", "ended"):
+        elif kind in ("jobs", "tagged", "expiry", "ended"):
             await self._scan_ended(name, key, seen)
         elif kind in ("open", "tenant", "running"):
             _note(seen, name, await redis.smembers(key))
@@ -199,7 +202,7 @@ class AdminBroker:
                 _note(seen, name, [member])
                 continue
             _, _, stored = member.decode().split(" ", 2)
-            seen.jobs.setdefault(stored.partition(":")[2], []).append((name, member.decode()))
+            seen.jobs.setdefault(stored.split(" ", 1)[0].partition(":")[2], []).append((name, member.decode()))
 
     async def check(
         self,
@@ -302,7 +305,7 @@ class AdminBroker:
             redis.lrange(keys.log(job_id), 0, -1),
             redis.get(keys.result(job_id)),
         )
-        state = state_of(state)
+        state = state_of(state, code)
         outcome = Outcome(cast(Any, state), code, message, param) if state in TERMINAL_STATES else None
         return JobHistory(job_id, outcome, tuple(log), result)
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nlargest
 from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
-from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
-from penstock.contract.job import JobDef, JobKey, lowered_max_tokens, pool_of
+from penstock.contract.errors import NotFoundError, UnavailableError
+from penstock.contract.job import MAX_TAGS, JobDef, JobKey, lowered_max_tokens, pool_of
 from penstock.contract.output import (
     TERMINAL_STATES,
     JobLedger,
@@ -23,19 +21,19 @@ from penstock.contract.output import (
     PastLease,
     QueuePosition,
     Usage,
+    shown_state,
     state_of,
 )
 from penstock.contract.priority import NUM_PRIORITIES, Priority, class_of_level, is_background
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.broker.pools import LoggedOnce, pool_names
 from penstock.queue.job_cost import Ahead
 
 STATUS_FIELDS = (
     *("state", "tenant", "level", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
     *("losses", "code", "message", "param", "stored", "used", "retaken", "past_leases", "num_past_leases"),
-    *("engine_preemptions", "limits"),
+    *("engine_preemptions", "limits", "cancel", "retry_of", "accepted", "tag1", "tag2", "tag3", "tag4"),
 )
 """The fields of a job's hash that `status_of` needs."""
 
@@ -65,19 +63,34 @@ class JobStatus:
     max_tokens: int | None = None
     """The limit to which the context lowered `max_tokens`, if it did. The queue learns the tokens of the prompt at the
     job's end; until then this is what the context leaves at most."""
+    tags: tuple[str, ...] = ()
+    metadata: Mapping[str, str] | None = None
+    accepted_ms: int = 0
+    retry_of: str | None = None
+    """The id of the job whose request this one repeats."""
     queue_position: QueuePosition | None = None
     """The estimated position of a queued job, if a client's `status` has read it. None if the job is delayed."""
 
 
-def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, num_ahead: int = 0) -> JobStatus:
+def status_of(
+    job_id: str,
+    fields: Mapping[str, str],
+    now_ms: int,
+    num_chunks: int = 0,
+    num_ahead: int = 0,
+    *,
+    metadata: bytes | None = None,
+) -> JobStatus:
     """Return a job's state from STATUS_FIELDS of its record.
 
-    `num_chunks`: the length of its log, while the record does not say it. `num_ahead`: the jobs queued before it.
+    `now_ms`: Redis's time. `num_chunks`: the length of its log, while the record does not say it. `num_ahead`: the jobs
+    queued before it. `metadata`: as JSON. Raises ValueError for a damaged record.
     """
     ledger, level = ledger_of(fields), int(fields["level"])
+    begins_ms = ledger.queued_ms
+    state = shown_state(ledger.state, is_cancelled=fields["cancel"] == "1", begins_ms=begins_ms, now_ms=now_ms)
     return JobStatus(
-        *(job_id, state_of(fields["state"]), class_of_level(level), is_background(level)),
-        int(fields["chunks"] or num_chunks),
+        *(job_id, state, class_of_level(level), is_background(level), int(fields["chunks"] or num_chunks)),
         outcome_of(fields),
         *times_ms_of(fields),
         *(ledger.preemptions, ledger.losses, num_ahead),
@@ -85,6 +98,10 @@ def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, num_a
         tenant=fields["tenant"],
         large_result_bytes=large_result_bytes_of(fields),
         max_tokens=_lowered_limit(fields["limits"], ledger.usage),
+        tags=tuple(filter(None, (fields[f"tag{number}"] for number in range(1, MAX_TAGS + 1)))),
+        metadata=None if metadata is None else json.loads(metadata),
+        accepted_ms=int(fields["accepted"] or ledger.queued_ms),
+        retry_of=f"{pool_of(job_id)}.{fields['retry_of']}" if fields["retry_of"] else None,
     )
 
 
@@ -106,7 +123,7 @@ def ledger_of(fields: Mapping[str, str]) -> JobLedger:
     """Return a job's ledger from STATUS_FIELDS of its record."""
     usage, kv_token_ms = _used(fields["used"])
     return JobLedger(
-        state_of(fields["state"]),
+        state_of(fields["state"], fields["code"]),
         *times_ms_of(fields),
         node_id=fields["node"],
         retaken_ms=int(fields["retaken"] or 0),
@@ -120,9 +137,14 @@ def ledger_of(fields: Mapping[str, str]) -> JobLedger:
     )
 
 
+def ms_of(time: tuple[int, int]) -> int:
+    """Return Redis's answer to TIME in milliseconds."""
+    return time[0] * 1000 + time[1] // 1000
+
+
 def outcome_of(fields: Mapping[str, str]) -> Outcome | None:
     """Return how a job ended, or None for an open job."""
-    state = state_of(fields["state"])
+    state = state_of(fields["state"], fields["code"])
     if state not in TERMINAL_STATES:
         return None
     return Outcome(cast(Any, state), fields["code"], fields["message"], fields["param"])
@@ -157,131 +179,6 @@ def _used(text: str) -> tuple[Usage | None, int | None]:
         return None, None
     completion, cached, kv_token_ms = rest.split(" ")
     return Usage(int(prompt), int(completion), int(cached)), int(kv_token_ms) if kv_token_ms else None
-
-
-# Lists of tenants' jobs, newest first and in pages. A job is listed until its record expires.
-
-_LOG = logging.getLogger(__package__)
-JobState = str
-MAX_PAGE_JOBS = 100
-MAX_EXAMINED = 1000
-"""Records that one page reads. With a rare state a page may so be short, or empty, although more jobs follow."""
-MAX_LISTS = 1000
-"""Lists, one for each pool and tenant, that one page merges."""
-_ROUND_IDS = 100
-
-
-@dataclass(frozen=True, slots=True)
-class JobPage:
-    """Jobs of one page. `next_after` is the cursor of the next page, None after the last page."""
-
-    jobs: tuple[JobStatus, ...]
-    next_after: str | None
-
-
-class JobLists:
-    """Reader of the lists. Raises UnavailableError when Redis is unreachable."""
-
-    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
-        self.patience = patience
-        self._redis, self._logged = cast(Any, redis), LoggedOnce(_LOG)
-
-    @retried
-    async def page(
-        self,
-        tenant: str | None,
-        *,
-        pool: str | None = None,
-        state: JobState | None = None,
-        after: str | None = None,
-        limit: int = 20,
-    ) -> JobPage:
-        """Return up to `limit` jobs that follow the cursor `after`, a job's id.
-
-        `tenant` None lists the jobs of all tenants. Raises RequestError for a wrong limit, and if that takes too many
-        lists.
-        """
-        if not 1 <= limit <= MAX_PAGE_JOBS:
-            raise RequestError(f"limit must be from 1 to {MAX_PAGE_JOBS}", param="limit")
-        lists = await self._lists(tenant, pool)
-        cursor, found, num_examined = _time_part(after or ""), list[JobStatus](), 0
-        while num_examined < MAX_EXAMINED:
-            job_ids = await self._newest(lists, cursor)
-            statuses = await self._statuses(job_ids)
-            for number, (job_id, status) in enumerate(zip(job_ids, statuses, strict=True), 1):
-                cursor = _time_part(job_id)
-                if status is not None and state in (None, status.state):
-                    found.append(status)
-                if len(found) == limit:
-                    has_more = number < len(job_ids) or len(job_ids) == _ROUND_IDS
-                    return JobPage(tuple(found), job_id if has_more else None)
-            if len(job_ids) < _ROUND_IDS:
-                return JobPage(tuple(found), None)
-            num_examined += len(job_ids)
-        return JobPage(tuple(found), job_ids[-1])
-
-    async def owner(self, job_id: str) -> str:
-        """Return the tenant that a job belongs to. Raises NotFoundError."""
-        with translated():
-            tenant = await self._redis.hget(keys.job(job_id), "tenant")
-        if tenant is None:
-            raise NotFoundError(f"no job {job_id[:100]}", code="job_not_found", param="job_id")
-        return str(tenant.decode())
-
-    async def _lists(self, tenant: str | None, pool: str | None) -> list[tuple[str, str]]:
-        """Return the pools and tenants whose lists to merge."""
-        with translated():
-            pools = [pool] if pool is not None else await pool_names(self._redis)
-            if tenant is not None:
-                return [(name, tenant) for name in pools]
-            # Each stored job counts there, so no tenant with a list is missing.
-            tenants = await asyncio.gather(*(self._redis.hkeys(keys.stored(name)) for name in pools))
-        lists = [(name, owner.decode()) for name, of_pool in zip(pools, tenants, strict=True) for owner in of_pool]
-        if len(lists) > MAX_LISTS:
-            message = f"tenant: {len(lists)} tenants of pools have jobs; name a tenant or a pool to list fewer than "
-            raise RequestError(f"{message}{MAX_LISTS}", param="tenant")
-        return lists
-
-    async def _newest(self, lists: Iterable[tuple[str, str]], cursor: str) -> list[str]:
-        """Return the newest _ROUND_IDS ids, over all lists, that are older than the cursor."""
-        with translated():
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for pool, tenant in lists:
-                    start = f"({pool}.{cursor}" if cursor else "+"
-                    key = keys.jobs(pool, tenant)
-                    pipe.zrange(key, start, "-", desc=True, bylex=True, offset=0, num=_ROUND_IDS)
-                pages = await pipe.execute()
-        job_ids = (job_id.decode() for page in pages for job_id in page)
-        return nlargest(_ROUND_IDS, job_ids, key=_time_part)
-
-    async def _statuses(self, job_ids: Sequence[str]) -> list[JobStatus | None]:
-        """Return the states of these jobs, None for a record that has expired."""
-        with translated():
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for job_id in job_ids:
-                    pipe.hmget(keys.job(job_id), STATUS_FIELDS)
-                    pipe.llen(keys.log(job_id))
-                values = await pipe.execute(raise_on_error=False)
-        return [self._status(job_id, *values[2 * at : 2 * at + 2]) for at, job_id in enumerate(job_ids)]
-
-    def _status(self, job_id: str, values: Any, num_chunks: Any) -> JobStatus | None:
-        """Return a job's state, None without a record. A damaged record is logged, and hides this job alone."""
-        try:
-            for answer in (values, num_chunks):
-                if isinstance(answer, Exception):
-                    raise answer
-            if not values[0]:
-                return None
-            fields = {name: (value or b"").decode() for name, value in zip(STATUS_FIELDS, values, strict=True)}
-            return status_of(job_id, fields, num_chunks)
-        except (ValueError, KeyError, ResponseError) as error:
-            self._logged.warn("unreadable job record", keys.job(job_id), error)
-            return None
-
-
-def _time_part(job_id: str) -> str:
-    """Return the UUID of a job's id. It begins with the time, so it orders the jobs of all pools."""
-    return job_id.rpartition(".")[2]
 
 
 # The positions of waiting jobs in their pool's queue, read for many jobs in one call.

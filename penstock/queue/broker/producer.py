@@ -20,7 +20,7 @@ from penstock.contract.tenant import NO_LIMIT
 from penstock.queue import keys, results, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, outcome_of, status_of, times_ms_of
+from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, ms_of, outcome_of, status_of, times_ms_of
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
 from penstock.queue.broker.scripts import sweep
@@ -158,7 +158,7 @@ class ProducerBroker:
 
     @retried
     async def cancel(self, job_id: str, tenant: str) -> str:
-        """Cancel a job. Returns `cancelled`, `running` (it ends within a step), or its earlier terminal state."""
+        """Cancel a job. Returns `cancelled`, `cancelling` (it ends within a step), or its earlier terminal state."""
         state = cast(bytes, await scripts.call(self._redis, "cancel", pool_of(job_id), job_id, tenant)).decode()
         if state == "NOT_FOUND":
             raise _no_job(job_id)
@@ -186,13 +186,15 @@ class ProducerBroker:
         pool, level = pool_of(job_id), int(fields["level"])
         with translated():
             async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.time()
+                pipe.get(keys.metadata(job_id))
                 pipe.llen(keys.log(job_id))
                 pipe.zrank(keys.waiting(pool, level), job_id)
                 for more_urgent in range(level):
                     pipe.zcard(keys.waiting(pool, more_urgent))
-                length, older, *more_urgent_ones = await pipe.execute()
+                time, metadata, length, older, *more_urgent_ones = await pipe.execute()
         num_ahead = 0 if older is None else older + sum(more_urgent_ones)
-        return status_of(job_id, fields, length, num_ahead)
+        return status_of(job_id, fields, ms_of(time), length, num_ahead, metadata=metadata)
 
     @retried
     async def log(self, job_id: str, start: int, count: int = 1000) -> list[Chunk]:
@@ -360,8 +362,7 @@ def _decoded_record(pool: str, data: bytes) -> PoolRecord:
 
 def _alive_since_ms(time: tuple[int, int], lease_ms: bytes | None) -> int:
     """Return the oldest heartbeat, in Redis ms, with which a node counts as alive: one lease ago."""
-    seconds, micros = time
-    return seconds * 1000 + micros // 1000 - int(lease_ms or 0)
+    return ms_of(time) - int(lease_ms or 0)
 
 
 def _no_job(job_id: str) -> NotFoundError:

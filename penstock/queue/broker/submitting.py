@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +98,7 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         *(estimate_output_bytes(job, len(request)), job.not_before_ms or 0, record.keep_ms),
         *(submission.rate_tokens or ("", 0, 0, "")),
         *(_limits_of(job), "" if job.max_wait_ms is None else job.max_wait_ms, int(job.in_feed)),
-        job.ttl_ms or 0,
+        *(job.ttl_ms or 0, " ".join(job.tags), _metadata_of(job), (job.retry_of or "").rpartition(".")[2]),
     )
     return PackedSubmission(job, inbox, terms, row, request, record.data)
 
@@ -122,6 +123,11 @@ def _limits_of(job: JobDef) -> str:
     """Return the field `limits` of a job's record."""
     max_tokens, max_total_tokens = job.params.max_tokens, job.max_total_tokens
     return "" if max_tokens is None or max_total_tokens is None else f"{max_tokens} {max_total_tokens}"
+
+
+def _metadata_of(job: JobDef) -> str:
+    """Return a job's metadata as Redis stores it, empty for none."""
+    return json.dumps(job.metadata, separators=(",", ":"), ensure_ascii=False) if job.metadata else ""
 
 
 def _submitted(answer: list[Any]) -> Submitted:

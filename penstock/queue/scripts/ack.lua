@@ -7,19 +7,20 @@ local config, now = read_config({'version'}), clock()
 if #ARGV > 2 * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
 
 -- Frees a job's result. Returns whether it had one.
-local function free(id, tenant, stored)
+local function free(id, tenant, state, stored)
   -- The bytes of the job's record include its small result.
   local result_bytes = stored.result == 0 and redis.call('STRLEN', P .. ':result:' .. id) or 0
   local num_deleted = redis.call('DEL', P .. ':result:' .. id) + redis.call('DEL', P .. ':log:' .. id)
   if num_deleted == 0 then return false end
   local log, result = expiry_member(stored.log, tenant, 'log:' .. id), expiry_member(stored.result, tenant, 'result:' .. id)
-  local job = expiry_member(stored.job, tenant, 'job:' .. id)
+  local listed = lists.record(id, state)
+  local job = expiry_member(stored.job, tenant, listed)
   local tills = redis.call('ZMSCORE', P .. ':expiry', log, result, job)
   if tills[1] then forget_stored(log, tenant, stored.log) end
   if tills[2] then forget_stored(result, tenant, stored.result) end
   if tills[3] and result_bytes > 0 then
     forget_stored(job, tenant, stored.job)
-    count_stored(tenant, 'job:' .. id, stored.job - result_bytes, tills[3])
+    count_stored(tenant, listed, stored.job - result_bytes, tills[3])
   end
   redis.call('HSET', job_key(id), 'result_until', now, 'stored',
     string.format('0 0 %d %d', stored.request, stored.job - result_bytes))
@@ -33,7 +34,7 @@ for at = 1, #ARGV, 2 do
   local tenant, id = ARGV[at], ARGV[at + 1]
   local job = config and read_job(id, {'state', 'tenant', 'keep', 'stored'})
   local stored = job and is_terminal(job.state) and job.tenant == tenant and not response_life(job) and stored_of(job.stored)
-  answers[#answers + 1] = stored and free(id, tenant, stored) and 1 or 0
+  answers[#answers + 1] = stored and free(id, tenant, job.state, stored) and 1 or 0
 end
 write_collected()
 return answers

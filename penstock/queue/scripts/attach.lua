@@ -10,10 +10,10 @@ if not job or job.tenant ~= tenant then return {'NOT_FOUND'} end
 -- A job of protocol version 1 has no such field.
 if job.level == '' then check_version(older_version()) end
 redis.call('ZREM', P .. ':free', '')
-local pushed = 1
+local pushed, now = 1, clock()
 if not is_terminal(job.state) and (inbox ~= '' or channel == '1') then
-  pushed = add_reader(job, inbox, channel, clock())
+  pushed = add_reader(job, inbox, channel, now)
 end
 local chunks = redis.call('LLEN', log_key(id))
 if is_terminal(job.state) then chunks = tonumber(redis.call('HGET', job_key(id), 'chunks')) end
-return {'OK', job.state, chunks, pushed}
+return {'OK', shown_state(job, now), chunks, pushed}

@@ -31,10 +31,21 @@ local function find(name, key, id, detail) findings[#findings + 1] = {name, key,
 -- Names of keys are without P:. The value of an id in a key is false if it is absent, else its score, its stream entry,
 -- or '' in a set.
 
+local function tags_of(job)
+  local tags = {}
+  for _, tag in ipairs(redis.call('HMGET', job_key(job.id), 'tag1', 'tag2', 'tag3', 'tag4')) do tags[#tags + 1] = tag or nil end
+  return tags
+end
+
 -- The keys that must list a job, and its values there, by its record.
 local function keys_of(job)
   if not job then return {} end
-  local keys = {['jobs:' .. job.tenant] = '0'}
+  local keys = {}
+  for _, tag in ipairs(tags_of(job)) do keys['tagged:' .. job.tenant .. ':' .. tag] = '0' end
+  local list = is_terminal(job.state) and (job.state == 'done' and 'succeeded' or job.state) or job.state
+  if job.state == 'queued' and job.entry == DELAYED and
+    redis.call('ZSCORE', P .. ':delayed:' .. lane_of(job), job.id) then list = 'scheduled' end
+  keys[string.sub(lists.key(list, job.tenant), #P + 2)] = '0'
   if is_terminal(job.state) then return keys end
   keys.open, keys['tenant:' .. job.tenant .. ':open'] = '', ''
   local may_use = job.entry ~= DELAYED and redis.call('HGET', job_key(job.id), 'may_use')
@@ -117,13 +128,17 @@ local function check_key(job, id, name, entry, wanted)
   end
 end
 
+-- What P:expiry says of a stored key of an ended job.
+local function counted_as(name, id, state) return name == 'job' and lists.record(id, state) or name .. ':' .. id end
+
 -- Checks a member of P:expiry: its key must exist, with the bytes that the job's record says.
 local function check_expiry(id, member)
   local key = string.match(member, '^%d+ %S+ (.+)$') or ''
   local job = read_job(id, {'state', 'tenant', 'stored'})
   local stored = job and stored_of(job.stored)
   local bytes = stored and stored[string.match(key, '^%l+') or '']
-  local is_stored = redis.call('EXISTS', P .. ':' .. key) == 1
+  local is_stored = redis.call('EXISTS', P .. ':' .. string.match(key, '^%S*')) == 1
+  if job and string.match(key, '^job:') then key = counted_as('job', id, job.state) end
   local is_right = is_stored and bytes and member == expiry_member(bytes, job.tenant, key)
   local score = tonumber(redis.call('ZSCORE', P .. ':expiry', member) or '')
   local goes_soon = score and score < now + EXPIRY_SLACK_MS
@@ -137,8 +152,8 @@ end
 local function check_counted(job)
   local stored = stored_of(redis.call('HGET', job_key(job.id), 'stored'))
   for name, bytes in pairs(stored or {}) do
-    local key = name .. ':' .. job.id
-    local life = redis.call('PTTL', P .. ':' .. key)
+    local key = counted_as(name, job.id, job.state)
+    local life = redis.call('PTTL', P .. ':' .. name .. ':' .. job.id)
     local member = expiry_member(bytes, job.tenant, key)
     if bytes > 0 and life > EXPIRY_SLACK_MS and not redis.call('ZSCORE', P .. ':expiry', member) then
       find('missing', 'expiry', job.id, key .. ' is stored')
@@ -165,7 +180,7 @@ local function check_keys(job, id, seen)
     local name, entry = one[1], one[2]
     local known = wanted[name]
     if name == 'dead_letters' and is_dead_letter(job) then known = '' end
-    if is_expiring and string.match(name, '^jobs:') then known = '' end
+    if is_expiring and (string.match(name, '^jobs:') or string.match(name, '^tagged:')) then known = '' end
     if name == 'expiry' then
       known = ''
       check_expiry(id, entry)
@@ -176,7 +191,7 @@ end
 
 -- Lifetimes ----------------------------------------------------------------------------------------
 
-local STORED_KEYS = {'job', 'request', 'log', 'result', 'response'}
+local STORED_KEYS = {'job', 'request', 'log', 'result', 'response', 'metadata'}
 
 local function check_life(name, id, is_open)
   local key = name .. ':' .. id

@@ -1,6 +1,6 @@
 -- cancel: end a queued job; for a running job, set its cancel flag and notify its node.
 -- ARGV: id tenant
--- Answer: the job's state after the call (`running` ends within a step), or NOT_FOUND
+-- Answer: the job's state after the call (`cancelling` ends within a step), or NOT_FOUND
 local id, tenant = ARGV[1], ARGV[2]
 local config, job = read_config(), read_job(ARGV[1])
 if not config or not job or job.tenant ~= tenant then return 'NOT_FOUND' end
@@ -9,7 +9,7 @@ redis.call('ZREM', P .. ':free', '')
 redis.call('HSET', job_key(id), 'cancel', '1')
 if job.state == 'running' then
   redis.call('PUBLISH', P .. ':doorbell:' .. job.node, id)
-  return 'running'
+  return 'cancelling'
 end
 job.cancel = '1'
 end_if_over(job, config, clock())

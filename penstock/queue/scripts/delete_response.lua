@@ -12,9 +12,11 @@ redis.call('HDEL', job_key(id), 'keep', 'response_bytes')
 if is_terminal(job.state) then
   redis.call('DEL', P .. ':log:' .. id)
   redis.call('DEL', P .. ':result:' .. id)
+  if job.state ~= 'dead' then redis.call('DEL', P .. ':request:' .. id) end
   redis.call('HSET', job_key(id), 'result_until', now)
   for name, bytes in pairs(stored or {}) do
-    if name == 'log' or name == 'result' or name == 'response' then
+    local is_gone = name == 'log' or name == 'result' or name == 'response' or (name == 'request' and job.state ~= 'dead')
+    if is_gone then
       subtract_stored(expiry_member(bytes, tenant, name .. ':' .. id))
     end
   end

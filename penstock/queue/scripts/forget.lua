@@ -7,12 +7,16 @@ if alive > 0 then return {'NODES', alive} end
 local open = redis.call('SCARD', P .. ':open')
 if open > 0 then return {'JOBS', open} end
 redis.call('DEL', KEYS[1])
-for _, tenant in ipairs(redis.call('HKEYS', P .. ':stored')) do redis.call('DEL', P .. ':jobs:' .. tenant) end
+for _, tenant in ipairs(redis.call('HKEYS', P .. ':stored')) do
+  for _, state in ipairs({'scheduled', 'queued', 'running', 'succeeded', 'failed', 'cancelled', 'expired', 'dead'}) do
+    redis.call('DEL', lists.key(state, tenant))
+  end
+end
 for _, tenant in ipairs(redis.call('ZRANGE', P .. ':ended', 0, -1)) do redis.call('DEL', P .. ':ended:' .. tenant) end
 for _, name in ipairs({'record', 'schema', 'nodes', 'revisions', 'free', 'pressure', 'adapters', 'reservations', 'head_served',
   'background_turns', 'delayed', 'deadlines', 'tasks', 'tenant_tasks', 'backlog', 'queued', 'queued_background', 'stored',
   'reserved', 'may_use', 'awaiting', 'lengths', 'expiry', 'readers', 'seats', 'sweep', 'counts', 'events', 'audit',
-  'dead_letters', 'ended', 'ended_before'}) do
+  'dead_letters', 'paused', 'bulks', 'ended', 'ended_before'}) do
   redis.call('DEL', P .. ':' .. name)
 end
 for level = 0, LEVELS - 1 do

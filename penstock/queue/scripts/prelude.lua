@@ -12,7 +12,7 @@
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
 --   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge
 --   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
---   engine_preemptions used limits in_feed tags begun_deadline
+--   engine_preemptions used limits in_feed begun_deadline accepted tag1 … tag4 extra retry_of
 -- level: the job's class for foreground work, and its class + CLASSES for background work. Levels are served in order.
 -- needs_reader: '1' for a job that ends when it has no reader, else '0'.
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
@@ -36,10 +36,13 @@
 -- preemptions: how often a node gave the job back. engine_preemptions: how often engines preempted its sequences, over the
 -- leases that ended; a lost node's are not known.
 -- used: `<prompt> <completion> <cached> <kv_token_ms>` of an ended job; kv_token_ms is '' if its node did not report it.
--- in_feed: '0' for a job whose end is not in P:ended:<tenant>. tags: those of the job, separated by spaces.
+-- in_feed: '0' for a job whose end is not in P:ended:<tenant>.
 -- limits: `<max_tokens> <max_total_tokens>` of a job whose max_tokens is lowered to what its prompt leaves.
 -- begun_deadline: only of a job whose TTL ends before its deadline, until a node takes it. Until then `deadline` is the
 -- end of the TTL; from then on it is begun_deadline ('': none).
+-- accepted: when a job was accepted that was not queued at once. tag1 … tag4: its tags. extra: bytes of its tags with
+-- their entries in P:tagged:<tenant>:<tag>, and of its metadata. retry_of: the id, without its pool, of the ended job that
+-- it repeats.
 
 local P = string.sub(KEYS[1], 1, -8)
 local PROTOCOL_VERSION = '4'
@@ -215,7 +218,16 @@ end
 
 local function is_terminal(state)
   -- Earlier releases called `succeeded` done.
-  return state == 'succeeded' or state == 'failed' or state == 'cancelled' or state == 'expired' or state == 'done'
+  return state == 'succeeded' or state == 'failed' or state == 'cancelled' or state == 'expired' or state == 'dead' or
+    state == 'done'
+end
+
+-- The state that callers see. Redis stores a scheduled job as queued, and a cancelling one as running (output.py,
+-- state_of).
+local function shown_state(job, now)
+  if job.state == 'queued' and job.entry == DELAYED and (tonumber(job.submitted) or 0) > now then return 'scheduled' end
+  if job.state == 'running' and job.cancel == '1' then return 'cancelling' end
+  return job.state
 end
 
 local function holds(job, node, lease)

@@ -193,6 +193,65 @@ do
   end
 end
 
+-- Lists of jobs ----------------------------------------------------------------------------------
+-- Each job is in one list of its tenant, that of its state: P:jobs:<tenant> while it is queued, else
+-- P:jobs:<state>:<tenant>. All scores are 0, so ids order a list, and an id begins with its time. A job is also in
+-- P:tagged:<tenant>:<tag> of each of its tags.
+
+local lists = {}
+
+function lists.key(state, tenant) return P .. ':jobs:' .. (state == 'queued' and '' or state .. ':') .. tenant end
+
+function lists.leave(state, job)
+  local key = lists.key(state, job.tenant)
+  if collected then unlist_member(key, job.id) else redis.call('ZREM', key, job.id) end
+end
+
+function lists.move(job, from, to)
+  lists.leave(from, job)
+  add_entry(lists.key(to, job.tenant), 0, job.id)
+end
+
+do
+  -- Memory of a tag of a job, without twice its length.
+  local TAG_BYTES = 160
+
+  -- Bytes of a job's tags, which spaces separate, and of its metadata.
+  function lists.bytes_of(tags, metadata)
+    local bytes = metadata ~= '' and #metadata + KEY_BYTES or 0
+    for tag in string.gmatch(tags, '%S+') do bytes = bytes + 2 * #tag + TAG_BYTES end
+    return bytes
+  end
+
+  -- Stores a new job's tags and metadata.
+  function lists.add(job, tags, metadata)
+    if tags == '' and metadata == '' then return end
+    redis.call('HSET', job_key(job.id), 'extra', lists.bytes_of(tags, metadata))
+    local number = 0
+    for tag in string.gmatch(tags, '%S+') do
+      number = number + 1
+      redis.call('HSET', job_key(job.id), 'tag' .. number, tag)
+      redis.call('ZADD', P .. ':tagged:' .. job.tenant .. ':' .. tag, 0, job.id)
+    end
+    if metadata ~= '' then redis.call('SET', P .. ':metadata:' .. job.id, metadata) end
+  end
+end
+
+-- The tags of a job, separated by spaces. `extra`: its field of that name, '' or nil for a job that has no tags.
+function lists.tags_of(id, extra)
+  if not extra or extra == '' then return '' end
+  local tags = {}
+  for _, tag in ipairs(redis.call('HMGET', job_key(id), 'tag1', 'tag2', 'tag3', 'tag4')) do tags[#tags + 1] = tag or nil end
+  return table.concat(tags, ' ')
+end
+
+-- What P:expiry says of an ended job's record: its key, and what lists the job.
+function lists.record_with(id, state, tags) return 'job:' .. id .. ' ' .. state .. (tags ~= '' and ' ' .. tags or '') end
+
+function lists.record(id, state)
+  return lists.record_with(id, state, lists.tags_of(id, redis.call('HGET', job_key(id), 'extra') or ''))
+end
+
 -- The queue --------------------------------------------------------------------------------------
 
 -- Tenants' delayed jobs lie in lanes, one for each level of a tenant: P:delayed:<lane>. P:delayed is their index, by the
@@ -509,10 +568,12 @@ do
     for _, id in ipairs(ids) do
       local job = read_job(id)
       redis.call('ZREM', key, id)
+      if job then lists.move(job, 'scheduled', 'queued') end
       local wait = job and reserve_tokens(job, now, before) or 0
       if wait > 0 then
         redis.call('HSET', job_key(id), 'submitted', now + wait)
         redis.call('ZADD', key, now + wait, id)
+        lists.move(job, 'queued', 'scheduled')
       elseif job and token_limit.admits_job(token_limit.read_terms(job), now) then
         token_limit.queue_late(job, job.submitted)
       end
@@ -579,6 +640,7 @@ local function requeue(job, now, why, cost, avoid_until)
   redis.call('HSET', job_key(job.id), 'state', 'queued', 'entry', '', 'node', '', 'lease', '', 'cost', cost,
     'reserved', 0, 'avoid', job.node, 'avoid_until', avoid_until)
   redis.call('ZADD', requeued_key(job), job.submitted, job.id)
+  lists.move(job, 'running', 'queued')
   note_queued(job)
   correct_charge(job, -(tonumber(job.charge) or 0))
   ring_doorbell(cost, avoid_until > 0 and job.node or nil)
@@ -644,8 +706,13 @@ local function subtract_expired(now, max_keys)
   local members = redis.call('ZRANGEBYSCORE', P .. ':expiry', '-inf', now, 'LIMIT', 0, max_keys)
   for _, member in ipairs(members) do
     subtract_stored(member)
-    local tenant, id = string.match(member, '^%d+ (%S+) job:(%S+)$')
-    if id then redis.call('ZREM', P .. ':jobs:' .. tenant, id) end
+    local tenant, id, state, tags = string.match(member, '^%d+ (%S+) job:(%S+) ?(%S*)(.*)$')
+    if id then
+      if state ~= '' then redis.call('ZREM', lists.key(state, tenant), id) end
+      -- Earlier releases listed all jobs there, and did not say more of them.
+      redis.call('ZREM', lists.key('queued', tenant), id)
+      for tag in string.gmatch(tags, '%S+') do redis.call('ZREM', P .. ':tagged:' .. tenant .. ':' .. tag, id) end
+    end
   end
 end
 
@@ -687,9 +754,8 @@ end
 
 local end_job
 do
-  -- Makes an ended job a dead letter. Its request is kept, so that an operator can inspect it and submit it again.
+  -- Makes an ended job a dead letter.
   local function dead_letter(job, now)
-    redis.call('PEXPIRE', P .. ':request:' .. job.id, DEAD_LIFE_MS)
     redis.call('ZADD', P .. ':dead_letters', now, job.id)
     for _, id in ipairs(redis.call('ZRANGE', P .. ':dead_letters', 0, -1 - MAX_DEAD)) do delete_dead_letter(id) end
   end
@@ -699,24 +765,30 @@ do
     return math.max(response_life(job) or config.result_ttl_ms, is_dead and DEAD_LIFE_MS or 0)
   end
 
+  -- Lifetime, in ms, of an ended job's request; nil for a job that completed. Other jobs can be inspected and submitted
+  -- again.
+  local function request_life(state, config)
+    if state == 'succeeded' then return nil end
+    return state == 'dead' and DEAD_LIFE_MS or config.result_ttl_ms
+  end
+
   local function log_life(job, config, result_bytes)
     return math.max(config.log_ttl_ms, result_bytes == 0 and response_life(job) or 0)
   end
 
   -- Counts the bytes that are stored of a job after its end. Returns the fields of its record that say so.
-  local function count_ended(job, config, now, log_bytes, result_bytes, is_dead, is_wide)
-    local is_large = result_bytes > LARGE_RESULT_BYTES
-    local request = is_dead and redis.call('GET', P .. ':request:' .. job.id)
+  local function count_ended(job, config, now, log_bytes, result_bytes, state, is_wide)
+    local is_large, is_dead, kept = result_bytes > LARGE_RESULT_BYTES, state == 'dead', request_life(state, config)
     local function with_key(bytes) return bytes > 0 and bytes + KEY_BYTES or 0 end
     local bytes = {log = with_key(log_bytes), result = is_large and with_key(result_bytes) or 0,
-      request = request and with_key(#request) or 0,
-      job = (is_wide and WIDE_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes),
+      request = kept and with_key(redis.call('STRLEN', P .. ':request:' .. job.id)) or 0,
+      job = (is_wide and WIDE_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes) + (tonumber(job.extra) or 0),
       response = with_key(tonumber(job.response_bytes) or 0)}
     local large_result_life = result_life(job, config, result_bytes)
     count_stored(job.tenant, 'log:' .. job.id, bytes.log, now + log_life(job, config, result_bytes))
     count_stored(job.tenant, 'result:' .. job.id, bytes.result, now + large_result_life)
-    count_stored(job.tenant, 'request:' .. job.id, bytes.request, now + DEAD_LIFE_MS)
-    count_stored(job.tenant, 'job:' .. job.id, bytes.job, now + record_life(job, config, is_dead))
+    count_stored(job.tenant, 'request:' .. job.id, bytes.request, now + (kept or 0))
+    count_stored(job.tenant, lists.record_with(job.id, state, job.tags), bytes.job, now + record_life(job, config, is_dead))
     count_stored(job.tenant, 'response:' .. job.id, bytes.response, now + (response_life(job) or 0))
     local stored = string.format('%d %d %d %d', bytes.log, bytes.result, bytes.request, bytes.job) ..
       (bytes.response > 0 and ' ' .. bytes.response or '')
@@ -820,11 +892,15 @@ do
 
   -- Fields that the end of a job needs beside JOB_FIELDS.
   local END_FIELDS = {'held', 'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases', 'keep', 'response_bytes',
-    'in_feed', 'tags'}
+    'in_feed', 'extra'}
 
   local function read_end_fields(job)
     if job.past_leases then return end
     for at, value in ipairs(redis.call('HMGET', job_key(job.id), unpack(END_FIELDS))) do job[END_FIELDS[at]] = value or '' end
+  end
+
+  local function read_tags(job)
+    if not job.tags then job.tags = lists.tags_of(job.id, job.extra) end
   end
 
   local function is_any_wide(...)
@@ -834,12 +910,14 @@ do
     return false
   end
 
-  local function leave_sets(job)
+  local function leave_sets(job, state)
     if job.state == 'queued' then
       leave_queue(job)
+      if job.entry == DELAYED then lists.leave('scheduled', job) end
     else
       remove_member(P .. ':running:' .. job.node, job.id)
     end
+    lists.move(job, job.state, state)
     remove_member(P .. ':open', job.id)
     remove_member(P .. ':tenant:' .. job.tenant .. ':open', job.id)
   end
@@ -861,6 +939,7 @@ do
   -- and further fields of the record.
   function end_job(job, config, now, state, code, message, param, reported, last)
     reported = reported or {}
+    if code == 'node_lost' then state = 'dead' end
     local log, chunks = log_key(job.id), last and last.chunks or {}
     local length = last and last.length or redis.call('LLEN', log)
     if not reported.completion or not reported.log_bytes then
@@ -871,20 +950,26 @@ do
         kv_token_ms = reported.kv_token_ms}
     end
     read_end_fields(job)
-    leave_sets(job)
-    local is_dead = code == 'node_lost'
+    read_tags(job)
+    leave_sets(job, state)
+    local is_dead, kept = state == 'dead', request_life(state, config)
     count_event('ended_' .. state)
     if state == 'expired' then count_event('expired_level_' .. job.level) end
     if is_dead then
       count_event('dead_letters')
       note_event(now, 'dead_letter', job.node, job.id, '-', '-')
     end
-    if is_dead then dead_letter(job, now) else redis.call('DEL', P .. ':request:' .. job.id) end
+    if is_dead then dead_letter(job, now) end
+    if kept then
+      redis.call('PEXPIRE', P .. ':request:' .. job.id, kept)
+    else
+      redis.call('DEL', P .. ':request:' .. job.id)
+    end
     count_bytes(P .. ':stored', job.tenant, -(tonumber(job.held) or 0))
     count_bytes(P .. ':reserved', job.tenant, -(tonumber(job.reserved) or 0))
     local is_wide = is_any_wide(message, param, job.past_leases, job.inboxes, job.loss_nodes or '')
     add_usage(job, job.account, now, reported)
-    if not is_task(job) and job.in_feed ~= '0' then note_completion(job, config, now, is_dead and 'dead' or state) end
+    if not is_task(job) and job.in_feed ~= '0' then note_completion(job, config, now, state) end
     settle_rate(job, state, now, reported)
     if job.idem ~= '' then
       -- A caller that repeats its request after a broken connection gets a new job, not this job's `unread`.
@@ -900,11 +985,12 @@ do
     local fields = last and last.fields or {}
     for _, value in ipairs({'state', state, 'finished', now, 'chunks', index + 1, 'code', code, 'message', message,
       'param', param, 'used', used, count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0,
-      is_dead, is_wide)}) do fields[#fields + 1] = value end
+      state, is_wide)}) do fields[#fields + 1] = value end
     redis.call('HSET', job_key(job.id), unpack(fields))
     redis.call('PEXPIRE', job_key(job.id), record_life(job, config, is_dead))
     local keep = response_life(job)
     if keep then redis.call('PEXPIRE', P .. ':response:' .. job.id, keep) end
+    if job.extra ~= '' then redis.call('PEXPIRE', P .. ':metadata:' .. job.id, record_life(job, config, is_dead)) end
     publish(job, chunk)
   end
 end

@@ -4,7 +4,8 @@
 --   terms: [tenant, max_open, max_queued, jobs_per_minute, tokens_per_minute, burst_s, weight, memory_percent, account],
 --   with 0 for no limit
 --   row: [number of its terms, id, level, n, cost, body_hash, deadline_in_ms, channel, needs_reader, idem_hash, output,
---   not_before_in_ms, keep_ms, rate_prompt, rate_n, rate_max, may_use, limits, max_wait_ms, in_feed, ttl_in_ms]
+--   not_before_in_ms, keep_ms, rate_prompt, rate_n, rate_max, may_use, limits, max_wait_ms, in_feed, ttl_in_ms, tags,
+--   metadata, retry_of]
 --   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
 --   deadline_in_ms, not_before_in_ms, ttl_in_ms: 0 for none. idem_hash: '' without an idempotency key.
@@ -14,6 +15,7 @@
 --   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; '' for that of its class
 --   or its pool.
 --   in_feed: 0 for a job whose end is no completion of its tenant.
+--   tags: separated by spaces. metadata: as JSON, or ''. retry_of: the uuid of the job's id that it repeats, or ''.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL}
 --       | {BAD_ID_AGE, max_age_ms} | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent
@@ -56,12 +58,14 @@ local function job_of(row, request, response)
     body = row[6], deadline_in = row[7], channel = tostring(row[8]), needs_reader = row[9], idem = row[10], output = row[11],
     not_before_in = row[12], keep = row[13], rate_prompt = row[14], rate_n = row[15], rate_max = row[16],
     most_tokens = row[17], limits = row[18], max_wait_ms = tonumber(row[19]), in_feed = row[20], ttl_in = row[21],
+    tags = row[22], metadata = row[23], retry_of = row[24],
     request = request, response = response,
     in_background = level >= CLASSES,
     -- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
     is_light = n == '0',
     -- The job occupies `held` bytes from now on. Its output is reserved only when a node takes it.
-    held = #request + RECORD_BYTES + (response ~= '' and #response + KEY_BYTES or 0)}
+    held = #request + RECORD_BYTES + (response ~= '' and #response + KEY_BYTES or 0) +
+      lists.bytes_of(row[22], row[23])}
 end
 
 -- Known jobs ---------------------------------------------------------------------------------------
@@ -78,10 +82,10 @@ local function same_or(known, job, conflict)
   -- A write without a change, for a caller that waits for the disk: WAITAOF waits for writes of its own connection alone.
   redis.call('HSET', job_key(known.id), 'body', job.body)
   local pushed = add_reader(known, inbox, job.channel, now)
-  return {'EXISTS', known.id, known.state, redis.call('LLEN', log_key(known.id)), pushed}
+  return {'EXISTS', known.id, shown_state(known, now), redis.call('LLEN', log_key(known.id)), pushed}
 end
 
-local KNOWN_FIELDS = {'state', 'tenant', 'body', 'inboxes', 'channel', 'unread'}
+local KNOWN_FIELDS = {'state', 'tenant', 'body', 'inboxes', 'channel', 'unread', 'cancel', 'submitted', 'entry'}
 
 -- Returns the known job of this id or idempotency key, and the name of the conflict if it has another body; nil for none.
 local function find_known(job)
@@ -493,6 +497,8 @@ local function write_record(job, entry, is_delayed)
   if terms.account ~= '' then add('account', terms.account) end
   if job.limits ~= '' then add('limits', job.limits) end
   if job.begun_deadline then add('begun_deadline', job.begun_deadline) end
+  if entry == DELAYED then add('accepted', now) end
+  if job.retry_of ~= '' then add('retry_of', job.retry_of) end
   if job.in_feed == 0 then add('in_feed', 0) end
   if job.response ~= '' then
     redis.call('SET', P .. ':response:' .. job.id, job.response)
@@ -547,7 +553,8 @@ local function accept(at, job)
   count_event('submitted')
   add_member(P .. ':open', id)
   add_member(P .. ':tenant:' .. tenant .. ':open', id)
-  add_entry(P .. ':jobs:' .. tenant, 0, id)
+  add_entry(lists.key(is_delayed and 'scheduled' or 'queued', tenant), 0, id)
+  lists.add(job, job.tags, job.metadata)
   count_bytes(P .. ':stored', tenant, job.held)
   -- The idempotency key lives as long as the job, and idem_ttl_ms after its end.
   if job.idem ~= '' then
@@ -557,7 +564,7 @@ local function accept(at, job)
   fresh[id] = true
   if not waits then to_ring[#to_ring + 1] = job.cost end
   count_accepted(job, waits)
-  answers[at] = {'OK', id, 'queued', 0, 1}
+  answers[at] = {'OK', id, is_delayed and 'scheduled' or 'queued', 0, 1}
 end
 
 -- What is done once all accepted jobs are written.

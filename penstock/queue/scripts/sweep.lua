@@ -66,7 +66,7 @@ end
 local function lose(job, was_draining)
   local losses = was_draining and 0 or count_loss(job)
   if losses >= config.max_losses then
-    end_job(job, config, now, 'failed', 'node_lost', 'its nodes died ' .. losses .. ' times without progress', '')
+    end_job(job, config, now, 'dead', 'node_lost', 'its nodes died ' .. losses .. ' times without progress', '')
     ended = ended + 1
   elseif end_if_over(job, config, now) then
     ended = ended + 1

@@ -85,6 +85,21 @@ if last then
   end
 end
 
+-- Pauses: no job of the paused pool, levels and tenants is handed out (pause.lua).
+local paused = {levels = {}, tenants = {}, num_tenants = 0, is_any = false}
+for _, name in ipairs(redis.call('HKEYS', P .. ':paused')) do
+  if name == 'pool' then return {'OK', {}, depths(), 0, num_nodes} end
+  local kind, what = string.match(name, '^(%a+):(.*)$')
+  paused.is_any = true
+  if kind == 'level' then
+    paused.levels[what] = true
+  else
+    paused.tenants[what], paused.num_tenants = true, paused.num_tenants + 1
+  end
+end
+
+function paused.has(job) return paused.levels[tostring(job.level)] or paused.tenants[job.tenant] or false end
+
 -- Eligibility --------------------------------------------------------------------------------------
 
 -- The fields that inspecting, taking and ending a job need. Reading a field that a new job lacks takes as long as
@@ -143,6 +158,8 @@ do
   function is_for_us(job)
     if why_over(job, config, now) then
       over[#over + 1], tried[job.id] = job, true
+    elseif paused.is_any and paused.has(job) then
+      return false
     elseif is_foreign(job) then
       if not has_live_revision(job) then gone[#gone + 1], tried[job.id] = job, true end
     elseif job.avoid == node and avoided_until(job) > now then
@@ -253,8 +270,58 @@ local function any_tenant() return true end
 
 local QUEUES
 do
+  -- One tenant's jobs, oldest first, merged from its requeued jobs and its stream.
+  local function reader_of_tenant(examined, skipped, level, tenant)
+    local requeued = reader_of_index(examined, skipped, P .. ':requeued:' .. level .. ':' .. tenant)
+    local fresh = reader_of_stream(examined, skipped, P .. ':queue:' .. level .. ':' .. tenant)
+    local one, other
+    return function()
+      one, other = one or requeued(), other or fresh()
+      local job = one
+      if one and (not other or is_older(one, other)) then
+        one = nil
+      else
+        job, other = other, nil
+      end
+      return job
+    end
+  end
+
+  -- The tenants with queued jobs that a call looks at, beside the paused ones, and their virtual times.
+  function paused.tenants_of(level)
+    local last = MAX_TENANTS + paused.num_tenants - 1
+    return redis.call('ZRANGE', P .. ':virtual_time:' .. level, 0, last, 'WITHSCORES')
+  end
+
+  -- A level's jobs, oldest first. While tenants are paused, they are merged from the queues of the others, because a
+  -- call skips a limited number of jobs.
+  function paused.reader_by_age(examined, level)
+    if paused.levels[tostring(level)] then return function() end end
+    if not next(paused.tenants) then
+      return reader_of_index(examined, new_count(MAX_SKIPPED), P .. ':waiting:' .. level)
+    end
+    local readers, heads = {}, {}
+    local found = paused.tenants_of(level)
+    for at = 1, #found, 2 do
+      if not paused.tenants[found[at]] then
+        readers[#readers + 1] = reader_of_tenant(examined, new_count(MAX_SKIPPED), level, found[at])
+      end
+    end
+    return function()
+      local best
+      for at, read in ipairs(readers) do
+        if heads[at] == nil then heads[at] = read() or false end
+        if heads[at] and (not best or is_older(heads[at], heads[best])) then best = at end
+      end
+      if not best then return nil end
+      local job = heads[best]
+      heads[best] = nil
+      return job
+    end
+  end
+
   local function queue_by_age(level)
-    local read = reader_of_index(new_count(MAX_EXAMINED), new_count(MAX_SKIPPED), P .. ':waiting:' .. level)
+    local read = paused.reader_by_age(new_count(MAX_EXAMINED), level)
     local head = read()
     local is_first = true
     return {head = head, next = function()
@@ -277,7 +344,7 @@ do
   end
 
   local function queue_by_cost(level)
-    local read = reader_of_index(new_count(MAX_SORTED), new_count(MAX_SKIPPED), P .. ':waiting:' .. level)
+    local read = paused.reader_by_age(new_count(MAX_SORTED), level)
     local jobs = {}
     for job in read do
       job.remaining = remaining_cost(job)
@@ -294,27 +361,13 @@ do
     end}
   end
 
-  -- One tenant's jobs, oldest first, merged from its requeued jobs and its stream.
-  local function reader_of_tenant(examined, skipped, level, tenant)
-    local requeued = reader_of_index(examined, skipped, P .. ':requeued:' .. level .. ':' .. tenant)
-    local fresh = reader_of_stream(examined, skipped, P .. ':queue:' .. level .. ':' .. tenant)
-    local one, other
-    return function()
-      one, other = one or requeued(), other or fresh()
-      local job = one
-      if one and (not other or is_older(one, other)) then
-        one = nil
-      else
-        job, other = other, nil
-      end
-      return job
-    end
-  end
-
   local function queue_by_virtual_time(level)
     local examined, tenants = new_count(MAX_EXAMINED), {}
-    local found = redis.call('ZRANGE', P .. ':virtual_time:' .. level, 0, MAX_TENANTS - 1, 'WITHSCORES')
-    for at = 1, #found, 2 do tenants[#tenants + 1] = {name = found[at], time = tonumber(found[at + 1])} end
+    local found = paused.tenants_of(level)
+    for at = 1, #found, 2 do
+      local is_paused = paused.levels[tostring(level)] or paused.tenants[found[at]]
+      if not is_paused then tenants[#tenants + 1] = {name = found[at], time = tonumber(found[at + 1])} end
+    end
 
     -- Each tenant has its share of the jobs that may be skipped. So a tenant's jobs for other nodes hide no other tenant's.
     local max_skipped = math.ceil(MAX_SKIPPED / math.max(1, #tenants))
@@ -538,7 +591,9 @@ do
     local last = tonumber(turns[1] or '') or 0
     for class = 0, CLASSES - 1 do
       local turn = math.max(last, tonumber(turns[class + 2] or '') or 0)
-      if redis.call('ZCARD', P .. ':waiting:' .. CLASSES + class) > 0 and (not best or turn < best_turn) then
+      local has_jobs = not paused.levels[tostring(CLASSES + class)] and
+        redis.call('ZCARD', P .. ':waiting:' .. CLASSES + class) > 0
+      if has_jobs and (not best or turn < best_turn) then
         best, best_turn = class, turn
       end
     end
@@ -556,7 +611,7 @@ do
   local function walk_by_age()
     local readers, heads = {}, {}
     for level = 0, LEAST_URGENT do
-      readers[level] = reader_of_index(new_count(MAX_EXAMINED), new_count(MAX_SKIPPED), P .. ':waiting:' .. level)
+      readers[level] = paused.reader_by_age(new_count(MAX_EXAMINED), level)
     end
 
     local function head_of(level)
@@ -652,7 +707,8 @@ end
 local stale = {}
 
 local function take_tasks()
-  for _, id in ipairs(redis.call('ZRANGE', P .. ':tasks', 0, MAX_TASKS_EXAMINED - 1)) do
+  local num_examined = paused.is_any and MAX_SKIPPED or MAX_TASKS_EXAMINED
+  for _, id in ipairs(redis.call('ZRANGE', P .. ':tasks', 0, num_examined - 1)) do
     if task_slots == 0 then return end
     local job = not tried[id] and mended(read_job(id, EXAMINED_FIELDS))
     if not tried[id] and (not job or job.state ~= 'queued') then
@@ -706,6 +762,7 @@ do
       'revision', revision, 'urgency', job.urgency, 'charge', job.charge, 'window', window, taken_at, now, 'reserved',
       job.reserved or 0)
     add_member(P .. ':running:' .. node, job.id)
+    lists.move(job, 'queued', 'running')
     ids[i], leases[i], rows[i] = job.id, job.lease, row(job, now, requests[job.id])
     if rows[i][3] > 0 or rows[i][4] > 0 then
       count_event('takeovers')

@@ -62,7 +62,9 @@ def check_sets(found: Dump, model: QueueModel) -> None:
     for job in model.jobs.values():
         if job.is_dead:
             expected.setdefault("dead_letters", set()).add(job.job_id)
-        expected.setdefault(f"jobs:{job.tenant}", set()).add(job.job_id)
+        listed = "scheduled" if job.state == "queued" and job.is_later else job.state
+        name = f"jobs:{job.tenant}" if listed == "queued" else f"jobs:{listed}:{job.tenant}"
+        expected.setdefault(name, set()).add(job.job_id)
         if job.state in TERMINAL:
             continue
         expected.setdefault("open", set()).add(job.job_id)
@@ -112,7 +114,10 @@ def check_owned(found: Dump, model: QueueModel) -> None:
                 reserved[job.tenant] = reserved.get(job.tenant, 0) + int(record[b"reserved"])
             continue
         sizes = zip(("log", "result", "request", "job"), map(int, record[b"stored"].split()), strict=True)
-        stored |= {f"{size} {job.tenant} {name}:{job.job_id}": size for name, size in sizes if size}
+        lists = {"job": f" {job.state}"}
+        stored |= {
+            f"{size} {job.tenant} {name}:{job.job_id}{lists.get(name, '')}": size for name, size in sizes if size
+        }
         assert int(record[b"stored"].split()[0]) == 256 + sum(map(len, found[f"log:{job.job_id}"]))
     for member, size in stored.items():
         kept[member.split()[1]] = kept.get(member.split()[1], 0) + size
@@ -162,7 +167,7 @@ def check_jobs(found: Dump, model: QueueModel) -> None:
         assert log[: len(job.log)] == job.log
         ends = log[len(job.log) :]
         assert len(ends) == (job.state in TERMINAL)
-        assert (f"request:{job.job_id}" in found) is (job.state not in TERMINAL or job.is_dead)
+        assert (f"request:{job.job_id}" in found) is (job.state != "succeeded")
         assert (f"result:{job.job_id}" in found) is (job.state == "succeeded")
         chunks = decode_chunks(b"".join(log))
         assert [chunk.index for chunk in chunks] == list(range(len(log)))

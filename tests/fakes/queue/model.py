@@ -21,7 +21,7 @@ SHARE_WINDOW_MS = 10**12
 """So long that no run crosses from one window into the next."""
 KV_TOTAL = 300
 SLOTS_TOTAL = 8
-TERMINAL = ("succeeded", "failed", "cancelled", "expired")
+TERMINAL = ("succeeded", "failed", "cancelled", "expired", "dead")
 
 
 @dataclass
@@ -327,7 +327,7 @@ class QueueModel:
             job.is_cancelled = True
             if job.state == "queued":
                 self.end_if_over(job)
-        return job.state
+        return "cancelling" if job.state == "running" else job.state
 
     def heartbeat(self, node: ModelNode, held: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
         """Return the cancelled, expired and fenced ids among the held ones. Jobs that are not held are requeued."""
@@ -361,7 +361,7 @@ class QueueModel:
                 job.lost_nodes.add(node.name)
             job.mark = len(job.log)
         if job.losses >= MAX_LOSSES:
-            job.end("failed", "node_lost")
+            job.end("dead", "node_lost")
         elif not self.end_if_over(job):
             self._requeue(job, "lost")
 

@@ -167,7 +167,7 @@ def test_an_acknowledged_job_keeps_its_state_without_its_result(http: httpx.Clie
     later = submit(http, not_before_s=600)
     early = http.post(f"/v1/jobs/{later}/ack")
     http.delete(f"/v1/jobs/{later}")
-    assert (early.status_code, early.json()["state"], early.json()["freed"]) == (200, "queued", False)
+    assert (early.status_code, early.json()["state"], early.json()["freed"]) == (200, "scheduled", False)
     before = ended(http, job_id)
     answers = [http.post(f"/v1/jobs/{job_id}/ack").json() for _ in range(2)]
     assert [(answer["state"], answer["freed"]) for answer in answers] == [("succeeded", True), ("succeeded", False)]
@@ -181,7 +181,7 @@ def test_canceled_job_ends_and_says_so(http: httpx.Client, engine: EchoEngine) -
     job_id = submit(http, prompt=TEXT * 20)
     answer = http.delete(f"/v1/jobs/{job_id}")
     assert answer.status_code == 200
-    assert answer.json()["state"] in ("running", "cancelled")
+    assert answer.json()["state"] in ("cancelling", "cancelled")
     job = ended(http, job_id)
     assert (job["state"], job["outcome"]["code"]) == ("cancelled", "cancelled")
     assert job["ledger"]["events"][-1]["reason"] == "cancelled"
@@ -210,7 +210,7 @@ def test_repeated_submission_with_a_key_is_the_same_job(http: httpx.Client) -> N
 def test_job_waits_until_its_time_and_ends_at_its_deadline(http: httpx.Client, engine: EchoEngine) -> None:
     job_id = submit(http, not_before_s=1, deadline_s=60)
     job = shown(http, job_id)
-    assert (job["state"], job["num_waiting_ahead"], job["result"]) == ("queued", 0, None)
+    assert (job["state"], job["num_waiting_ahead"], job["result"]) == ("scheduled", 0, None)
     job = ended(http, job_id)
     assert job["ledger"]["taken_ms"] >= job["ledger"]["queued_ms"] > time.time() * 1000 - 20_000
     engine.step_s = 0.05
@@ -309,9 +309,9 @@ def test_list_has_pages_and_filters(http: httpx.Client, engine: EchoEngine) -> N
     assert len(found) == len(set(found))
     assert num_pages >= 3
 
-    queued = http.get("/v1/jobs?state=queued").json()["data"]
-    assert [job["id"] for job in queued] == [waiting]
-    assert "result" not in queued[0]
+    scheduled = http.get("/v1/jobs?state=scheduled").json()["data"]
+    assert [job["id"] for job in scheduled] == [waiting]
+    assert "result" not in scheduled[0]
     assert waiting not in {job["id"] for job in http.get("/v1/jobs?state=done&limit=100").json()["data"]}
     assert http.get("/v1/jobs?pool=other").json() == {"object": "list", "data": [], "has_more": False, "next": None}
     assert http.get("/v1/jobs?pool=echo&limit=1").json()["data"][0]["id"] == waiting

@@ -140,7 +140,7 @@ async def test_cancel_ends_a_running_job(client: AsyncClient, node: FakeNode) ->
     job = await client.submit("hello", max_tokens=3000)
     stream = job.stream()
     await read_some(stream, 3)
-    assert await job.cancel() == "running"
+    assert await job.cancel() == "cancelling"
     with pytest.raises(JobCancelledError):
         await asyncio.wait_for(read_all(stream), 5)
     assert (await job.status()).state == "cancelled"
@@ -367,7 +367,7 @@ async def test_background_work_needs_no_node_and_waits_for_as_long_as_it_takes(
 async def test_a_job_waits_for_its_time(client: AsyncClient, node: FakeNode) -> None:
     job = await client.submit("x", not_before_s=0.4, max_tokens=3)
     status = await job.status()
-    assert (status.state, status.taken_ms) == ("queued", 0)
+    assert (status.state, status.taken_ms) == ("scheduled", 0)
     result = await job.result()
     assert result.outcome.state == "succeeded"
     assert result.taken_ms >= result.submitted_ms == status.submitted_ms, "it stood in line from its time on"

@@ -73,5 +73,5 @@ async def test_readers_are_told_of_the_end(client: AsyncClient, redis: Redis) ->
     dead = await make_dead_letter(redis)
     async with asyncio.timeout(20):
         result = await client.result(dead.id, check=False, tenant="acme")
-    assert (result.outcome.state, result.outcome.code) == ("failed", "node_lost")
+    assert (result.outcome.state, result.outcome.code) == ("dead", "node_lost")
     assert (await ProducerBroker(redis).status(dead.id, "acme")).losses == 3

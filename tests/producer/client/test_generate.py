@@ -70,7 +70,8 @@ class Endless(Iterator[str]):
 
 async def num_submitted(redis: Redis) -> int:
     """How many jobs the pool has ever accepted."""
-    return int(await redis.zcard(keys.jobs(POOL, "default")))
+    lists = [f"{keys.prefix(POOL)}:jobs:{state}default" for state in ("", "running:", "succeeded:", "cancelled:")]
+    return sum([int(await redis.zcard(name)) for name in lists])
 
 
 async def is_canceled(job: FakeJob) -> bool:

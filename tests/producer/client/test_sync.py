@@ -72,7 +72,7 @@ def test_errors_come_through(client: Client) -> None:
     job = client.submit("hello", max_tokens=3000)
     stream = job.stream()
     next(stream)
-    assert job.cancel() == "running"
+    assert job.cancel() == "cancelling"
     with pytest.raises(JobCancelledError):
         list(stream)
 
@@ -153,7 +153,7 @@ def test_stream_collected_during_a_call_blocks_no_other_call(client: Client, mon
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", start_with_a_collection)
     del stream, abandoned
-    assert job.cancel() == "running"
+    assert job.cancel() == "cancelling"
 
 
 def test_interpreter_exits_although_the_client_is_open(redis_url: str, node: FakeNode) -> None:

@@ -137,7 +137,7 @@ async def test_status_of_a_queued_job_has_its_position(client: AsyncClient, told
     status = await first.status()
     assert status.queue_position == QueuePosition(2)
     assert (status.num_waiting_ahead, (await urgent.status()).queue_position) == (1, QueuePosition(1))
-    assert ((await late.status()).state, (await late.status()).queue_position) == ("queued", None)
+    assert ((await late.status()).state, (await late.status()).queue_position) == ("scheduled", None)
     await told_node.take(2)
     assert (await first.status()).queue_position is None
 

@@ -66,7 +66,7 @@ async def test_purged_dead_letter_is_gone(queue: Queue) -> None:
     for call in (letters.get, letters.request):
         with pytest.raises(NotFoundError):
             await call(job.id)
-    assert (await queue.producer.status(job.id, "default")).state == "failed", "its end is still told"
+    assert (await queue.producer.status(job.id, "default")).state == "dead", "its end is still told"
     assert await audit(AdminBroker(queue.redis), "m") == []
 
 

@@ -29,7 +29,7 @@ async def a_full_life(queue: Queue) -> str:
         victim = await queue.node(f"v{number}")
         await victim.take_one()
         await queue.kill(victim)
-    assert await queue.state(lethal) == "failed"
+    assert await queue.state(lethal) == "dead"
     await queue.producer.reader_heartbeat(POOL, "inbox")
     await node.broker.leave()
     return done.job_id

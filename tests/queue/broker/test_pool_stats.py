@@ -81,7 +81,7 @@ async def test_losses_takeovers_zombies_and_dead_letters_are_counted(queue: Queu
     assert await zombie.finish(taken, 0) == "FENCED"
     assert await zombie.give_back(taken) == "FENCED"
 
-    expected = {"submitted": 1, "nodes_lost": 3, "losses": 3, "takeovers": 2, "dead_letters": 1, "ended_failed": 1}
+    expected = {"submitted": 1, "nodes_lost": 3, "losses": 3, "takeovers": 2, "dead_letters": 1, "ended_dead": 1}
     assert await counted(broker) == {**expected, "fenced": 3}
 
 

@@ -167,7 +167,7 @@ async def test_job_that_kills_nodes_is_isolated_and_no_other_job_fails(queue: Qu
             await node.emit(job, job.num_chunks, 64)
             await node.finish(job, job.num_chunks + 64)
     states = {job_id: await queue.state(job_id) for job_id in jobs}
-    assert states.pop(poison) == "failed"
+    assert states.pop(poison) == "dead"
     assert set(states.values()) == {"succeeded"}
     lost = (await queue.record(poison))["loss_nodes"].split()
     assert len({entry.partition("@")[0] for entry in lost}) == 3

@@ -46,7 +46,7 @@ async def test_running_job_is_flagged_and_its_node_told(queue: Queue) -> None:
     taken = await queue.running(node)
     bell = await queue.listen(keys.doorbell(POOL, node.name))
 
-    assert await queue.producer.cancel(taken.job_id, "default") == "running"
+    assert await queue.producer.cancel(taken.job_id, "default") == "cancelling"
 
     assert await bell.messages() == [taken.job_id.encode()]
     assert await queue.producer.result(taken.job_id, "default") is None
@@ -275,6 +275,9 @@ async def test_all_keys_of_an_ended_job_expire(queue: Queue, end: Callable[[Queu
     limits = {f"job:{job_id}": CONFIG["result_ttl_ms"], f"log:{job_id}": CONFIG["log_ttl_ms"]}
     if end in (end_by_finish, end_after_give_back):
         limits[f"result:{job_id}"] = CONFIG["result_ttl_ms"]
+    if end is end_in_the_queue:
+        # It can be retried.
+        limits[f"request:{job_id}"] = CONFIG["result_ttl_ms"]
     if end is end_by_sweep:
         # A dead letter can be looked at for a week.
         limits |= {f"job:{job_id}": DEAD_LIFE_MS, f"request:{job_id}": DEAD_LIFE_MS}

@@ -50,7 +50,7 @@ async def test_full_redis_refuses_submits_and_nothing_else(queue: Queue) -> None
     assert await node.finish(running, 3, 2) == "OK"
     assert await node.give_back(given) == "OK"
     assert await queue.producer.cancel(cancelled, "default") == "cancelled"
-    assert await queue.producer.cancel(flagged.job_id, "default") == "running"
+    assert await queue.producer.cancel(flagged.job_id, "default") == "cancelling"
     assert (await queue.producer.attach(waiting, "default", inbox="me")).state == "queued"
     await queue.producer.detach(waiting, "me")
     await queue.producer.reader_heartbeat(POOL, "me")

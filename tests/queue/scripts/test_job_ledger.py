@@ -11,12 +11,14 @@ from fakes.queue.harness import POOL, P, Queue, chunks_of, new_id, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import NotFoundError, RequestError
+from penstock.contract.job import Priority
+from penstock.contract.job_filter import JobFilter
 from penstock.contract.output import JobLedger, Outcome, Usage
 from penstock.queue import keys
-from penstock.queue.broker import jobs
+from penstock.queue.broker import job_lists
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
-from penstock.queue.broker.jobs import MAX_EXAMINED, JobLists
+from penstock.queue.broker.job_lists import MAX_EXAMINED, JobLists
 from penstock.queue.broker.node import Emission, GivenBackJob
 
 MAX_PAST_LEASES = 8
@@ -159,48 +161,46 @@ async def test_lists_of_tenants_are_read_in_pages_newest_first(queue: Queue) -> 
     other = await queue.submit(tenant="rival")
     found, after = list[str](), None
     while True:
-        page = await lists.page("acme", after=after, limit=2)
+        page = await lists.page(JobFilter("acme"), after=after, limit=2)
         found += [status.job_id for status in page.jobs]
         after = page.next_after
         if after is None:
             break
     assert found == sorted(mine, reverse=True)
-    everything = await lists.page(None, limit=100)
+    everything = await lists.page(JobFilter(), limit=100)
     assert {status.job_id for status in everything.jobs} == {*mine, other}
     assert {status.tenant for status in everything.jobs} == {"acme", "rival"}
-    assert (await lists.page("acme", pool="other")).jobs == ()
+    assert (await lists.page(JobFilter("acme", pool="other"))).jobs == ()
     assert await lists.owner(other) == "rival"
     with pytest.raises(NotFoundError):
         await lists.owner(new_id())
     with pytest.raises(RequestError):
-        await lists.page("acme", limit=101)
+        await lists.page(JobFilter("acme"), limit=101)
 
 
-async def test_page_of_a_rare_state_ends_early_and_goes_on(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_page_of_a_rare_class_ends_early_and_goes_on(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = await announced(queue)
-    monkeypatch.setattr(jobs, "_ROUND_IDS", 5)
-    monkeypatch.setattr(jobs, "MAX_EXAMINED", 10)
-    node = await queue.node("n2")
-    first = await queue.running(node)
-    await node.finish(first, 0)
-    for _ in range(23):
+    monkeypatch.setattr(job_lists, "MAX_EXAMINED", 256)
+    first = await queue.submit(priority=Priority.INTERACTIVE)
+    for _ in range(600):
         await queue.submit()
-    page, num_pages = await lists.page("default", state="succeeded"), 1
+    wanted = JobFilter("default", priority=Priority.INTERACTIVE)
+    page, num_pages = await lists.page(wanted), 1
     while not page.jobs:
         assert page.next_after is not None
-        page, num_pages = await lists.page("default", state="succeeded", after=page.next_after), num_pages + 1
-    assert ([status.job_id for status in page.jobs], num_pages) == ([first.job_id], 3)
-    assert MAX_EXAMINED == 1000
+        page, num_pages = await lists.page(wanted, after=page.next_after), num_pages + 1
+    assert ([status.job_id for status in page.jobs], num_pages) == ([first], 3)
+    assert MAX_EXAMINED == 2048
 
 
 async def test_too_many_lists_are_refused(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = await announced(queue)
-    monkeypatch.setattr(jobs, "MAX_LISTS", 1)
+    monkeypatch.setattr(job_lists, "MAX_TENANTS", 1)
     for tenant in ("one", "two"):
         await queue.submit(tenant=tenant)
     with pytest.raises(RequestError, match="name a tenant or a pool"):
-        await lists.page(None)
-    assert len((await lists.page("one")).jobs) == 1
+        await lists.page(JobFilter())
+    assert len((await lists.page(JobFilter("one"))).jobs) == 1
 
 
 async def test_job_leaves_its_list_with_its_record(queue: Queue, redis: Redis) -> None:
@@ -212,20 +212,21 @@ async def test_job_leaves_its_list_with_its_record(queue: Queue, redis: Redis) -
     await redis.delete(record, log, result)  # as if by their ends of life
     for member in await queue.ids("expiry"):
         await queue.age("expiry", member, 10**9)
-    assert await queue.ids("jobs:default") == {taken.job_id}
-    assert (await lists.page("default")).jobs == ()
+    assert await queue.ids("jobs:succeeded:default") == {taken.job_id}
+    assert (await lists.page(JobFilter("default"))).jobs == ()
     assert await audit(AdminBroker(redis), POOL) == []
     await queue.sweep()
-    assert await queue.ids("jobs:default") == set()
+    assert await queue.ids("jobs:succeeded:default") == set()
     assert await audit(AdminBroker(redis), POOL) == []
 
 
-Damage = Callable[[Queue, str], Awaitable[object]]
+Damage = Callable[[Queue, str, str], Awaitable[object]]
+"""What harms the lists: with the queue, a job, and the key of the list that the job is in."""
 MENDED: dict[str, tuple[Damage, str]] = {
-    "job is not in its tenant's list": (lambda q, _: q.redis.delete(f"{P}:jobs:default"), "missing"),
-    "job is in another tenant's list": (lambda q, i: q.redis.zadd(f"{P}:jobs:rival", {i: 0}), "stray"),
-    "unknown job is listed": (lambda q, _: q.redis.zadd(f"{P}:jobs:default", {new_id(): 0}), "stray"),
-    "listed job has a score": (lambda q, i: q.redis.zadd(f"{P}:jobs:default", {i: 5}), "wrong_score"),
+    "job is not in its tenant's list": (lambda q, _, of: q.redis.delete(of), "missing"),
+    "job is in another tenant's list": (lambda q, i, _: q.redis.zadd(f"{P}:jobs:rival", {i: 0}), "stray"),
+    "unknown job is listed": (lambda q, _, of: q.redis.zadd(of, {new_id(): 0}), "stray"),
+    "listed job has a score": (lambda q, i, of: q.redis.zadd(of, {i: 5}), "wrong_score"),
 }
 
 
@@ -239,7 +240,7 @@ async def test_audit_names_and_repairs_a_wrong_list(queue: Queue, redis: Redis, 
         await node.broker.finish(result, Outcome("failed", "model_error"), b"")
     await node.heartbeat()
     harm, name = MENDED[damage]
-    await harm(queue, taken.job_id)
+    await harm(queue, taken.job_id, f"{P}:jobs:{'running' if is_open else 'failed'}:default")
     broker = AdminBroker(redis)
     found = await audit(broker, POOL)
     assert {(one.name, one.key.partition(":")[0]) for one in found} == {(name, "jobs")}

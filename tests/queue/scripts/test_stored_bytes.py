@@ -239,7 +239,7 @@ async def test_audit_finds_and_repairs_wrong_counts(queue: Queue) -> None:
     right = await kept(queue)
     broker = AdminBroker(queue.redis)
     assert {f.key for f in await audit(broker, POOL)} & {"expiry", "stored"} == set()
-    (member,) = [m for m in await queue.ids("expiry") if m.endswith(f"job:{gone}")]
+    (member,) = [m for m in await queue.ids("expiry") if f" job:{gone} " in m]
     await queue.redis.zrem(keys.expiry(POOL), member)
     await queue.redis.zadd(keys.expiry(POOL), {f"77 acme out:{gone}": await queue.now_ms() + RESULT_TTL_MS})
     found = await audit(broker, POOL, repair=True)

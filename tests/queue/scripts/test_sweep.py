@@ -131,7 +131,7 @@ async def test_third_loss_without_progress_ends_the_job(queue: Queue) -> None:
     await lose(queue, "n2", chunks=10)
 
     status = await queue.producer.status(job_id, "default")
-    assert (status.state, status.losses, status.num_chunks) == ("failed", 3, 31)
+    assert (status.state, status.losses, status.num_chunks) == ("dead", 3, 31)
     assert status.outcome is not None
     assert status.outcome.code == "node_lost"
     assert await queue.ids("open") == set()

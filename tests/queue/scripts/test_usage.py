@@ -83,7 +83,7 @@ async def test_a_job_that_no_node_ended_counts_the_tokens_of_its_log(queue: Queu
         if number == 0:
             await node.emit(taken, 0, 5)
         await queue.kill(node)
-    assert await queue.state(taken.job_id) == "failed"
+    assert await queue.state(taken.job_id) == "dead"
     assert await counts(queue.redis) == (1, 0, 5, 0)
     waiting = await submit(queue)
     await queue.producer.cancel(waiting, "acme")

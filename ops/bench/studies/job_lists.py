@@ -1,0 +1,215 @@
+"""Pages of job lists, and bulk actions, over many open and ended jobs: times of calls, and how long they block Redis.
+
+    python -m bench.studies.job_lists --open 200000 --ended 800000
+
+Open jobs are submitted; ended ones are copies of a few real ones, written directly. No node runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import islice
+from statistics import quantiles
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from uuid_utils import uuid7
+
+from penstock.contract.job import JobDef, Priority, SamplingParams
+from penstock.contract.job_filter import JobFilter
+from penstock.contract.output import Outcome
+from penstock.contract.pool import PoolRecord
+from penstock.gpu_node.settings import NodeSettings
+from penstock.producer.client import AsyncClient
+from penstock.queue import keys
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.job_lists import JobLists
+from penstock.queue.broker.node import Capacity, Emission, NodeBroker
+from penstock.queue.broker.producer import ProducerBroker, Submission
+from penstock.runtime.embedded_redis import EmbeddedRedis
+
+POOL = "lists"
+TENANTS = 20
+RUNS = 40
+"""Tags of the form `run:<number>`, by turns; each job has one of them, and every hundredth the tag `rare`."""
+STATES = ("succeeded",) * 90 + ("failed",) * 5 + ("cancelled",) * 4 + ("expired",)
+IN_FLIGHT = 64
+PER_PIPELINE = 2000
+NUM_PAGES = 300
+LATER_MS = 6 * 24 * 3_600_000
+SLOW_US = 500
+"""Calls from which on Redis notes their time."""
+
+
+def tags_of(number: int) -> tuple[str, ...]:
+    """Return the tags of a job."""
+    return (f"run:{number % RUNS}", "rare") if number % 100 == 0 else (f"run:{number % RUNS}",)
+
+
+class Population:
+    """A pool on a Redis, and the jobs that are put there."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis = redis
+        self._producer = ProducerBroker(redis)
+        self._node = NodeBroker(redis, POOL, "node", "r1")
+
+    async def join(self) -> None:
+        """Create the pool."""
+        config = NodeSettings(model="acme/lists", redis_url="redis://").pool_config | {"max_open_jobs": 10**6}
+        await self._node.join(config, PoolRecord(POOL, "acme/lists", max_model_len=4096))
+
+    async def add_open(self, count: int) -> None:
+        """Submit jobs: three quarters wait in the queue, and the others for their time."""
+
+        async def submit_some(numbers: Iterator[int]) -> None:
+            for number in numbers:
+                await self._producer.submit(Submission(self._job(number, is_later=number % 4 == 0), 100))
+
+        numbers = iter(range(count))
+        await asyncio.gather(*(submit_some(numbers) for _ in range(IN_FLIGHT)))
+
+    def _job(self, number: int, *, is_later: bool) -> JobDef:
+        return JobDef(
+            id=f"{POOL}.{uuid7()}",
+            prompt="hello",
+            params=SamplingParams(max_tokens=16),
+            tenant=f"t{number % TENANTS}",
+            priority=Priority(number % 3),
+            not_before_ms=LATER_MS if is_later else None,
+            tags=tags_of(number),
+        )
+
+    async def add_ended(self, count: int) -> None:
+        """Write records of ended jobs, as the scripts would."""
+        fields = await self._ended_record()
+        numbers = iter(range(count))
+        for _ in range(0, count, PER_PIPELINE):
+            async with self.redis.pipeline(transaction=False) as pipe:
+                for number in islice(numbers, PER_PIPELINE):
+                    self._write_ended(pipe, number, fields)
+                await pipe.execute()
+
+    async def _ended_record(self) -> dict[str, Any]:
+        job = self._job(0, is_later=False)
+        await self._producer.submit(Submission(job, 100))
+        whole = Capacity((10**6,) * 6, (8,) * 6, 10**6, 8)
+        (taken,) = (await self._node.take(1, "nonce", whole, hold_ms=1.0)).jobs
+        await self._node.finish(Emission(taken.job_id, taken.lease, 0, ()), Outcome("succeeded"), b"result")
+        found = await cast(Any, self.redis).hgetall(keys.job(job.id))
+        return {name.decode(): value for name, value in found.items()}
+
+    def _write_ended(self, pipe: Any, number: int, fields: dict[str, Any]) -> None:
+        job_id, tenant, state = f"{POOL}.{uuid7()}", f"t{number % TENANTS}", STATES[number * 37 % len(STATES)]
+        tags = tags_of(number)
+        of_tags = {f"tag{at}": tag for at, tag in enumerate(tags, 1)}
+        level = number % 6
+        mapping = {**fields, "tag2": "", "tenant": tenant, "state": state, "level": level, **of_tags}
+        pipe.hset(keys.job(job_id), mapping=mapping)
+        pipe.pexpire(keys.job(job_id), LATER_MS)
+        prefix = keys.prefix(POOL)
+        pipe.zadd(f"{prefix}:jobs:{state}:{tenant}", {job_id: 0})
+        for tag in tags:
+            pipe.zadd(f"{prefix}:tagged:{tenant}:{tag}", {job_id: 0})
+        member = f"1500 {tenant} job:{job_id} {state} {' '.join(tags)}"
+        pipe.zadd(keys.expiry(POOL), {member: time.time() * 1000 + LATER_MS})
+        pipe.hincrby(keys.stored(POOL), tenant, 1500)
+
+
+FILTERS: dict[str, tuple[JobFilter, int]] = {
+    "a tenant's jobs": (JobFilter("t3"), 50),
+    "all tenants' jobs": (JobFilter(), 50),
+    "queued": (JobFilter("t3", states=("queued",)), 50),
+    "scheduled": (JobFilter("t3", states=("scheduled",)), 50),
+    "failed": (JobFilter("t3", states=("failed",)), 50),
+    "failed, all tenants": (JobFilter(states=("failed",)), 50),
+    "running (none)": (JobFilter("t3", states=("running",)), 50),
+    "a tag": (JobFilter("t3", tag="run:3"), 50),
+    "a rare tag, all tenants": (JobFilter(tag="rare"), 50),
+    "a tag and a state": (JobFilter("t3", tag="run:3", states=("expired",)), 50),
+    "a class": (JobFilter("t3", priority=Priority.BATCH), 50),
+    "a class, background, failed": (JobFilter(priority=Priority.BATCH, background=True, states=("failed",)), 50),
+    "a class that no queued job has": (JobFilter("t3", background=True, states=("queued", "scheduled")), 50),
+    "100 jobs of a page": (JobFilter(), 100),
+}
+
+
+async def measure_pages(redis: Redis, name: str, wanted: JobFilter, limit: int) -> None:
+    """Read pages from random places on, and print a row."""
+    lists, rng, times_s, num_jobs = JobLists(redis), random.Random(1), list[float](), 0
+    await redis.slowlog_reset()
+    after: str | None = None
+    for _ in range(NUM_PAGES):
+        begun_s = time.perf_counter()
+        page = await lists.page(wanted, after=after, limit=limit)
+        times_s.append(time.perf_counter() - begun_s)
+        num_jobs += len(page.jobs)
+        after = page.next_after if rng.random() < 0.9 else None
+    cuts = [1000 * one for one in quantiles(times_s, n=100)]
+    print(
+        f"| {name} | {num_jobs / NUM_PAGES:.0f} | {cuts[49]:.1f} | {cuts[98]:.1f} | {await slowest_ms(redis)} |",
+        flush=True,
+    )
+
+
+async def slowest_ms(redis: Redis) -> str:
+    """Return the longest call that Redis noted, in ms."""
+    noted = await cast(Any, redis).slowlog_get(10_000)
+    return f"{max((one['duration'] for one in noted), default=0) / 1000:.1f}" if noted else f"< {SLOW_US / 1000}"
+
+
+async def measure_bulk(url: str, redis: Redis, name: str, act: Callable[[AsyncClient], Awaitable[Any]]) -> None:
+    """Do a bulk action, and print a row."""
+    await redis.slowlog_reset()
+    async with AsyncClient(url, tenant="t3") as client:
+        begun_s = time.perf_counter()
+        report = await act(client)
+        took_s = time.perf_counter() - begun_s
+    counts = f"{report.num_changed} | {report.num_already_over} | {report.num_failed}"
+    print(f"| {name} | {counts} | {took_s:.1f} | {await slowest_ms(redis)} |", flush=True)
+
+
+async def study(num_open: int, num_ended: int) -> None:
+    """Build the population, and print both tables."""
+    with EmbeddedRedis() as server:
+        redis = connect(server.url)
+        await redis.config_set("slowlog-log-slower-than", SLOW_US)
+        await redis.config_set("slowlog-max-len", 10_000)
+        population = Population(redis)
+        await population.join()
+        begun_s = time.monotonic()
+        await population.add_ended(num_ended)
+        await population.add_open(num_open)
+        used = cast(Any, await redis.info("memory"))["used_memory"]
+        print(
+            f"{num_open} open and {num_ended} ended jobs, {used >> 20} MiB, built in {time.monotonic() - begun_s:.0f} s"
+        )
+        print("| filter | jobs a page | p50 ms | p99 ms | longest call, ms |\n|---|---|---|---|---|")
+        for name, (wanted, limit) in FILTERS.items():
+            await measure_pages(redis, name, wanted, limit)
+        print("| bulk action | changed | already over | failed | s | longest call, ms |\n|---|---|---|---|---|---|")
+        reclassed: dict[str, Any] = {"to_priority": "batch", "tag": "run:3"}
+        await measure_bulk(
+            server.url, redis, "change class, by tag", lambda c: c.control.bulk("change_class", **reclassed)
+        )
+        await measure_bulk(server.url, redis, "cancel, dry run", lambda c: c.control.bulk("cancel", dry_run=True))
+        await measure_bulk(server.url, redis, "cancel", lambda c: c.control.bulk("cancel"))
+        await measure_bulk(
+            server.url,
+            redis,
+            "retry of what was canceled, by tag",
+            lambda c: c.control.bulk("retry", state="cancelled", tag="run:3"),
+        )
+        await redis.aclose()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--open", type=int, default=200_000)
+    parser.add_argument("--ended", type=int, default=800_000)
+    given = parser.parse_args()
+    asyncio.run(study(given.open, given.ended))

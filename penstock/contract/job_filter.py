@@ -1,0 +1,192 @@
+"""Which jobs a list or a bulk action names: a filter by state, class, tenant, tag and time, and its check."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, cast, get_args
+
+from penstock.contract.errors import RequestError
+from penstock.contract.job import MAX_TAG_CHARS, TAG_PATTERN
+from penstock.contract.named import NAME_PATTERN
+from penstock.contract.output import STATES, state_of
+from penstock.contract.priority import NUM_LEVELS, ClassName, Priority, class_of_level, is_background
+
+MAX_POOL_CHARS = 69
+MAX_UNIX_S = 2**47 / 1000
+"""A later time does not fit into the id of a job."""
+LISTED_STATES = tuple(state for state in STATES if state != "cancelling")
+"""The states with a list of their own. A job that is being cancelled is in that of running jobs."""
+_CURSOR_PATTERN = r"([0-9a-f]{8}-[0-9a-f-]{4,27})\.([0-9a-f]{8})"
+
+
+def checked_states(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the states of a filter; a text separates them by commas. Raises RequestError for an unknown one.
+
+    `done` is an older name of `succeeded`.
+    """
+    names = given.split(",") if isinstance(given, str) else tuple(given or ())
+    states = tuple(dict.fromkeys(state_of(name) for name in names))
+    wrong = [state for state in states if state not in STATES]
+    if wrong:
+        raise RequestError(f"state: {wrong[0][:32]!r} is not one of {', '.join(STATES)}", param="state")
+    if given is not None and not states:
+        raise RequestError(f"state: must name one of {', '.join(STATES)}", param="state")
+    return states
+
+
+def checked_class(name: str | Priority | None) -> Priority | None:
+    """Return the class of this name. Raises RequestError for an unknown one."""
+    if name is None or isinstance(name, Priority):
+        return name
+    if name not in get_args(ClassName):
+        message = f"priority: must be one of {', '.join(get_args(ClassName))}, not {str(name)[:32]!r}"
+        raise RequestError(message, param="priority")
+    return Priority.of(cast(ClassName, name))
+
+
+def checked_tag(tag: str | None) -> str | None:
+    """Return a tag. Raises RequestError if no job can have it."""
+    if tag is not None and not (isinstance(tag, str) and len(tag) <= MAX_TAG_CHARS and re.fullmatch(TAG_PATTERN, tag)):
+        allowed = "letters, digits and . : = / @ + - _, with a letter or a digit first"
+        raise RequestError(f"tag: must have 1 to {MAX_TAG_CHARS} characters: {allowed}", param="tag")
+    return tag
+
+
+def checked_time(unix_s: Any, name: str) -> float | None:
+    """Return a time in Unix seconds. Raises RequestError that names `name`."""
+    if unix_s is None:
+        return None
+    try:
+        given_s = float(unix_s)
+    except (TypeError, ValueError):
+        given_s = math.nan
+    if isinstance(unix_s, bool) or not 0 <= given_s <= MAX_UNIX_S:
+        raise RequestError(f"{name}: must be a time in Unix seconds, from 0 to {MAX_UNIX_S:.0f}", param=name)
+    return given_s
+
+
+class FilterOptions(TypedDict, total=False):
+    """The parts of a filter as keyword arguments. A part that is None counts as absent.
+
+    state: one state, or several.
+    submitted_after, submitted_before: Unix seconds, compared with the times in the jobs' ids.
+    """
+
+    pool: str | None
+    state: str | Sequence[str] | None
+    priority: Priority | ClassName | None
+    background: bool | None
+    tag: str | None
+    submitted_after: float | None
+    submitted_before: float | None
+
+
+FILTERS = tuple(FilterOptions.__annotations__)
+
+
+@dataclass(frozen=True, slots=True)
+class JobFilter:
+    """The jobs to which all given parts apply. Raises RequestError for a wrong part.
+
+    The times are those in the jobs' ids, which their clients made at submission, in Unix seconds.
+    """
+
+    tenant: str | None = None
+    """None: of all tenants."""
+    pool: str | None = None
+    states: tuple[str, ...] = ()
+    priority: Priority | None = None
+    background: bool | None = None
+    tag: str | None = None
+    submitted_after: float | None = None
+    """Only jobs from this time on."""
+    submitted_before: float | None = None
+    """Only jobs before this time."""
+
+    def __post_init__(self) -> None:
+        if self.pool is not None and not 1 <= len(self.pool) <= MAX_POOL_CHARS:
+            raise RequestError(f"pool: must have 1 to {MAX_POOL_CHARS} characters", param="pool")
+        if self.tenant is not None and not re.fullmatch(NAME_PATTERN, self.tenant):
+            raise RequestError("tenant: must have 1 to 64 letters, digits, _ or -", param="tenant")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, tenant: str | None) -> JobFilter:
+        """Return the filter of unchecked `FilterOptions`. `background` may be the text `true` or `false`."""
+        if unknown := [name for name in given if name not in FILTERS]:
+            name = unknown[0][:64]
+            raise RequestError(f"{name}: jobs are filtered only by tenant, {', '.join(FILTERS)}", param=name)
+        background = given.get("background")
+        if isinstance(background, str) and background in ("true", "false"):
+            background = background == "true"
+        if background not in (None, True, False):
+            raise RequestError("background: must be true or false", param="background")
+        return cls(
+            tenant=tenant,
+            pool=given.get("pool"),
+            states=checked_states(given.get("state")),
+            priority=checked_class(given.get("priority")),
+            background=background,
+            tag=checked_tag(given.get("tag")),
+            submitted_after=checked_time(given.get("submitted_after"), "submitted_after"),
+            submitted_before=checked_time(given.get("submitted_before"), "submitted_before"),
+        )
+
+    @property
+    def levels(self) -> list[int]:
+        """The levels of the queue that the filter names; empty for all."""
+        if self.priority is None and self.background is None:
+            return []
+        levels = range(NUM_LEVELS)
+        of_class = [n for n in levels if self.priority in (None, class_of_level(n))]
+        return [n for n in of_class if self.background in (None, is_background(n))]
+
+    @property
+    def lists(self) -> list[str]:
+        """The states whose lists may have such jobs. A due one may be queued, and still listed as scheduled."""
+        if not self.states:
+            return list(LISTED_STATES)
+        names = {"running" if state == "cancelling" else state for state in self.states}
+        return [name for name in LISTED_STATES if name in names | ({"scheduled"} if "queued" in names else set())]
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the parts that are given, except the tenant, as plain values that `of` takes."""
+        parts = {
+            "pool": self.pool,
+            "state": list(self.states) or None,
+            "priority": None if self.priority is None else self.priority.label,
+            "background": self.background,
+            "tag": self.tag,
+            "submitted_after": self.submitted_after,
+            "submitted_before": self.submitted_before,
+        }
+        return {name: value for name, value in parts.items() if value is not None}
+
+    def cursor(self, uuid: str) -> str:
+        """Return the cursor of the jobs that are older than this part of a job's id."""
+        return f"{uuid}.{self._digest()}"
+
+    def place_of(self, cursor: str) -> str:
+        """Return the part of a job's id that a cursor stands for. Raises RequestError if it belongs to another list."""
+        found = re.fullmatch(_CURSOR_PATTERN, cursor)
+        if found is None:
+            raise RequestError("after: must be the `next` of an earlier page, or a job's id", param="after")
+        if found[2] != self._digest():
+            message = "after: this cursor is that of another tenant, pool or filter; begin again without it"
+            raise RequestError(message, param="after")
+        return found[1]
+
+    def _digest(self) -> str:
+        text = repr((self.tenant, sorted(self.as_object().items())))
+        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def id_time(unix_s: float | None) -> str:
+    """Return how the part of a job's id begins that was made at this time; empty for None."""
+    if unix_s is None:
+        return ""
+    digits = f"{math.ceil(unix_s * 1000):012x}"
+    return f"{digits[:8]}-{digits[8:]}"

@@ -1,0 +1,205 @@
+"""Lists of jobs, newest first and in pages. A job is listed until its record expires."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from penstock.contract.errors import NotFoundError, RequestError
+from penstock.contract.job import is_job_id, pool_of
+from penstock.contract.job_filter import JobFilter, id_time
+from penstock.queue import keys
+from penstock.queue.broker import scripts
+from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.broker.jobs import STATUS_FIELDS, JobStatus, ms_of, status_of
+from penstock.queue.broker.pools import LoggedOnce, pool_names
+
+_LOG = logging.getLogger(__package__)
+MAX_PAGE_JOBS = 100
+MAX_EXAMINED = 2048
+"""Records that one page looks at. With a rare kind of job a page may be short, or empty, although more jobs follow."""
+MAX_TENANTS = 1000
+"""Tenants of pools that one page merges."""
+_LISTS_OF_CALL = 512
+"""Lists that one call of list.lua merges."""
+_NEWEST = "g"
+"""Text behind every uuid."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobPage:
+    """Jobs of one page. `next_after` is the cursor of the next page, None after the last page."""
+
+    jobs: tuple[JobStatus, ...]
+    next_after: str | None
+
+
+@dataclass(slots=True)
+class _Source:
+    """Some tenants' lists in a pool: the ids that were found there, and where the search goes on."""
+
+    pool: str
+    tenants: list[str]
+    place: str
+    """The uuid up to which it was searched."""
+    found: deque[str] = field(default_factory=deque)
+    is_over: bool = False
+
+    @property
+    def needs_search(self) -> bool:
+        """Whether none of its jobs is known, and there may be more."""
+        return not self.found and not self.is_over
+
+
+class JobLists:
+    """Reader of the lists. Raises UnavailableError when Redis is unreachable."""
+
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
+        self._redis, self._logged = cast(Any, redis), LoggedOnce(_LOG)
+
+    @retried
+    async def page(self, wanted: JobFilter, *, after: str | None = None, limit: int = 20) -> JobPage:
+        """Return up to `limit` jobs that follow the cursor `after`: the `next_after` of a page, or a job's id.
+
+        Raises RequestError for a wrong limit or cursor, and if that takes too many lists.
+        """
+        if not 1 <= limit <= MAX_PAGE_JOBS:
+            raise RequestError(f"limit must be from 1 to {MAX_PAGE_JOBS}", param="limit")
+        place = await self._place_of(wanted, after)
+        job_ids, last = await self.find(wanted, place, limit)
+        statuses = await self._statuses(job_ids)
+        shown = tuple(status for status in statuses if status is not None)
+        return JobPage(shown, None if last is None else wanted.cursor(last))
+
+    async def find(
+        self, wanted: JobFilter, place: str, limit: int, *, tenants: Sequence[str] | None = None
+    ) -> tuple[list[str], str | None]:
+        """Return up to `limit` ids of such jobs that are older than the uuid `place` ('' for all), newest first.
+
+        With them comes the uuid from which to go on, None at the end. `tenants`: only jobs of these.
+        """
+        before = id_time(wanted.submitted_before)
+        place = min(place or _NEWEST, before or _NEWEST)
+        sources = [_Source(pool, some, place) for pool, some in await self._tenants(wanted, tenants)]
+        job_ids: list[str] = []
+        num_examined = 0
+        while True:
+            bound = max((source.place for source in sources if source.needs_search), default="")
+            for job_id in _newest_first(sources, bound):
+                job_ids.append(job_id)
+                if len(job_ids) == limit:
+                    has_more = any(source.found or not source.is_over for source in sources)
+                    return job_ids, _uuid(job_id) if has_more else None
+            if not bound:
+                return job_ids, None
+            if num_examined >= MAX_EXAMINED:
+                return job_ids, bound
+            behind = [source for source in sources if source.needs_search]
+            num_examined += sum(await asyncio.gather(*(self._search(source, wanted, limit) for source in behind)))
+
+    async def owner(self, job_id: str) -> str:
+        """Return the tenant that a job belongs to. Raises NotFoundError."""
+        with translated():
+            tenant = await self._redis.hget(keys.job(job_id), "tenant")
+        if tenant is None:
+            raise NotFoundError(f"no job {job_id[:100]}", code="job_not_found", param="job_id")
+        return str(tenant.decode())
+
+    async def tenants_of(self, pool: str) -> list[str]:
+        """Return the tenants that have jobs in a pool, in order. Each stored job counts, so none is missing."""
+        with translated():
+            return sorted(tenant.decode() for tenant in await self._redis.hkeys(keys.stored(pool)))
+
+    async def _place_of(self, wanted: JobFilter, after: str | None) -> str:
+        """Return the uuid that a cursor stands for. Raises RequestError."""
+        if after is None:
+            return ""
+        if not is_job_id(after):
+            return wanted.place_of(after)
+        if wanted.pool is not None and pool_of(after) != wanted.pool:
+            raise RequestError(f"after: this job is of pool {pool_of(after)}, not {wanted.pool}", param="after")
+        return _uuid(after)
+
+    async def _tenants(self, wanted: JobFilter, tenants: Sequence[str] | None) -> list[tuple[str, list[str]]]:
+        """Return pools with tenants, as many together as one call takes."""
+        with translated():
+            pools = [wanted.pool] if wanted.pool is not None else await pool_names(self._redis)
+        if wanted.tenant is not None or tenants is not None:
+            return [(pool, list(tenants or [cast(str, wanted.tenant)])) for pool in pools]
+        of_pools = await asyncio.gather(*map(self.tenants_of, pools))
+        if (count := sum(map(len, of_pools))) > MAX_TENANTS:
+            message = f"tenant: {count} tenants of pools have jobs; name a tenant or a pool to list at most "
+            raise RequestError(f"{message}{MAX_TENANTS}", param="tenant")
+        size = _LISTS_OF_CALL // len(wanted.lists)
+        parts = zip(pools, of_pools, strict=True)
+        return [(pool, names[at : at + size]) for pool, names in parts for at in range(0, len(names), size)]
+
+    async def _search(self, source: _Source, wanted: JobFilter, limit: int) -> int:
+        """Search on in a source, and return how many records were looked at."""
+        asked = {
+            "tenants": source.tenants,
+            "lists": wanted.lists,
+            "only_due": "queued" in wanted.states and "scheduled" not in wanted.states,
+            "tag": wanted.tag or "",
+            "after": "" if source.place == _NEWEST else source.place,
+            "since": id_time(wanted.submitted_after),
+            "count": limit,
+            "states": list(wanted.states),
+            "levels": wanted.levels,
+        }
+        found, place, is_over, num_examined = await scripts.call(
+            self._redis, "list", source.pool, scripts.packed(asked)
+        )
+        source.found.extend(job_id.decode() for job_id in found)
+        source.place, source.is_over = place.decode() or source.place, bool(is_over)
+        return int(num_examined)
+
+    async def _statuses(self, job_ids: Sequence[str]) -> list[JobStatus | None]:
+        """Return the states of these jobs, None for a record that has expired."""
+        with translated():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.time()
+                for job_id in job_ids:
+                    pipe.hmget(keys.job(job_id), STATUS_FIELDS)
+                    pipe.llen(keys.log(job_id))
+                    pipe.get(keys.metadata(job_id))
+                time, *values = await pipe.execute(raise_on_error=False)
+        now_ms = ms_of(time)
+        return [self._status(job_id, now_ms, *values[3 * at : 3 * at + 3]) for at, job_id in enumerate(job_ids)]
+
+    def _status(self, job_id: str, now_ms: int, *answers: Any) -> JobStatus | None:
+        """Return a job's state, None without a record. A damaged record is logged, and hides this job alone."""
+        try:
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+            values, num_chunks, metadata = answers
+            if not values[0]:
+                return None
+            fields = {name: (value or b"").decode() for name, value in zip(STATUS_FIELDS, values, strict=True)}
+            return status_of(job_id, fields, now_ms, num_chunks, metadata=metadata)
+        except (ValueError, KeyError, ResponseError) as error:
+            self._logged.warn("unreadable job record", keys.job(job_id), error)
+            return None
+
+
+def _newest_first(sources: Sequence[_Source], bound: str) -> Iterator[str]:
+    """Take the ids of all sources, newest first, down to the uuid `bound`."""
+    while True:
+        heads = [source for source in sources if source.found and _uuid(source.found[0]) > bound]
+        if not heads:
+            return
+        yield max(heads, key=lambda source: _uuid(source.found[0])).found.popleft()
+
+
+def _uuid(job_id: str) -> str:
+    """Return the UUID of a job's id. It begins with the time, so it orders the jobs of all pools."""
+    return job_id.rpartition(".")[2]

@@ -1,0 +1,242 @@
+"""Steering of jobs that were accepted: changes of one job, the steps and records of bulk actions, and pauses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from penstock.contract.errors import BusyError, NotFoundError
+from penstock.contract.job import pool_of
+from penstock.contract.job_change import BulkReport, JobChange, Pause, change_error
+from penstock.contract.job_filter import JobFilter
+from penstock.contract.tenant import Terms
+from penstock.queue import keys, wire
+from penstock.queue.broker import scripts
+from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.broker.pools import pool_names
+from penstock.queue.wire import Request
+
+MAX_STEP_JOBS = 8
+"""Jobs that one call of change.lua takes."""
+LEASE_MS = 10_000
+"""Milliseconds for which a process may continue a bulk action after its last step."""
+_BUSY_RETRY_MS = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class BulkRequest:
+    """A bulk action as it is stored: what to do, to which jobs, and on whose terms new jobs are submitted."""
+
+    change: JobChange
+    jobs: JobFilter
+    terms: Terms
+
+    def encoded(self) -> str:
+        """Return it as JSON."""
+        parts = {"change": self.change.as_object(), "jobs": self.jobs.as_object(), "tenant": self.jobs.tenant}
+        return json.dumps(parts | {"terms": self.terms.model_dump()})
+
+    @classmethod
+    def decoded(cls, text: str) -> BulkRequest:
+        """Return the action of this JSON."""
+        parts = json.loads(text)
+        jobs = JobFilter.of(parts["jobs"], tenant=parts["tenant"])
+        return cls(JobChange.of(parts["change"]), jobs, Terms.model_validate(parts["terms"]))
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBulk:
+    """A bulk action in one pool, whose lease this process has."""
+
+    bulk_id: str
+    pool: str
+    holder: str
+    request: BulkRequest
+    is_dry_run: bool
+    begun_ms: int
+    cursor: str
+    """`<tenant>/<uuid>`: all older tenants, by name, and this one's newer jobs are done."""
+
+
+class Steering:
+    """Changes of accepted jobs. Raises UnavailableError when Redis is unreachable."""
+
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
+        self._redis = cast(Any, redis)
+
+    @retried
+    async def change(self, job_id: str, tenant: str, change: JobChange) -> None:
+        """Change one job. Raises NotFoundError, ConflictError for a running or ended job, and RequestError."""
+        answer = await scripts.call(self._redis, "change", pool_of(job_id), _asked(change, [job_id], tenant))
+        outcome = answer[1][0].decode() if answer[0] == b"OK" else "NOT_FOUND"
+        if (error := change_error(job_id, outcome)) is not None:
+            raise error
+
+    @retried
+    async def request(self, job_id: str) -> Request | None:
+        """Return the request of an ended job, None if it is no longer kept."""
+        with translated():
+            data = await self._redis.get(keys.request(job_id))
+        return None if data is None else wire.decode_request(data)
+
+    # Bulk actions
+
+    @retried
+    async def pools_of(self, wanted: JobFilter) -> list[str]:
+        """Return the pools of a filter's jobs."""
+        if wanted.pool is not None:
+            return [wanted.pool]
+        with translated():
+            return await pool_names(self._redis)
+
+    @retried
+    async def create(self, pool: str, bulk_id: str, tenant: str, request: BulkRequest, *, is_dry_run: bool) -> bool:
+        """Store an action in a pool. Return whether there is such a pool. A repeated call changes nothing.
+
+        Raises BusyError if the pool has too many open ones.
+        """
+        given = ("create", bulk_id, tenant, request.encoded(), int(is_dry_run))
+        answer = await scripts.call(self._redis, "bulk", pool, *given)
+        if answer[0] == b"TOO_MANY":
+            message = f"pool {pool} has {answer[1]} open bulk actions, which is the limit"
+            raise BusyError(message, retry_after_ms=_BUSY_RETRY_MS)
+        return bool(answer[0] == b"OK")
+
+    @retried
+    async def claim(self, pool: str, bulk_id: str, holder: str) -> HeldBulk | None:
+        """Get the lease of an action, or return None if another process has it, or if it has ended."""
+        answer = await scripts.call(self._redis, "bulk", pool, "claim", bulk_id, holder, LEASE_MS)
+        if answer[0] != b"OK":
+            return None
+        fields = _fields_of(answer[1])
+        return HeldBulk(
+            *(bulk_id, pool, holder, BulkRequest.decoded(fields["request"]), fields["dry_run"] == "1"),
+            begun_ms=int(fields["begun"]),
+            cursor=fields["cursor"],
+        )
+
+    @retried
+    async def end(self, pool: str, bulk_id: str) -> None:
+        """Give an action up where it is."""
+        await scripts.call(self._redis, "bulk", pool, "end", bulk_id)
+
+    @retried
+    async def step(
+        self,
+        held: HeldBulk,
+        job_ids: Sequence[str],
+        *,
+        cursor: str,
+        to: str,
+        is_last: bool = False,
+        outcomes: Sequence[str] = (),
+    ) -> bool:
+        """Change up to MAX_STEP_JOBS jobs, and move the action's cursor. Return whether the lease still holds.
+
+        `outcomes`: what became of jobs that were retried. A call whose answer was lost finds the cursor moved, and
+        returns False; another claim then continues.
+        """
+        step = {
+            "bulk": held.bulk_id,
+            "holder": held.holder,
+            "from": cursor,
+            "to": to,
+            "is_last": is_last,
+            "outcomes": list(outcomes),
+            "lease_ms": LEASE_MS,
+        }
+        asked = _asked(held.request.change, job_ids, held.request.jobs.tenant or "", step)
+        return bool((await scripts.call(self._redis, "change", held.pool, asked))[0] == b"OK")
+
+    @retried
+    async def open_bulks(self, pool: str) -> list[str]:
+        """Return the ids of a pool's open actions, the oldest first."""
+        with translated():
+            return [bulk_id.decode() for bulk_id in await self._redis.zrange(keys.bulks(pool), 0, -1)]
+
+    @retried
+    async def report(self, bulk_id: str, tenant: str | None) -> BulkReport:
+        """Return what an action of a tenant has done in all pools; None for one of any tenant. Raises NotFoundError."""
+        with translated():
+            pools = await pool_names(self._redis)
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for pool in pools:
+                    pipe.hgetall(keys.bulk(pool, bulk_id))
+                found = [_decoded(fields) for fields in await pipe.execute()]
+        parts = [fields for fields in found if fields and tenant in (None, fields["tenant"])]
+        if not parts:
+            raise NotFoundError(f"no bulk action {bulk_id[:64]}", code="bulk_not_found", param="bulk_id")
+        request = BulkRequest.decoded(parts[0]["request"])
+        states = {part["state"] for part in parts}
+        failures = [line.split(" ", 1) for part in parts for line in part["failures"].splitlines()]
+        return BulkReport(
+            bulk_id,
+            parts[0]["tenant"],
+            "running" if "running" in states else "cancelled" if "cancelled" in states else "ended",
+            request.change,
+            request.jobs.as_object(),
+            parts[0]["dry_run"] == "1",
+            min(int(part["begun"]) for part in parts),
+            0 if "running" in states else max(int(part["ended"]) for part in parts),
+            num_changed=sum(int(part["changed"]) for part in parts),
+            num_already_over=sum(int(part["already_over"]) for part in parts),
+            num_failed=sum(int(part["failed"]) for part in parts),
+            failures=tuple((job_id, code) for job_id, code in failures),
+        )
+
+    # Pauses
+
+    @retried
+    async def pause(self, pool: str, names: Sequence[str], *, on: bool) -> list[Pause]:
+        """Pause or resume what `pause_names` names, and return what is paused now. Raises NotFoundError, BusyError."""
+        answer = await scripts.call(self._redis, "pause", pool, int(on), *names)
+        if answer[0] == b"UNKNOWN_POOL":
+            raise NotFoundError(f"no pool {pool[:69]}", code="model_not_found", param="pool")
+        if answer[0] == b"TOO_MANY":
+            raise BusyError(f"pool {pool} has too many pauses", retry_after_ms=_BUSY_RETRY_MS)
+        return _pauses_of(pool, _fields_of(answer[1]))
+
+    @retried
+    async def paused(self, pools: Sequence[str]) -> list[Pause]:
+        """Return what is paused of these pools."""
+        with translated():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for pool in pools:
+                    pipe.hgetall(keys.paused(pool))
+                found = await pipe.execute()
+        parts = zip(pools, found, strict=True)
+        return [pause for pool, fields in parts for pause in _pauses_of(pool, _decoded(fields))]
+
+
+def _asked(change: JobChange, job_ids: Sequence[str], tenant: str, step: Mapping[str, Any] | None = None) -> bytes:
+    asked = {
+        "op": change.action,
+        "ids": list(job_ids),
+        "tenant": tenant,
+        "begins_in_ms": change.begins_in_ms,
+        "class": "" if change.priority is None else str(int(change.priority)),
+        "background": "" if change.background is None else str(int(change.background)),
+    }
+    return scripts.packed(asked if step is None else asked | {"step": step})
+
+
+def _decoded(fields: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in fields.items()}
+
+
+def _fields_of(answer: Sequence[bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in zip(answer[::2], answer[1::2], strict=True)}
+
+
+def _pauses_of(pool: str, fields: Mapping[str, str]) -> list[Pause]:
+    found = []
+    for name, since_ms in sorted(fields.items()):
+        kind, _, what = name.partition(":")
+        tenant, level = (what if kind == "tenant" else None), (int(what) if kind == "level" else None)
+        found.append(Pause(pool, int(since_ms), tenant, level))
+    return found

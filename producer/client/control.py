@@ -1,0 +1,363 @@
+"""Steering of accepted jobs, one by one or all that a filter names, and pauses: `AsyncClient.control`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, Unpack
+
+from penstock.contract.errors import BusyError, ConflictError, NotFoundError, PenstockError, UnavailableError
+from penstock.contract.job import SubmitOptions, is_job_id, pool_of
+from penstock.contract.job_change import (
+    STATES_OF,
+    ActionName,
+    BulkReport,
+    JobChange,
+    Pause,
+    change_error,
+    pause_names,
+    retry_id,
+)
+from penstock.contract.job_filter import FilterOptions, JobFilter, checked_class
+from penstock.contract.priority import ClassName, Priority
+from penstock.contract.tenant import Terms
+from penstock.producer.client.request import Prompt
+from penstock.queue.broker.job_lists import JobLists
+from penstock.queue.broker.jobs import JobStatus
+from penstock.queue.broker.producer import Submitted
+from penstock.queue.broker.steering import MAX_STEP_JOBS, BulkRequest, HeldBulk, Steering
+from penstock.queue.msgpack_codec import WireError
+from penstock.queue.wire import Request
+from penstock.runtime.cancellation import cancel_until_done
+
+_LOG = logging.getLogger(__package__)
+_PAGE_JOBS = 64
+"""Jobs that one look at the lists brings for the steps of a bulk action."""
+LOOK_S = 2.0
+"""Seconds between two looks for bulk actions that no process continues."""
+_WATCH_S = 0.25
+"""Seconds between two looks at an action that another process does."""
+_MAX_PAUSE_S = 5.0
+"""Seconds after which a step that a limit refused is tried again, so that the lease is renewed in time."""
+
+
+class _Submits(Protocol):
+    async def __call__(self, prompt: Prompt, /, **options: Unpack[SubmitOptions]) -> Submitted: ...
+
+
+def retry_options(
+    job_id: str, request: Request, *, tags: Sequence[str] = (), metadata: Any = None
+) -> tuple[Prompt, SubmitOptions]:
+    """Return prompt and options of a job that repeats another one's request. Its owner and class are not among them."""
+    forms = (request.prompt, request.prompt_token_ids, request.messages)
+    options: SubmitOptions = {
+        "model": pool_of(job_id),
+        "tools": request.tools,
+        "chat_template_kwargs": request.chat_template_kwargs,
+        "adapter": None if request.adapter is None else request.adapter.name,
+        "params": None if request.task is not None else request.params,
+        "task": request.task,
+        "lower_max_tokens": request.max_total_tokens is not None,
+        "return_progress": request.return_progress,
+        "needs_reader": False,
+        "tags": tags,
+        "metadata": metadata,
+        "retry_of": job_id,
+        "idempotency_key": f"retry:{job_id}",
+    }
+    return next(form for form in forms if form is not None), options
+
+
+class JobControl:
+    """A client's means to steer accepted jobs. Every method raises UnavailableError when Redis is unreachable.
+
+    `tenant`: whose jobs; by default the client's.
+    """
+
+    def __init__(
+        self,
+        steering: Steering,
+        lists: JobLists,
+        status: Callable[[str, str], Awaitable[JobStatus]],
+        submit: _Submits,
+        *,
+        tenant: str,
+        terms: Terms,
+    ) -> None:
+        self._steering = steering
+        self._lists = lists
+        self._status = status
+        self._submit = submit
+        self._tenant = tenant
+        self._terms = terms
+        self._begun = asyncio.Event()
+
+    async def reschedule(self, job_id: str, not_before_s: float, *, tenant: str | None = None) -> None:
+        """Let a job wait that no node runs, for these seconds from now on; 0 queues it now.
+
+        Raises NotFoundError, ConflictError for a running or ended job, and RequestError for a time behind its deadline.
+        """
+        await self.change(job_id, JobChange("reschedule", not_before_s=not_before_s), tenant=tenant)
+
+    async def change_class(
+        self,
+        job_id: str,
+        priority: Priority | ClassName | None = None,
+        *,
+        background: bool | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        """Give a job that no node runs another class, or make it background or foreground work. None keeps either.
+
+        It keeps its age. Raises NotFoundError, and ConflictError for a running or ended job.
+        """
+        change = JobChange("change_class", priority=checked_class(priority), background=background)
+        await self.change(job_id, change, tenant=tenant)
+
+    async def change(self, job_id: str, change: JobChange, *, tenant: str | None = None) -> None:
+        """Reschedule one job, or change its class; see `reschedule` and `change_class`."""
+        if not is_job_id(job_id):
+            raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found", param="job_id")
+        await self._steering.change(job_id, tenant or self._tenant, change)
+
+    async def retry(self, job_id: str, *, tenant: str | None = None, terms: Terms | None = None) -> Submitted:
+        """Submit the request of a job that failed, expired or was canceled as a new job, and return its id and state.
+
+        The new job has the same class, tags and metadata, no deadline, and goes on without a reader. A job has one
+        retry: a repeated call returns it. `terms`: as for `submit`. Raises NotFoundError (also code `request_expired`),
+        ConflictError if the job has not ended or succeeded, and what `submit` raises.
+        """
+        if not is_job_id(job_id):
+            raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found", param="job_id")
+        status = await self._status(job_id, tenant or self._tenant)
+        request, outcome = await self._retriable(status)
+        if request is None:
+            raise change_error(job_id, outcome) or NotFoundError(f"no job {job_id}", code="job_not_found")
+        return await self._submit_again(status, request, terms or self._terms)
+
+    async def bulk(
+        self,
+        action: ActionName,
+        *,
+        tenant: str | None = None,
+        not_before_s: float | None = None,
+        to_priority: Priority | ClassName | None = None,
+        to_background: bool | None = None,
+        dry_run: bool = False,
+        **jobs: Unpack[FilterOptions],
+    ) -> BulkReport:
+        """Cancel, retry, reschedule or change the class of all jobs that a filter names, and return the report.
+
+        `jobs` is the filter, as for `AsyncClient.jobs`: `pool`, `state`, `priority`, `background`, `tag`,
+        `submitted_after`, `submitted_before`. Without a state it names those that the action can change. The action
+        covers jobs that were accepted before it. It is stored in Redis: if this process dies, a gateway continues it.
+        With `dry_run` nothing changes, and the report tells what would. Raises RequestError for a wrong part, and
+        BusyError for too many open actions.
+        """
+        change = JobChange(action, not_before_s, checked_class(to_priority), to_background)
+        wanted = JobFilter.of(jobs, tenant=tenant or self._tenant)
+        bulk_id = await self.start(change, wanted, owner=tenant or self._tenant, dry_run=dry_run)
+        return await self.finished(bulk_id, wanted, tenant=tenant)
+
+    async def finished(self, bulk_id: str, wanted: JobFilter, *, tenant: str | None = None) -> BulkReport:
+        """Do a bulk action to its end, as far as no other process does, and return its report."""
+        while (report := await self.report(bulk_id, tenant=tenant)).state == "running":
+            await self.continue_bulk(bulk_id, await self._steering.pools_of(wanted))
+            if (report := await self.report(bulk_id, tenant=tenant)).state == "running":
+                await asyncio.sleep(_WATCH_S)
+        return report
+
+    async def start(
+        self, change: JobChange, wanted: JobFilter, *, owner: str, terms: Terms | None = None, dry_run: bool = False
+    ) -> str:
+        """Store a bulk action and return its id. `continue_bulk` or any gateway then does it.
+
+        Raises BusyError for too many open actions, and NotFoundError if the filter names no pool.
+        """
+        states = wanted.states or STATES_OF[change.action]
+        parts = {**wanted.as_object(), "state": states}
+        request = BulkRequest(change, JobFilter.of(parts, tenant=wanted.tenant), terms or self._terms)
+        bulk_id, is_stored = secrets.token_hex(16), False
+        for pool in await self._steering.pools_of(wanted):
+            is_stored |= await self._steering.create(pool, bulk_id, owner, request, is_dry_run=dry_run)
+        if not is_stored:
+            raise NotFoundError(f"no pool {wanted.pool or ''}".rstrip(), code="model_not_found", param="pool")
+        self._begun.set()
+        return bulk_id
+
+    async def report(self, bulk_id: str, *, tenant: str | None = None) -> BulkReport:
+        """Return what a bulk action has done so far. Raises NotFoundError, a day after its end too."""
+        return await self._steering.report(bulk_id, tenant or self._tenant)
+
+    async def stop(self, bulk_id: str, *, tenant: str | None = None) -> BulkReport:
+        """Give up a bulk action where it is, and return its report. Raises NotFoundError."""
+        report = await self.report(bulk_id, tenant=tenant)
+        for pool in await self._steering.pools_of(JobFilter.of(report.jobs, tenant=None)):
+            await self._steering.end(pool, bulk_id)
+        return await self.report(bulk_id, tenant=tenant)
+
+    async def continue_bulk(self, bulk_id: str, pools: Sequence[str]) -> None:
+        """Do a bulk action in these pools, as far as no other process does."""
+        holder = secrets.token_hex(8)
+        for pool in pools:
+            held = await self._steering.claim(pool, bulk_id, holder)
+            if held is not None:
+                await self._walk(held)
+
+    async def continue_all(self) -> None:
+        """Do all open bulk actions of all pools that no other process does."""
+        for pool, bulk_id in await self._open_bulks():
+            await self.continue_bulk(bulk_id, [pool])
+
+    async def keep_continuing(self) -> None:
+        """Do the bulk actions that this client starts, and those that no other process does, until canceled."""
+        tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S * random.uniform(0.75, 1.25)):
+                        await self._begun.wait()
+                self._begun.clear()
+                tasks = {key: task for key, task in tasks.items() if not task.done()}
+                with suppress(UnavailableError):
+                    for key in await self._open_bulks():
+                        if key not in tasks:
+                            tasks[key] = asyncio.create_task(self._continued(*key), name="penstock bulk action")
+        finally:
+            await cancel_until_done(tasks.values())
+
+    async def _open_bulks(self) -> list[tuple[str, str]]:
+        """Return pool and id of all open actions."""
+        pools = await self._steering.pools_of(JobFilter())
+        return [(pool, bulk_id) for pool in pools for bulk_id in await self._steering.open_bulks(pool)]
+
+    async def _continued(self, pool: str, bulk_id: str) -> None:
+        try:
+            await self.continue_bulk(bulk_id, [pool])
+        except UnavailableError:
+            return  # it is tried again
+        except PenstockError as error:
+            _LOG.warning("a bulk action cannot be continued", extra={"bulk_id": bulk_id, "reason": error.message})
+
+    async def pause(
+        self,
+        pool: str,
+        *,
+        tenant: str | None = None,
+        priority: Priority | ClassName | None = None,
+        background: bool | None = None,
+    ) -> list[Pause]:
+        """Let nodes take no job of a pool, of a class or kind of work of it, or of a tenant. Return all pauses.
+
+        Jobs are accepted meanwhile, running ones go on, and deadlines pass. Raises NotFoundError and RequestError.
+        """
+        names = pause_names(tenant, checked_class(priority), background)
+        return await self._steering.pause(pool, names, on=True)
+
+    async def resume(
+        self,
+        pool: str,
+        *,
+        tenant: str | None = None,
+        priority: Priority | ClassName | None = None,
+        background: bool | None = None,
+    ) -> list[Pause]:
+        """End what `pause` began with the same arguments, and return what is still paused."""
+        names = pause_names(tenant, checked_class(priority), background)
+        return await self._steering.pause(pool, names, on=False)
+
+    async def paused(self, pool: str | None = None) -> list[Pause]:
+        """Return what is paused, of a pool or of all."""
+        return await self._steering.paused(await self._steering.pools_of(JobFilter(pool=pool)))
+
+    async def _walk(self, held: HeldBulk) -> None:
+        """Do the steps of an action in a pool, until its end or until another process has its lease."""
+        wanted, cursor = held.request.jobs, held.cursor
+        while True:
+            tenants = [wanted.tenant] if wanted.tenant is not None else await self._lists.tenants_of(held.pool)
+            tenant, _, place = cursor.partition("/")
+            # A tenant without jobs is gone from the list.
+            tenants = [name for name in tenants if name >= tenant]
+            if not tenants:
+                await self._steering.step(held, [], cursor=cursor, to=cursor, is_last=True)
+                return
+            if tenants[0] != tenant:
+                tenant, place = tenants[0], ""
+            part = JobFilter.of({**wanted.as_object(), "pool": held.pool}, tenant=tenant)
+            job_ids, last = await self._lists.find(part, place, _PAGE_JOBS)
+            behind = f"{tenants[1]}/" if len(tenants) > 1 else None
+            steps = [job_ids[at : at + MAX_STEP_JOBS] for at in range(0, len(job_ids), MAX_STEP_JOBS)] or [[]]
+            for number, step in enumerate(steps, 1):
+                to, is_last = f"{tenant}/{step[-1].rpartition('.')[2] if step else place}", False
+                if number == len(steps):
+                    to = f"{tenant}/{last}" if last is not None else behind or to
+                    is_last = last is None and behind is None
+                if not await self._step(held, step, cursor, to, is_last=is_last):
+                    return
+                cursor = to
+            if is_last:
+                return
+
+    async def _step(self, held: HeldBulk, job_ids: Sequence[str], cursor: str, to: str, *, is_last: bool) -> bool:
+        outcomes: list[str] = []
+        if held.request.change.action == "retry":
+            for job_id in job_ids:
+                while (outcome := await self._retried(held, job_id)) is None:
+                    if not await self._steering.step(held, [], cursor=cursor, to=cursor):
+                        return False
+                outcomes.append(outcome)
+        return await self._steering.step(held, job_ids, cursor=cursor, to=to, is_last=is_last, outcomes=outcomes)
+
+    async def _retried(self, held: HeldBulk, job_id: str) -> str | None:
+        """Retry a job of a bulk action. Return the outcome, as change.lua names it; None if a limit refuses it now."""
+        try:
+            status = await self._status(job_id, held.request.jobs.tenant or await self._lists.owner(job_id))
+        except NotFoundError:
+            return "NOT_FOUND"
+        if status.accepted_ms > held.begun_ms:
+            return "later"
+        request, outcome = await self._retriable(status)
+        if request is None or held.is_dry_run:
+            return "over" if outcome == "job_succeeded" else outcome
+        new_id = retry_id(job_id, held.bulk_id, held.begun_ms)
+        try:
+            submitted = await self._submit_again(status, request, held.request.terms, new_id)
+        except BusyError as error:
+            await asyncio.sleep(min(_MAX_PAUSE_S, error.retry_after_ms / 1000))
+            return None
+        except ConflictError:
+            return "over"
+        except UnavailableError:
+            raise
+        except PenstockError as error:
+            return error.code
+        return "changed" if submitted.job_id == new_id else "over"
+
+    async def _retriable(self, status: JobStatus) -> tuple[Request | None, str]:
+        """Return the request of a job that can be retried, else None and why not."""
+        if status.outcome is None:
+            return None, "job_open"
+        if status.outcome.state == "succeeded":
+            return None, "job_succeeded"
+        with suppress(WireError):
+            if (request := await self._steering.request(status.job_id)) is not None:
+                return request, "changed"
+        return None, "request_expired"
+
+    async def _submit_again(
+        self, status: JobStatus, request: Request, terms: Terms, new_id: str | None = None
+    ) -> Submitted:
+        prompt, options = retry_options(status.job_id, request, tags=status.tags, metadata=status.metadata)
+        options |= {
+            "priority": status.priority,
+            "background": status.is_background,
+            "tenant": status.tenant,
+            "terms": terms,
+            "job_id": new_id,
+            "queue_without_node": True,
+        }
+        return await self._submit(prompt, **options)

@@ -1,0 +1,70 @@
+"""A gateway is killed in the middle of a bulk action: another one finishes it, and its report counts each job once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import httpx
+import pytest
+from fakes.fake_node import POOL, FakeNode
+from faults.tools.processes import GatewayProcess
+
+from penstock.contract.job import SamplingParams
+from penstock.producer.client import AsyncClient
+from penstock.queue import keys
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
+from penstock.queue.broker.connection import connect
+
+NUM_JOBS = 1500
+IN_FLIGHT = 32
+TIMEOUT_S = 40.0
+
+
+async def submit_all(client: AsyncClient, **options: Any) -> list[str]:
+    numbers = iter(range(NUM_JOBS))
+
+    async def some() -> list[str]:
+        params = SamplingParams(max_tokens=2)
+        made = [await client.submit_unread(f"job {n}", params=params, **options) for n in numbers]
+        return [one.job_id for one in made]
+
+    return [job_id for ids in await asyncio.gather(*(some() for _ in range(IN_FLIGHT))) for job_id in ids]
+
+
+async def report_of(http: httpx.AsyncClient, url: str, bulk_id: str) -> dict[str, Any]:
+    return dict((await http.get(f"{url}/v1/jobs/bulk/{bulk_id}")).json())
+
+
+async def changed_by(redis: Any, bulk_id: str, num_changed: int) -> int:
+    """Wait until the action has changed that many jobs."""
+    while (found := int(await redis.hget(keys.bulk(POOL, bulk_id), "changed") or 0)) < num_changed:
+        await asyncio.sleep(0.002)
+    return found
+
+
+@pytest.mark.parametrize("action", ["cancel", "retry"])
+async def test_another_gateway_finishes_the_action_of_a_killed_one(redis_url: str, action: str) -> None:
+    redis = cast(Any, connect(redis_url))
+    one, other = GatewayProcess(redis_url), GatewayProcess(redis_url)
+    with one, other:
+        async with FakeNode(redis_url, auto=False), AsyncClient(redis_url) as client, httpx.AsyncClient() as http:
+            ids = await submit_all(client, tags=["bulk"], not_before_s=600)
+            if action == "retry":
+                assert (await client.control.bulk("cancel", tag="bulk")).num_changed == NUM_JOBS
+            body = {"action": action, "filter": {"tag": "bulk"}}
+            bulk_id = (await http.post(f"{one.url}/v1/jobs/bulk", json=body)).json()["id"]
+            async with asyncio.timeout(TIMEOUT_S):
+                assert await changed_by(redis, bulk_id, NUM_JOBS // 10) < NUM_JOBS
+                one.kill()
+                await client.submit_unread("later", tags=["bulk"], not_before_s=600)
+                while (report := await report_of(http, other.url, bulk_id))["state"] == "running":
+                    await asyncio.sleep(0.1)
+            assert [report[name] for name in ("changed", "already_over", "failed")] == [NUM_JOBS, 0, 0]
+            states = await asyncio.gather(*(client.status(job_id) for job_id in ids))
+            assert {status.state for status in states} == {"cancelled"}
+            open_ones = await redis.zcard(f"{keys.prefix(POOL)}:jobs:default")
+            assert open_ones == (NUM_JOBS if action == "retry" else 0)
+            assert [found for found in await audit(AdminBroker(redis), POOL) if found.invariant in ("I1", "I5")] == []
+    await redis.aclose()

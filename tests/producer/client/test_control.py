@@ -1,0 +1,200 @@
+"""Steering of accepted jobs through the client: retries, actions on all that a filter names, and pauses."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fakes.fake_node import POOL, FakeNode
+
+from penstock.contract.errors import ConflictError, NotFoundError, RequestError
+from penstock.contract.job import Priority
+from penstock.contract.job_change import JobChange
+from penstock.contract.job_filter import JobFilter
+from penstock.producer.client import AsyncClient, Client
+from penstock.queue import keys
+from penstock.queue.broker.steering import LEASE_MS
+
+LATER: dict[str, Any] = {"not_before_s": 600, "background": True}
+
+
+async def failed(client: AsyncClient, node: FakeNode, **options: Any) -> str:
+    job = await client.submit("hello", max_tokens=2, **options)
+    (run,) = await node.take()
+    await run.finish("failed", "model_error")
+    return job.id
+
+
+async def states(client: AsyncClient, *job_ids: str) -> list[str]:
+    return [(await client.status(job_id)).state for job_id in job_ids]
+
+
+async def test_a_retry_is_a_new_job_with_the_same_request_class_and_tags(
+    client: AsyncClient, told_node: FakeNode
+) -> None:
+    options: dict[str, Any] = {"tags": ["run:1"], "metadata": {"a": "b"}, "priority": Priority.INTERACTIVE}
+    old = await failed(client, told_node, background=False, **options)
+    retried = await client.control.retry(old)
+    status = await client.status(retried.job_id)
+    assert (status.retry_of, status.tags, status.metadata) == (old, ("run:1",), {"a": "b"})
+    assert (status.priority, status.is_background, status.state) == (Priority.INTERACTIVE, False, "queued")
+    assert await client._redis.get(keys.request(old)) == await client._redis.get(keys.request(retried.job_id))
+    # A job has one retry.
+    assert (await client.control.retry(old)).job_id == retried.job_id
+    (run,) = await told_node.take()
+    await run.finish("succeeded")
+    for job_id, code in (
+        (retried.job_id, "job_ended"),
+        (f"{POOL}.01890a5d-ac96-774b-bcce-b302099a8057", "job_not_found"),
+    ):
+        with pytest.raises((ConflictError, NotFoundError)) as caught:
+            await client.control.retry(job_id)
+        assert caught.value.code == code
+    waiting = await client.submit("hello", **LATER)
+    with pytest.raises(ConflictError) as still_open:
+        await client.control.retry(waiting.id)
+    assert still_open.value.code == "job_open"
+    with pytest.raises(NotFoundError):
+        await client.control.retry(old, tenant="rival")
+    await client._redis.delete(keys.request(old))
+    with pytest.raises(NotFoundError) as gone:
+        await client.control.retry(old)
+    assert gone.value.code == "request_expired"
+
+
+async def test_all_jobs_of_a_filter_are_canceled_after_a_dry_run(client: AsyncClient, told_node: FakeNode) -> None:
+    mine = [(await client.submit("hello", tags=["a"], **LATER)).id for _ in range(30)]
+    other = (await client.submit("hello", tags=["b"], **LATER)).id
+    foreign = (await client.submit("hello", tags=["a"], tenant="rival", **LATER)).id
+    dry = await client.control.bulk("cancel", tag="a", dry_run=True)
+    assert (dry.num_changed, dry.num_already_over, dry.num_failed, dry.state) == (30, 0, 0, "ended")
+    assert set(await states(client, *mine)) == {"scheduled"}
+    done = await client.control.bulk("cancel", tag="a")
+    assert (done.num_changed, done.num_already_over, done.num_failed) == (30, 0, 0)
+    assert done.ended_ms >= done.begun_ms > 0
+    assert set(await states(client, *mine)) == {"cancelled"}
+    assert await states(client, other) == ["scheduled"]
+    assert (await client.status(foreign, tenant="rival")).state == "scheduled"
+    # A filter that names ended jobs finds them already over.
+    again = await client.control.bulk("cancel", tag="a", state=["cancelled", "scheduled"])
+    assert (again.num_changed, again.num_already_over) == (0, 30)
+    assert await client.control.report(again.bulk_id) == again
+    with pytest.raises(NotFoundError):
+        await client.control.report(again.bulk_id, tenant="rival")
+
+
+async def test_an_action_covers_only_jobs_accepted_before_it(client: AsyncClient, told_node: FakeNode) -> None:
+    before = [(await client.submit("hello", **LATER)).id for _ in range(3)]
+    wanted = JobFilter("default")
+    bulk_id = await client.control.start(JobChange("cancel"), wanted, owner="default")
+    await asyncio.sleep(0.005)
+    after = (await client.submit("hello", **LATER)).id
+    report = await client.control.finished(bulk_id, wanted)
+    assert (report.num_changed, report.num_already_over, report.num_failed) == (3, 0, 0)
+    assert await states(client, *before, after) == ["cancelled"] * 3 + ["scheduled"]
+
+
+async def test_jobs_are_rescheduled_and_reclassed_in_bulk(client: AsyncClient, told_node: FakeNode) -> None:
+    ids = [(await client.submit("hello", **LATER)).id for _ in range(10)]
+    running = await client.submit("hello", background=True)
+    await told_node.take()
+    report = await client.control.bulk("change_class", to_priority="standard", to_background=False)
+    assert (report.num_changed, report.num_failed) == (10, 0)
+    status = await client.status(ids[0])
+    assert (status.priority, status.is_background) == (Priority.STANDARD, False)
+    report = await client.control.bulk("reschedule", not_before_s=0, state=["scheduled", "running"])
+    assert (report.num_changed, report.num_failed, report.failures) == (10, 1, ((running.id, "job_running"),))
+    assert {run.taken.job_id for run in await told_node.take(10)} == set(ids)
+
+
+async def test_failed_jobs_are_retried_once_whoever_continues_the_action(
+    client: AsyncClient, told_node: FakeNode
+) -> None:
+    ids = [await failed(client, told_node, tags=["x"]) for _ in range(12)]
+    retried_before = await client.control.retry(ids[3])
+    dry = await client.control.bulk("retry", tag="x", state="failed", dry_run=True)
+    assert dry.num_changed == 12
+    wanted = JobFilter("default", states=("failed",), tag="x")
+    bulk_id = await client.control.start(JobChange("retry"), wanted, owner="default")
+    # Another process has submitted some retries, and was killed before it said so.
+    held = await client.control._steering.claim(POOL, bulk_id, "killed")
+    assert held is not None
+    for job_id in ids[-1:-4:-1]:
+        assert await client.control._retried(held, job_id) == "changed"
+    assert (await client.control.report(bulk_id)).num_changed == 0
+    await client.control.continue_all()
+    assert (await client.control.report(bulk_id)).state == "running"
+    await client._redis.hset(keys.bulk(POOL, bulk_id), "lease_until", 0)  # type: ignore[misc]  # as if LEASE_MS had passed
+    report = await client.control.finished(bulk_id, wanted)
+    assert (report.num_changed, report.num_already_over, report.num_failed) == (11, 1, 0)
+    queued = list((await client.jobs(state="queued", limit=100)).jobs)
+    assert sorted(status.retry_of or "" for status in queued) == sorted(ids)
+    assert retried_before.job_id in {status.job_id for status in queued}
+    assert LEASE_MS == 10_000
+
+
+async def test_a_process_that_lost_its_lease_changes_nothing(client: AsyncClient, told_node: FakeNode) -> None:
+    ids = [(await client.submit("hello", **LATER)).id for _ in range(3)]
+    wanted = JobFilter("default", pool=POOL)
+    bulk_id = await client.control.start(JobChange("cancel"), wanted, owner="default")
+    steering = client.control._steering
+    first = await steering.claim(POOL, bulk_id, "first")
+    assert first is not None
+    assert await steering.claim(POOL, bulk_id, "second") is None
+    await client._redis.hset(keys.bulk(POOL, bulk_id), "lease_until", 0)  # type: ignore[misc]
+    assert await steering.claim(POOL, bulk_id, "second") is not None
+    assert not await steering.step(first, ids, cursor="", to="x")
+    assert set(await states(client, *ids)) == {"scheduled"}
+    await client.control.stop(bulk_id)
+    report = await client.control.report(bulk_id)
+    assert (report.state, report.num_changed) == ("cancelled", 0)
+    assert await client._redis.zcard(keys.bulks(POOL)) == 0
+
+
+async def test_wrong_actions_name_their_field(client: AsyncClient, told_node: FakeNode) -> None:
+    for given, param in (
+        ({"action": "explode"}, "action"),
+        ({"action": "cancel", "tag": "a b"}, "tag"),
+        ({"action": "reschedule"}, "not_before_s"),
+        ({"action": "cancel", "state": "unknown"}, "state"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            await client.control.bulk(**given)  # type: ignore[arg-type]
+        assert caught.value.param == param
+    with pytest.raises(NotFoundError):
+        await client.control.bulk("cancel", pool="unknown")
+
+
+async def test_tags_and_metadata_above_their_limits_name_field_and_limit(
+    client: AsyncClient, told_node: FakeNode
+) -> None:
+    for given, param, limit in (
+        ({"tags": list("abcde")}, "tags", "4"),
+        ({"tags": ["a b"]}, "tags[0]", "pattern"),
+        ({"tags": ["x" * 65]}, "tags[0]", "64"),
+        ({"tags": "ab"}, "tags", "list"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata", "16"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k", "512"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata", "64"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            await client.submit("hello", **given)  # type: ignore[arg-type]
+        assert (caught.value.param or "").startswith(param)
+        assert limit in caught.value.message
+
+
+async def test_sync_client_steers_too(redis_url: str, told_node: FakeNode) -> None:
+    def work() -> None:
+        with Client(redis_url) as client:
+            job = client.submit("hello", tags=["s"], **LATER)
+            client.control.reschedule(job.id, 1200)
+            client.control.change_class(job.id, "standard")
+            assert client.status(job.id).priority is Priority.STANDARD
+            assert client.jobs(tag="s", state="scheduled").jobs[0].job_id == job.id
+            assert [pause.tenant for pause in client.control.pause(POOL, tenant="default")] == ["default"]
+            assert client.control.resume(POOL, tenant="default") == client.control.paused() == []
+            assert client.control.bulk("cancel", tag="s").num_changed == 1
+            assert client.control.retry(job.id).state == "queued"
+
+    await asyncio.to_thread(work)
