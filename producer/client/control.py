@@ -303,13 +303,17 @@ class JobControl:
                 return
 
     async def _step(self, held: HeldBulk, job_ids: Sequence[str], cursor: str, to: str, *, is_last: bool) -> bool:
-        outcomes: list[str] = []
-        if held.request.change.action == "retry":
-            for job_id in job_ids:
-                while (outcome := await self._retried(held, job_id)) is None:
-                    if not await self._steering.step(held, [], cursor=cursor, to=cursor):
-                        return False
-                outcomes.append(outcome)
+        known: dict[str, str] = {}
+        while held.request.change.action == "retry" and len(known) < len(job_ids):
+            left = [job_id for job_id in job_ids if job_id not in known]
+            found = await asyncio.gather(*(self._retried(held, job_id) for job_id in left), return_exceptions=True)
+            if errors := [one for one in found if isinstance(one, BaseException)]:
+                raise errors[0]
+            known |= {job_id: one for job_id, one in zip(left, found, strict=True) if isinstance(one, str)}
+            # A limit refused the others: they are tried again, and this renews the lease.
+            if None in found and not await self._steering.step(held, [], cursor=cursor, to=cursor):
+                return False
+        outcomes = [known[job_id] for job_id in job_ids if job_id in known]
         return await self._steering.step(held, job_ids, cursor=cursor, to=to, is_last=is_last, outcomes=outcomes)
 
     async def _retried(self, held: HeldBulk, job_id: str) -> str | None:
