@@ -1,8 +1,8 @@
 """The completions of tenants: their ended jobs in the order of their ends, and cursors into them.
 
 `end_job` appends each completion to a stream, one for each tenant and pool. A cursor has a position in the stream of
-each pool. A position is the id of the last entry that was read, so that its presence proves that Redis lost nothing
-before it, and the pool's incarnation, which changes when Redis lost all of a pool.
+each pool: the id of the last entry that was read, and the pool's incarnation. The presence of that entry proves that
+Redis lost nothing before it. The incarnation changes when Redis lost all of a pool.
 """
 
 from __future__ import annotations
