@@ -96,7 +96,6 @@ def state_of(name: str) -> str:
     return _OLDER_NAMES.get(name, name)
 
 
-
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a job. `cached_tokens` counts the prompt tokens that the prefix cache supplied."""

@@ -76,7 +76,13 @@ def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, num_a
     """
     ledger, level = ledger_of(fields), int(fields["level"])
     return JobStatus(
-        *(job_id, state_of(fields["state"]), class_of_level(level), is_background(level), int(fields["chunks"] or num_chunks)),
+        *(
+            job_id,
+            state_of(fields["state"]),
+            class_of_level(level),
+            is_background(level),
+            int(fields["chunks"] or num_chunks),
+        ),
         outcome_of(fields),
         *times_ms_of(fields),
         *(ledger.preemptions, ledger.losses, num_ahead),
