@@ -235,8 +235,8 @@ def _pace(
 def mean_part(jobs: Iterable[JobWork]) -> float:
     """Return the mean of the jobs' final `part`, weighted by their longest outputs.
 
-    It is the area below the Kaplan-Meier estimate of how many outputs reach a part. Beyond the last known part, that
-    falls evenly to 0 at the longest output.
+    It is the area below the Kaplan-Meier estimate of how many outputs reach a part. Those that reach the last known part
+    have as much left as if that falls evenly to 0 at the longest output, or half of what they have so far.
     """
     ordered = sorted(jobs, key=lambda work: work.part)
     at_risk = float(sum(work.longest_output for work in ordered))
@@ -247,4 +247,4 @@ def mean_part(jobs: Iterable[JobWork]) -> float:
         before = part
         reach *= 1 - sum(work.longest_output for work in of_part if work.has_ended) / at_risk
         at_risk -= sum(work.longest_output for work in of_part)
-    return mean + PRIOR_PART * reach * max(0.0, 1 - before)
+    return mean + PRIOR_PART * reach * max(1 - before, before)

@@ -423,9 +423,9 @@ HEAD = """# Estimated waits
 Every {sample:.0f} s the wait of {sampled} queued jobs is estimated, and compared with the time until a node took them.
 The *error* is the larger quotient of the two. *Inside*: part of the waits between `estimated_wait_p10_ms` and
 `estimated_wait_p90_ms`, which are to hold 80 %. Only true waits of at least {min_wait:.0f} s count. Where a node joins
-or dies, only estimates from 30 s after that count, and the first minute is the one after these 30 s. Replays are
-{seeds} runs in virtual time: the steps of simulated nodes take what a model of step times says, with noise. Their nodes
-have computed nothing before but the steps that a node measures at its start.
+or dies, only estimates from 30 s after that count, and their first minute begins then. Replays are
+{seeds} runs in virtual time. The steps of simulated nodes take what a model of step times says, with noise. Before the
+backlog the nodes have computed nothing but the steps that a node measures at its start.
 
 | backlog | first minute: median error | p90 | inside | all: median error | p90 | inside | estimates |
 |---|---|---|---|---|---|---|---|
