@@ -37,7 +37,7 @@ FLOAT_BACKEND = FOLDER / "src" / "libggml-blas.so"
 """llama.cpp's backend for OpenBLAS: from 32 tokens on, it multiplies widened weights by activations in float32."""
 UNUSED = {"vllm": ("torchvision", "torchaudio", "torchcodec"), "openvino-export": ("torchvision",)}
 """Installed only because they are required: a text model needs none, and their CUDA builds break a CPU torch."""
-PEERS = ("llamacpp", "openvino", "openvino-export", "vllm")
+PEERS = ("llamacpp", "openvino", "openvino-export", "vllm", "queues")
 
 
 def interpreter(peer: str) -> Path | None:

@@ -1,7 +1,7 @@
 """Empty tasks through a task queue, for bench.studies.short_jobs: `python task_queues.py NAME REDIS_SOCKET NUM_TASKS`.
 
-It runs in the environment of the peer `queues` and imports nothing of penstock. It starts a worker, sends the tasks, and
-waits until it has all their results. Its last line is the seconds that this took.
+It runs in the environment of the peer `queues` and imports nothing of penstock. It starts a worker, sends the tasks,
+and waits until it has all their results. Its last line is the seconds that this took.
 """
 
 from __future__ import annotations
@@ -66,14 +66,15 @@ def arq(num_tasks: int) -> float:
             job = await pool.enqueue_job("arq_task")
             await job.result(timeout=600, poll_delay=0.01)
 
-        return await _timed(one, num_tasks)
+        # Each that waits takes a connection, and redis-py allows a pool 100.
+        return await _timed(one, num_tasks, parallel=64)
 
     with _worker("arq", "task_queues.ArqWorker"):
         return asyncio.run(run())
 
 
-async def _timed(one: Callable[[], Any], num_tasks: int) -> float:
-    turn = asyncio.Semaphore(PARALLEL)
+async def _timed(one: Callable[[], Any], num_tasks: int, parallel: int = PARALLEL) -> float:
+    turn = asyncio.Semaphore(parallel)
 
     async def in_turn() -> None:
         async with turn:
@@ -142,8 +143,8 @@ elif NAME == "arq":
         """The settings of arq's worker."""
 
         functions = (arq_task,)
-        redis_settings = RedisSettings(unix_socket_path=SOCKET, max_connections=4 * PARALLEL)
-        max_jobs = PARALLEL
+        redis_settings = RedisSettings(unix_socket_path=SOCKET)
+        max_jobs = 64
         poll_delay = 0.01
 
 

@@ -1,4 +1,4 @@
-"""Thousands of short jobs a second: `python -m bench.studies.short_jobs` writes results/short_jobs.md.
+"""Thousands of short jobs a second: `python -m bench.studies.short_jobs queue whole peers` prints tables.
 
 `queue`: Redis's CPU time per job and script, over tenants and jobs that wait, without an engine. `whole`: jobs a second
 from the client to its results, and the CPU time of each process, with an engine that is a clock and with the tiny
@@ -10,17 +10,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from statistics import median
 
 from fixtures.tiny_model import make_tiny_model
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
+from bench.peers import interpreter
 from bench.queue_cost.processes import CpuMeter, child, cpu_us, node, redis_pid
 from penstock import AsyncClient
 from penstock.contract.job import JobDef, SamplingParams
@@ -208,6 +211,54 @@ async def _generate(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> No
     assert all(len(result.choices[0].token_ids) == 1 for result in results)
 
 
+QUEUES = ("celery", "taskiq", "dramatiq", "arq")
+PEER_HEAD = """
+| queue | jobs/s | Redis ms |
+|---|---|---|"""
+
+
+async def measure_peers(num_jobs: int, num_turns: int) -> None:
+    """Print the rows of empty tasks through other task queues and of penstock's short jobs, by turns."""
+    python = interpreter("queues")
+    if python is None:
+        print("The other task queues are not installed: make bench-peers PEERS=queues")
+        return
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in ("penstock", *QUEUES)}
+    for _ in range(num_turns):
+        rates["penstock"].append(await _penstock_rate(num_jobs))
+        for name in QUEUES:
+            try:
+                rates[name].append(_peer_rate(python, name, num_jobs))
+            except subprocess.CalledProcessError as error:
+                print(f"{name} failed: {error.stderr.splitlines()[-1:]}")
+    print(PEER_HEAD)
+    for name, found in rates.items():
+        if not found:
+            continue
+        per_s, redis_ms = (median(values) for values in zip(*found, strict=True))
+        print(f"| {name} | {per_s:,.0f} | {redis_ms:.2f} |")
+
+
+async def _penstock_rate(num_jobs: int) -> tuple[float, float]:
+    with durable_redis() as server, _node(server.url, "clock"):
+        async with AsyncClient(server.url) as client:
+            await _generate(client, _prompts(200))
+            prompts = _prompts(num_jobs)
+            with CpuMeter({"redis": redis_pid(server)}) as meter:
+                await _generate(client, prompts)
+    return num_jobs / meter.wall_s, meter.spent_us["redis"] / num_jobs / 1e3
+
+
+def _peer_rate(python: Path, name: str, num_jobs: int) -> tuple[float, float]:
+    script = Path(__file__).parents[1] / "task_queues.py"
+    with durable_redis() as server:
+        pid = redis_pid(server)
+        before_us = cpu_us(pid)
+        argv = [python, script, name, server.url.removeprefix("unix://"), str(num_jobs)]
+        took_s = float(subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()[-1])
+        return num_jobs / took_s, (cpu_us(pid) - before_us) / num_jobs / 1e3
+
+
 def _case_of(text: str) -> tuple[int, int]:
     num_tenants, num_waiting = map(int, text.split(":"))
     return num_tenants, num_waiting
@@ -218,12 +269,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="*", default=["queue"])
     parser.add_argument("--jobs", type=int, default=2000)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--cases", nargs="+", help="tenants:waiting")
     parser.add_argument("--engines", nargs="+", default=["clock", "tiny"])
     options = parser.parse_args()
     cases = [_case_of(one) for one in options.cases] if options.cases else CASES
     if "whole" in options.what:
         asyncio.run(measure_whole(options.jobs, options.engines))
+    if "peers" in options.what:
+        asyncio.run(measure_peers(options.jobs, options.turns))
     if "queue" in options.what:
         asyncio.run(measure_queue(options.jobs, cases))
 

@@ -151,7 +151,8 @@ end
 -- What a script for many jobs collects, and write_collected in queue.lua writes once, by key: `sums` to add to fields of
 -- hashes, `bytes` likewise, whose fields are removed at 0, members of sets that are `removed` and `added`, members of
 -- sorted sets that are `unlisted`, their new `entries` (score, member …), and `lives` in ms. `charges` are corrections of
--- virtual times, by level and tenant (correct_charges). nil: the script writes each at once.
+-- virtual times, by level and tenant (correct_charges), and `debts` sorted sets of debts that grew. nil: the script
+-- writes each at once.
 local collected
 
 local function collect_in(name, key)

@@ -5,10 +5,13 @@
 -- Collected writes --------------------------------------------------------------------------------
 -- A script for many jobs calls `collect` before its first write, and write_collected after its last one.
 
+local function trim_to(key, most) redis.call('ZREMRANGEBYRANK', key, 0, -1 - most) end
+
 local collect, write_collected
 do
   function collect()
-    collected = {sums = {}, bytes = {}, charges = {}, removed = {}, added = {}, unlisted = {}, entries = {}, lives = {}}
+    collected = {sums = {}, bytes = {}, charges = {}, removed = {}, added = {}, unlisted = {}, entries = {}, lives = {},
+      debts = {}}
   end
 
   local function write_sums(key, sums, removes_zero)
@@ -30,6 +33,7 @@ do
       for key, members in pairs(lists) do write_members(key, members, command) end
     end
     for key, entries in pairs(all.entries) do write_members(key, entries, 'ZADD') end
+    for key in pairs(all.debts) do trim_to(key, MAX_DEBTS) end
     for key, life_ms in pairs(all.lives) do write_life(key, life_ms) end
   end
 end
@@ -94,8 +98,19 @@ local enter_tenant, leave_tenant_if_last, charge_tenants, correct_charge, correc
 do
   local function debt_key(job) return P .. ':debt:' .. job.level end
 
+  local clocks = {}
+
   -- The class's virtual clock: the highest virtual time at which a job started, plus 1 for each tenant that entered.
-  local function virtual_clock(job) return tonumber(redis.call('GET', P .. ':virtual_clock:' .. job.level) or '0') end
+  local function virtual_clock(job)
+    local level = tostring(job.level)
+    clocks[level] = clocks[level] or tonumber(redis.call('GET', P .. ':virtual_clock:' .. level) or '0')
+    return clocks[level]
+  end
+
+  local function set_clock(level, time)
+    redis.call('SET', P .. ':virtual_clock:' .. level, time)
+    clocks[tostring(level)] = time
+  end
 
   function enter_tenant(job)
     if redis.call('ZSCORE', virtual_time_key(job), job.tenant) then return end
@@ -103,14 +118,14 @@ do
     local now = virtual_clock(job)
     redis.call('ZADD', virtual_time_key(job), math.max(debt, now), job.tenant)
     redis.call('ZREM', debt_key(job), job.tenant)
-    redis.call('SET', P .. ':virtual_clock:' .. job.level, now + 1)
+    set_clock(job.level, now + 1)
   end
 
   -- Remembers the virtual time of a tenant without queued jobs while it is ahead of the virtual clock.
   local function remember_debt(job, time)
     if time > virtual_clock(job) then
-      redis.call('ZADD', debt_key(job), time, job.tenant)
-      redis.call('ZREMRANGEBYRANK', debt_key(job), 0, -1 - MAX_DEBTS)
+      add_entry(debt_key(job), time, job.tenant)
+      if collected then collected.debts[debt_key(job)] = true else trim_to(debt_key(job), MAX_DEBTS) end
     else
       redis.call('ZREM', debt_key(job), job.tenant)
     end
@@ -159,7 +174,7 @@ do
     end
     for level, one in pairs(clocks) do
       if one.time > one.read then
-        redis.call('SET', P .. ':virtual_clock:' .. level, one.time)
+        set_clock(level, one.time)
         redis.call('ZREMRANGEBYSCORE', debt_key(one.job), '-inf', one.time)
       end
     end

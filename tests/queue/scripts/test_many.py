@@ -271,7 +271,7 @@ async def test_ends_of_many_tenants_and_classes_leave_every_sum_right(queue: Que
         await queue.producer.submit(Submission(job, 50, terms=terms))
     taken = list((await node.take()).jobs)
     assert len(taken) == 30
-    usage = {"usage": Usage(7, 2, 1), "log_bytes": 10, "kv_token_ms": 33.0}
+    usage: dict[str, Any] = {"usage": Usage(7, 2, 1), "log_bytes": 10, "kv_token_ms": 33.0}
     ends = [end_of(one, result=b"r" * (100_000 if at % 10 == 0 else 10), **usage) for at, one in enumerate(taken)]
     assert set(await node.broker.finish_many(ends)) == {"OK"}
     (day,) = await queue.keys("usage:*")
