@@ -325,6 +325,11 @@ def metadata(job_id: str) -> str:
     return f"{prefix(pool_of(job_id))}:metadata:{job_id}"
 
 
+def jobs_in(pool: str, tenant: str, state: str) -> str:
+    """Zset: ids of a tenant's jobs in a state other than queued, by id and so by the time when they were created."""
+    return f"{prefix(pool)}:jobs:{state}:{tenant}"
+
+
 def ended(pool: str, tenant: str) -> str:
     """Stream: a tenant's completions, `<uuid> <state>[ <tag>…]` each."""
     return f"{prefix(pool)}:ended:{tenant}"

@@ -19,7 +19,7 @@ import msgpack
 from redis.asyncio import Redis
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import pool_of
+from penstock.contract.job import MAX_TAGS, pool_of
 from penstock.contract.named import NAME_PATTERN
 from penstock.contract.output import TERMINAL_STATES, state_of
 from penstock.queue import keys
@@ -37,7 +37,6 @@ _NAME = re.compile(NAME_PATTERN)
 _MAX_NUMBER = (1 << 63) - 1
 _CLOCK_STEP_MS = 60_000
 """By how much the clock of a Redis that takes over may be behind that of the one that died."""
-_DEAD = "dead"
 
 
 class EntryId(NamedTuple):
@@ -294,13 +293,15 @@ class CompletionBroker:
         """
         start = f"({before}" if before else "+"
         with translated():
-            page = await self._redis.zrange(
-                keys.jobs(pool, tenant), start, "-", desc=True, bylex=True, offset=0, num=count
-            )
-            job_ids = [job_id.decode() for job_id in page]
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for state in sorted(TERMINAL_STATES):
+                    key = keys.jobs_in(pool, tenant, state)
+                    pipe.zrange(key, start, "-", desc=True, bylex=True, offset=0, num=count)
+                pages = await pipe.execute()
+            job_ids = sorted((job_id.decode() for page in pages for job_id in page), reverse=True)[:count]
             async with self._redis.pipeline(transaction=False) as pipe:
                 for job_id in job_ids:
-                    pipe.hmget(keys.job(job_id), "state", "finished", "code", "tags", "n", "in_feed")
+                    pipe.hmget(keys.job(job_id), *_KEPT_FIELDS)
                 records = await pipe.execute(raise_on_error=False)
         found = [_kept(job_id, record) for job_id, record in zip(job_ids, records, strict=True)]
         return [one for one in found if one is not None], job_ids[-1] if len(job_ids) == count else None
@@ -344,15 +345,18 @@ def _completion(pool: str, entry: _Entry) -> Completion:
     return Completion(f"{pool}.{uuid}", state, tuple(tags), entry.id.ms)
 
 
+_KEPT_FIELDS = ("state", "finished", "code", "n", "in_feed", *(f"tag{number}" for number in range(1, MAX_TAGS + 1)))
+
+
 def _kept(job_id: str, record: Any) -> Completion | None:
     """Return the completion of a job from its record; None for an open job, and one that is in no feed."""
     if isinstance(record, Exception):
         return None  # A damaged record hides this job alone.
-    state, finished, code, tags, num_sequences, in_feed = ((value or b"").decode() for value in record)
-    state = state_of(state)
+    name, finished, code, num_sequences, in_feed, *tags = ((value or b"").decode() for value in record)
+    state = state_of(name, code)
     if state not in TERMINAL_STATES or num_sequences == "0" or in_feed == "0" or not finished.isdecimal():
         return None
-    return Completion(job_id, _DEAD if code == "node_lost" else state, tuple(tags.split()), int(finished))
+    return Completion(job_id, state, tuple(filter(None, tags)), int(finished))
 
 
 def _events(
