@@ -235,8 +235,8 @@ def _pace(
 def mean_part(jobs: Iterable[JobWork]) -> float:
     """Return the mean of the jobs' final `part`, weighted by their longest outputs.
 
-    It is the area below the Kaplan-Meier estimate of how many outputs reach a part. Those that reach the last known part
-    have as much left as if that falls evenly to 0 at the longest output, or half of what they have so far.
+    It is the area below the Kaplan-Meier estimate of how many outputs reach a part. Those that reach the last known
+    part have half of the rest to the longest output left, or half of what they have so far, whichever is more.
     """
     ordered = sorted(jobs, key=lambda work: work.part)
     at_risk = float(sum(work.longest_output for work in ordered))
