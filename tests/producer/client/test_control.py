@@ -123,7 +123,7 @@ async def test_failed_jobs_are_retried_once_whoever_continues_the_action(
     for job_id in ids[-1:-4:-1]:
         assert await client.control._retried(held, job_id) == "changed"
     assert (await client.control.report(bulk_id)).num_changed == 0
-    await client.control.continue_all()
+    await client.control.continue_bulk(bulk_id, [POOL])
     assert (await client.control.report(bulk_id)).state == "running"
     await client._redis.hset(keys.bulk(POOL, bulk_id), "lease_until", 0)  # type: ignore[misc]  # as if LEASE_MS had passed
     report = await client.control.finished(bulk_id, wanted)
