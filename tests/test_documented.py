@@ -53,7 +53,7 @@ def text_of(value: ast.expr) -> str:
 def codes_of_scripts() -> Iterator[str]:
     """The codes with which the queue's scripts end jobs."""
     for script in (ROOT / "penstock/queue/scripts").glob("*.lua"):
-        yield from re.findall(r"'(?:failed|cancelled|expired)', '(\w+)'", script.read_text())
+        yield from re.findall(r"'(?:failed|dead|cancelled|expired)', '(\w+)'", script.read_text())
 
 
 def test_http_page_names_every_error_code() -> None:

@@ -208,11 +208,6 @@ class JobControl:
             if held is not None:
                 await self._walk(held)
 
-    async def continue_all(self) -> None:
-        """Do all open bulk actions of all pools that no other process does."""
-        for pool, bulk_id in await self._open_bulks():
-            await self.continue_bulk(bulk_id, [pool])
-
     async def keep_continuing(self) -> None:
         """Do the bulk actions that this client starts, and those that no other process does, until canceled."""
         tasks: dict[tuple[str, str], asyncio.Task[None]] = {}

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from penstock.contract import job, sampling, tools
+from penstock.contract.job import MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.gateway.http.protocol import MAX_HEAD_BYTES
 from penstock.gateway.request.generation import MAX_CHOICES_OF_REQUEST
 from penstock.gateway.request.reading import MAX_KEY_CHARS
-from penstock.gateway.responses.body import MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.openai.bodies import MAX_PROMPTS
 

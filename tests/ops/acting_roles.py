@@ -17,6 +17,7 @@ from penstock.queue.broker.job_lists import JobLists
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.pools import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.broker.steering import Steering
 from penstock.queue.broker.usage import UsageBroker
 
 ACL = Path(__file__).parents[2] / "ops" / "acl"
@@ -25,6 +26,7 @@ ROLES: dict[type, str] = {
     DeadLetters: "gateway",
     StatsBroker: "gateway",
     JobLists: "gateway",
+    Steering: "gateway",
     UsageBroker: "gateway",
     NodeBroker: "node",
     AdminBroker: "admin",

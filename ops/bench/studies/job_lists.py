@@ -68,7 +68,7 @@ class Population:
 
         async def submit_some(numbers: Iterator[int]) -> None:
             for number in numbers:
-                await self._producer.submit(Submission(self._job(number, is_later=number % 4 == 0), 100))
+                await self._producer.submit(Submission(self._job(number, is_later=number // TENANTS % 4 == 0), 100))
 
         numbers = iter(range(count))
         await asyncio.gather(*(submit_some(numbers) for _ in range(IN_FLIGHT)))
@@ -79,7 +79,7 @@ class Population:
             prompt="hello",
             params=SamplingParams(max_tokens=16),
             tenant=f"t{number % TENANTS}",
-            priority=Priority(number % 3),
+            priority=Priority(number // TENANTS % 3),
             not_before_ms=LATER_MS if is_later else None,
             tags=tags_of(number),
         )
@@ -107,7 +107,7 @@ class Population:
         job_id, tenant, state = f"{POOL}.{uuid7()}", f"t{number % TENANTS}", STATES[number * 37 % len(STATES)]
         tags = tags_of(number)
         of_tags = {f"tag{at}": tag for at, tag in enumerate(tags, 1)}
-        level = number % 6
+        level = number // TENANTS % 6
         mapping = {**fields, "tag2": "", "tenant": tenant, "state": state, "level": level, **of_tags}
         pipe.hset(keys.job(job_id), mapping=mapping)
         pipe.pexpire(keys.job(job_id), LATER_MS)

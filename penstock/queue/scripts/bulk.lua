@@ -26,7 +26,7 @@ elseif what == 'claim' then
   if holder ~= ARGV[3] and tonumber(lease_until) > now then return {'HELD'} end
   redis.call('HSET', key, 'holder', ARGV[3], 'lease_until', now + tonumber(ARGV[4]))
 else
-  redis.call('HSET', key, 'state', 'cancelled', 'ended', now)
+  redis.call('HSET', key, 'ended', now, 'state', 'cancelled')
   redis.call('PEXPIRE', key, config.result_ttl_ms)
   redis.call('ZREM', P .. ':bulks', id)
 end

@@ -45,7 +45,9 @@ function OPS.reschedule(job)
   local was_scheduled = is_scheduled(job)
   if asked.begins_in_ms == 0 and not was_scheduled then return end
   leave_queue(job)
-  redis.call('HSETNX', job_key(job.id), 'accepted', job.submitted)
+  if not redis.call('HGET', job_key(job.id), 'accepted') then
+    redis.call('HSET', job_key(job.id), 'accepted', job.submitted)
+  end
   if not was_scheduled then
     -- Its tokens stay charged, and no longer count as those that it may use in this minute.
     if redis.call('HGET', job_key(job.id), 'may_use') then token_limit.settle_tokens(job, 0, now) end

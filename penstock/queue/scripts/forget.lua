@@ -8,7 +8,7 @@ local open = redis.call('SCARD', P .. ':open')
 if open > 0 then return {'JOBS', open} end
 redis.call('DEL', KEYS[1])
 for _, tenant in ipairs(redis.call('HKEYS', P .. ':stored')) do
-  for _, state in ipairs({'scheduled', 'queued', 'running', 'succeeded', 'failed', 'cancelled', 'expired', 'dead'}) do
+  for state in string.gmatch('scheduled queued running succeeded failed cancelled expired dead', '%a+') do
     redis.call('DEL', lists.key(state, tenant))
   end
 end

@@ -13,8 +13,8 @@ import redis
 from pydantic import BaseModel
 
 from penstock.contract.errors import UnavailableError
+from penstock.contract.job import MAX_METADATA
 from penstock.contract.sampling import StructuredOutputs
-from penstock.gateway.responses.body import MAX_METADATA
 from penstock.gateway.responses.conversation import MAX_CHAIN
 from penstock.queue import keys
 from penstock.queue.broker.producer import ProducerBroker

@@ -123,9 +123,9 @@ async def test_failed_jobs_are_retried_once_whoever_continues_the_action(
     for job_id in ids[-1:-4:-1]:
         assert await client.control._retried(held, job_id) == "changed"
     assert (await client.control.report(bulk_id)).num_changed == 0
-    await client.control.continue_all()
+    await client.control.continue_bulk(bulk_id, [POOL])
     assert (await client.control.report(bulk_id)).state == "running"
-    await client._redis.hset(keys.bulk(POOL, bulk_id), "lease_until", 0)  # type: ignore[misc]  # as if LEASE_MS had passed
+    await client._redis.hset(keys.bulk(POOL, bulk_id), "lease_until", 0)  # as if LEASE_MS had passed
     report = await client.control.finished(bulk_id, wanted)
     assert (report.num_changed, report.num_already_over, report.num_failed) == (11, 1, 0)
     queued = list((await client.jobs(state="queued", limit=100)).jobs)
@@ -142,7 +142,7 @@ async def test_a_process_that_lost_its_lease_changes_nothing(client: AsyncClient
     first = await steering.claim(POOL, bulk_id, "first")
     assert first is not None
     assert await steering.claim(POOL, bulk_id, "second") is None
-    await client._redis.hset(keys.bulk(POOL, bulk_id), "lease_until", 0)  # type: ignore[misc]
+    await client._redis.hset(keys.bulk(POOL, bulk_id), "lease_until", 0)
     assert await steering.claim(POOL, bulk_id, "second") is not None
     assert not await steering.step(first, ids, cursor="", to="x")
     assert set(await states(client, *ids)) == {"scheduled"}
@@ -179,7 +179,7 @@ async def test_tags_and_metadata_above_their_limits_name_field_and_limit(
         ({"metadata": {"k" * 65: "v"}}, "metadata", "64"),
     ):
         with pytest.raises(RequestError) as caught:
-            await client.submit("hello", **given)  # type: ignore[arg-type]
+            await client.submit("hello", **given)
         assert (caught.value.param or "").startswith(param)
         assert limit in caught.value.message
 
