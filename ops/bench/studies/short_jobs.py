@@ -254,7 +254,7 @@ def _peer_rate(python: Path, name: str, num_jobs: int) -> tuple[float, float]:
     with durable_redis() as server:
         pid = redis_pid(server)
         before_us = cpu_us(pid)
-        argv = [python, script, name, server.url.removeprefix("unix://"), str(num_jobs)]
+        argv = [str(python), str(script), name, server.url.removeprefix("unix://"), str(num_jobs)]
         took_s = float(subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()[-1])
         return num_jobs / took_s, (cpu_us(pid) - before_us) / num_jobs / 1e3
 

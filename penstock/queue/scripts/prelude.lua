@@ -148,11 +148,11 @@ local function is_older(one, other)
   return one.id < other.id
 end
 
--- What a script for many jobs collects, and write_collected in queue.lua writes once, by key: `sums` to add to fields of
--- hashes, `bytes` likewise, whose fields are removed at 0, members of sets that are `removed` and `added`, members of
--- sorted sets that are `unlisted`, their new `entries` (score, member …), and `lives` in ms. `charges` are corrections of
--- virtual times, by level and tenant (correct_charges), and `debts` sorted sets of debts that grew. nil: the script
--- writes each at once.
+-- What a script for many jobs collects, by key, and write_collected in queue.lua writes once; nil in any other script.
+-- `sums` are added to fields of hashes, and `bytes` too, whose fields are removed at 0. Members of sets are `removed` and
+-- `added`. Members of sorted sets are `unlisted`, and `entries` (score, member …) are new ones. `lives` are in ms.
+-- `charges` are corrections of virtual times, by level and tenant (correct_charges). `debts` names the sorted sets of debts
+-- that grew.
 local collected
 
 local function collect_in(name, key)

@@ -938,7 +938,7 @@ do
   end
 
   -- Corrects what the job was charged for its tenant's limits of tokens. A task keeps its charge: its node reports no tokens.
-  local function settle_rate(job, state, now, reported)
+  local function correct_tokens(job, state, now, reported)
     local ms_per_token = tonumber(job.ms_per_token)
     if not ms_per_token or is_task(job) then return end
     note_length(job, state, reported.completion)
@@ -985,7 +985,7 @@ do
     local is_wide = is_any_wide(message, param, job.past_leases, job.inboxes, job.loss_nodes or '')
     add_usage(job, job.account, now, reported)
     if not is_task(job) and job.in_feed ~= '0' then note_completion(job, config, now, state) end
-    settle_rate(job, state, now, reported)
+    correct_tokens(job, state, now, reported)
     if job.idem ~= '' then
       -- A caller that repeats its request after a broken connection gets a new job, not this job's `unread`.
       redis.call('PEXPIRE', P .. ':idem:' .. job.idem, code == 'unread' and 0 or config.idem_ttl_ms)

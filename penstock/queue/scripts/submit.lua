@@ -18,8 +18,8 @@
 --   tags: separated by spaces. metadata: as JSON, or ''. retry_of: the uuid of the job's id that it repeats, or ''.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL}
---       | {BAD_ID_AGE, max_age_ms} | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent
---       level, wait_ms, spread} | {ERR, text}: a script error for this job only.
+--       | {BAD_ID_AGE, max_age_ms} | {BUSY, limit's name, limit, retry_after_ms, num_ahead, wait_ms, spread} | {ERR, text}
+--   num_ahead: queued jobs of its or a more urgent level. ERR: a script error for this job only.
 --   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it. spread: the standard
 --   error of the pace's logarithm, in thousandths.
 -- All accepted jobs are written before anything else. So a full Redis refuses each of them, and answers the other jobs.
