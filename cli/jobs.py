@@ -32,6 +32,13 @@ ActionName = Literal["cancel", "retry", "reschedule", "change_class"]
 app = App()
 
 
+def _states(incomplete: str) -> list[str]:
+    """Return the states that a shell completes."""
+    from penstock.contract.output import STATES
+
+    return [state for state in STATES if state.startswith(incomplete)]
+
+
 @app.callback()
 def jobs() -> None:
     """List, show, steer or follow jobs. An ended job is kept for 24 hours, a dead letter for 7 days."""
@@ -44,7 +51,9 @@ def list_jobs(
     state: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="STATE", help="State of the jobs, such as failed. Repeat it for several. Default: all states."
+            metavar="STATE",
+            help="State of the jobs, such as failed. Repeat it for several. Default: all states.",
+            autocompletion=_states,
         ),
     ] = None,
     priority: Annotated[PriorityName | None, typer.Option(help="Class of the jobs. Default: all classes.")] = None,
@@ -185,7 +194,9 @@ def bulk(
     state: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="STATE", help="State of the jobs. Repeat it for several. Default: those that the action can change."
+            metavar="STATE",
+            help="State of the jobs. Repeat it for several. Default: those that the action can change.",
+            autocompletion=_states,
         ),
     ] = None,
     priority: Annotated[PriorityName | None, typer.Option(help="Class of the jobs. Default: all classes.")] = None,

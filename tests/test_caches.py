@@ -229,8 +229,8 @@ def test_security_names_the_timing_channels_that_remain() -> None:
 
 
 def test_a_redis_key_with_a_callers_text_has_the_tenant() -> None:
-    """The other functions take names that penstock or an operator makes."""
-    made = {"pool", "job_id", "node_id", "tenant", "level", "day", "hour", "profile_id", "process"}
+    """The other functions take names that penstock or an operator makes. `bulk_id` is one that penstock makes."""
+    made = {"bulk_id", "state", "pool", "job_id", "node_id", "tenant", "level", "day", "hour", "profile_id", "process"}
     given_by_callers = {
         name
         for name, function in inspect.getmembers(keys, inspect.isfunction)

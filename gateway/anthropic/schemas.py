@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import MAX_MESSAGES, MAX_METADATA, Metadata, QueueFields
+from penstock.contract.job import (
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_METADATA_KEY_CHARS,
+    MAX_METADATA_VALUE_CHARS,
+    Metadata,
+    QueueFields,
+)
 from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.contract.sampling import COUNT_TOKENS, MAX_TOKENS_LIMIT, MESSAGES, Endpoint, SamplingParams
 from penstock.contract.tools import MAX_TOOLS, FunctionName, ToolChoice, closed
@@ -247,6 +254,17 @@ else:
     _SampledConversation = with_option_fields(_ConversationBody, MESSAGES, SamplingParams, QueueFields)
 
 
+def _short_texts(metadata: Any) -> Any:
+    """Return the members that a job can keep. Anthropic knows `user_id` alone, but its API's callers send others too."""
+    if not isinstance(metadata, dict):
+        return metadata
+    return {
+        name: value
+        for name, value in metadata.items()
+        if isinstance(value, str) and len(value) <= MAX_METADATA_VALUE_CHARS and 0 < len(name) <= MAX_METADATA_KEY_CHARS
+    }
+
+
 class MessagesRequest(_SampledConversation):
     """Body of `POST /v1/messages`."""
 
@@ -256,7 +274,7 @@ class MessagesRequest(_SampledConversation):
     stream: bool | None = None
     output_config: OutputConfig | None = None
 
-    metadata: Annotated[Metadata | None, at_most(MAX_METADATA)] = None
+    metadata: Annotated[Metadata | None, at_most(MAX_METADATA), BeforeValidator(_short_texts)] = None
     diagnostics: Annotated[dict[str, Any] | None, NO_EFFECT] = None
     service_tier: Annotated[Any, only(None, "auto", "standard_only")] = None
     container: Annotated[Any, only(None)] = None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack, cast
-
-from redis.asyncio import Redis
 
 from penstock.contract.errors import (
     ConfigError,
@@ -30,7 +28,7 @@ from penstock.contract.tasks import Detokenized, Embedding, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client.completions import CompletionFeed, as_completed, checked_tag
-from penstock.producer.client.control import JobControl, retry_options
+from penstock.producer.client.control import DeadLetterBox, JobControl
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, submit_all
@@ -52,7 +50,6 @@ from penstock.producer.client.tasks import (
 from penstock.producer.client.waiting import QueueWatch
 from penstock.queue.broker.completions import Completion, CompletionCursor
 from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, warn_of_eviction
-from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.job_lists import JobLists, JobPage
 from penstock.queue.broker.jobs import KnownJobs, QueuePositions, ResponseBroker
 from penstock.queue.broker.key_store import KeyStore
@@ -66,33 +63,6 @@ from penstock.queue.results import PackedResult
 from penstock.runtime.settings import redis_url_of, without_password
 
 MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
-
-
-class DeadLetterBox(DeadLetters):
-    """A client's access to the dead letters of all pools, as `AsyncClient.dead`."""
-
-    def __init__(self, redis: Redis, patience: Patience, submit: Callable[..., Awaitable[AsyncJob]]) -> None:
-        super().__init__(redis, patience)
-        self._submit = submit
-
-    async def retry(self, job_id: str) -> AsyncJob:
-        """Submit a dead letter's request as a new job for the same tenant, and purge the letter.
-
-        A call after an interrupted one returns the same new job. Raises NotFoundError, and what `AsyncClient.submit`
-        raises.
-        """
-        letter, request = await self.get(job_id), await self.request(job_id)
-        prompt, options = retry_options(job_id, request)
-        job = await self._submit(
-            prompt,
-            **options,
-            priority=letter.priority,
-            background=letter.is_background,
-            tenant=letter.tenant,
-            terms=Terms(weight=letter.weight),
-        )
-        await self.purge([job_id])
-        return job
 
 
 class AsyncClient:

@@ -1,4 +1,4 @@
-"""Steering of accepted jobs, one by one or all that a filter names, and pauses: `AsyncClient.control`."""
+"""Steering of accepted jobs, one by one or all that a filter names, and pauses: `AsyncClient.control`; dead letters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, Unpack
+
+from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, PenstockError, UnavailableError
 from penstock.contract.job import SubmitOptions, is_job_id, pool_of
@@ -25,7 +27,10 @@ from penstock.contract.job_change import (
 from penstock.contract.job_filter import FilterOptions, JobFilter, checked_class
 from penstock.contract.priority import ClassName, Priority
 from penstock.contract.tenant import Terms
+from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt
+from penstock.queue.broker.connection import Patience
+from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.job_lists import JobLists
 from penstock.queue.broker.jobs import JobStatus
 from penstock.queue.broker.producer import Submitted
@@ -360,3 +365,30 @@ class JobControl:
             "queue_without_node": True,
         }
         return await self._submit(prompt, **options)
+
+
+class DeadLetterBox(DeadLetters):
+    """A client's access to the dead letters of all pools, as `AsyncClient.dead`."""
+
+    def __init__(self, redis: Redis, patience: Patience, submit: Callable[..., Awaitable[AsyncJob]]) -> None:
+        super().__init__(redis, patience)
+        self._submit = submit
+
+    async def retry(self, job_id: str) -> AsyncJob:
+        """Submit a dead letter's request as a new job for the same tenant, and purge the letter.
+
+        A call after an interrupted one returns the same new job. Raises NotFoundError, and what `AsyncClient.submit`
+        raises.
+        """
+        letter, request = await self.get(job_id), await self.request(job_id)
+        prompt, options = retry_options(job_id, request)
+        job = await self._submit(
+            prompt,
+            **options,
+            priority=letter.priority,
+            background=letter.is_background,
+            tenant=letter.tenant,
+            terms=Terms(weight=letter.weight),
+        )
+        await self.purge([job_id])
+        return job

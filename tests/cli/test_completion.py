@@ -34,7 +34,7 @@ COMPLETE = "from penstock.cli.main import app; app(prog_name='penstock')"
 OFFERED = {
     ("penstock", "j"): ["jobs"],
     ("penstock", "--ver"): ["--version"],
-    ("penstock", "jobs", "c"): ["cancel"],
+    ("penstock", "jobs", "c"): ["cancel", "change"],
     ("penstock", "jobs", "list", "--st"): ["--state"],
     ("penstock", "jobs", "list", "--state", "q"): ["queued"],
     ("penstock", "node", "--kv-cache-d"): ["--kv-cache-dtype"],

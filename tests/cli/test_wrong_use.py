@@ -37,7 +37,7 @@ from penstock.queue.broker.connection import connect
         ("jobs list --limit", "--limit needs a value"),
         ("jobs list --limit x", "--limit: must be an integer (see penstock jobs list --help)"),
         ("jobs list --limit 0", "--limit: must be at least 1 (see penstock jobs list --help)"),
-        ("jobs list --state lost", "--state: 'lost' is not one of 'queued', 'running', "),
+        ("jobs list --state lost", "--state: 'lost' is not one of scheduled, queued, "),
         ("submit x --temperature warm", "--temperature: must be a number (example: penstock submit "),
         ("pools list one two", "unexpected argument one (see penstock pools list --help)"),
         (

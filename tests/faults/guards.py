@@ -169,7 +169,7 @@ MUTANTS = (
     Mutant(
         "a completion of each job",
         "queue",
-        "if job.n ~= '0' and in_feed ~= '0' then note_",
+        "if not is_task(job) and job.in_feed ~= '0' then note_",
         "if false then note_",
         COMPLETIONS,
     ),
@@ -358,7 +358,7 @@ MUTANTS = (
         "submit",
         "add_entry(lists.key(is_delayed and 'scheduled' or 'queued', tenant), 0, id)",
         "",
-        "job_lists.py",
+        "tests/queue/test_job_lists.py",
     ),
     Mutant("jobs before their time", "submit", "waits = is_delayed or", "waits =", "delayed_jobs.py"),
     Mutant("refunds in the window of their charge", "queue", "    window = since\n", "", "policy.py"),

@@ -253,6 +253,8 @@ async def test_a_bug_is_a_500_without_details(caplog):
     caplog.set_level(logging.INFO)
 
     class Broken:
+        feed = control = None
+
         async def pools(self) -> None:
             raise ZeroDivisionError("s3cret")
 

@@ -51,7 +51,8 @@ end
 local function fair_cost_of(id, level)
   local tenant, weight, entry = unpack(redis.call('HMGET', job_key(id), 'tenant', 'weight', 'entry'))
   local queued = read_queued(level >= CLASSES and ':queued_background' or ':queued')
-  local key, requeued = P .. ':queue:' .. level .. ':' .. tenant, P .. ':requeued:' .. level .. ':' .. tenant
+  local like = {level = level, tenant = tenant}
+  local key, requeued = queue_key(like), requeued_key(like)
   local num_own = redis.call('XLEN', key) + redis.call('ZCARD', requeued)
   local own = queued.costs_of[tenant] or tonumber(redis.call('HGET', queued.key, tenant) or '0')
   local num_ahead = entry ~= '' and num_own_ahead(key, entry) + redis.call('ZCARD', requeued) or 0

@@ -129,7 +129,7 @@ SENT: dict[str, Sent] = {
     "max_output_tokens": Sent(1, 0),
     "max_tokens": Sent(1, 0),
     "messages": Sent(CHAT["messages"], []),
-    "metadata": Sent({"a": "b"}, {"a": 1}),
+    "metadata": Sent({"a": "b"}, dict.fromkeys(map(str, range(17)), "b")),
     "min_p": Sent(1, 1.1),
     "min_tokens": Sent(1, -1),
     "model": Sent(MODEL, ""),

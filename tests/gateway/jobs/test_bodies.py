@@ -77,7 +77,7 @@ def test_a_response_of_a_job_is_not_stored(http: httpx.Client, engine: EchoEngin
 def test_options_of_the_queue_stand_in_the_body_or_beside_it(http: httpx.Client) -> None:
     beside = {"priority": "standard", "not_before_s": 600, "idempotency_key": "line", "deadline_s": 700}
     one = accepted(http, line("/v1/chat/completions", {**CHAT, "deadline_s": 700, "priority": "standard"}, **beside))
-    assert (shown(http, one["id"])["state"], shown(http, one["id"])["priority"]) == ("queued", "standard")
+    assert (shown(http, one["id"])["state"], shown(http, one["id"])["priority"]) == ("scheduled", "standard")
     again = accepted(http, line("/v1/chat/completions", {**CHAT, "not_before_s": 600}, **beside, model=MODEL))
     assert again["id"] == one["id"]
     http.delete(f"/v1/jobs/{one['id']}")

@@ -96,7 +96,7 @@ def test_a_stream_has_the_jobs_of_a_tag_and_of_a_pool(http: httpx.Client, redis_
     cursor, of_pool = cursor_of(http), cursor_of(http, "?pool=echo")
     ids = [submit(http, not_before_s=600) for _ in range(2)]
     with redis.Redis.from_url(redis_url) as client:
-        client.hset(keys.job(ids[1]), "tags", "red blue")
+        client.hset(keys.job(ids[1]), mapping={"tag1": "red", "tag2": "blue", "extra": 9})
     for job_id in ids:
         http.delete(f"/v1/jobs/{job_id}")
     with reading(http, f"?after={cursor}&tag=red") as events:

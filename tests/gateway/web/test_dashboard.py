@@ -21,6 +21,7 @@ from playwright.sync_api import Page, expect
 
 from penstock.contract.job import Priority, SamplingParams
 from penstock.gateway.web import dashboard
+from penstock.producer.client import control
 from penstock.queue.broker.connection import connect
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
@@ -90,6 +91,8 @@ def test_viewers_share_a_state_and_none_is_made_without_viewers(
     stack: Stack, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard, "INTERVAL_S", 0.2)
+    # A look for bulk actions scans the list of pools.
+    monkeypatch.setattr(control, "LOOK_S", 600)
     url = stack.start_gateway()
     with httpx.Client(base_url=url) as http:
         num_pools = len(http.get("/dashboard").json()["pools"])

@@ -34,7 +34,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
         {"stop": "end"},
         {"stop": ["a", "b"], "stop_token_ids": [1, 2], "ignore_eos": True, "min_tokens": 1, "max_tokens": 2},
         {"repetition_penalty": 1.1, "max_tokens": None},
-        {"user": "me", "metadata": {"a": [1]}, "stream": False, "stream_options": None, "stop": None},
+        {"user": "me", "metadata": {"a": "1"}, "stream": False, "stream_options": None, "stop": None},
         {"frequency_penalty": 0, "presence_penalty": 0.0, "min_p": 0, "logit_bias": {}},
         {"frequency_penalty": -2, "presence_penalty": 0.5, "min_p": 0.1},
         {"frequency_penalty": None, "presence_penalty": None, "min_p": None},

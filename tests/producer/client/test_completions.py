@@ -63,7 +63,7 @@ async def test_completions_of_a_tag_a_pool_and_a_tenant(client: AsyncClient, red
     cursor = await client.completions_cursor()
     of_pool = await client.completions_cursor(pool=POOL)
     jobs = [await client.submit("hello", model=MODEL) for _ in range(2)]
-    await redis.hset(keys.job(jobs[1].id), "tags", "red blue")
+    await redis.hset(keys.job(jobs[1].id), mapping={"tag1": "red", "tag2": "blue", "extra": 9})
     for job in jobs:
         await job.cancel()
     ((_, done),) = await read(client.completions(cursor, tag="blue"), 1)
@@ -114,8 +114,8 @@ async def test_a_connected_reader_gets_each_job_once_although_redis_lost_writes(
     async with aclosing(reader), asyncio.timeout(30):
         ids = await finished(client, 3)
         assert [(await anext(reader))[1].job_id for _ in range(3)] == ids
-        (entry,) = await redis.xrevrange(FEED, count=1)
-        await redis.xdel(FEED, entry[0])
+        newest: Any = await redis.xrevrange(FEED, count=1)
+        await redis.xdel(FEED, newest[0][0])
         more = await finished(client, 2)
         assert sorted([(await anext(reader))[1].job_id for _ in range(2)]) == more
 
