@@ -255,7 +255,7 @@ else:
 
 
 def _short_texts(metadata: Any) -> Any:
-    """Return the members that a job can keep. Anthropic knows `user_id` alone, but its API's callers send others too."""
+    """Return the members that a job can keep. Anthropic knows `user_id` alone, but callers send others as well."""
     if not isinstance(metadata, dict):
         return metadata
     return {
