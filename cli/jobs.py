@@ -299,19 +299,14 @@ def watch(
                     if as_json:
                         write_text(json.dumps(completion_object(done) | {"cursor": cursor}) + "\n")
                     else:
-                        write_text(
-                            f"{_clock_time(done.finished_ms)} {done.state:9} {' '.join((done.job_id, *done.tags))}\n"
-                        )
+                        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(done.finished_ms / 1000))
+                        write_text(f"{at} {done.state:9} {' '.join((done.job_id, *done.tags))}\n")
                     last = cursor
             except (asyncio.CancelledError, UnavailableError):
                 write_text(f"continue with --after {last}\n", sys.stderr)
                 raise
 
     asyncio.run(follow())
-
-
-def _clock_time(unix_ms: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_ms / 1000))
 
 
 async def _cancel(client: AsyncClient, job_id: str, tenant: str) -> str:

@@ -224,16 +224,13 @@ class JobControl:
                 self._begun.clear()
                 tasks = {key: task for key, task in tasks.items() if not task.done()}
                 with suppress(UnavailableError):
-                    for key in await self._open_bulks():
+                    pools = await self._steering.pools_of(JobFilter())
+                    open_bulks = [(pool, one) for pool in pools for one in await self._steering.open_bulks(pool)]
+                    for key in open_bulks:
                         if key not in tasks:
                             tasks[key] = asyncio.create_task(self._continued(*key), name="penstock bulk action")
         finally:
             await cancel_until_done(tasks.values())
-
-    async def _open_bulks(self) -> list[tuple[str, str]]:
-        """Return pool and id of all open actions."""
-        pools = await self._steering.pools_of(JobFilter())
-        return [(pool, bulk_id) for pool in pools for bulk_id in await self._steering.open_bulks(pool)]
 
     async def _continued(self, pool: str, bulk_id: str) -> None:
         try:

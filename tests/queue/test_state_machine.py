@@ -176,10 +176,10 @@ class QueueMachine(RuleBasedStateMachine):
                 self.run(self.queue.producer.submit(Submission(request.model_copy(update={"prompt": "other"}), 1)))
         elif how == "same":
             submitted = self.run(self.queue.producer.submit(Submission(request, 1)))
-            assert (submitted.existed, submitted.state) == (True, job.state)
+            assert (submitted.existed, submitted.state) == (True, job.shown_state)
         else:
             answer = self.run(self.queue.producer.attach(job.job_id, job.tenant, inbox="me"))
-            assert (answer.state, answer.num_chunks) == (job.state, len(job.log) + (job.state in TERMINAL))
+            assert (answer.state, answer.num_chunks) == (job.shown_state, len(job.log) + (job.state in TERMINAL))
             job.is_unread = False
 
     @rule(pick=picks)

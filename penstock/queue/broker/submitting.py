@@ -92,13 +92,14 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
     if trace:
         # Added after the hash, since the same request of another trace is still the same request.
         request = with_members(request, [("trace", [pack(trace)])])
+    metadata = json.dumps(job.metadata, separators=(",", ":"), ensure_ascii=False) if job.metadata else ""
     row = (
         *(job.id, job.level, job.num_sequences, submission.cost, body, job.deadline_ms or 0),
         *(int(submission.channel), int(job.requires_reader), keys.key_hash(job.idempotency_key)),
         *(estimate_output_bytes(job, len(request)), job.not_before_ms or 0, record.keep_ms),
         *(submission.rate_tokens or ("", 0, 0, "")),
         *(_limits_of(job), "" if job.max_wait_ms is None else job.max_wait_ms, int(job.in_feed)),
-        *(job.ttl_ms or 0, " ".join(job.tags), _metadata_of(job), (job.retry_of or "").rpartition(".")[2]),
+        *(job.ttl_ms or 0, " ".join(job.tags), metadata, (job.retry_of or "").rpartition(".")[2]),
     )
     return PackedSubmission(job, inbox, terms, row, request, record.data)
 
@@ -123,11 +124,6 @@ def _limits_of(job: JobDef) -> str:
     """Return the field `limits` of a job's record."""
     max_tokens, max_total_tokens = job.params.max_tokens, job.max_total_tokens
     return "" if max_tokens is None or max_total_tokens is None else f"{max_tokens} {max_total_tokens}"
-
-
-def _metadata_of(job: JobDef) -> str:
-    """Return a job's metadata as Redis stores it, empty for none."""
-    return json.dumps(job.metadata, separators=(",", ":"), ensure_ascii=False) if job.metadata else ""
 
 
 def _submitted(answer: list[Any]) -> Submitted:

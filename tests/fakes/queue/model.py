@@ -92,6 +92,13 @@ class ModelJob:
     def is_suspect(self) -> bool:
         return 0 < self.losses >= MAX_LOSSES - 1 and len(self.log) - self.mark < PROGRESS_CHUNKS
 
+    @property
+    def shown_state(self) -> str:
+        """The state that callers see."""
+        if self.state == "queued" and self.is_later:
+            return "scheduled"
+        return "cancelling" if self.state == "running" and self.is_cancelled else self.state
+
     def is_held(self, node: str, lease: str) -> bool:
         return self.state == "running" and (self.node, self.lease) == (node, lease)
 
@@ -327,7 +334,7 @@ class QueueModel:
             job.is_cancelled = True
             if job.state == "queued":
                 self.end_if_over(job)
-        return "cancelling" if job.state == "running" else job.state
+        return job.shown_state
 
     def heartbeat(self, node: ModelNode, held: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
         """Return the cancelled, expired and fenced ids among the held ones. Jobs that are not held are requeued."""
