@@ -18,6 +18,7 @@ from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
+    from penstock.contract.job_filter import JobFilter
     from penstock.contract.output import Result
     from penstock.producer.client import AsyncClient
     from penstock.queue.broker.job_lists import JobLists
@@ -30,6 +31,25 @@ PriorityName = Literal["interactive", "standard", "batch"]
 ActionName = Literal["cancel", "retry", "reschedule", "change_class"]
 
 app = App()
+
+
+ListedClass = Annotated[PriorityName | None, typer.Option(help="Class of the jobs. Default: all classes.")]
+ListedKind = Annotated[
+    bool | None, typer.Option("--background/--foreground", help="Only background or foreground jobs.")
+]
+ListedTag = Annotated[str | None, typer.Option(help="Tag of the jobs.")]
+Since = Annotated[str | None, typer.Option(help=f"Only jobs submitted from this time on. {TIME_HELP}")]
+Until = Annotated[str | None, typer.Option(help=f"Only jobs submitted before this time. {TIME_HELP}")]
+
+
+def _filter_of(
+    tenant: str | None, state: list[str] | None, since: str | None, until: str | None, **given: Any
+) -> JobFilter:
+    """Return the filter that the options of a command name. Raises RequestError."""
+    from penstock.contract.job_filter import JobFilter
+
+    times = {"submitted_after": unix_s_of(since, "since"), "submitted_before": unix_s_of(until, "until")}
+    return JobFilter.of({**given, "state": state or None, **times}, tenant=tenant)
 
 
 def _states(incomplete: str) -> list[str]:
@@ -56,13 +76,11 @@ def list_jobs(
             autocompletion=_states,
         ),
     ] = None,
-    priority: Annotated[PriorityName | None, typer.Option(help="Class of the jobs. Default: all classes.")] = None,
-    background: Annotated[
-        bool | None, typer.Option("--background/--foreground", help="Only background or foreground jobs.")
-    ] = None,
-    tag: Annotated[str | None, typer.Option(help="Tag of the jobs.")] = None,
-    since: Annotated[str | None, typer.Option(help=f"Only jobs submitted from this time on. {TIME_HELP}")] = None,
-    until: Annotated[str | None, typer.Option(help=f"Only jobs submitted before this time. {TIME_HELP}")] = None,
+    priority: ListedClass = None,
+    background: ListedKind = None,
+    tag: ListedTag = None,
+    since: Since = None,
+    until: Until = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Most jobs, newest first.")] = 20,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
@@ -70,13 +88,10 @@ def list_jobs(
     """Print a table of jobs, newest first. AGE is the time since a job was queued. `show` tells the rest of a job."""
 
     async def find(show: Callable[[JobStatus], None]) -> None:
-        from penstock.contract.job_filter import JobFilter
         from penstock.queue.broker.connection import connect
         from penstock.queue.broker.job_lists import MAX_PAGE_JOBS, JobLists
 
-        given = {"pool": pool, "state": state or None, "priority": priority, "background": background, "tag": tag}
-        times = {"submitted_after": unix_s_of(since, "since"), "submitted_before": unix_s_of(until, "until")}
-        wanted = JobFilter.of({**given, **times}, tenant=tenant)
+        wanted = _filter_of(tenant, state, since, until, pool=pool, priority=priority, background=background, tag=tag)
         async with connect(redis_url_of(redis_url)) as redis:
             num_left, after = limit, None
             while num_left:
@@ -199,13 +214,11 @@ def bulk(
             autocompletion=_states,
         ),
     ] = None,
-    priority: Annotated[PriorityName | None, typer.Option(help="Class of the jobs. Default: all classes.")] = None,
-    background: Annotated[
-        bool | None, typer.Option("--background/--foreground", help="Only background or foreground jobs.")
-    ] = None,
-    tag: Annotated[str | None, typer.Option(help="Tag of the jobs.")] = None,
-    since: Annotated[str | None, typer.Option(help=f"Only jobs submitted from this time on. {TIME_HELP}")] = None,
-    until: Annotated[str | None, typer.Option(help=f"Only jobs submitted before this time. {TIME_HELP}")] = None,
+    priority: ListedClass = None,
+    background: ListedKind = None,
+    tag: ListedTag = None,
+    since: Since = None,
+    until: Until = None,
     not_before: Annotated[
         float | None, typer.Option(min=0, help="For `reschedule`: seconds from now on that the jobs wait.")
     ] = None,
@@ -227,12 +240,10 @@ def bulk(
         penstock jobs bulk change_class --priority batch --to-priority standard
     """
     from penstock.contract.job_change import JobChange
-    from penstock.contract.job_filter import JobFilter, checked_class
+    from penstock.contract.job_filter import checked_class
 
     change = JobChange(action, not_before, checked_class(to_priority), to_background)
-    given = {"pool": pool, "state": state or None, "priority": priority, "background": background, "tag": tag}
-    times = {"submitted_after": unix_s_of(since, "since"), "submitted_before": unix_s_of(until, "until")}
-    wanted = JobFilter.of({**given, **times}, tenant=tenant)
+    wanted = _filter_of(tenant, state, since, until, pool=pool, priority=priority, background=background, tag=tag)
 
     async def work() -> dict[str, Any]:
         from penstock.producer.client import AsyncClient

@@ -31,17 +31,11 @@ local function find(name, key, id, detail) findings[#findings + 1] = {name, key,
 -- Names of keys are without P:. The value of an id in a key is false if it is absent, else its score, its stream entry,
 -- or '' in a set.
 
-local function tags_of(job)
-  local tags = {}
-  for _, tag in ipairs(redis.call('HMGET', job_key(job.id), 'tag1', 'tag2', 'tag3', 'tag4')) do tags[#tags + 1] = tag or nil end
-  return tags
-end
-
 -- The keys that must list a job, and its values there, by its record.
 local function keys_of(job)
   if not job then return {} end
   local keys = {}
-  for _, tag in ipairs(tags_of(job)) do keys['tagged:' .. job.tenant .. ':' .. tag] = '0' end
+  for _, tag in ipairs(lists.read_tags(job.id)) do keys['tagged:' .. job.tenant .. ':' .. tag] = '0' end
   local list = is_terminal(job.state) and (job.state == 'done' and 'succeeded' or job.state) or job.state
   if job.state == 'queued' and job.entry == DELAYED and
     redis.call('ZSCORE', P .. ':delayed:' .. lane_of(job), job.id) then list = 'scheduled' end

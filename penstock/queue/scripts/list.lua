@@ -76,7 +76,7 @@ end
 for at = math.floor(#heap / 2), 1, -1 do sift_down(at) end
 
 local function has_tag(id)
-  for _, tag in ipairs(redis.call('HMGET', job_key(id), 'tag1', 'tag2', 'tag3', 'tag4')) do
+  for _, tag in ipairs(lists.read_tags(id)) do
     if tag == asked.tag then return true end
   end
   return false

@@ -252,12 +252,16 @@ do
   end
 end
 
--- The tags of a job, separated by spaces. `extra`: its field of that name, '' or nil for a job that has no tags.
-function lists.tags_of(id, extra)
-  if not extra or extra == '' then return '' end
+-- A list of a job's tags.
+function lists.read_tags(id)
   local tags = {}
   for _, tag in ipairs(redis.call('HMGET', job_key(id), 'tag1', 'tag2', 'tag3', 'tag4')) do tags[#tags + 1] = tag or nil end
-  return table.concat(tags, ' ')
+  return tags
+end
+
+-- The tags of a job, separated by spaces. `extra`: its field of that name, '' or nil for a job that has no tags.
+function lists.tags_of(id, extra)
+  return extra and extra ~= '' and table.concat(lists.read_tags(id), ' ') or ''
 end
 
 -- What P:expiry says of an ended job's record: its key, and what lists the job.
