@@ -246,13 +246,14 @@ MUTANTS = (
     Mutant(
         "memory of a tenant",
         "submit",
-        "held + output > limit * percent / 100",
-        "held + output > limit * percent",
+        "own.bytes + held + output > share",
+        "own.bytes + held + output > limit",
         "stored_bytes.py",
     ),
     Mutant(
-        "a key's own share", "submit", "memory_percent_of(memory_percent)", "memory_percent_of(0)", "stored_bytes.py"
+        "memory that greedy tenants leave", "queue", "* alone / (percent - alone))", "* 10 * alone)", "stored_bytes.py"
     ),
+    Mutant("a key's own share", "submit", "memory_share_of(memory_percent,", "memory_share_of(0,", "stored_bytes.py"),
     Mutant("a queued job reserves nothing", "take", "  reserve_output(job)\n", "", "stored_bytes.py"),
     Mutant(
         "memory for what is taken", "take", "if not fit.has_memory(job) then return true end", "", "stored_bytes.py"

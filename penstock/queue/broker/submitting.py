@@ -234,7 +234,10 @@ def _busy_error(
         message = f"the limit of {limit} % of Redis's memory is reached, including bytes that open jobs may still write"
         return busy(message, code="redis_full")
     if limit_name == "tenant's memory":
-        message = f"this tenant's limit of {limit} % of Redis's memory is reached by its jobs and results"
+        message = (
+            f"this tenant's jobs and results may now take {limit} % of Redis's memory, depending on what other tenants "
+            "leave free; free results that you have stored (ack), or wait until they expire"
+        )
         return busy(message, code="memory_share_exceeded")
     tenant, _, rest = limit_name.rpartition("'s ")
     if tenant:

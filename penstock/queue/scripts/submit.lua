@@ -359,11 +359,11 @@ do
       return busy(job, 'memory', memory_percent_of_all, jittered(job, MEMORY_RETRY_MS))
     end
     local own, tenant, memory_percent = job.own, job.tenant, job.terms.memory_percent
-    local percent = memory_percent_of(memory_percent)
     -- Memory of one tenant: beyond its share, only that tenant is refused.
+    local share = memory_share_of(memory_percent, limit, memory_percent_of_all, queue.memory.used + held + output)
     local function exceeds()
       own.bytes = own.bytes or bytes_of(tenant)
-      return own.bytes + held + output > limit * percent / 100
+      return own.bytes + held + output > share
     end
 
     -- Milliseconds until a stored key of this tenant expires, if it is among the next MAX_LOOKED_AT keys of all tenants.
@@ -382,7 +382,9 @@ do
       subtract_expired(now, MAX_RELEASED)
       collected, own.bytes = collecting, bytes_of(tenant) + counted
     end
-    if exceeds() then return busy(job, "tenant's memory", percent, jittered(job, until_next_goes())) end
+    if exceeds() then
+      return busy(job, "tenant's memory", math.floor(100 * share / limit), jittered(job, until_next_goes()))
+    end
   end
 
   local function exceeds_tenant(job)

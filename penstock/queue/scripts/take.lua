@@ -474,8 +474,9 @@ end
 -- until something expires, and the jobs behind it go on. memory_left: nil before it is read, false without a limit.
 local fit = {}
 do
-  -- Background work leaves a part of the memory to foreground work, and to the results that wait for their readers.
-  local MEMORY_PERCENT, BACKGROUND_PERCENT, MEMORY_RETRY_MS = 95, 80, 1000
+  -- Background work leaves a part of the memory to foreground work, and to the results that wait for their readers. So does
+  -- a tenant that has taken its share of what submit.lua lets all tenants fill.
+  local MEMORY_PERCENT, BACKGROUND_PERCENT, SUBMIT_PERCENT, MEMORY_RETRY_MS = 95, 80, 90, 1000
   local memory_left, memory_limit
   local taken_bytes = {}
 
@@ -488,9 +489,11 @@ do
     job.logged = job.revision ~= '' and redis.call('HGET', job_key(job.id), 'logged') or ''
     if not memory_left then return true end
     local of_tenant = taken_bytes[job.tenant] or bytes_of(job.tenant)
-    local share = memory_limit * memory_percent_of(tonumber(job.memory_percent) or 0) / 100
-    local kept_back = is_background(job) and memory_limit * (MEMORY_PERCENT - BACKGROUND_PERCENT) / 100 or 0
-    if job.output > memory_left - kept_back or of_tenant + job.output > share then
+    local would_use = memory_limit * MEMORY_PERCENT / 100 - memory_left + job.output
+    local share, most = memory_share_of(tonumber(job.memory_percent) or 0, memory_limit, SUBMIT_PERCENT, would_use)
+    local keeps_back = is_background(job) or of_tenant + job.output > share
+    local kept_back = keeps_back and memory_limit * (MEMORY_PERCENT - BACKGROUND_PERCENT) / 100 or 0
+    if job.output > memory_left - kept_back or of_tenant + job.output > most then
       look_again_in(MEMORY_RETRY_MS)
       return false
     end
