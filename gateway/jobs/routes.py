@@ -288,7 +288,7 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     conversations = ConversationReader(services.client, services.result_budget, services.settings.max_body_bytes)
     submit = SubmitJob(services.client, services.reader, conversations, services.settings.max_logprobs)
     jobs = JobRoutes(services.client, services.settings, services.answers, services.yielder, services.result_budget)
-    feed = FeedRoutes(services.client, services.answers, services.yielder)
+    feed = FeedRoutes(services.client, services.answers, services.open_feeds, services.yielder)
     control = ControlRoutes(services.client, services.reader)
     # Their fixed paths go before the ids of jobs.
     return [Route("/v1/jobs", submit, methods=["POST"]), feed.router, control.router, jobs.router]
