@@ -40,8 +40,8 @@ MODEL_SPREAD = 0.6
 PRIOR_PROMPT_TOKENS = 128
 """The prompt of the one job that counts before any has begun. Its output has the length that the queue assumes."""
 PRIOR_PART = 0.7
-"""The part of what is left of its longest output that a choice has, before any has shown more. Short outputs end soon and
-correct it, but long ones take long to show, so it is more than half."""
+"""The part of what is left of its longest output that a choice has, before any has shown more. Short outputs end soon
+and correct it, but long ones take long to show, so it is more than half."""
 TAIL_SPREAD = 0.8
 """Standard error of the logarithm of that part."""
 
