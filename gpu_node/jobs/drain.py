@@ -47,6 +47,9 @@ TAIL_SPREAD = 0.8
 
 
 PHASE_PROMPT_TOKENS = 4
+"""In the first round. A decoded token takes longer the longer its context is, so later prompts are longer."""
+MAX_PHASE_PROMPT_TOKENS, MAX_PROMPTS_MS = 128, 300.0
+"""Of a sequence, and of a phase."""
 FEW_OUTPUTS, MANY_OUTPUTS, MANY_SEQUENCES = 5, 9, 16
 """`StepParts.measured` describes the use."""
 
@@ -54,7 +57,7 @@ FEW_OUTPUTS, MANY_OUTPUTS, MANY_SEQUENCES = 5, 9, 16
 def phases(max_num_seqs: int) -> tuple[tuple[int, int], ...]:
     """Return what a node computes to learn the costs of its steps: phases of (sequences, output tokens of each).
 
-    The prompts are short. First comes hardly more than steps of one sequence, then prompts alone, then prompts and
+    First comes hardly more than steps of one sequence, then prompts alone, then prompts and
     steps of many sequences.
     """
     many = min(MANY_SEQUENCES, max_num_seqs)
@@ -72,15 +75,20 @@ class StepParts(NamedTuple):
     """A token of a prompt."""
 
     @classmethod
-    def measured(cls, took_ms: Sequence[float], max_num_seqs: int) -> Self:
-        """Return the costs from the times of `phases`."""
+    def measured(cls, took_ms: Sequence[float], max_num_seqs: int, num_prompt: int = PHASE_PROMPT_TOKENS) -> Self:
+        """Return the costs from the times of `phases`, of which those of many sequences had prompts of this length."""
         (one_ms, prompts_ms, both_ms), many = took_ms, min(MANY_SEQUENCES, max_num_seqs)
         step_of_one_ms, step_of_many_ms = one_ms / MANY_OUTPUTS, (both_ms - prompts_ms) / (FEW_OUTPUTS - 1)
         # Where a token takes no measurable time, it counts as 1 % of a step.
         least_ms = max(1e-6, step_of_one_ms / 100)
         decoded_ms = max(least_ms, (step_of_many_ms - step_of_one_ms) / max(1, many - 1))
         fixed_ms = max(0.0, step_of_one_ms - decoded_ms)
-        return cls(fixed_ms, decoded_ms, max(least_ms, (prompts_ms - fixed_ms) / (many * PHASE_PROMPT_TOKENS)))
+        return cls(fixed_ms, decoded_ms, max(least_ms, (prompts_ms - fixed_ms) / (many * num_prompt)))
+
+    def longer_prompt(self, max_num_seqs: int, most: int) -> int:
+        """Return the length of the prompts of the next round, at most `most`."""
+        by_time = int(MAX_PROMPTS_MS / (self.prompt_ms * min(MANY_SEQUENCES, max_num_seqs)))
+        return max(PHASE_PROMPT_TOKENS, min(by_time, MAX_PHASE_PROMPT_TOKENS, most))
 
     def output_weight(self, num_sequences: int) -> float:
         """Return how many prompt tokens take as long as an output token, in steps that decode `num_sequences`."""
