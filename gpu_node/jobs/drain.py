@@ -251,8 +251,8 @@ def _pace(
 def mean_part(jobs: Iterable[JobWork]) -> tuple[float, float]:
     """Return the mean of the jobs' final `part`, weighted by their longest outputs, and how much of it is assumed.
 
-    It is the area below the Kaplan-Meier estimate of how many outputs reach a part. What is left of those that reach the
-    last known part is assumed, within their limits. It is PRIOR_PART of the rest to the longest output, or of what they
+    It is the area below the Kaplan-Meier estimate of how many outputs reach a part. What is left of those that reach
+    the last known part is assumed, within their limits: PRIOR_PART of the rest to the longest output, or of what they
     have so far, whichever is more.
     """
     ordered = sorted(jobs, key=lambda work: work.part)
