@@ -918,9 +918,24 @@ do
     redis.call('ZADD', P .. ':ended', now + config.result_ttl_ms, job.tenant)
   end
 
+  -- Notes in P:outbox that the endpoints which a job names are to be told of its end. Gateways hand that to webhooks.lua.
+  local MAX_OUTBOX = 100000
+
+  local function note_webhooks(job, state)
+    local key, sizes = P .. ':outbox', P .. ':outbox_sizes'
+    if tonumber(redis.call('HGET', sizes, job.tenant) or '0') >= MAX_OUTBOX then
+      count_event('webhooks_dropped')
+      return
+    end
+    local kind = (tonumber(job.response_bytes) or 0) > 0 and 'response' or 'job'
+    local entry = table.concat({string.match(job.id, '[^.]*$'), state, kind, job.tenant, job.webhooks}, ' ')
+    redis.call('XADD', key, '*', 'e', entry)
+    count_now(sizes, job.tenant, 1)
+  end
+
   -- Fields that the end of a job needs beside JOB_FIELDS.
   local END_FIELDS = {'held', 'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases', 'keep', 'response_bytes',
-    'in_feed', 'extra'}
+    'in_feed', 'extra', 'webhooks'}
 
   local function read_end_fields(job)
     if job.past_leases then return end
@@ -998,6 +1013,7 @@ do
     local is_wide = is_any_wide(message, param, job.past_leases, job.inboxes, job.loss_nodes or '')
     add_usage(job, job.account, now, reported)
     if not is_task(job) and job.in_feed ~= '0' then note_completion(job, config, now, state) end
+    if job.webhooks ~= '' then note_webhooks(job, state) end
     correct_tokens(job, state, now, reported)
     if job.idem ~= '' then
       -- A caller that repeats its request after a broken connection gets a new job, not this job's `unread`.
