@@ -23,7 +23,7 @@ MAX_ADDRESSES = 4
 RESOLVING_THREADS = 8
 """Names that are resolved at the same time. A name server that does not answer occupies one of these threads alone."""
 
-_NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+_NAT64 = (ipaddress.ip_network("64:ff9b::/96"),)
 _REFUSED: tuple[Network, ...] = tuple(
     ipaddress.ip_network(text)
     for text in (
@@ -34,6 +34,7 @@ _REFUSED: tuple[Network, ...] = tuple(
         "192.0.0.0/24",  # Oracle's metadata, among others
         "198.18.0.0/15",
         "::/96",
+        "64:ff9b:1::/48",
         "fc00::/7",  # unique local, and Amazon's metadata
         "fe80::/10",
         "fec0::/10",
@@ -61,7 +62,7 @@ class AddressGuard:
             address = ipaddress.ip_address(text.partition("%")[0])
         except ValueError:
             return False
-        meant = (address, *_embedded_in(address))
+        meant = _meant_by(address)
         if any(one in network for one in meant for network in self._allowed if network.version == one.version):
             return True
         return all(map(_is_public, meant))
@@ -95,14 +96,14 @@ def _addresses_of(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-def _embedded_in(address: Address) -> list[Address]:
-    """Return the IPv4 addresses that an IPv6 address stands for."""
+def _meant_by(address: Address) -> Sequence[Address]:
+    """Return an address and the IPv4 addresses that it stands for. A NAT64 leads to its IPv4 address alone."""
     if isinstance(address, ipaddress.IPv4Address):
-        return []
-    found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        return [address]
     if any(address in network for network in _NAT64):
-        found.append(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
-    return [one for one in found if one is not None]
+        return [ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)]
+    embedded = (address.ipv4_mapped, address.sixtofour, *(address.teredo or ()))
+    return [address, *(one for one in embedded if one is not None)]
 
 
 def _is_public(address: Address) -> bool:

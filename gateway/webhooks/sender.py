@@ -20,6 +20,7 @@ from penstock.gateway.webhooks.addresses import AddressGuard, CheckedBackend, Fo
 CONNECT_TIMEOUT_S = 5.0
 USER_AGENT = "penstock-webhooks"
 MAX_RETRY_AFTER_DIGITS = 9
+MAX_REASON_CHARS = 256
 _PORTS = {"https": 443, "http": 80}
 
 
@@ -82,7 +83,7 @@ class Sender:
         except socket.gaierror:
             raise SendError("the name of the host cannot be resolved") from None
         except (OSError, httpcore.NetworkError, httpcore.ProtocolError) as error:
-            raise SendError(f"the connection failed: {type(error).__name__}") from None
+            raise SendError(f"the connection failed: {str(error) or type(error).__name__}"[:MAX_REASON_CHARS]) from None
 
     async def close(self) -> None:
         """Close the connections."""

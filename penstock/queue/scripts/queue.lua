@@ -919,18 +919,20 @@ do
   end
 
   -- Notes in P:outbox that the endpoints which a job names are to be told of its end. Gateways hand that to webhooks.lua.
+  -- Nothing here may keep a job from ending.
   local MAX_OUTBOX = 100000
 
   local function note_webhooks(job, state)
-    local key, sizes = P .. ':outbox', P .. ':outbox_sizes'
-    if tonumber(redis.call('HGET', sizes, job.tenant) or '0') >= MAX_OUTBOX then
+    local size = redis.pcall('HGET', P .. ':outbox_sizes', job.tenant)
+    if type(size) == 'table' or tonumber(size or '0') >= MAX_OUTBOX then
       count_event('webhooks_dropped')
       return
     end
     local kind = (tonumber(job.response_bytes) or 0) > 0 and 'response' or 'job'
     local entry = table.concat({string.match(job.id, '[^.]*$'), state, kind, job.tenant, job.webhooks}, ' ')
-    redis.call('XADD', key, '*', 'e', entry)
-    count_now(sizes, job.tenant, 1)
+    if type(redis.pcall('XADD', P .. ':outbox', '*', 'e', entry)) == 'string' then
+      count_now(P .. ':outbox_sizes', job.tenant, 1)
+    end
   end
 
   -- Fields that the end of a job needs beside JOB_FIELDS.
