@@ -27,7 +27,7 @@ MAX_AT_ONCE = 64
 """Attempts that a gateway makes at the same time, over all endpoints."""
 LONGEST_PAUSE_S = 3600.0
 """The longest mean time between two attempts."""
-LEASE_SLACK_S = 5.0
+LEASE_SLACK_S = 3.0
 """Seconds for which a lease outlives the time-out of its attempt."""
 _MAX_DOUBLINGS = 30
 

@@ -39,11 +39,16 @@ class Reply:
 
 
 class WebhookReceiver:
-    """An HTTP server on 127.0.0.1 in threads of its own. `reply` chooses the answer to each request."""
+    """An HTTP server on a local address in threads of its own. `reply` chooses the answer to each request."""
 
-    def __init__(self, reply: Callable[[Received], Reply] = lambda _: Reply()) -> None:
+    def __init__(
+        self, reply: Callable[[Received], Reply] = lambda _: Reply(), host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self.reply = reply
         self.received: list[Received] = []
+        self.accepted: list[Received] = []
+        """Those that got an answer of success."""
+        self.num_connections = 0
         self.num_open = self.most_open = 0
         self._lock = threading.Lock()
         outer = self
@@ -58,26 +63,48 @@ class WebhookReceiver:
             def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 256
 
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        return int(self._server.server_address[1])
+            def process_request(self, request: Any, client_address: Any) -> None:
+                outer.num_connections += 1
+                super().process_request(request, client_address)
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                pass  # A gateway that is killed resets its connections.
+
+        self._make = lambda: Server((host, port), Handler)
+        self._server = self._make()
+        self.port = port = int(self._server.server_address[1])
+        self._thread = self._start()
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        return thread
 
     def url(self, path: str = "/hook") -> str:
         """Return a URL of it."""
         return f"http://127.0.0.1:{self.port}{path}"
 
     def __enter__(self) -> Self:
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+        self._thread.join()
+
+    def die_for(self, seconds: float) -> None:
+        """Listen to nothing for a while."""
+        self._stop()
+        time.sleep(seconds)
+        self._server = self._make()
+        self._thread = self._start()
 
     def wait_for(self, count: int, timeout_s: float = 15.0, path: str | None = None) -> list[Received]:
         """Wait until that many requests arrived (on a path), and return them."""
@@ -93,6 +120,8 @@ class WebhookReceiver:
         length = int(handler.headers.get("content-length") or 0)
         headers = {name.lower(): value for name, value in handler.headers.items()}
         received = Received(handler.path, headers, handler.rfile.read(length))
+        if len(received.body) < length:
+            return  # The sender died.
         with self._lock:
             self.num_open += 1
             self.most_open = max(self.most_open, self.num_open)
@@ -108,6 +137,9 @@ class WebhookReceiver:
                 handler.send_header(name, value)
             handler.send_header("content-length", "0")
             handler.end_headers()
+            if reply.status // 100 == 2:
+                with self._lock:
+                    self.accepted.append(received)
         except OSError:
             pass
         finally:

@@ -26,8 +26,8 @@ from penstock.contract.job_filter import JobFilter
 from penstock.contract.tenant import UNLIMITED
 from penstock.contract.usage import UsageQuery
 from penstock.producer.client import AsyncClient
-from penstock.queue import keys
 from penstock.producer.client.webhooks import Webhooks
+from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.connection import Patience, connect
@@ -335,9 +335,7 @@ def test_api_keys_are_the_gateways_and_the_operators(server: Path) -> None:
     assert {role for role in ROLES if may(server, role, *EVAL, "HGETALL", keys.API_KEYS)} == {"gateway", "admin"}
 
 
-async def test_secrets_of_webhooks_are_the_gateways_and_the_operators(
-    server: Path, clients: dict[str, Redis]
-) -> None:
+async def test_secrets_of_webhooks_are_the_gateways_and_the_operators(server: Path, clients: dict[str, Redis]) -> None:
     made = Webhooks(clients["gateway"], Patience(5.0), "acme")
     made._endpoints.patience = made.queue.patience = None
     endpoint, _ = await made.create("https://hook.example/", name="a test", event_types=["batch.completed"])

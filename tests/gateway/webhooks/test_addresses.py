@@ -54,8 +54,15 @@ def test_wrong_network_is_refused_at_the_start() -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("17", 17), ("Wed, 21 Oct 2015 07:28:10 GMT", 10), ("Wed, 21 Oct 2015 07:27:00 GMT", 0), ("soon", 0), ("-3", 0)]
-    + [("9" * 30, 0), ("", 0)],
+    [
+        ("17", 17),
+        ("Wed, 21 Oct 2015 07:28:10 GMT", 10),
+        ("Wed, 21 Oct 2015 07:27:00 GMT", 0),
+        ("soon", 0),
+        ("-3", 0),
+        ("9" * 30, 0),
+        ("", 0),
+    ],
 )
 def test_retry_after_is_seconds_or_a_date(text: str, seconds: float) -> None:
     assert retry_after_of(text, 1445412480) == seconds

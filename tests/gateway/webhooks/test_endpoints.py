@@ -14,15 +14,20 @@ from openai.types.webhooks import WebhookEndpointWithSecret
 from standardwebhooks import Webhook
 
 from penstock.contract.webhook import EVENT_TYPES
+from penstock.gateway.webhooks import deliverer
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
 Create = Callable[..., WebhookEndpointWithSecret]
 
 
 @pytest.fixture(scope="module")
-def url(stack: Stack, shared_engine: EchoEngine) -> str:
+def url(stack: Stack, shared_engine: EchoEngine) -> Iterator[str]:
+    """A gateway that may deliver to this machine, and looks often for what is due."""
     settings: dict[str, Any] = {**ALLOWED}
-    return stack.start_gateway(**settings, webhook_retry_s=0.05, webhook_timeout_s=2.0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(deliverer, "LOOK_S", 0.05)
+        patched.setattr(deliverer, "IDLE_LOOK_S", 0.05)
+        yield stack.start_gateway(**settings, webhook_retry_s=0.05, webhook_timeout_s=1.0)
 
 
 @pytest.fixture
@@ -111,7 +116,7 @@ def test_end_of_a_job_reaches_the_endpoint_that_it_names(
     assert (delivered["attempts"], delivered["answer"], delivered["data"]) == (1, "status 204", {"id": job_id})
     job = http.get(f"/v1/jobs/{job_id}").json()
     assert job["webhooks"] == [one.id, other.id]
-    time.sleep(0.7)
+    time.sleep(0.3)
     assert len(receiver.received) == 2
 
 
@@ -147,7 +152,7 @@ def test_unmodified_client_is_told_of_its_background_response(
     assert {one.path for one in arrived} == {"/hook"}
     api.responses.create(model=MODEL, input="hello")
     api.responses.create(model=MODEL, input="hello", background=True, extra_body={"webhooks": []})
-    time.sleep(0.8)
+    time.sleep(0.3)
     assert len(receiver.received) == 3
 
 
@@ -208,12 +213,12 @@ def test_retry_after_is_honored(http: httpx.Client, create: Create, receiver: We
 
     def reply(_: Received) -> Reply:
         times.append(time.monotonic())
-        return Reply(503, {"retry-after": "2"}) if len(times) == 1 else Reply()
+        return Reply(503, {"retry-after": "1"}) if len(times) == 1 else Reply()
 
     receiver.reply = reply
     submitted(http, webhooks=[create().id])
     receiver.wait_for(2)
-    assert 1.9 < times[1] - times[0] < 6
+    assert 0.95 < times[1] - times[0] < 5
 
 
 def test_gone_receiver_disables_its_endpoint_and_dead_events_are_delivered_later(
@@ -271,8 +276,8 @@ def test_a_test_tells_the_status_and_why_there_is_none(
     receiver.reply = lambda _: Reply(418)
     tested = api.webhooks.test(endpoint.id, event_type="response.completed")
     assert (tested.status_code, tested.success, tested.event_type) == (418, True, "response.completed")
-    receiver.reply = lambda _: Reply(hang_s=3)
-    with pytest.raises(openai.BadRequestError, match="no answer within 2 s"):
+    receiver.reply = lambda _: Reply(hang_s=1.5)
+    with pytest.raises(openai.BadRequestError, match="no answer within 1 s"):
         api.webhooks.test(endpoint.id, event_type="response.completed")
 
 
@@ -282,9 +287,9 @@ def test_deleted_endpoint_gets_nothing_more(http: httpx.Client, api: openai.Open
     submitted(http, webhooks=[endpoint.id])
     receiver.wait_for(1)
     assert api.webhooks.delete(endpoint.id).deleted
-    time.sleep(0.5)
+    time.sleep(0.2)
     number = len(receiver.received)
-    time.sleep(1)
+    time.sleep(0.5)
     assert len(receiver.received) == number
     metrics = http.get("/metrics").text
     assert 'penstock_webhooks_pending{tenant="default"}' not in metrics
