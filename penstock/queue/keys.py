@@ -372,9 +372,9 @@ def webhook_delivery(endpoint_id: str, event_id: str) -> str:
     return f"{WEBHOOKS}:delivery:{endpoint_id}:{event_id}"
 
 
-def webhook_list(name: str, endpoint_id: str) -> str:
+def webhook_list(state: str, endpoint_id: str) -> str:
     """Zset: events of an endpoint by time: `due`, `delivered` or `dead`."""
-    return f"{WEBHOOKS}:{name}:{endpoint_id}"
+    return f"{WEBHOOKS}:{state}:{endpoint_id}"
 
 
 def counts(pool: str) -> str:

@@ -74,9 +74,13 @@ class WebhookReceiver:
             def handle_error(self, request: Any, client_address: Any) -> None:
                 pass  # A gateway that is killed resets its connections.
 
-        self._make = lambda: Server((host, port), Handler)
-        self._server = self._make()
-        self.port = port = int(self._server.server_address[1])
+        def make() -> ThreadingHTTPServer:
+            return Server((host, self.port or port), Handler)
+
+        self.port = 0
+        self._make = make
+        self._server = make()
+        self.port = int(self._server.server_address[1])
         self._thread = self._start()
 
     def _start(self) -> threading.Thread:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from faults.tools.redis_process import RedisProcess
-from faults.tools.report import record
+from faults.tools.report import Measurement, record
 from faults.tools.webhook_kills import run_with_kills
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, RedisProcess(Path(folder)) as server:
         report = asyncio.run(run_with_kills(server.url, num_jobs=given.jobs, num_kills=given.kills, seed=given.seed))
     took_s = time.monotonic() - begun_s
-    measured = {
+    measured: dict[str, Measurement] = {
         "events": report.num_events,
         "requests": report.num_requests,
         "accepted again": report.num_repeated,

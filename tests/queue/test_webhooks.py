@@ -125,7 +125,7 @@ async def test_full_or_damaged_outbox_keeps_no_job_from_ending(queue: Queue) -> 
     await queue.redis.hset(f"{P}:outbox_sizes", mapping={TENANT: 100_000})
     await end(queue, node, endpoint)
     assert not await queue.redis.exists(f"{P}:outbox")
-    assert int(await queue.redis.hget(f"{P}:counts", "webhooks_dropped")) == 1
+    assert await queue.redis.hget(f"{P}:counts", "webhooks_dropped") == b"1"
     await end(queue, node, endpoint, tenant="another")
     assert await queue.redis.xlen(f"{P}:outbox") == 1
     for key in (f"{P}:outbox", f"{P}:outbox_sizes"):

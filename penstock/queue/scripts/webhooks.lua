@@ -1,5 +1,5 @@
--- webhooks: the deliveries to webhook endpoints, of all pools. KEYS[1] belongs to no pool: it gives the prefix P, which is
--- penstock:webhook:{all} here. A delivery is one event for one endpoint, and keys name it `<endpoint>:<event>`.
+-- webhooks: the deliveries to webhook endpoints, of all pools. KEYS[1] belongs to no pool: it only gives the prefix W of the
+-- keys, which is penstock:webhook:{all}. A delivery is one event for one endpoint, and keys name it `<endpoint>:<event>`.
 -- ARGV: operation, msgpack of its arguments
 --   put: id, tenant, record as JSON, most endpoints of a tenant (0: it is no new one)
 --   remove: id, tenant
@@ -17,20 +17,21 @@
 -- attempts count. state: pending, delivered or dead. attempts: those that a process has begun.
 local MAX_ENDPOINTS, MAX_CLEARED, MAX_EVENTS = 64, 256, 256
 local MAX_DEAD_OF_ENDPOINT, DEAD_MS, MAX_DELIVERED, DELIVERED_MS, SHORT_MS = 10000, 604800000, 1000, 86400000, 600000
+local W = P
 local operation, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
 local now = clock()
 -- A free write, as the first one (see prelude.lua).
-redis.call('ZREM', P .. ':next', '')
+redis.call('ZREM', W .. ':next', '')
 
-local function delivery_key(endpoint, event) return P .. ':delivery:' .. endpoint .. ':' .. event end
-local function list_key(state, endpoint) return P .. ':' .. state .. ':' .. endpoint end
-local function count(what, by) redis.call('HINCRBY', P .. ':counts', what, by) end
+local function delivery_key(endpoint, event) return W .. ':delivery:' .. endpoint .. ':' .. event end
+local function list_key(state, endpoint) return W .. ':' .. state .. ':' .. endpoint end
+local function count(what, by) redis.call('HINCRBY', W .. ':counts', what, by) end
 
 -- Notes when to look at an endpoint: when its next delivery is due. A delivery that is being made is due again when its
 -- lease ends.
 local function note_next(endpoint)
   local due = redis.call('ZRANGE', list_key('due', endpoint), 0, 0, 'WITHSCORES')[2]
-  if due then redis.call('ZADD', P .. ':next', due, endpoint) else redis.call('ZREM', P .. ':next', endpoint) end
+  if due then redis.call('ZADD', W .. ':next', due, endpoint) else redis.call('ZREM', W .. ':next', endpoint) end
 end
 
 local function set_due(endpoint, event, time)
@@ -43,7 +44,7 @@ local function begin(endpoint, event, tenant)
   redis.call('HSET', key, 'state', 'pending', 'since', now, 'attempts', 0, 'holder', '', 'answer', '')
   redis.call('PERSIST', key)
   set_due(endpoint, event, now)
-  count_now(P .. ':pending', tenant, 1)
+  count_now(W .. ':pending', tenant, 1)
 end
 
 -- Ends a pending delivery. Only the newest ones of a state stay listed.
@@ -52,7 +53,7 @@ local function conclude(endpoint, event, tenant, state, answer)
   if state == 'dead' then life, most = DEAD_MS, MAX_DEAD_OF_ENDPOINT end
   redis.call('ZREM', list_key('due', endpoint), event)
   redis.call('ZREM', list_key('leased', endpoint), event)
-  count_now(P .. ':pending', tenant, -1)
+  count_now(W .. ':pending', tenant, -1)
   count(state, 1)
   redis.call('HSET', delivery_key(endpoint, event), 'state', state, 'holder', '', 'answer', answer, 'ended', now)
   redis.call('PEXPIRE', delivery_key(endpoint, event), life)
@@ -75,11 +76,11 @@ local function add(max_pending, rows)
     local endpoint, event, tenant, kind, object, created = unpack(row)
     if redis.call('EXISTS', delivery_key(endpoint, event)) == 1 then
       answers[at] = 'KNOWN'
-    elseif redis.call('HEXISTS', P .. ':endpoints', endpoint) == 0 then
+    elseif redis.call('HEXISTS', W .. ':endpoints', endpoint) == 0 then
       answers[at] = 'GONE'
     else
       answers[at] = 'NEW'
-      local is_full = tonumber(redis.call('HGET', P .. ':pending', tenant) or '0') >= max_pending
+      local is_full = tonumber(redis.call('HGET', W .. ':pending', tenant) or '0') >= max_pending
       redis.call('HSET', delivery_key(endpoint, event), 'tenant', tenant, 'type', kind, 'object', object, 'created',
         created)
       begin(endpoint, event, tenant)
@@ -92,16 +93,16 @@ end
 
 -- Drops deliveries of an endpoint that was deleted, and its lists once they are empty.
 local function clear(endpoint)
-  for _, state in ipairs({'due', 'dead', 'delivered'}) do
+  for _, state in ipairs({'due', 'delivered', 'dead'}) do
     for _, event in ipairs(redis.call('ZRANGE', list_key(state, endpoint), 0, MAX_CLEARED - 1)) do
-      if state == 'due' then count_now(P .. ':pending', tenant_of(endpoint, event), -1) end
+      if state == 'due' then count_now(W .. ':pending', tenant_of(endpoint, event), -1) end
       redis.call('DEL', delivery_key(endpoint, event))
       redis.call('ZREM', list_key(state, endpoint), event)
     end
     if redis.call('EXISTS', list_key(state, endpoint)) == 1 then return end
   end
   redis.call('DEL', list_key('leased', endpoint))
-  redis.call('ZREM', P .. ':next', endpoint)
+  redis.call('ZREM', W .. ':next', endpoint)
 end
 
 local function give_up(endpoint)
@@ -133,14 +134,14 @@ local function lease(endpoint, record, most, most_of_endpoint, lease_ms, holder,
   note_next(endpoint)
   local first_end = redis.call('ZCARD', leased) >= most_of_endpoint and
     redis.call('ZRANGE', leased, 0, 0, 'WITHSCORES')[2]
-  if first_end then redis.call('ZADD', P .. ':next', first_end, endpoint) end
+  if first_end then redis.call('ZADD', W .. ':next', first_end, endpoint) end
 end
 
 local function take(most, most_of_endpoint, lease_ms, holder)
   local taken = {}
-  local endpoints = redis.call('ZRANGEBYSCORE', P .. ':next', '-inf', now, 'LIMIT', 0, MAX_ENDPOINTS)
+  local endpoints = redis.call('ZRANGEBYSCORE', W .. ':next', '-inf', now, 'LIMIT', 0, MAX_ENDPOINTS)
   for _, endpoint in ipairs(endpoints) do
-    local record = redis.call('HGET', P .. ':endpoints', endpoint)
+    local record = redis.call('HGET', W .. ':endpoints', endpoint)
     if not record then
       clear(endpoint)
     elseif cjson.decode(record).status == 'disabled' then
@@ -182,21 +183,21 @@ end
 
 -- Stores a new or changed endpoint.
 local function put(id, tenant, record, most)
-  local of_tenant = P .. ':tenant:' .. tenant
+  local of_tenant = W .. ':tenant:' .. tenant
   if not redis.call('ZSCORE', of_tenant, id) then
     if most == 0 then return 'GONE' end
     if redis.call('ZCARD', of_tenant) >= most then return 'TOO_MANY' end
     redis.call('ZADD', of_tenant, now, id)
   end
-  redis.call('HSET', P .. ':endpoints', id, record)
+  redis.call('HSET', W .. ':endpoints', id, record)
   return 'OK'
 end
 
 -- Its deliveries are dropped by later calls of take.
 local function remove(id, tenant)
-  if redis.call('ZREM', P .. ':tenant:' .. tenant, id) == 0 then return 'GONE' end
-  redis.call('HDEL', P .. ':endpoints', id)
-  redis.call('ZADD', P .. ':next', now, id)
+  if redis.call('ZREM', W .. ':tenant:' .. tenant, id) == 0 then return 'GONE' end
+  redis.call('HDEL', W .. ':endpoints', id)
+  redis.call('ZADD', W .. ':next', now, id)
   return 'OK'
 end
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from fakes.fake_node import MODEL, FakeNode
 from fakes.webhook_receiver import Received, Reply, WebhookReceiver
@@ -19,7 +20,7 @@ from standardwebhooks import Webhook, WebhookVerificationError
 
 from penstock.producer.client import AsyncClient
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "webhook_allow_http": True,
     "webhook_allowed_networks": f'["{OUTSIDE}/32"]',
     "webhook_timeout_s": 1.0,
