@@ -170,9 +170,9 @@ _OF_CLIENT = {
 }
 
 _OF_WEBHOOKS = {
-    "delivered": "Webhooks that their receivers accepted.",
-    "retried": "Attempts to deliver a webhook that failed and are repeated.",
-    "dead": "Webhooks that were given up.",
+    "penstock_webhooks_delivered": "Webhooks that their receivers accepted.",
+    "penstock_webhooks_retried": "Attempts to deliver a webhook that failed and are repeated.",
+    "penstock_webhooks_dead": "Webhooks that were given up.",
 }
 
 
@@ -389,7 +389,8 @@ def _of_webhooks(stats: WebhookStats) -> Iterator[Metric]:
         pending.add_metric((tenant,), stats.pending[tenant])
     yield pending
     for name, text in _OF_WEBHOOKS.items():
-        yield CounterMetricFamily(f"penstock_webhooks_{name}", text, value=stats.counts.get(name, 0))
+        count = stats.counts.get(name.rpartition("_")[2], 0)
+        yield CounterMetricFamily(name, text, value=count)
 
 
 def _of_queues(queues: Mapping[str, QueueState]) -> Iterator[Metric]:

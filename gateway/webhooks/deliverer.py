@@ -99,21 +99,21 @@ class Deliverer:
         wait_s = max(retry_after_s, self._pause_s(taken.attempts))
         left_s = self._give_up_s - taken.age_ms / 1000
         if HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES:
-            await self._settle(taken, "delivered", text)
+            await self._end(taken, "delivered", text)
         elif status == HTTPStatus.GONE:
             with suppress(NotFoundError):
                 await self._client.webhooks.disable(endpoint, "its receiver answered with status 410")
             logger.warning("a webhook endpoint is disabled", extra=named)
-            await self._settle(taken, "dead", text)
+            await self._end(taken, "dead", text)
         elif left_s <= 0 or retry_after_s > left_s:
             logger.warning("a webhook is given up", extra={**named, "reason": text})
-            await self._settle(taken, "dead", text)
+            await self._end(taken, "dead", text)
         else:
-            await self._settle(taken, "retry", text, min(wait_s, left_s))
+            await self._end(taken, "retry", text, min(wait_s, left_s))
 
-    async def _settle(self, taken: TakenDelivery, outcome: AttemptOutcome, text: str, in_s: float = 0.0) -> None:
+    async def _end(self, taken: TakenDelivery, outcome: AttemptOutcome, text: str, in_s: float = 0.0) -> None:
         with suppress(UnavailableError):  # Then the lease ends, and the delivery is made again.
-            await self._queue.settle(taken, outcome, text, round(1000 * in_s))
+            await self._queue.end_attempt(taken, outcome, text, round(1000 * in_s))
 
     def _pause_s(self, attempts: int) -> float:
         """Return the seconds until the next attempt: they double, and differ by half, so that not all come at once."""

@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=10_000, help="jobs whose ends are told")
     parser.add_argument("--kills", type=int, default=20, help="kills of a gateway")
-    parser.add_argument("--seed", type=int, default=0, help="of the receivers' behaviour")
+    parser.add_argument("--seed", type=int, default=0, help="of the receivers' behavior")
     given = parser.parse_args()
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, RedisProcess(Path(folder)) as server:

@@ -345,7 +345,7 @@ async def test_secrets_of_webhooks_are_the_gateways_and_the_operators(server: Pa
     assert await made.queue.collect([POOL]) == 0
     (taken,) = await made.queue.take(8, 8, 1000)
     assert (taken.endpoint, taken.object_id) == (endpoint, "batch_1")
-    assert await made.queue.settle(taken, "dead", "status 500")
+    assert await made.queue.end_attempt(taken, "dead", "status 500")
     assert await made.redeliver(endpoint.id) == 1
     assert (await made.deliveries(endpoint.id, "pending")).deliveries[0].attempts == 0
     assert await made.queue.has_endpoints()

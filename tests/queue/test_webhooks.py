@@ -114,7 +114,7 @@ async def test_death_between_recording_and_removing_an_end_delivers_it_once(
         with pytest.raises(UnavailableError):
             await DeliveryQueue(queue.redis).collect([POOL])
     (first,) = await take(queue.redis)
-    assert await DeliveryQueue(queue.redis).settle(first, "delivered", "status 200")
+    assert await DeliveryQueue(queue.redis).end_attempt(first, "delivered", "status 200")
     assert await DeliveryQueue(queue.redis).collect([POOL]) == 1
     assert await take(queue.redis) == []
     assert not await queue.redis.exists(f"{keys.WEBHOOKS}:pending")
@@ -157,7 +157,7 @@ async def test_endpoint_has_few_deliveries_at_a_time_and_hinders_no_other(redis:
     assert [one.endpoint.id for one in first].count(slow.id) == 4
     assert [one.endpoint.id for one in first].count(quick.id) == 1
     assert await take(redis, of_endpoint=4) == []
-    assert await DeliveryQueue(redis).settle(first[0], "delivered", "status 200")
+    assert await DeliveryQueue(redis).end_attempt(first[0], "delivered", "status 200")
     assert [one.endpoint.id for one in await take(redis, of_endpoint=4)] == [slow.id]
 
 
@@ -170,13 +170,13 @@ async def test_delivery_of_a_dead_process_is_made_by_another_one(redis: Redis) -
     (other,) = await take(redis)
     assert (other.event_id, other.attempts) == (dead.event_id, 2)
     queue = DeliveryQueue(redis)
-    assert not await queue.settle(dead, "dead", "too late")
-    assert await queue.settle(other, "retry", "status 500", 30)
-    assert not await queue.settle(other, "dead", "a second end")
+    assert not await queue.end_attempt(dead, "dead", "too late")
+    assert await queue.end_attempt(other, "retry", "status 500", 30)
+    assert not await queue.end_attempt(other, "dead", "a second end")
     assert await take(redis) == []
     await asyncio.sleep(0.05)
     (again,) = await take(redis)
-    assert await queue.settle(again, "delivered", "status 200")
+    assert await queue.end_attempt(again, "delivered", "status 200")
     shown = await queue.get(endpoint.id, again.event_id)
     assert (shown.state, shown.attempts, shown.answer, shown.next_ms) == ("delivered", 3, "status 200", 0)
     assert (await queue.stats()).counts == {"delivered": 1, "retried": 1}
@@ -198,7 +198,7 @@ async def test_pages_of_deliveries(redis: Redis) -> None:
     endpoint, queue = await create(redis), DeliveryQueue(redis)
     await record(redis, 5, endpoint)
     for taken in await take(redis):
-        await queue.settle(taken, "dead", "status 500")
+        await queue.end_attempt(taken, "dead", "status 500")
     seen, after = list[str](), None
     while True:
         page = await queue.page(endpoint.id, "dead", after, 2)
@@ -212,10 +212,10 @@ async def test_deliveries_of_a_deleted_endpoint_are_dropped(redis: Redis) -> Non
     endpoint, store = await create(redis), EndpointStore(redis)
     await record(redis, 3, endpoint)
     (first, second, _) = await take(redis)
-    await DeliveryQueue(redis).settle(first, "dead", "status 500")
+    await DeliveryQueue(redis).end_attempt(first, "dead", "status 500")
     await store.delete(endpoint.id, TENANT)
     assert await take(redis) == []
-    assert not await DeliveryQueue(redis).settle(second, "delivered", "status 200")
+    assert not await DeliveryQueue(redis).end_attempt(second, "delivered", "status 200")
     left = [key async for key in redis.scan_iter("penstock:webhook*")]
     assert {key.decode().rpartition(":")[2] for key in left} == {"counts"}
     assert not await DeliveryQueue(redis).has_endpoints()

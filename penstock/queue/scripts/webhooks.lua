@@ -5,13 +5,13 @@
 --   remove: id, tenant
 --   add: max_pending, [[endpoint, event, tenant, type, object, created_ms]…]
 --   take: number of deliveries, most at a time of an endpoint, lease_ms, holder
---   settle: endpoint, event, holder, delivered | retry | dead, in_ms, what was answered
+--   end_attempt: endpoint, event, holder, delivered | retry | dead, in_ms, what was answered
 --   again: endpoint, [event…]; delivers those that are dead or delivered once more
 -- Answer of each:
 --   put, remove: OK | TOO_MANY | GONE
 --   add: {NEW | KNOWN | GONE …}; GONE: there is no such endpoint
 --   take: {[endpoint, event, type, object, created_ms, attempts, age_ms, the endpoint's record]…}
---   settle: OK | FENCED; FENCED: another process has taken it since
+--   end_attempt: OK | FENCED; FENCED: another process has taken it since
 --   again: how many there were
 -- Fields of a delivery: tenant type object created since attempts state holder answer ended. since: from when on its
 -- attempts count. state: pending, delivered or dead. attempts: those that a process has begun.
@@ -153,7 +153,7 @@ local function take(most, most_of_endpoint, lease_ms, holder)
   return taken
 end
 
-local function settle(endpoint, event, holder, outcome, in_ms, answer)
+local function end_attempt(endpoint, event, holder, outcome, in_ms, answer)
   local known, tenant = unpack(redis.call('HMGET', delivery_key(endpoint, event), 'holder', 'tenant'))
   if known ~= holder then return 'FENCED' end
   if outcome == 'retry' then
@@ -204,5 +204,5 @@ end
 for _, argument in ipairs(asked) do
   if type(argument) == 'table' and #argument > MAX_EVENTS then return redis.error_reply('TOO_MANY_EVENTS') end
 end
-local operations = {put = put, remove = remove, add = add, take = take, settle = settle, again = again}
+local operations = {put = put, remove = remove, add = add, take = take, end_attempt = end_attempt, again = again}
 return operations[operation](unpack(asked))

@@ -177,10 +177,10 @@ class DeliveryQueue:
         return [_taken(row, holder) for row in rows]
 
     @retried
-    async def settle(self, taken: TakenDelivery, outcome: AttemptOutcome, answer: str, in_ms: int = 0) -> bool:
+    async def end_attempt(self, taken: TakenDelivery, outcome: AttemptOutcome, answer: str, in_ms: int = 0) -> bool:
         """End an attempt. Return whether this process still had the lease."""
         given = taken.endpoint.id, taken.event_id, taken.holder, outcome, in_ms, answer
-        return bool(await call(self._redis, "settle", *given) == b"OK")
+        return bool(await call(self._redis, "end_attempt", *given) == b"OK")
 
     @retried
     async def again(self, endpoint_id: str, event_ids: Sequence[str]) -> int:

@@ -14,8 +14,8 @@ OUTSIDE, INSIDE = "127.0.0.1", "127.0.0.2"
 
 
 def rebind() -> None:
-    """Let NAME resolve to OUTSIDE and INSIDE by turns."""
-    resolve, turns = socket.getaddrinfo, itertools.cycle((OUTSIDE, INSIDE))
+    """Let NAME resolve to OUTSIDE, and to INSIDE every third time."""
+    resolve, turns = socket.getaddrinfo, itertools.cycle((OUTSIDE, INSIDE, OUTSIDE))
 
     def getaddrinfo(host: Any, *args: Any, **options: Any) -> Any:
         return resolve(next(turns) if host == NAME else host, *args, **options)

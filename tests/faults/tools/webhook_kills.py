@@ -39,7 +39,7 @@ class RebindingGateway(GatewayProcess):
 
 
 @dataclass
-class Behaviour:
+class Behavior:
     """Answers of a receiver: each event may fail a few times, at random."""
 
     seed: int
@@ -89,12 +89,12 @@ async def run_with_kills(redis_url: str, *, num_jobs: int, num_kills: int, seed:
     with ExitStack() as stack:
         receiver = stack.enter_context(WebhookReceiver(host=OUTSIDE))
         inside = stack.enter_context(WebhookReceiver(host=INSIDE, port=receiver.port))
-        receiver.reply = Behaviour(seed, f"http://{INSIDE}:{receiver.port}/redirected")
+        receiver.reply = Behavior(seed, f"http://{INSIDE}:{receiver.port}/redirected")
         gateways = [stack.enter_context(RebindingGateway(redis_url, **SETTINGS)) for _ in range(2)]
         async with AsyncClient(redis_url) as client, FakeNode(redis_url, max_open_jobs=10**6):
             secrets = await _endpoints(client, receiver.port)
             ids = list(secrets)
-            kills = asyncio.create_task(_kill(gateways, stack, redis_url, receiver, num_kills, chosen))
+            kills = asyncio.create_task(_kill(gateways, stack, redis_url, receiver, num_jobs, num_kills, chosen))
             wanted = await _submit(client, num_jobs, ids)
             num_killed = await kills
             await _until_told(receiver, wanted, num_jobs)
@@ -142,13 +142,13 @@ async def _kill(
     stack: ExitStack,
     redis_url: str,
     receiver: WebhookReceiver,
+    num_jobs: int,
     num_kills: int,
     chosen: random.Random,
 ) -> int:
-    """Kill gateways one after the other, while there is something to deliver, and let the receiver die now and then."""
+    """Kill gateways over the whole of the deliveries, and let the receiver die now and then."""
     for number in range(num_kills):
-        seen = len(receiver.received)
-        while len(receiver.received) < seen + 10:
+        while len(receiver.accepted) < num_jobs * (number + 1) // (num_kills + 2):
             await asyncio.sleep(0.01)
         at = chosen.randrange(len(gateways))
         gateways[at].kill()

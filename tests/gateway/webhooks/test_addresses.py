@@ -104,7 +104,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-async def sent(url: str, **settings: Any) -> SentAnswer:
+async def attempt(url: str, **settings: Any) -> SentAnswer:
     sender = Sender(GatewaySettings.load(**{**ALLOWED, "webhook_timeout_s": 2.0, **settings}))
     try:
         return await sender.send(url, f"evt_{'0' * 32}", "job.failed", "job", 1, [SECRET])
@@ -118,11 +118,11 @@ async def test_name_is_resolved_once_and_connected_where_it_was_checked(
     # A name server of an attacker: first an allowed address, then one inside.
     names = Names(["127.0.0.1"], ["169.254.169.254"])
     monkeypatch.setattr(socket, "getaddrinfo", names.getaddrinfo)
-    assert (await sent(f"http://rebinding.example:{receiver.port}/hook")).status == 204
+    assert (await attempt(f"http://rebinding.example:{receiver.port}/hook")).status == 204
     assert (names.asked, connected) == (["rebinding.example"], ["127.0.0.1"])
     assert receiver.received[0].headers["host"] == f"rebinding.example:{receiver.port}"
     with pytest.raises(SendError, match="no public address"):
-        await sent(f"http://rebinding.example:{receiver.port}/hook")
+        await attempt(f"http://rebinding.example:{receiver.port}/hook")
     assert connected == ["127.0.0.1"]
 
 
@@ -130,7 +130,7 @@ async def test_forbidden_addresses_among_those_of_a_name_are_passed_over(
     monkeypatch: pytest.MonkeyPatch, receiver: WebhookReceiver, connected: list[str]
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", Names(["10.0.0.1", "127.0.0.1"]).getaddrinfo)
-    assert (await sent(f"http://both.example:{receiver.port}/hook")).status == 204
+    assert (await attempt(f"http://both.example:{receiver.port}/hook")).status == 204
     assert connected == ["127.0.0.1"]
 
 
@@ -139,19 +139,19 @@ async def test_no_spelling_of_a_forbidden_address_is_connected(
     host: str, receiver: WebhookReceiver, connected: list[str]
 ) -> None:
     with pytest.raises((SendError, RequestError)):
-        await sent(f"http://{host}:{receiver.port}/hook", webhook_allowed_networks=())
+        await attempt(f"http://{host}:{receiver.port}/hook", webhook_allowed_networks=())
     assert (connected, receiver.received) == ([], [])
 
 
 async def test_redirects_are_not_followed(receiver: WebhookReceiver) -> None:
     receiver.reply = lambda _: Reply(307, {"location": receiver.url("/inside")})
-    assert (await sent(receiver.url())).status == 307
+    assert (await attempt(receiver.url())).status == 307
     assert [one.path for one in receiver.received] == ["/hook"]
 
 
 async def test_plain_http_needs_a_setting(receiver: WebhookReceiver, connected: list[str]) -> None:
     with pytest.raises(SendError, match="https"):
-        await sent(receiver.url(), webhook_allow_http=False)
+        await attempt(receiver.url(), webhook_allow_http=False)
     assert connected == []
 
 
@@ -159,7 +159,7 @@ async def test_proxies_of_the_environment_are_not_used(
     monkeypatch: pytest.MonkeyPatch, receiver: WebhookReceiver
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    assert (await sent(receiver.url())).status == 204
+    assert (await attempt(receiver.url())).status == 204
 
 
 async def serving(answer: Any) -> asyncio.Server:
@@ -189,7 +189,7 @@ async def test_answer_is_bounded_in_time_and_size(kind: str) -> None:
     port = server.sockets[0].getsockname()[1]
     async with asyncio.timeout(5):
         with pytest.raises(SendError, match=r"no answer within 1 s|the connection failed"):
-            await sent(f"http://127.0.0.1:{port}/", webhook_timeout_s=1.0)
+            await attempt(f"http://127.0.0.1:{port}/", webhook_timeout_s=1.0)
     server.close()
 
 
@@ -203,7 +203,7 @@ async def test_body_of_an_answer_is_not_read() -> None:
             writer.close()
 
     server = await serving(answer)
-    assert (await sent(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")).status == 200
+    assert (await attempt(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")).status == 200
     server.close()
 
 
@@ -254,10 +254,10 @@ async def test_certificate_is_checked_for_the_name_of_the_url(
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
     url = f"https://{host}:{server.sockets[0].getsockname()[1]}/"
     if is_accepted:
-        assert (await sent(url, webhook_allow_http=False)).status == 200
+        assert (await attempt(url, webhook_allow_http=False)).status == 200
     else:
         with pytest.raises(SendError, match="the connection failed"):
-            await sent(url, webhook_allow_http=False)
+            await attempt(url, webhook_allow_http=False)
     assert seen == [host]
     server.close()
     await server.wait_closed()
