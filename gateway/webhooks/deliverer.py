@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from contextlib import suppress
 from http import HTTPStatus
 
@@ -25,6 +26,8 @@ GATHER_S = 0.02
 """Seconds for which ended attempts are gathered before the next ones are taken."""
 MAX_AT_ONCE = 64
 """Attempts that a gateway makes at the same time, over all endpoints."""
+MAX_OF_TENANT = 32
+"""Those of one tenant. So a tenant whose receivers hang leaves attempts to others."""
 LONGEST_PAUSE_S = 3600.0
 """The longest mean time between two attempts."""
 LEASE_SLACK_S = 3.0
@@ -43,7 +46,8 @@ class Deliverer:
         self._first_pause_s = settings.webhook_retry_s
         self._give_up_s = settings.webhook_give_up_s
         self._lease_ms = round(1000 * (settings.webhook_timeout_s + LEASE_SLACK_S))
-        self._attempts: set[asyncio.Task[None]] = set()
+        self._attempts: dict[asyncio.Task[None], str] = {}
+        """Each with its tenant."""
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
@@ -63,7 +67,7 @@ class Deliverer:
                         await asyncio.sleep(GATHER_S)
                 self._ended.clear()
         finally:
-            await cancel_until_done(self._attempts)
+            await cancel_until_done(list(self._attempts))
             await self._sender.close()
 
     async def _look(self) -> float:
@@ -72,16 +76,22 @@ class Deliverer:
             return IDLE_LOOK_S
         num_collected = await self._queue.collect(list(await self._client.pools()))
         free = MAX_AT_ONCE - len(self._attempts)
-        taken = await self._queue.take(free, self._most_of_endpoint, self._lease_ms) if free > 0 else []
+        taken = await self._take(free) if free > 0 else []
         secrets = await self._client.webhooks.secrets_of(list({one.endpoint.id for one in taken}))
         for one in taken:
             task = asyncio.create_task(self._attempt(one, secrets.get(one.endpoint.id, [])), name="penstock webhook")
-            self._attempts.add(task)
+            self._attempts[task] = one.endpoint.tenant
             task.add_done_callback(self._note_end)
         return GATHER_S if num_collected else LOOK_S
 
+    async def _take(self, most: int) -> list[TakenDelivery]:
+        known = Counter(self._attempts.values())
+        return await self._queue.take(
+            most, self._most_of_endpoint, self._lease_ms, most_of_tenant=MAX_OF_TENANT, num_of_tenant=known
+        )
+
     def _note_end(self, task: asyncio.Task[None]) -> None:
-        self._attempts.discard(task)
+        self._attempts.pop(task, None)
         self._ended.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("an attempt to deliver a webhook failed", exc_info=error)

@@ -161,6 +161,22 @@ async def test_endpoint_has_few_deliveries_at_a_time_and_hinders_no_other(redis:
     assert [one.endpoint.id for one in await take(redis, of_endpoint=4)] == [slow.id]
 
 
+async def test_tenant_whose_receivers_hang_leaves_deliveries_to_others(redis: Redis) -> None:
+    hanging = [await create(redis, number, tenant="hanging") for number in range(MAX_ENDPOINTS)]
+    for at, endpoint in enumerate(hanging):
+        for number in range(4):
+            await DeliveryQueue(redis).record(event(10 * at + number, endpoint, tenant="hanging"))
+    await record(redis, 1, await create(redis, MAX_ENDPOINTS))
+    # Of a process that makes as many as it may for that tenant. One call looks at 64 endpoints.
+    queue = DeliveryQueue(redis)
+    found = list[str]()
+    for _ in range(2):
+        more = await queue.take(32, 2, LEASE_MS, most_of_tenant=32, num_of_tenant={"hanging": 32})
+        found += [one.endpoint.tenant for one in more]
+    assert found == [TENANT]
+    assert len(await queue.take(64, 2, LEASE_MS, most_of_tenant=32)) == 32
+
+
 async def test_delivery_of_a_dead_process_is_made_by_another_one(redis: Redis) -> None:
     endpoint = await create(redis)
     await record(redis, 1, endpoint)

@@ -1,10 +1,11 @@
--- webhooks: the deliveries to webhook endpoints, of all pools. KEYS[1] belongs to no pool: it only gives the prefix W of the
--- keys, which is penstock:webhook:{all}. A delivery is one event for one endpoint, and keys name it `<endpoint>:<event>`.
+-- webhooks: the deliveries to webhook endpoints, of all pools. KEYS[1] belongs to no pool: it only gives the prefix W of
+-- the keys, which is penstock:webhook:{all}. A delivery is one event for one endpoint, and keys name it `<endpoint>:<event>`.
 -- ARGV: operation, msgpack of its arguments
 --   put: id, tenant, record as JSON, most endpoints of a tenant (0: it is no new one)
 --   remove: id, tenant
 --   add: max_pending, [[endpoint, event, tenant, type, object, created_ms]…]
---   take: number of deliveries, most at a time of an endpoint, lease_ms, holder
+--   take: number of deliveries, most at a time of an endpoint, most of a tenant, tenant → those that this process makes
+--     already, lease_ms, holder
 --   end_attempt: endpoint, event, holder, delivered | retry | dead, in_ms, what was answered
 --   again: endpoint, [event…]; delivers those that are dead or delivered once more
 -- Answer of each:
@@ -27,12 +28,19 @@ local function delivery_key(endpoint, event) return W .. ':delivery:' .. endpoin
 local function list_key(state, endpoint) return W .. ':' .. state .. ':' .. endpoint end
 local function count(what, by) redis.call('HINCRBY', W .. ':counts', what, by) end
 
--- Notes when to look at an endpoint: when its next delivery is due. A delivery that is being made is due again when its
--- lease ends.
+-- Notes when to look at an endpoint that was looked at now: when its next delivery is due, behind those that wait already.
+-- A delivery that is being made is due again when its lease ends.
 local function note_next(endpoint)
   local due = redis.call('ZRANGE', list_key('due', endpoint), 0, 0, 'WITHSCORES')[2]
-  if due then redis.call('ZADD', W .. ':next', due, endpoint) else redis.call('ZREM', W .. ':next', endpoint) end
+  if due then
+    redis.call('ZADD', W .. ':next', math.max(due, now), endpoint)
+  else
+    redis.call('ZREM', W .. ':next', endpoint)
+  end
 end
+
+-- Notes that an endpoint has a new delivery. It keeps its place if it waits already.
+local function note_new(endpoint) redis.call('ZADD', W .. ':next', 'LT', now, endpoint) end
 
 local function set_due(endpoint, event, time)
   redis.call('ZADD', list_key('due', endpoint), time, event)
@@ -84,8 +92,8 @@ local function add(max_pending, rows)
       redis.call('HSET', delivery_key(endpoint, event), 'tenant', tenant, 'type', kind, 'object', object, 'created',
         created)
       begin(endpoint, event, tenant)
+      note_new(endpoint)
       if is_full then conclude(endpoint, event, tenant, 'dead', 'the tenant has too many pending deliveries') end
-      note_next(endpoint)
     end
   end
   return answers
@@ -137,17 +145,23 @@ local function lease(endpoint, record, most, most_of_endpoint, lease_ms, holder,
   if first_end then redis.call('ZADD', W .. ':next', first_end, endpoint) end
 end
 
-local function take(most, most_of_endpoint, lease_ms, holder)
+local function take(most, most_of_endpoint, most_of_tenant, num_of_tenant, lease_ms, holder)
   local taken = {}
   local endpoints = redis.call('ZRANGEBYSCORE', W .. ':next', '-inf', now, 'LIMIT', 0, MAX_ENDPOINTS)
   for _, endpoint in ipairs(endpoints) do
     local record = redis.call('HGET', W .. ':endpoints', endpoint)
     if not record then
       clear(endpoint)
-    elseif cjson.decode(record).status == 'disabled' then
-      give_up(endpoint)
-    elseif #taken < most then
-      lease(endpoint, record, most - #taken, most_of_endpoint, lease_ms, holder, taken)
+    else
+      local decoded, before = cjson.decode(record), #taken
+      local of_tenant = num_of_tenant[decoded.tenant] or 0
+      if decoded.status == 'disabled' then
+        give_up(endpoint)
+      elseif before < most then
+        local left = math.min(most - before, most_of_tenant - of_tenant)
+        lease(endpoint, record, left, most_of_endpoint, lease_ms, holder, taken)
+        num_of_tenant[decoded.tenant] = of_tenant + #taken - before
+      end
     end
   end
   return taken
@@ -174,10 +188,10 @@ local function again(endpoint, events)
     if state == 'dead' or state == 'delivered' then
       redis.call('ZREM', list_key(state, endpoint), event)
       begin(endpoint, event, tenant)
+      note_new(endpoint)
       number = number + 1
     end
   end
-  note_next(endpoint)
   return number
 end
 

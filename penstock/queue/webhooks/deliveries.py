@@ -170,10 +170,22 @@ class DeliveryQueue:
     # Attempts
 
     @retried
-    async def take(self, most: int, most_of_endpoint: int, lease_ms: int) -> list[TakenDelivery]:
-        """Lease up to `most` due deliveries, while each endpoint has at most `most_of_endpoint` leased ones."""
-        holder = secrets.token_hex(8)
-        rows = await call(self._redis, "take", most, most_of_endpoint, lease_ms, holder)
+    async def take(
+        self,
+        most: int,
+        most_of_endpoint: int,
+        lease_ms: int,
+        *,
+        most_of_tenant: int | None = None,
+        num_of_tenant: Mapping[str, int] | None = None,
+    ) -> list[TakenDelivery]:
+        """Lease up to `most` due deliveries, while each endpoint has at most `most_of_endpoint` leased ones.
+
+        A tenant gets up to `most_of_tenant`, with those that this process makes already (`num_of_tenant`).
+        """
+        holder, known = secrets.token_hex(8), dict(num_of_tenant or {})
+        limits = most, most_of_endpoint, most if most_of_tenant is None else most_of_tenant
+        rows = await call(self._redis, "take", *limits, known, lease_ms, holder)
         return [_taken(row, holder) for row in rows]
 
     @retried
