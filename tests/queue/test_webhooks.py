@@ -167,6 +167,7 @@ async def test_tenant_whose_receivers_hang_leaves_deliveries_to_others(redis: Re
         for number in range(4):
             await DeliveryQueue(redis).record(event(10 * at + number, endpoint, tenant="hanging"))
     await record(redis, 1, await create(redis, MAX_ENDPOINTS))
+    await asyncio.sleep(0.005)
     # Of a process that makes as many as it may for that tenant. One call looks at 64 endpoints.
     queue = DeliveryQueue(redis)
     found = list[str]()
