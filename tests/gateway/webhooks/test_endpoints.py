@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -52,8 +53,11 @@ def create(api: openai.OpenAI, receiver: WebhookReceiver) -> Iterator[Create]:
 
 
 def check_signature(received: Received, secret: str) -> None:
-    """Raise unless both libraries accept the signature."""
+    """Raise unless the libraries of Standard Webhooks, OpenAI and Anthropic accept the signature."""
     Webhook(secret).verify(received.body, dict(received.headers))
+    anthropic.Anthropic(api_key="none").beta.webhooks.unwrap(
+        received.body.decode(), headers=dict(received.headers), key=secret
+    )
     openai.OpenAI(api_key="none").webhooks.verify_signature(received.body, dict(received.headers), secret=secret)
 
 
