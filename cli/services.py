@@ -56,7 +56,11 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
         event_loop.run(run_node(settings))
 
 
-_FLAGS = {"cors_origins": ("--cors-origin",), "allowed_hosts": ("--allowed-host",)}
+_FLAGS = {
+    "cors_origins": ("--cors-origin",),
+    "allowed_hosts": ("--allowed-host",),
+    "webhook_allowed_networks": ("--webhook-allowed-network",),
+}
 
 
 @takes(*options_of(GatewaySettings, flags=_FLAGS), *options_of(LogSettings))

@@ -56,6 +56,9 @@ from penstock.gateway.tokens.routes import TOKENS
 from penstock.gateway.usage import UsageRoutes
 from penstock.gateway.web.dashboard import Dashboard
 from penstock.gateway.web.routes import ASSET_PATHS, WebRoutes
+from penstock.gateway.webhooks.deliverer import Deliverer
+from penstock.gateway.webhooks.routes import WEBHOOKS
+from penstock.gateway.webhooks.sender import Sender
 from penstock.gateway.websocket.handshake import StreamSocket, socket_routes
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cancellation import cancel_until_done
@@ -71,7 +74,7 @@ from penstock.runtime.tracing.setup import tracing_of
 if TYPE_CHECKING:
     from penstock.runtime.tracing.export import Tracing
 
-DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS)
+DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS, WEBHOOKS)
 """The APIs of this gateway."""
 BODIES = tuple(schema for dialect in DIALECTS for schema in dialect.bodies)
 _SOCKET_BODIES = {path: schema for dialect in DIALECTS for path, schema in dialect.socket_bodies.items()}
@@ -137,7 +140,13 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
 
     # FastAPI's own document would lack the routes that take a body.
     lifespan = partial(
-        _lifespan, settings=settings, client=client, parser=parser, loop_watch=loop_watch, tracing=tracing
+        _lifespan,
+        settings=settings,
+        client=client,
+        parser=parser,
+        loop_watch=loop_watch,
+        tracing=tracing,
+        deliverer=Deliverer(client, Sender(settings), settings),
     )
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     ErrorHandlers(errors, metrics.refused).install(app)
@@ -157,6 +166,7 @@ async def _lifespan(
     parser: Parser,
     loop_watch: LoopWatch,
     tracing: Tracing | None,
+    deliverer: Deliverer,
 ) -> AsyncIterator[None]:
     async with client:
         await tell_without_keys(client, settings)
@@ -165,10 +175,11 @@ async def _lifespan(
         descriptors.start()
         guard.start()
         continuing = asyncio.create_task(client.control.keep_continuing(), name="penstock bulk actions")
+        delivering = asyncio.create_task(deliverer.run(), name="penstock webhooks")
         try:
             yield
         finally:
-            await cancel_until_done((continuing,))
+            await cancel_until_done((continuing, delivering))
             guard.stop()
             descriptors.stop()
             loop_watch.stop()
