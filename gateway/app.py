@@ -25,6 +25,7 @@ from penstock.gateway.api_docs.page import ApiDocs
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.embeddings.routes import EMBEDDINGS
 from penstock.gateway.errors import ErrorHandlers, ErrorShapes
+from penstock.gateway.files.routes import FILES
 from penstock.gateway.health import HealthRoutes
 from penstock.gateway.http.dialect import Services
 from penstock.gateway.http.entry import Entry, is_closed_without_keys, tell_without_keys
@@ -58,6 +59,8 @@ from penstock.gateway.web.dashboard import Dashboard
 from penstock.gateway.web.routes import ASSET_PATHS, WebRoutes
 from penstock.gateway.websocket.handshake import StreamSocket, socket_routes
 from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.producer.files.service import Files
+from penstock.producer.files.settings import FilesSettings
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.file_descriptors import DescriptorWatch
@@ -71,7 +74,7 @@ from penstock.runtime.tracing.setup import tracing_of
 if TYPE_CHECKING:
     from penstock.runtime.tracing.export import Tracing
 
-DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS)
+DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS, FILES)
 """The APIs of this gateway."""
 BODIES = tuple(schema for dialect in DIALECTS for schema in dialect.bodies)
 _SOCKET_BODIES = {path: schema for dialect in DIALECTS for path, schema in dialect.socket_bodies.items()}
@@ -122,7 +125,8 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     reader = RequestReader(settings, parser, body_budgets)
     sender = WholeSender(settings, metrics, yielder, result_budget)
     answers = Answers(client, settings, metrics, yielder, sender)
-    services = Services(client, settings, reader, answers, sender, result_budget, yielder)
+    files = Files(FilesSettings.load(), client.files)
+    services = Services(client, settings, reader, answers, sender, result_budget, yielder, files)
     loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-gateway")
     own_routers = [
@@ -135,7 +139,7 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
 
     # FastAPI's own document would lack the routes that take a body.
     lifespan = partial(
-        _lifespan, settings=settings, client=client, parser=parser, loop_watch=loop_watch, tracing=tracing
+        _lifespan, settings=settings, client=client, files=files, parser=parser, loop_watch=loop_watch, tracing=tracing
     )
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     ErrorHandlers(errors, metrics.refused).install(app)
@@ -152,6 +156,7 @@ async def _lifespan(
     *,
     settings: GatewaySettings,
     client: AsyncClient,
+    files: Files,
     parser: Parser,
     loop_watch: LoopWatch,
     tracing: Tracing | None,
@@ -162,11 +167,15 @@ async def _lifespan(
         descriptors, guard = DescriptorWatch(), StallGuard(settings.loop_stall_s)
         descriptors.start()
         guard.start()
-        continuing = asyncio.create_task(client.control.keep_continuing(), name="penstock bulk actions")
+        tasks = (
+            asyncio.create_task(client.control.keep_continuing(), name="penstock bulk actions"),
+            asyncio.create_task(files.keep_clean(), name="penstock expired files"),
+        )
         try:
             yield
         finally:
-            await cancel_until_done((continuing,))
+            await cancel_until_done(tasks)
+            files.close()
             guard.stop()
             descriptors.stop()
             loop_watch.stop()

@@ -58,7 +58,7 @@ GATEWAY_FLOORS = (
     {"stream"},
     {"http"},
     {
-        *("openai", "responses", "anthropic", "jobs", "embeddings", "tokens"),
+        *("openai", "responses", "anthropic", "jobs", "embeddings", "tokens", "files"),
         *("websocket", "web", "api_docs", "health", "usage"),
     },
     {"app"},

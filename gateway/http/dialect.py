@@ -15,6 +15,7 @@ from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import Answers, WholeSender
 from penstock.producer.client import AsyncClient
+from penstock.producer.files.service import Files
 from penstock.runtime.cooperative import LoopYielder
 
 
@@ -30,6 +31,7 @@ class Services:
     result_budget: SharedBudget
     """Bytes of large results and of records of responses that are held in memory while they are sent."""
     yielder: LoopYielder
+    files: Files
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,25 @@ where an open job waits. forget deletes the keys of an unused pool.
     penstock:echo:<process>    messages of a reading process to itself, which prove that its subscription is alive
     P:channel:<id>             a job's own channel, one chunk per message, if requested at submit or attach
     P:doorbell:<node>          a node's doorbell: an empty message, the id of a canceled job, or `profile`
+
+Stored files and batches belong to no pool. F stands for `penstock:{.files}`; no pool can have that name. Their only
+writer is files.lua. Its functions are named here; `close` ends a batch.
+
+    key                      type    functions                            content; lifetime
+    F:storage                string  storage                              id of the storage that has the contents
+    F:file:<id>              hash    save, finish; delete, expire         the record of a stored file
+    F:files:<tenant>         zset    save, finish; delete, expire         ids of the tenant's files, by creation
+    F:upload:<id>            hash    upload; save, end_upload, finish,    tenant and bytes of an upload
+                                     expire
+    F:uploads                zset    upload, keep_upload; save, finish,   ids of the uploads, by when each is dropped
+                                     end_upload, expire                   unless its gateway renews it
+    F:stored, F:num_files    hash    save, finish; delete, expire         tenant → bytes, number of its files; `*`: all
+    F:uploading,             hash    upload; save, end_upload, finish,    tenant → bytes and number of its uploads; `*`:
+    F:num_uploads                    expire                               all
+    F:expiry                 zset    save, finish, close; delete, expire  `file:<id>`, `batch:<id>` by when it ends
+    F:garbage                zset    save, delete, end_upload, expire,    objects of the storage that are to be deleted
+                                     finish; forget
+    F:idem:<tenant>:<hash>   string  save, create                         id and digest of what a key made; 24 h
 """
 
 from __future__ import annotations
@@ -150,6 +169,8 @@ def other_version(pool: str, found: int | str) -> ProtocolVersionError:
     )
 
 
+FILES = ".files"
+"""Stands for a pool in the prefix of the keys of stored files and batches."""
 POOLS = "penstock:pools"
 API_KEYS = "penstock:keys"
 SEAL_KEY = "penstock:seal"
@@ -348,6 +369,16 @@ def counts(pool: str) -> str:
 def events(pool: str) -> str:
     """Zset: the newest events of nodes and jobs, by time."""
     return f"{prefix(pool)}:events"
+
+
+def stored_file(file_id: str) -> str:
+    """Hash: the record of a stored file."""
+    return f"{prefix(FILES)}:file:{file_id}"
+
+
+def files_of(tenant: str) -> str:
+    """Zset: ids of a tenant's stored files, by creation."""
+    return f"{prefix(FILES)}:files:{tenant}"
 
 
 def profile_request(node_id: str) -> str:

@@ -57,6 +57,7 @@ from penstock.queue.broker.pools import ActivityBroker, StatsBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
 from penstock.queue.broker.steering import Steering
 from penstock.queue.broker.usage import UsageBroker
+from penstock.queue.files.file_records import FileRecords
 from penstock.queue.job_cost import estimate_cost, rate_tokens
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.results import PackedResult
@@ -113,9 +114,9 @@ class AsyncClient:
             terms=self._terms,
         )
         self.responses = ResponseBroker(self._redis, patience)
+        self.files = FileRecords(self._redis, patience)
         self.feed = CompletionFeed(self._redis, patience, self.pools)
-        self._connecting = asyncio.Lock()
-        self._is_closed = False
+        self._connecting, self._is_closed = asyncio.Lock(), False
 
     async def connect(self) -> Self:
         """Subscribe to this client's inbox. `async with` does it too, and a second call does nothing.
