@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from penstock.gateway.anthropic.routes import ANTHROPIC
 from penstock.gateway.api_docs.page import ApiDocs
+from penstock.gateway.batches.routes import BATCHES
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.embeddings.routes import EMBEDDINGS
 from penstock.gateway.errors import ErrorHandlers, ErrorShapes
@@ -58,6 +59,7 @@ from penstock.gateway.usage import UsageRoutes
 from penstock.gateway.web.dashboard import Dashboard
 from penstock.gateway.web.routes import ASSET_PATHS, WebRoutes
 from penstock.gateway.websocket.handshake import StreamSocket, socket_routes
+from penstock.producer.batch.holder import BatchHolder
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.producer.files.service import Files
 from penstock.producer.files.settings import FilesSettings
@@ -74,7 +76,7 @@ from penstock.runtime.tracing.setup import tracing_of
 if TYPE_CHECKING:
     from penstock.runtime.tracing.export import Tracing
 
-DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS, FILES)
+DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS, FILES, BATCHES)
 """The APIs of this gateway."""
 BODIES = tuple(schema for dialect in DIALECTS for schema in dialect.bodies)
 _SOCKET_BODIES = {path: schema for dialect in DIALECTS for path, schema in dialect.socket_bodies.items()}
@@ -170,6 +172,7 @@ async def _lifespan(
         tasks = (
             asyncio.create_task(client.control.keep_continuing(), name="penstock bulk actions"),
             asyncio.create_task(files.keep_clean(), name="penstock expired files"),
+            asyncio.create_task(BatchHolder(client, files, client.batches).run(), name="penstock batches"),
         )
         try:
             yield

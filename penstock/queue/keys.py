@@ -145,6 +145,16 @@ writer is files.lua. Its functions are named here; `close` ends a batch.
     F:garbage                zset    save, delete, end_upload, expire,    objects of the storage that are to be deleted
                                      finish; forget
     F:idem:<tenant>:<hash>   string  save, create                         id and digest of what a key made; 24 h
+    F:batch:<id>             hash    create, take, keep, start, fail,     the record of a batch, until it expires
+                                     commit, finalize, finish, cancel,
+                                     pause; expire
+    F:batches:<tenant>       zset    create; expire                       ids of the tenant's batches, by creation
+    F:open_batches           zset    create, take, keep, release; close   ids of the open batches, by the time at which
+                                                                          any process may take it
+    F:parts:<batch>          list    commit; finish                       `<name> <kind> <bytes>` per committed part
+    F:rows:<batch>           string  commit; finish                       a bit per row: whether a part has it
+    F:num_open, F:rows_left  hash    create, start, commit; close         tenant → its open batches, and their rows that
+                                                                          no part has; `*`: all
 """
 
 from __future__ import annotations
@@ -379,6 +389,31 @@ def stored_file(file_id: str) -> str:
 def files_of(tenant: str) -> str:
     """Zset: ids of a tenant's stored files, by creation."""
     return f"{prefix(FILES)}:files:{tenant}"
+
+
+def batch(batch_id: str) -> str:
+    """Hash: the record of a batch."""
+    return f"{prefix(FILES)}:batch:{batch_id}"
+
+
+def batches_of(tenant: str) -> str:
+    """Zset: ids of a tenant's batches, by creation."""
+    return f"{prefix(FILES)}:batches:{tenant}"
+
+
+def batch_parts(batch_id: str) -> str:
+    """List: the committed parts of a batch."""
+    return f"{prefix(FILES)}:parts:{batch_id}"
+
+
+def batch_rows(batch_id: str) -> str:
+    """String: a bit per row of a batch that a part has."""
+    return f"{prefix(FILES)}:rows:{batch_id}"
+
+
+def rows_left() -> str:
+    """Hash: tenant → rows of open batches that no part has."""
+    return f"{prefix(FILES)}:rows_left"
 
 
 def profile_request(node_id: str) -> str:

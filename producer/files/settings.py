@@ -38,6 +38,15 @@ class FilesSettings(Settings):
     max_tenant_uploads: int = Field(default=4, ge=1)
     """Most uploads of a tenant that one gateway receives at once. It receives four times as many in all."""
 
+    max_tenant_batches: int = Field(default=100, ge=0)
+    """Most open batches of a tenant. 0: no limit."""
+    max_tenant_rows: int = Field(default=2_000_000, ge=0)
+    """Most rows of a tenant's open batches that are not answered yet. A further batch waits. 0: no limit."""
+    max_batch_rows: int = Field(default=50_000, ge=1)
+    """Most rows of a batch."""
+    max_batch_inputs: int = Field(default=50_000, ge=1)
+    """Most texts of all rows of a batch of embeddings."""
+
     @property
     def max_file_bytes(self) -> int:
         """Largest file in bytes."""

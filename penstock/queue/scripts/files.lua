@@ -138,7 +138,7 @@ end
 
 local function drop_batch(id)
   local tenant = redis.call('HGET', F .. ':batch:' .. id, 'tenant')
-  redis.call('DEL', F .. ':batch:' .. id, F .. ':parts:' .. id, F .. ':rows:' .. id)
+  redis.call('DEL', F .. ':batch:' .. id)
   redis.call('ZREM', F .. ':expiry', 'batch:' .. id)
   if tenant then redis.call('ZREM', F .. ':batches:' .. tenant, id) end
 end
@@ -173,14 +173,176 @@ function does.forget()
   return {'OK'}
 end
 
--- Which of these ids of files are neither a file nor an upload nor garbage: their objects belong to nothing.
+-- Which of these ids belong to nothing: not to a file, an upload or an open batch, nor to garbage.
 function does.unknown()
   local unknown = {}
   for _, id in ipairs(asked.ids) do
-    if redis.call('EXISTS', F .. ':file:' .. id, F .. ':upload:' .. id) == 0
-      and not redis.call('ZSCORE', F .. ':garbage', object_of(id)) then unknown[#unknown + 1] = id end
+    local is_known = redis.call('EXISTS', F .. ':file:' .. id, F .. ':upload:' .. id) > 0
+      or redis.call('ZSCORE', F .. ':open_batches', id) or redis.call('ZSCORE', F .. ':garbage', object_of(id))
+    if not is_known then unknown[#unknown + 1] = id end
   end
   return {'OK', unknown}
+end
+
+-- Batches -----------------------------------------------------------------------------------------
+-- A batch is validating, in_progress, finalizing or cancelling while it is open. One process holds its lease, and each
+-- new holder gets a higher token. What a holder asks for with an older token is refused as LOST.
+
+local function read_batch(id, ...) return unpack(redis.call('HMGET', F .. ':batch:' .. id, ...)) end
+
+local function is_held(id, token)
+  return redis.call('ZSCORE', F .. ':open_batches', id) and read_batch(id, 'token') == tostring(token)
+end
+
+local function set_status(id, status) redis.call('HSET', F .. ':batch:' .. id, 'status', status, status .. '_at', now) end
+
+local function close(id, status)
+  local tenant, file, left = read_batch(id, 'tenant', 'file', 'left')
+  set_status(id, status)
+  redis.call('ZREM', F .. ':open_batches', id)
+  count('num_open', tenant, -1)
+  count('rows_left', tenant, -tonumber(left))
+  redis.call('HSET', F .. ':batch:' .. id, 'left', 0, 'waiting', '')
+  if redis.call('EXISTS', F .. ':file:' .. file) == 1 then redis.call('HINCRBY', F .. ':file:' .. file, 'readers', -1) end
+  redis.call('ZADD', F .. ':expiry', now + asked.life_ms, 'batch:' .. id)
+end
+
+function does.create()
+  local before = made_before('batch')
+  if before then return before end
+  local tenant, purpose = unpack(redis.call('HMGET', F .. ':file:' .. asked.file, 'tenant', 'purpose'))
+  if tenant ~= asked.tenant then return {'NO_FILE'} end
+  if purpose ~= 'batch' then return {'WRONG_PURPOSE', purpose} end
+  if asked.max_open > 0 and number_in('num_open', tenant) >= asked.max_open then return {'FULL', asked.max_open} end
+  redis.call('HSET', F .. ':batch:' .. asked.id, 'tenant', tenant, 'file', asked.file, 'request', asked.request,
+    'status', 'validating', 'created_at', now, 'expires_at', now + asked.window_ms, 'token', 0, 'total', 0, 'left', 0,
+    'completed', 0, 'failed', 0, 'input_tokens', 0, 'cached_tokens', 0, 'output_tokens', 0, 'paused', '', 'waiting', '')
+  redis.call('ZADD', F .. ':batches:' .. tenant, now, asked.id)
+  redis.call('ZADD', F .. ':open_batches', 0, asked.id)
+  redis.call('HINCRBY', F .. ':file:' .. asked.file, 'readers', 1)
+  count('num_open', tenant, 1)
+  note_idem(asked.id)
+  return {'OK', asked.id, 0}
+end
+
+-- Gives the leases of batches that no process holds to the caller: first those that have waited longest.
+function does.take()
+  local taken = {}
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', F .. ':open_batches', '-inf', now, 'LIMIT', 0, asked.limit)) do
+    local token = redis.call('HINCRBY', F .. ':batch:' .. id, 'token', 1)
+    redis.call('ZADD', F .. ':open_batches', now + asked.lease_ms, id)
+    taken[#taken + 1] = {id, token}
+  end
+  return {'OK', taken}
+end
+
+-- Renews leases: {id, token, why it waits, rows a second}. Answers for each its status and whether it is paused.
+function does.keep()
+  local kept = {}
+  for i, lease in ipairs(asked.leases) do
+    local id = lease[1]
+    if is_held(id, lease[2]) then
+      redis.call('ZADD', F .. ':open_batches', now + asked.lease_ms, id)
+      redis.call('HSET', F .. ':batch:' .. id, 'waiting', lease[3], 'rate', lease[4])
+      local status, paused = read_batch(id, 'status', 'paused')
+      kept[i] = {status, paused}
+    else
+      kept[i] = {'', ''}
+    end
+  end
+  return {'OK', kept}
+end
+
+function does.release()
+  if not is_held(asked.id, asked.token) then return {'LOST'} end
+  redis.call('ZADD', F .. ':open_batches', now, asked.id)
+  return {'OK'}
+end
+
+-- The input is valid and has `total` rows. Answers with the status, which another may be than in_progress.
+function does.start()
+  if not is_held(asked.id, asked.token) then return {'LOST'} end
+  local status, tenant = read_batch(asked.id, 'status', 'tenant')
+  if status ~= 'validating' then return {'OK', status} end
+  if asked.max_rows > 0 and number_in('rows_left', tenant) + asked.total > asked.max_rows then return {'FULL', asked.max_rows} end
+  redis.call('HSET', F .. ':batch:' .. asked.id, 'total', asked.total, 'left', asked.total)
+  count('rows_left', tenant, asked.total)
+  set_status(asked.id, 'in_progress')
+  return {'OK', 'in_progress'}
+end
+
+function does.fail()
+  if read_batch(asked.id, 'status') == 'failed' then return {'OK'} end
+  if not is_held(asked.id, asked.token) then return {'LOST'} end
+  redis.call('HSET', F .. ':batch:' .. asked.id, 'errors', asked.errors)
+  close(asked.id, 'failed')
+  return {'OK'}
+end
+
+-- Commits a part: its files, {name, kind, bytes} each, and its rows. A row that is in a part already refuses all of it.
+function does.commit()
+  if not is_held(asked.id, asked.token) then return {'LOST'} end
+  local batch, rows = F .. ':batch:' .. asked.id, F .. ':rows:' .. asked.id
+  -- The answer of an earlier call may have been lost.
+  if redis.call('HGET', batch, 'last_part') == asked.part then return {'OK'} end
+  for _, row in ipairs(asked.rows) do
+    if redis.call('GETBIT', rows, row) == 1 then return {'DUPLICATE', row} end
+  end
+  for _, row in ipairs(asked.rows) do redis.call('SETBIT', rows, row, 1) end
+  for _, file in ipairs(asked.files) do
+    redis.call('RPUSH', F .. ':parts:' .. asked.id, file[1] .. ' ' .. file[2] .. ' ' .. string.format('%d', file[3]))
+  end
+  for name, by in pairs(asked.counts) do redis.call('HINCRBY', batch, name, by) end
+  redis.call('HINCRBY', batch, 'left', -#asked.rows)
+  redis.call('HSET', batch, 'last_part', asked.part)
+  count('rows_left', redis.call('HGET', batch, 'tenant'), -#asked.rows)
+  return {'OK'}
+end
+
+-- All rows are committed. A batch that is being canceled stays so until its files are there.
+function does.finalize()
+  if not is_held(asked.id, asked.token) then return {'LOST'} end
+  if read_batch(asked.id, 'status') == 'in_progress' then
+    redis.call('HSET', F .. ':batch:' .. asked.id, 'ending', asked.ending)
+    set_status(asked.id, 'finalizing')
+  end
+  return {'OK'}
+end
+
+-- Saves the output and the error file, each if there is one, and ends the batch. Its parts are garbage then.
+function does.finish()
+  local status, token = read_batch(asked.id, 'status', 'token')
+  if status == asked.status and token == tostring(asked.token) then return {'OK'} end
+  if not is_held(asked.id, asked.token) then return {'LOST'} end
+  local tenant = read_batch(asked.id, 'tenant')
+  for kind, file in pairs(asked.files) do
+    end_upload(file.id)
+    save_file(file, tenant)
+    redis.call('HSET', F .. ':batch:' .. asked.id, kind .. '_file', file.id)
+  end
+  close(asked.id, asked.status)
+  redis.call('DEL', F .. ':parts:' .. asked.id, F .. ':rows:' .. asked.id)
+  discard('parts/' .. asked.id .. '/')
+  return {'OK'}
+end
+
+function does.cancel()
+  local tenant, status = read_batch(asked.id, 'tenant', 'status')
+  if tenant ~= asked.tenant then return {'NOT_FOUND'} end
+  if status == 'validating' or status == 'in_progress' then
+    set_status(asked.id, 'cancelling')
+  elseif status ~= 'cancelling' then
+    return {'ENDED', status}
+  end
+  return {'OK'}
+end
+
+function does.pause()
+  local tenant = read_batch(asked.id, 'tenant')
+  if tenant ~= asked.tenant then return {'NOT_FOUND'} end
+  if not redis.call('ZSCORE', F .. ':open_batches', asked.id) then return {'ENDED', read_batch(asked.id, 'status')} end
+  redis.call('HSET', F .. ':batch:' .. asked.id, 'paused', asked.paused)
+  return {'OK'}
 end
 
 local run = does[what]
