@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError
 from starlette.routing import Route
 
-from penstock.contract.batches import BatchRecord, BatchSpec, new_batch_id, window_s
 from penstock.contract.errors import RequestError
 from penstock.contract.named import Named
 from penstock.contract.problems import request_error
@@ -21,6 +20,7 @@ from penstock.gateway.request.reading import RequestReader, caller_of, idempoten
 from penstock.producer.batch.request import ROWS
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
+from penstock.queue.files.batch import BatchRecord, BatchSpec, new_batch_id, window_s
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 _TIMES = (*("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"),)

@@ -13,12 +13,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import RequestError
-from penstock.contract.files import StoredFile
 from penstock.gateway.errors import soon
 from penstock.gateway.files.upload import Uploads
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.request.reading import caller_of
 from penstock.producer.files.service import Files
+from penstock.queue.files.file import StoredFile
 
 MAX_LIMIT = 10_000
 DEFAULT_LIMIT = 1000

@@ -11,12 +11,12 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from penstock.contract.errors import BusyError, RequestError, TooLargeError
-from penstock.contract.files import PURPOSES
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.files.multipart import OVERHEAD_BYTES, FileBegins, FormField, FormReader
 from penstock.gateway.request.reading import caller_of, idempotency_key_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.files.service import Files, Upload
+from penstock.queue.files.file import PURPOSES
 from penstock.runtime.cooperative import LoopYielder
 
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
@@ -102,7 +102,9 @@ class Uploads:
                     with time.standing_still():
                         await upload.write(event)
                 elif isinstance(event, FileBegins):
-                    _check_name(event.param)
+                    if event.param != "file":
+                        name = event.param[:64]
+                        raise RequestError(f"{name}: the form's file must have the name file", param=name)
                     file = event
                 else:
                     _add(fields, event)
@@ -145,11 +147,6 @@ def checked_life_s(seconds: object, param: str) -> int:
     if isinstance(seconds, bool) or not (text.isdecimal() and len(text) < 12 and 1 <= int(text) <= MAX_LIFE_S):
         raise RequestError(f"{param} must be a whole number from 1 to {MAX_LIFE_S}", param=param)
     return int(text)
-
-
-def _check_name(name: str) -> None:
-    if name != "file":
-        raise RequestError(f"{name[:64]}: the form's file must have the name file", param=name[:64])
 
 
 def _add(fields: dict[str, str], field: FormField) -> None:

@@ -6,22 +6,20 @@ import asyncio
 import logging
 from typing import Any
 
-from penstock.contract.batches import BatchLease
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.producer.batch.stored_run import StoredBatchRun
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
-from penstock.queue.files.batch_records import BatchRecords, LeaseLostError
+from penstock.queue.files.batch import BatchLease
+from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
 from penstock.runtime.cancellation import cancel_until_done
 
 _LOG = logging.getLogger(__package__)
-LOOK_S = 1.0
-"""Seconds between two looks for batches without a holder, and between two renewals of leases."""
+LOOKS_PER_LEASE, CALLS_PER_LEASE = 6, 2
+"""Looks for batches without a holder, and renewals of leases, within one lease; and the same of calls that hang."""
 MAX_HELD = 32
 """Batches that one process runs at once. Further ones wait for another process, or for the end of one."""
 _TAKEN_AT_ONCE = 4
-_CALL_TIMEOUT_S = 3.0
-"""Seconds that a call of the look may take; the leases live longer."""
 
 
 class BatchHolder:
@@ -31,6 +29,7 @@ class BatchHolder:
         self._client = client
         self._files = files
         self._batches = batches
+        self._lease_s = files.settings.batch_lease_s
         self._held: dict[asyncio.Task[None], BatchLease] = {}
         self._told = ""
 
@@ -41,13 +40,13 @@ class BatchHolder:
         try:
             while True:
                 try:
-                    async with asyncio.timeout(_CALL_TIMEOUT_S):
+                    async with asyncio.timeout(self._lease_s / CALLS_PER_LEASE):
                         await self._look()
                 except TimeoutError:
                     self._tell("Redis does not answer in time")
                 except PenstockError as error:
                     self._tell(error.message)
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(self._lease_s / LOOKS_PER_LEASE)
         finally:
             leases = [*self._held.values()]
             await cancel_until_done([*self._held])
@@ -58,14 +57,15 @@ class BatchHolder:
         clock = asyncio.get_running_loop().time
         if self._held:
             now_s = clock()
-            await self._batches.keep([*self._held.values()], now_s)
+            await self._batches.keep([*self._held.values()], self._lease_s, now_s)
         for task, lease in self._held.items():
             if lease.is_lost:
                 task.cancel()
         if len(self._held) < MAX_HELD:
             await self._files.storage()
             now_s = clock()
-            for lease in await self._batches.take(min(_TAKEN_AT_ONCE, MAX_HELD - len(self._held)), now_s):
+            limit = min(_TAKEN_AT_ONCE, MAX_HELD - len(self._held))
+            for lease in await self._batches.take(limit, self._lease_s, now_s):
                 task = asyncio.create_task(self._run(lease), name=f"penstock {lease.batch_id}")
                 self._held[task] = lease
                 task.add_done_callback(self._held.pop)
@@ -80,7 +80,7 @@ class BatchHolder:
             run = StoredBatchRun(self._client, self._files, self._batches, lease, batch, lambda: len(self._held))
             await run.run()
             _LOG.info("a batch has ended", extra=facts)
-        except LeaseLostError:
+        except BatchTakenError:
             _LOG.info("another process goes on with a batch", extra=facts)
         except UnavailableError as error:
             _LOG.warning(

@@ -13,11 +13,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.contract.batches import BatchLease, Part, PartCounts
-from penstock.contract.files import BATCH_OUTPUT, NewFile
 from penstock.producer.batch.results import job_ids_of
 from penstock.producer.files.service import Files
+from penstock.queue.files.batch import BatchLease, Part, PartCounts
 from penstock.queue.files.batch_records import BatchRecords
+from penstock.queue.files.file import BATCH_OUTPUT, NewFile
 
 OUTPUT, ERROR = "output", "error"
 KINDS = (OUTPUT, ERROR)
@@ -41,7 +41,7 @@ class FinishedRow:
         return OUTPUT if self.row["error"] is None else ERROR
 
 
-class Parts:
+class PartWriter:
     """The part that grows, and those that are committed, for one lease of a batch."""
 
     def __init__(self, files: Files, batches: BatchRecords, lease: BatchLease) -> None:
@@ -78,7 +78,7 @@ class Parts:
     async def commit(self) -> list[str]:
         """Write and commit the part that grows, and return the jobs whose results are stored then.
 
-        After an error it may be called again: the part has the same name and content. Raises LeaseLostError, and
+        After an error it may be called again: the part has the same name and content. Raises BatchTakenError, and
         UnavailableError or BusyError of the storage and of Redis.
         """
         if not self._rows:

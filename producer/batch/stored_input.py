@@ -12,9 +12,9 @@ from typing import IO, Any
 
 from pydantic_core import from_json, to_json
 
-from penstock.contract.batches import RowProblem
 from penstock.producer.batch.request import MAX_CUSTOM_ID_CHARS, MAX_LINE_BYTES
 from penstock.producer.files.storage import storage_errors
+from penstock.queue.files.batch import RowProblem
 
 MAX_PROBLEMS = 100
 """Wrong lines that a refused batch names."""
@@ -45,7 +45,7 @@ class InputLimits:
 
 
 @dataclass(slots=True)
-class CheckedInput:
+class InputCheck:
     """What a check found: the number of rows, the names of models, and what is wrong."""
 
     num_rows: int = 0
@@ -62,12 +62,12 @@ class WrongLineError(Exception):
         self.code, self.message, self.param = code, message, param
 
 
-def checked_input(source: IO[bytes], limits: InputLimits, is_over: Callable[[], bool]) -> CheckedInput:
+def checked_input(source: IO[bytes], limits: InputLimits, is_over: Callable[[], bool]) -> InputCheck:
     """Read a whole input and check each line, but not the bodies of its rows.
 
     It ends early once `is_over`, such as for a canceled batch.
     """
-    found, seen, num_inputs = CheckedInput(), dict[bytes, int](), 0
+    found, seen, num_inputs = InputCheck(), dict[bytes, int](), 0
     for line, raw in _lines(source):
         found.num_rows += 1
         try:
@@ -82,7 +82,11 @@ def checked_input(source: IO[bytes], limits: InputLimits, is_over: Callable[[], 
             seen[mark] = line
             body = fields["body"]
             found.models.setdefault(str(body.get("model") or ""), line)
-            num_inputs += _num_inputs(body) if limits.endpoint == EMBEDDINGS_URL else 0
+            if limits.endpoint == EMBEDDINGS_URL:
+                given = body.get("input")
+                # Token ids are one text.
+                is_several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+                num_inputs += len(given) if isinstance(given, list) and is_several else 1
             if num_inputs > limits.max_inputs:
                 raise WrongLineError("too_many_inputs", f"the rows have more than {limits.max_inputs} texts in all")
         except WrongLineError as wrong:
@@ -94,12 +98,6 @@ def checked_input(source: IO[bytes], limits: InputLimits, is_over: Callable[[], 
     if not found.num_rows:
         found.problems.append(RowProblem("empty_file", "the input has no rows"))
     return found
-
-
-def _num_inputs(body: Mapping[str, Any]) -> int:
-    given = body.get("input")
-    is_several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-    return len(given) if is_several and isinstance(given, list) else 1
 
 
 class RowReader:

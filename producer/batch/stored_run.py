@@ -16,7 +16,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar, Unpack
 
-from penstock.contract.batches import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem
 from penstock.contract.errors import (
     BusyError,
     InvariantError,
@@ -27,15 +26,14 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
-from penstock.contract.files import object_of
 from penstock.contract.job import SubmitOptions
 from penstock.contract.tenant import UNLIMITED, ApiKey
-from penstock.producer.batch.parts import FinishedRow, Parts, save_joined
+from penstock.producer.batch.parts import FinishedRow, PartWriter, save_joined
 from penstock.producer.batch.request import request_of_line
 from penstock.producer.batch.results import answer_row, error_row, row_id_of
 from penstock.producer.batch.runner import answer
 from penstock.producer.batch.stored_input import (
-    CheckedInput,
+    InputCheck,
     InputLimits,
     RowReader,
     StoredRow,
@@ -46,7 +44,9 @@ from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt, choose_pool
 from penstock.producer.files.service import Files
 from penstock.queue.broker.producer import ServedPool
-from penstock.queue.files.batch_records import BatchRecords, LeaseLostError
+from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem
+from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
+from penstock.queue.files.file import object_of
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.gather import CALLS_AT_ONCE, try_all
 
@@ -114,9 +114,9 @@ class RowClient:
 
 
 def require_lease(lease: BatchLease) -> None:
-    """Raise LeaseLostError if another process may hold the batch by now."""
+    """Raise BatchTakenError if another process may hold the batch by now."""
     if lease.is_lost or asyncio.get_running_loop().time() >= lease.valid_until_s:
-        raise LeaseLostError(f"the lease of {lease.batch_id} is over")
+        raise BatchTakenError(f"the lease of {lease.batch_id} is over")
 
 
 class StoredBatchRun:
@@ -139,7 +139,7 @@ class StoredBatchRun:
         self._share = share
         self._client = client
         self._rows = RowClient(client, batch, lease)
-        self._parts = Parts(files, batches, lease)
+        self._parts = PartWriter(files, batches, lease)
         self._taken = bytearray()
         """A bit per row that is in a part or in the queue."""
         self._tasks: dict[asyncio.Task[None], StoredRow] = {}
@@ -154,7 +154,7 @@ class StoredBatchRun:
         self._window_until_s = 0.0
 
     async def run(self) -> None:
-        """Run the batch to its end. Raises LeaseLostError if another process has it."""
+        """Run the batch to its end. Raises BatchTakenError if another process has it."""
         if self._lease.status == "validating" and not await self._start():
             return
         self._batch = await self._batches.find(self._batch.batch_id)
@@ -207,16 +207,16 @@ class StoredBatchRun:
         self._lease.status = status
         return True
 
-    async def _checked(self, limits: InputLimits) -> CheckedInput:
+    async def _checked(self, limits: InputLimits) -> InputCheck:
         storage = await self._files.storage()
 
-        def check() -> CheckedInput:
+        def check() -> InputCheck:
             with storage.reader(object_of(self._batch.spec.input_file_id)) as source:
                 return checked_input(source, limits, lambda: self._lease.is_lost or self._lease.status == "cancelling")
 
         return await self._files.on_thread(check)
 
-    async def _unknown_models(self, found: CheckedInput) -> list[RowProblem]:
+    async def _unknown_models(self, found: InputCheck) -> list[RowProblem]:
         key = await self._rows.key()
         pools = (await self._client.pools(renewed=True)).values()
         problems = []

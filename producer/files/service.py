@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import ParamSpec, Self, TypeVar
 
 from penstock.contract.errors import BusyError, NotFoundError, PenstockError, TooLargeError, UnavailableError
-from penstock.contract.files import NewFile, StoredFile, is_file_id, new_file_id, object_of
 from penstock.producer.files.settings import FilesSettings
 from penstock.producer.files.storage import BLOCK_BYTES, ObjectWriter, Storage, storage_errors
+from penstock.queue.files.file import NewFile, StoredFile, is_file_id, new_file_id, object_of
 from penstock.queue.files.file_records import FileRecords, no_file
 
 _LOG = logging.getLogger(__package__)

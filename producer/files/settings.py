@@ -47,6 +47,9 @@ class FilesSettings(Settings):
     max_batch_inputs: int = Field(default=50_000, ge=1)
     """Most texts of all rows of a batch of embeddings."""
 
+    batch_lease_s: float = Field(default=6.0, ge=1, le=60)
+    """Seconds after which another process goes on with a batch whose process is silent."""
+
     @property
     def max_file_bytes(self) -> int:
         """Largest file in bytes."""

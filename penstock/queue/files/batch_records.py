@@ -9,7 +9,18 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract.batches import (
+from penstock.contract.errors import (
+    BusyError,
+    ConflictError,
+    InvariantError,
+    NotFoundError,
+    PenstockError,
+    RequestError,
+)
+from penstock.queue import keys
+from penstock.queue.broker import scripts
+from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.files.batch import (
     TIMES,
     BatchLease,
     BatchRecord,
@@ -19,29 +30,16 @@ from penstock.contract.batches import (
     RowProblem,
     is_batch_id,
 )
-from penstock.contract.errors import (
-    BusyError,
-    ConflictError,
-    InvariantError,
-    NotFoundError,
-    PenstockError,
-    RequestError,
-)
-from penstock.contract.files import NewFile
-from penstock.queue import keys
-from penstock.queue.broker import scripts
-from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.files.file import NewFile
 from penstock.queue.files.file_records import call_script, file_arguments, key_conflict, no_file
 
-LEASE_MS = 6000
-"""Milliseconds after which any process may take a batch that its holder no longer renews."""
 _RETRY_MS = 60_000
 
 
-class LeaseLostError(PenstockError):
+class BatchTakenError(PenstockError):
     """Another process may hold the batch now. Whatever this one still does changes nothing."""
 
-    code = "lease_lost"
+    code = "batch_taken"
 
 
 def no_batch(batch_id: str) -> NotFoundError:
@@ -143,23 +141,23 @@ class BatchRecords:
         with translated():
             return int(await self._redis.hget(keys.rows_left(), "*") or 0)
 
-    # For the holder of a lease. Each method raises LeaseLostError if another process has taken it.
+    # For the holder of a lease. Each method raises BatchTakenError if another process has taken it.
 
-    async def take(self, limit: int, now_s: float) -> list[BatchLease]:
+    async def take(self, limit: int, lease_s: float, now_s: float) -> list[BatchLease]:
         """Take the leases of up to `limit` batches that no process holds. `now_s`: time of the event loop."""
-        answer = await call_script(self._redis, "take", limit=limit, lease_ms=LEASE_MS)
-        return [BatchLease(one[0].decode(), int(one[1]), now_s + LEASE_MS / 1000) for one in answer[1]]
+        answer = await call_script(self._redis, "take", limit=limit, lease_ms=int(1000 * lease_s))
+        return [BatchLease(one[0].decode(), int(one[1]), now_s + lease_s) for one in answer[1]]
 
-    async def keep(self, leases: Sequence[BatchLease], now_s: float) -> None:
+    async def keep(self, leases: Sequence[BatchLease], lease_s: float, now_s: float) -> None:
         """Renew leases, and note in each what became of it."""
         asked = [[one.batch_id, one.token, one.waiting, f"{one.rows_per_s:.3f}"] for one in leases]
-        answer = await call_script(self._redis, "keep", leases=asked, lease_ms=LEASE_MS)
+        answer = await call_script(self._redis, "keep", leases=asked, lease_ms=int(1000 * lease_s))
         for lease, (status, paused) in zip(leases, answer[1], strict=True):
             if not status:
                 lease.is_lost = True
             else:
                 lease.status, lease.is_paused = status.decode(), bool(paused)
-                lease.valid_until_s = now_s + LEASE_MS / 1000
+                lease.valid_until_s = now_s + lease_s
 
     async def release(self, lease: BatchLease) -> None:
         """Let any process take a batch at once."""
@@ -228,7 +226,7 @@ class BatchRecords:
         answer = await call_script(self._redis, what, id=lease.batch_id, token=lease.token, **arguments)
         if answer[0] == b"LOST":
             lease.is_lost = True
-            raise LeaseLostError(f"another process has taken {lease.batch_id}")
+            raise BatchTakenError(f"another process has taken {lease.batch_id}")
         return answer
 
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, PenstockError, RequestError, TooLargeError
-from penstock.contract.files import NewFile, StoredFile
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.files.file import NewFile, StoredFile
 
 UPLOAD_LEASE_MS = 600_000
 """Milliseconds after which an upload that its gateway no longer renews is dropped."""
