@@ -16,7 +16,16 @@ from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.client.settings import ClientSettings
 from tests.source_tree import ROOT, Module, modules
 
-ANSWERING = ("gateway", "gpu_node", "producer.client", "producer.openai", "producer.files", "producer.batch.stored", "contract", "queue")
+ANSWERING = (
+    "gateway",
+    "gpu_node",
+    "producer.client",
+    "producer.openai",
+    "producer.files",
+    "producer.batch.stored",
+    "contract",
+    "queue",
+)
 """The packages whose errors may be the answer of a gateway."""
 NOT_OVER_HTTP = {
     **dict.fromkeys(("ambiguous_name", "key_revoked", "unreadable_key"), "penstock keys"),
