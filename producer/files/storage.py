@@ -6,6 +6,7 @@ All methods block, so callers use a thread. An object is there as a whole or not
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import shutil
@@ -178,8 +179,10 @@ class Storage:
     def reader(self, name: str) -> IO[bytes]:
         """Open an object for reading. Its methods raise errors that only `storage_errors` translates."""
         with storage_errors():
-            opened: IO[bytes] = self._fs.open(self._path(name), "rb")
-            return opened
+            if self._is_folder:
+                return open(self._path(name), "rb")
+            # A store's own file has no lines of a bounded length.
+            return io.BufferedReader(self._fs.open(self._path(name), "rb"), BLOCK_BYTES)
 
     def append_to(self, writer: ObjectWriter, name: str) -> int:
         """Copy a whole object to the end of a new one. Return the number of its bytes."""
