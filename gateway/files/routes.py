@@ -100,8 +100,8 @@ class FileRoutes:
         order, purpose = query.get("order", "desc"), query.get("purpose")
         if order not in ("asc", "desc"):
             raise RequestError("order must be asc or desc", param="order")
+        await self._files.storage()
         async with soon():
-            await self._files.storage()
             ids = await self._files.records.ids(tenant, newest_first=order == "desc")
             left = ids_after(ids, query.get("after"))
             found: list[StoredFile] = []

@@ -56,6 +56,7 @@ MIN_WINDOW, MAX_WINDOW = 64, 4096
 WINDOW_PER_SLOT = 2
 MAX_WINDOW_BYTES = 32 << 20
 """Bytes of the lines whose rows are in the queue, but for the last of them."""
+MAX_BYTES_ON_LOOP = 64 << 10
 STOP_WAIT_S = 10.0
 """Seconds that canceled jobs of a batch may take to end. Rows whose jobs take longer count as not answered."""
 _TICK_S = 0.25
@@ -324,7 +325,11 @@ class StoredBatchRun:
     async def _answer(self, row: StoredRow) -> None:
         key = self._key_of(row)
         try:
-            request = request_of_line(row.fields)
+            # A check of megabytes would hold the event loop.
+            is_small = row.num_bytes <= MAX_BYTES_ON_LOOP
+            request = (
+                request_of_line(row.fields) if is_small else await self._files.on_thread(request_of_line, row.fields)
+            )
             job_id, body = await self._with_retries(lambda: answer(self._rows, request, None, key, in_feed=False))
             line = answer_row(key, row.custom_id, body, job_id)
         except (RequestError, JobFailedError) as error:

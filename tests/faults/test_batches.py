@@ -17,6 +17,7 @@ from faults.tools.processes import GatewayProcess
 
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
+from penstock.queue.files.records_audit import audit_files
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -106,5 +107,6 @@ async def test_each_row_is_answered_once_whatever_becomes_of_the_holders(
             counts = [await redis.hgetall(name) for name in used]
             jobs = sum(int(by) for of_day in counts for name, by in of_day.items() if name.endswith(b":jobs"))
             assert jobs == NUM_ROWS
+            assert await audit_files(redis) == []
     assert parts_in(tmp_path) == []
     await redis.aclose()

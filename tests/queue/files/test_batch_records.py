@@ -13,6 +13,7 @@ from penstock.queue.files.batch import BatchLease, BatchSpec, Part, PartCounts, 
 from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
 from penstock.queue.files.file import NewFile, new_file_id
 from penstock.queue.files.file_records import FileLimits, FileRecords
+from penstock.queue.files.records_audit import audit_files
 
 F = keys.prefix(keys.FILES)
 DAY_MS = 86_400_000
@@ -145,3 +146,26 @@ async def test_limits_count_what_is_stored_and_what_arrives(redis: Redis) -> Non
     with pytest.raises(BusyError, match="PENSTOCK_FILES_MAX_MIB"):
         await stored_file(redis, num_bytes=20, tenant="bob", max_bytes=100)
     await stored_file(redis, num_bytes=20, tenant="bob", max_tenant_bytes=100)
+
+
+async def test_the_audit_finds_what_no_record_explains(redis: Any) -> None:
+    assert await audit_files(redis) is None
+    batches, lease = await taken(redis)
+    await commit(batches, lease, 0, range(5))
+    await FileRecords(redis).begin_upload(new_file_id(), "ann", 30, FileLimits())
+    assert await audit_files(redis) == []
+    record = await batches.find(lease.batch_id)
+    await redis.hincrby(f"{F}:stored", "ann", 3)
+    await redis.zrem(f"{F}:files:ann", record.spec.input_file_id)
+    await redis.zadd(f"{F}:open_batches", {"batch_gone": 1})
+    await redis.hincrby(keys.stored_file(record.spec.input_file_id), "readers", 1)
+    await redis.set(f"{F}:rows:batch_ended", b"\xff")
+    found = await audit_files(redis)
+    assert found is not None
+    assert [(one.name, one.key.partition(":")[0], one.invariant) for one in found] == [
+        ("lives_for_ever", "rows", "I10"),
+        ("missing", "files", "I5"),
+        ("stray", "open_batches", "I5"),
+        ("wrong_sum", "file", "I5"),
+        ("wrong_sum", "stored", "I5"),
+    ]
