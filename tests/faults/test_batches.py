@@ -15,8 +15,12 @@ from fakes import fake_node
 from fakes.fake_node import DEFAULT_TOKENS, MODEL, POOL, PROMPT_TOKENS, FakeNode
 from faults.tools.processes import GatewayProcess
 
+from penstock.producer.client import AsyncClient
+from penstock.producer.files.service import Files
+from penstock.producer.files.settings import FilesSettings
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
+from penstock.queue.files.batch import BatchSpec, new_batch_id
 from penstock.queue.files.records_audit import audit_files
 
 pytestmark = pytest.mark.timeout(240)
@@ -110,3 +114,59 @@ async def test_each_row_is_answered_once_whatever_becomes_of_the_holders(
             assert await audit_files(redis) == []
     assert parts_in(tmp_path) == []
     await redis.aclose()
+
+
+async def make_without_gateway(client: AsyncClient, folder: Path, num_rows: int) -> str:
+    """Store an input and make its batch by the services themselves, so that no gateway holds it yet."""
+    files = Files(FilesSettings(url=str(folder)), client.files)
+    content = "\n".join(map(json.dumps, rows()[:num_rows])).encode()
+    async with await files.begin("default", len(content)) as upload:
+        await upload.write(content)
+        file_id = await upload.save("rows.jsonl", "batch", 86_400_000)
+    files.close()
+    spec = BatchSpec(file_id, "/v1/chat/completions", "24h")
+    return await client.batches.create(new_batch_id(), "default", spec, window_ms=86_400_000, max_open=0)
+
+
+async def ended(client: AsyncClient, batch_id: str, mortal: GatewayProcess | None = None) -> bool:
+    """Wait until the batch has ended, and return true; or until the gateway that may die has died."""
+    while (await client.batches.find(batch_id)).status != "completed":
+        if mortal is not None and not mortal.is_running:
+            return False
+        await asyncio.sleep(0.02)
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_death_at_each_call_of_the_script_loses_no_row(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A gateway dies at its first call of files.lua, at its second … until it survives its batch."""
+    monkeypatch.setenv("PENSTOCK_FILES_URL", str(tmp_path))
+    monkeypatch.setenv("PENSTOCK_FILES_BATCH_LEASE_S", "1")
+    num_rows, num_deaths = 30, 0
+    async with FakeNode(redis_url, step_s=0.01), AsyncClient(redis_url) as client:
+        for number in range(1, 60):
+            batch_id = await make_without_gateway(client, tmp_path, num_rows)
+            async with asyncio.timeout(TIMEOUT_S):
+                mortal = GatewayProcess(redis_url, dies=f"{when} files {number} kill")
+                try:
+                    survives = await ended(client, batch_id, mortal)
+                finally:
+                    mortal.close()
+                num_deaths += not survives
+                with GatewayProcess(redis_url) as other:
+                    await ended(client, batch_id)
+                    async with httpx.AsyncClient(timeout=30) as http:
+                        batch = (await http.get(f"{other.url}/v1/batches/{batch_id}")).json()
+                        lines = await lines_of(http, other.url, batch["output_file_id"])
+            assert sorted(line["custom_id"] for line in lines) == sorted(f"r{i}" for i in range(num_rows)), number
+            assert batch["request_counts"] == {"total": num_rows, "completed": num_rows, "failed": 0}, number
+            if survives:
+                break
+        print(when, num_deaths)
+        assert num_deaths > 8
+        redis = cast(Any, connect(redis_url))
+        assert await audit_files(redis) == []
+        await redis.aclose()

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -16,7 +16,7 @@ from openai.types import Batch
 
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
-CHAT = "/v1/chat/completions"
+CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 F = "penstock:{.files}"
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -32,7 +32,7 @@ def url(stack: Stack, shared_engine: EchoEngine, folder: Path) -> str:
         patched.setenv("PENSTOCK_FILES_URL", str(folder))
         patched.setenv("PENSTOCK_FILES_MAX_BATCH_ROWS", "300")
         patched.setenv("PENSTOCK_FILES_MAX_TENANT_BATCHES", "3")
-        return stack.start_gateway()
+        return str(stack.start_gateway())
 
 
 def row(custom_id: str, text: str, url: str = CHAT, **body: Any) -> dict[str, Any]:

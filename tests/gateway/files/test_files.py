@@ -18,9 +18,9 @@ import redis as sync_redis
 
 from penstock.contract.errors import UnavailableError
 from penstock.producer.client import AsyncClient
-from penstock.producer.files import service
 from penstock.producer.files.service import Files
 from penstock.producer.files.settings import FilesSettings
+from penstock.producer.files.storage import Storage
 from tests.gateway.conftest import EchoEngine, Stack
 
 MIB = 1 << 20
@@ -40,7 +40,7 @@ def url(stack: Stack, shared_engine: EchoEngine, folder: Path) -> str:
         patched.setenv("PENSTOCK_FILES_MAX_FILE_MIB", "8")
         patched.setenv("PENSTOCK_FILES_MAX_TENANT_MIB", "24")
         patched.setenv("PENSTOCK_FILES_MIN_FREE_MIB", "1")
-        return stack.start_gateway(body_timeout_s=2.0)
+        return str(stack.start_gateway(body_timeout_s=2.0))
 
 
 @pytest.fixture(autouse=True)
@@ -240,7 +240,7 @@ def test_a_gateway_without_a_storage_names_the_setting(stack: Stack, engine: Ech
 
 
 def test_a_full_disk_refuses_by_name(api: openai.OpenAI, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service.Storage, "free_bytes", lambda _: MIB)
+    monkeypatch.setattr(Storage, "free_bytes", lambda _: MIB)
     with pytest.raises(openai.RateLimitError, match="PENSTOCK_FILES_MIN_FREE_MIB"):
         api.files.create(file=("a", b"x"), purpose="batch")
     assert stored(folder) == []

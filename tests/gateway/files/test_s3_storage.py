@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import boto3
+import boto3  # type: ignore[import-untyped]
 import httpx
 import pytest
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
