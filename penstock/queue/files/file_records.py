@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
 
@@ -17,6 +17,7 @@ from penstock.queue.files.file import NewFile, StoredFile
 UPLOAD_LEASE_MS = 600_000
 """Milliseconds after which an upload that its gateway no longer renews is dropped."""
 _RETRY_MS = 60_000
+_ERASED_AT_ONCE = 200
 _FIELDS = ("tenant", "name", "purpose", "bytes", "created", "expires")
 
 
@@ -28,6 +29,14 @@ class FileLimits:
     max_bytes: int = 0
     max_tenant_files: int = 0
     max_files: int = 0
+
+
+class HeldFiles(NamedTuple):
+    """What a tenant has."""
+
+    num_batches: int
+    num_files: int
+    num_bytes: int
 
 
 NO_LIMITS = FileLimits()
@@ -158,6 +167,21 @@ class FileRecords:
         """Drop up to `limit` expired records. Return their number, and objects of the storage that are garbage."""
         answer = await call_script(self._redis, "expire", limit=limit)
         return int(answer[1]), [one.decode() for one in answer[2]]
+
+    async def held_by(self, tenant: str) -> HeldFiles:
+        """Return how many batches, files and bytes a tenant has."""
+        return HeldFiles(*map(int, (await call_script(self._redis, "erase", tenant=tenant, limit=0))[1:]))
+
+    async def erase(self, tenant: str) -> None:
+        """Drop all batches, files and uploads of a tenant. Gateways delete the contents then."""
+        left = await self.held_by(tenant)
+        while left.num_batches or left.num_files:
+            await call_script(self._redis, "erase", tenant=tenant, limit=_ERASED_AT_ONCE)
+            left = await self.held_by(tenant)
+        with translated():
+            names = f"{keys.prefix(keys.FILES)}:idem:{tenant}:".replace("{", "\\{")
+            async for name in self._redis.scan_iter(match=f"{names}*", count=1000):
+                await self._redis.delete(name)
 
     @retried
     async def forget(self, objects: Sequence[str]) -> None:

@@ -345,6 +345,37 @@ function does.pause()
   return {'OK'}
 end
 
+-- Drops up to `limit` batches and as many files of a tenant, open ones too. Answers how many of each there were, and
+-- their bytes. With a limit of 0 it only counts.
+function does.erase()
+  local batches = redis.call('ZRANGE', F .. ':batches:' .. asked.tenant, 0, -1)
+  local files = redis.call('ZRANGE', F .. ':files:' .. asked.tenant, 0, -1)
+  local counted = {'OK', #batches, #files, number_in('stored', asked.tenant)}
+  for i = 1, math.min(asked.limit, #batches) do
+    local id = batches[i]
+    if redis.call('ZSCORE', F .. ':open_batches', id) then
+      asked.life_ms = 0
+      close(id, 'cancelled')
+      redis.call('DEL', F .. ':parts:' .. id, F .. ':rows:' .. id)
+      discard('parts/' .. id .. '/')
+    end
+    drop_batch(id)
+  end
+  if #batches > asked.limit then return counted end
+  for i = 1, math.min(asked.limit, #files) do
+    drop_file(files[i], asked.tenant, redis.call('HGET', F .. ':file:' .. files[i], 'bytes') or '0')
+  end
+  if asked.limit > 0 then
+    for _, id in ipairs(redis.call('ZRANGE', F .. ':uploads', 0, -1)) do
+      if redis.call('HGET', F .. ':upload:' .. id, 'tenant') == asked.tenant then
+        end_upload(id)
+        discard(object_of(id))
+      end
+    end
+  end
+  return counted
+end
+
 local run = does[what]
 if not run then return redis.error_reply('UNKNOWN_VERB ' .. what) end
 return run()

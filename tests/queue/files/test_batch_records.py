@@ -169,3 +169,21 @@ async def test_the_audit_finds_what_no_record_explains(redis: Any) -> None:
         ("wrong_sum", "file", "I5"),
         ("wrong_sum", "stored", "I5"),
     ]
+
+
+async def test_all_of_a_tenant_is_erased_also_an_open_batch(redis: Any) -> None:
+    batches, lease = await taken(redis)
+    await commit(batches, lease, 0, range(5))
+    kept, files = await stored_file(redis, tenant="bob"), FileRecords(redis)
+    await files.begin_upload(new_file_id(), "ann", 30, FileLimits())
+    assert await files.held_by("ann") == (1, 1, 10)
+    await files.erase("ann")
+    assert await files.held_by("ann") == (0, 0, 0)
+    await batches.keep([lease], 6.0, 1.0)
+    assert lease.is_lost
+    _, garbage = await files.expire(10)
+    assert sorted(one.partition("/")[0] for one in garbage) == ["files", "files", "parts"]
+    await files.forget(garbage)
+    assert await audit_files(redis) == []
+    assert (await files.find(kept, "bob")).num_bytes == 10
+    assert [name async for name in redis.scan_iter("*ann*")] == []
