@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ FIELD = "Drop a file of requests here"
 
 
 @pytest.fixture(scope="module")
-def batch_url(stack: Stack, shared_engine: EchoEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def batch_url(stack: Stack, shared_engine: EchoEngine, tmp_path_factory: pytest.TempPathFactory) -> str:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PENSTOCK_FILES_URL", str(tmp_path_factory.mktemp("files")))
-        yield stack.start_gateway()
+        return stack.start_gateway()
 
 
 def row(custom_id: str, **body: Any) -> str:
