@@ -15,8 +15,8 @@ from penstock.contract.errors import ConfigError
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.queue.broker.tenants import TenantData
     from penstock.queue.files.file_records import HeldFiles
+    from penstock.queue.tenants.deletion import TenantData
 
 app = App()
 
@@ -65,8 +65,8 @@ def delete(
 
 async def _data(redis_url: str, tenant: str) -> tuple[TenantData, HeldFiles]:
     from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.tenants import TenantBroker
     from penstock.queue.files.file_records import FileRecords
+    from penstock.queue.tenants.deletion import TenantBroker
 
     async with connect(redis_url) as redis:
         return await TenantBroker(redis).data(tenant), await FileRecords(redis).held_by(tenant)
@@ -75,8 +75,8 @@ async def _data(redis_url: str, tenant: str) -> tuple[TenantData, HeldFiles]:
 async def _delete(redis_url: str, tenant: str) -> int:
     """Delete the tenant's data, and return the number of jobs that were deleted."""
     from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.tenants import TenantBroker
     from penstock.queue.files.file_records import FileRecords
+    from penstock.queue.tenants.deletion import TenantBroker
 
     num_jobs = list[int]()
     async with connect(redis_url) as redis:

@@ -14,8 +14,8 @@ from penstock.contract.errors import ConflictError
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
-from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pools import pool_names
+from penstock.queue.tenants.key_store import KeyStore
 
 CANCEL_S = 60.0
 """Seconds to wait until all jobs have ended. A running job ends within a step; that of a dead node, after its lease."""
