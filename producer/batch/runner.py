@@ -72,16 +72,23 @@ def opened(batch: Batch) -> Iterator[OpenBatch]:
             yield OpenBatch(batch, batch_id, path, results)
 
 
-async def run_batch(
-    redis_url: str, batch: Batch, on_progress: OnProgress = lambda _: None, on_submit: OnSubmit = lambda: None
-) -> BatchProgress:
+async def run_batch(redis_url: str, batch: Batch, on_progress: OnProgress = lambda _: None) -> BatchProgress:
     """Open and answer a batch, and return its final progress. Raises the errors of `opened` and `answer_batch`."""
     with opened(batch) as one:
-        return await answer_batch(redis_url, one, on_progress, on_submit)
+        return await answer_batch(redis_url, one, on_progress)
 
 
-async def answer_batch(
-    redis_url: str, one: OpenBatch, on_progress: OnProgress, on_submit: OnSubmit = lambda: None
+async def answer_batch(redis_url: str, one: OpenBatch, on_progress: OnProgress) -> BatchProgress:
+    """Run an open batch to its end with a client of its own. A batch that is complete needs no Redis."""
+    if one.results.is_whole:
+        on_progress(one.results.progress)
+        return one.results.progress
+    async with AsyncClient(redis_url) as client:
+        return await answer_rows(client, one, on_progress)
+
+
+async def answer_rows(
+    client: AsyncClient, one: OpenBatch, on_progress: OnProgress, *, on_submit: OnSubmit = lambda: None
 ) -> BatchProgress:
     """Run an open batch to its end and return its final progress.
 
@@ -91,8 +98,7 @@ async def answer_batch(
     results = one.results
     on_progress(results.progress)
     if not results.is_whole:
-        async with AsyncClient(redis_url) as client:
-            await _BatchRun(client, one, on_progress, on_submit).answer_all(lines_of(one.path))
+        await _BatchRun(client, one, on_progress, on_submit).answer_all(lines_of(one.path))
         if not results.is_whole:
             raise RequestError("the input changed during the run: some of its lines are gone", param="input")
     return results.progress
