@@ -146,10 +146,11 @@ def keep_leases(consumer: Any, stopped: threading.Event, lease_s: float, names: 
                 channel = connection.default_channel
                 with channel.conn_or_acquire() as client:
                     _renew(channel, client, consumer.task_consumer.channel.qos, names)
-                    renewals = _renewals(channel, client)
+                    rows = client.zrange(channel.unacked_index_key, 0, MAX_TASKS_LOOKED_AT - 1, withscores=True)
+                    renewals = {tag.decode() if isinstance(tag, bytes) else tag: at_s for tag, at_s in rows}
                     if names is not None:
                         name_of = known.of(channel, client, renewals)
-                        renewals = {tag: renewed for tag, renewed in renewals.items() if name_of[tag] in names}
+                        renewals = {tag: at_s for tag, at_s in renewals.items() if name_of[tag] in names}
                     for tag in observer.silent(renewals, time.monotonic()):
                         channel.qos.restore_by_tag(tag)
                         _LOG.warning("a task's worker is dead; the task is queued again", extra={"delivery_tag": tag})
@@ -176,9 +177,3 @@ def _renew(channel: Any, client: Any, qos: Any, names: Collection[str] | None) -
     if ours:
         # Update only existing members: a task may end at this moment.
         client.zadd(channel.unacked_index_key, ours, xx=True)
-
-
-def _renewals(channel: Any, client: Any) -> dict[str, float]:
-    """Return the time of the last renewal of each taken task, oldest first."""
-    rows = client.zrange(channel.unacked_index_key, 0, MAX_TASKS_LOOKED_AT - 1, withscores=True)
-    return {tag.decode() if isinstance(tag, bytes) else tag: renewed for tag, renewed in rows}
