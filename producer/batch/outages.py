@@ -13,6 +13,7 @@ OnWait = Callable[[str], None]
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
+MAX_REASON_CHARS = 200
 _LIBRARIES = frozenset({"aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3"})
 """Packages of stores, whose errors do not derive from OSError."""
 _NETWORK = ("Connect", "Connection", "Endpoint", "Timeout", "Unavailable", "SlowDown", "HTTPClient", "ServerError")
@@ -32,7 +33,8 @@ def outlast(name: str, call: Callable[[], T], on_wait: OnWait) -> T:
         except Exception as error:
             if "://" not in name or not is_outage(error):
                 raise
-            on_wait(f"{name} is unreachable ({_shown(error)}); next attempt in {pause_s:.0f} s")
+            reason = str(error).strip().partition("\n")[0][:MAX_REASON_CHARS] or type(error).__name__
+            on_wait(f"{name} is unreachable ({reason}); next attempt in {pause_s:.0f} s")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -55,7 +57,3 @@ def _is_of_network(error: BaseException) -> bool:
         return error.errno not in _LASTING
     kind = type(error)
     return kind.__module__.partition(".")[0] in _LIBRARIES and any(word in kind.__name__ for word in _NETWORK)
-
-
-def _shown(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

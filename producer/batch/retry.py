@@ -51,7 +51,9 @@ def opened_retry(batch: Batch, on_wait: OnWait = lambda _: None) -> Iterator[Ope
         second = replace(batch, input=str(again), output=str(fresh), batch_id=f"{batch_id}:{digest}")
         with opened(replace(second, errors=str(folder / "errors")), on_wait) as one:
             yield one
-        merged = [row for row in rows if row["error"] is None] + _with_ids_of(batch_id, fresh)
+        new_rows = map(json.loads, fresh.read_text().splitlines())
+        merged = [row for row in rows if row["error"] is None]
+        merged += [{**row, "id": row_id_of(batch_id, row["custom_id"])} for row in new_rows]
         _publish(batch, source, merged, on_wait)
         fresh.unlink()
 
@@ -62,11 +64,6 @@ def _rows_in(path: Path, batch: Batch, batch_id: str, num_lines: int) -> list[Ro
         message = f"{batch.output} is not the whole output of this batch: first run it to its end with the same options"
         raise RequestError(message, param="output")
     return rows
-
-
-def _with_ids_of(batch_id: str, fresh: Path) -> list[Row]:
-    rows = [json.loads(line) for line in fresh.read_text().splitlines()]
-    return [{**row, "id": row_id_of(batch_id, row["custom_id"])} for row in rows]
 
 
 def _publish(batch: Batch, source: Path, rows: list[Row], on_wait: OnWait) -> None:

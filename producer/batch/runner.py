@@ -92,18 +92,15 @@ def id_of(batch: Batch, survey: InputSummary) -> str:
 
 def publish_errors(batch: Batch, path: Path, failed: Mapping[str, Row], on_wait: OnWait) -> None:
     """Write the list of failed rows: each row of the output, with the number of its line in the input."""
-    with tempfile.TemporaryDirectory(prefix="penstock-batch-", dir=_folder_of(batch.errors_name)) as folder:
+    # A local list is made in its own folder, so that it can take its place in one step.
+    folder_of_list = None if storage.is_remote(batch.errors_name) else Path(batch.errors_name).parent
+    with tempfile.TemporaryDirectory(prefix="penstock-batch-", dir=folder_of_list) as folder:
         listed = Path(folder) / "errors"
         with listed.open("w") as file:
             for line in lines_of(path):
                 if line.custom_id in failed:
                     file.write(json.dumps({"line": line.number, **failed[line.custom_id]}, ensure_ascii=False) + "\n")
         outlast(batch.errors_name, lambda: storage.publish(listed, batch.errors_name), on_wait)
-
-
-def _folder_of(name: str) -> Path | None:
-    """Return the folder of a local file, in which a file can take its place; None for an fsspec URL."""
-    return None if storage.is_remote(name) else Path(name).parent
 
 
 async def run_batch(redis_url: str, batch: Batch, on_progress: OnProgress = lambda _: None) -> BatchProgress:

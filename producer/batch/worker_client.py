@@ -79,17 +79,14 @@ class _ClientLoop:
         return await work(self._client)
 
     def close(self) -> None:
-        future = asyncio.run_coroutine_threadsafe(self._close(), self.loop)
-        try:
-            future.result(_CLOSE_TIMEOUT_S)
-        except TimeoutError:
-            future.cancel()
+        if self._client is not None:
+            future = asyncio.run_coroutine_threadsafe(self._client.close(), self.loop)
+            try:
+                future.result(_CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                future.cancel()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_CLOSE_TIMEOUT_S)
-
-    async def _close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
