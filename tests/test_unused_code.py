@@ -26,7 +26,6 @@ ALLOWED = {
         ("handle_text", "handle_bytes", "handle_cont", "handle_ping", "_should_upgrade"), "uvicorn calls it"
     ),
     "settings_customise_sources": "pydantic calls it",
-    "execute_command": "redis-py calls it",
     "readinto": "io.BufferedReader calls it",
     "map_unordered": "a method of the public clients",
     "create_app": "the ASGI app for a server of one's own, and for tests",
