@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypeVar, cast
+from typing import Annotated, Any, BinaryIO, cast
 
 from pydantic import Field, ValidationError
 from pydantic_core import from_json, to_json
@@ -33,8 +33,6 @@ CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 EMBEDDINGS_URL = "/v1/embeddings"
 RESPONSES_URL = "/v1/responses"
-URLS = (CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, RESPONSES_URL)
-"""The endpoints of rows."""
 
 MAX_CUSTOM_ID_CHARS = 256
 MAX_LINE_BYTES = 16 << 20
@@ -65,9 +63,13 @@ class _CompletionRow(_RowFields, CompletionBody):
     pass
 
 
-ROWS: dict[str, type[_ChatRow | _CompletionRow]] = {CHAT_URL: _ChatRow, COMPLETIONS_URL: _CompletionRow}
-"""The schema of the body of a row that generates text, by its url."""
-_Row = TypeVar("_Row", bound=QueuedRow)
+ROWS: dict[str, type[_ChatRow | _CompletionRow | EmbeddingRow | ResponseRow]] = {
+    CHAT_URL: _ChatRow,
+    COMPLETIONS_URL: _CompletionRow,
+    EMBEDDINGS_URL: EmbeddingRow,
+    RESPONSES_URL: ResponseRow,
+}
+"""The schema of a row's body by its url."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,8 @@ def request_of_line(fields: Mapping[str, Any]) -> BatchRequest:
     if fields.get("method", "POST") != "POST":
         raise RequestError("method must be POST", param="method")
     url, body = fields.get("url"), fields.get("body")
-    if not isinstance(url, str) or url not in URLS:
-        raise RequestError(f"url must be one of {', '.join(URLS)}", param="url")
+    if not isinstance(url, str) or url not in ROWS:
+        raise RequestError(f"url must be one of {', '.join(ROWS)}", param="url")
     if not isinstance(body, dict):
         raise RequestError("body must be an object", param="body")
     return request_of(url, body)
@@ -107,12 +109,13 @@ def request_of_line(fields: Mapping[str, Any]) -> BatchRequest:
 
 def request_of(url: str, body: Mapping[str, Any]) -> BatchRequest:
     """Return the request of an OpenAI body. Raises RequestError for an invalid body."""
-    if url == EMBEDDINGS_URL:
-        return _embeddings_of(_valid(EmbeddingRow, body))
-    if url == RESPONSES_URL:
-        return _response_of(_valid(ResponseRow, body))
-    row = _valid(ROWS[url], body)
     try:
+        # Validate as JSON: in strict mode, pydantic then still accepts a list for a tuple and an object for a record.
+        row = ROWS[url].model_validate_json(to_json(body, inf_nan_mode="constants"))
+        if isinstance(row, EmbeddingRow):
+            return _embeddings_of(row)
+        if isinstance(row, ResponseRow):
+            return _response_of(row)
         params = row.params()
     except ValidationError as error:
         raise request_error(error) from None
@@ -122,14 +125,6 @@ def request_of(url: str, body: Mapping[str, Any]) -> BatchRequest:
     times = row.deadline_s, row.ttl_s
     listed = row.tags or (), row.metadata
     return BatchRequest(url, prompts[0], row.model, params, row.echoes, row.template_kwargs, *times, *listed)
-
-
-def _valid(kind: type[_Row], body: Mapping[str, Any]) -> _Row:
-    try:
-        # Validate as JSON: in strict mode, pydantic then still accepts a list for a tuple and an object for a record.
-        return kind.model_validate_json(to_json(body, inf_nan_mode="constants"))
-    except ValidationError as error:
-        raise request_error(error) from None
 
 
 def _embeddings_of(row: EmbeddingRow) -> BatchRequest:

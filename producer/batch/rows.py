@@ -17,6 +17,7 @@ from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Embedding, Pooling, T
 from penstock.producer.openai.bodies import prompts_of
 from penstock.producer.openai.fields import WHOLE_NUMBER, Hint, OpenWire, Whole, Wire, at_most, only
 
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_INPUTS = 2048
 """Most texts of one row of embeddings, as over HTTP. Each text is a job."""
 
@@ -120,7 +121,12 @@ class _TextOptions(Wire):
 
 
 class _Reasoning(OpenWire):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Annotated[str, Field(max_length=64)] | None = None
+
+    @property
+    def known_effort(self) -> str | None:
+        """The effort. An unknown one is one that only newer models have, and stands for the highest known."""
+        return self.effort if self.effort is None or self.effort in _EFFORTS else _EFFORTS[-1]
 
 
 class ResponseRow(QueuedRow):
@@ -155,7 +161,7 @@ class ResponseRow(QueuedRow):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "response_format": self._format(),
-            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "reasoning_effort": self.reasoning and self.reasoning.known_effort,
             **{name: getattr(self, name) for name in ("tags", "metadata", "deadline_s", "ttl_s")},
         }
         return {"messages": system + said} | {name: value for name, value in wanted.items() if value is not None}
@@ -183,7 +189,7 @@ class ResponseRow(QueuedRow):
             "tools": [],
             "tool_choice": self.tool_choice or "auto",
             "parallel_tool_calls": True,
-            "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
+            "reasoning": {"effort": self.reasoning and self.reasoning.known_effort, "summary": None},
             "truncation": "disabled",
             "service_tier": "flex",
             "metadata": self.metadata or {},

@@ -39,6 +39,7 @@ from penstock.producer.batch.results import (
 from penstock.producer.batch.rows import embeddings_body
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.tasks import output_of
+from penstock.runtime.gather import try_all
 
 _LOST_RESULT = ("job_not_found", "result_expired")
 """Codes of a job that has ended and whose result is gone."""
@@ -226,8 +227,8 @@ async def _embed(
         on_submit()
     results = [await _result_of(job) for job in jobs]
     vectors = [output_of(result, Embedding) for result in results]
-    # The caller knows the first job only.
-    await client.ack(*(job.id for job in jobs[1:]))
+    # The caller frees the first job's result, which alone it knows.
+    await try_all([job.ack for job in jobs[1:]])
     record = (await client.pools()).get(jobs[0].pool)
     name = shared["model"] or (record.model if record else jobs[0].pool)
     usages = [result.usage for result in results]
