@@ -92,7 +92,7 @@ class _Worker:
         ):
 
             def answer_file() -> BatchProgress:
-                with opened(batch) as one:
+                with opened(batch, lambda reason: report(BatchProgress(0, waiting=reason))) as one:
                     ask = partial(answer_rows, one=one, on_progress=counted, on_submit=self._metrics.submitted)
                     return self._client.run(ask)
 
