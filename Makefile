@@ -10,6 +10,7 @@
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
 #   make backlog     long backlogs: accepted, and each job ends once (half an hour); BACKLOG="kills --requests 2000"
+#   make webhooks    10,000 ends of jobs are told to failing receivers, while gateways are killed; WEBHOOKS="--jobs 1000"
 #   make clients     run official clients and load tools against `penstock serve` (minutes); CLIENT="litellm openai", --newer
 #   make hostile     attacks of one tenant on another, each measured (minutes); HOSTILE="grammar choice --rounds 2"
 #   make mutants     take away one guard of the queue after the other: the tests must notice (minutes)
@@ -46,7 +47,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog hostile mutants bench bench-peers bench-gpu gpu-venv lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog webhooks hostile mutants bench bench-peers bench-gpu gpu-venv lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -92,6 +93,9 @@ soak: $(STAMP)
 
 backlog: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.backlog $(BACKLOG)
+
+webhooks: $(STAMP)
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.webhooks $(WEBHOOKS)
 
 hostile: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m hostile.report $(HOSTILE)

@@ -93,6 +93,10 @@ _GATEWAY: Mapping[str, tuple[str, ...]] = {
         *("body_timeout_s", "first_chunk_wait_s", "keep_alive_s", "send_timeout_s", "response_retention_s"),
         "drain_s",
     ),
+    "Webhooks": (
+        *("webhook_allow_http", "webhook_allowed_networks", "webhook_timeout_s", "webhook_in_flight"),
+        *("webhook_retry_s", "webhook_give_up_s"),
+    ),
     "Operation": ("loop_watch_ms", "loop_stall_s", "loop_debug", "otlp_traces_endpoint"),
 }
 

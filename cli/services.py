@@ -56,7 +56,11 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
         event_loop.run(run_node(settings))
 
 
-_FLAGS = {"cors_origins": ("--cors-origin",), "allowed_hosts": ("--allowed-host",)}
+_FLAGS = {
+    "cors_origins": ("--cors-origin",),
+    "allowed_hosts": ("--allowed-host",),
+    "webhook_allowed_networks": ("--webhook-allowed-network",),
+}
 
 
 @takes(*options_of(GatewaySettings, flags=_FLAGS), *options_of(LogSettings))
@@ -98,7 +102,7 @@ def _make_first_key(redis_url: str, path: Path) -> None:
 async def _first_key(redis_url: str) -> str | None:
     """Return a new key, or None if there are keys already."""
     from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.key_store import KeyStore
+    from penstock.queue.tenants.key_store import KeyStore
 
     async with connect(redis_url) as redis:
         store = KeyStore(redis)

@@ -58,6 +58,9 @@ from penstock.gateway.tokens.routes import TOKENS
 from penstock.gateway.usage import UsageRoutes
 from penstock.gateway.web.dashboard import Dashboard
 from penstock.gateway.web.routes import ASSET_PATHS, WebRoutes
+from penstock.gateway.webhooks.deliverer import Deliverer
+from penstock.gateway.webhooks.routes import WEBHOOKS
+from penstock.gateway.webhooks.sender import Sender
 from penstock.gateway.websocket.handshake import StreamSocket, socket_routes
 from penstock.producer.batch.holder import BatchHolder
 from penstock.producer.client import AsyncClient, ClientSettings
@@ -76,7 +79,7 @@ from penstock.runtime.tracing.setup import tracing_of
 if TYPE_CHECKING:
     from penstock.runtime.tracing.export import Tracing
 
-DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS, FILES, BATCHES)
+DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS, FILES, BATCHES, WEBHOOKS)
 """The APIs of this gateway."""
 BODIES = tuple(schema for dialect in DIALECTS for schema in dialect.bodies)
 _SOCKET_BODIES = {path: schema for dialect in DIALECTS for path, schema in dialect.socket_bodies.items()}
@@ -143,7 +146,14 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
 
     # FastAPI's own document would lack the routes that take a body.
     lifespan = partial(
-        _lifespan, settings=settings, client=client, files=files, parser=parser, loop_watch=loop_watch, tracing=tracing
+        _lifespan,
+        settings=settings,
+        client=client,
+        files=files,
+        parser=parser,
+        loop_watch=loop_watch,
+        tracing=tracing,
+        deliverer=Deliverer(client, Sender(settings), settings),
     )
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     ErrorHandlers(errors, metrics.refused).install(app)
@@ -164,6 +174,7 @@ async def _lifespan(
     parser: Parser,
     loop_watch: LoopWatch,
     tracing: Tracing | None,
+    deliverer: Deliverer,
 ) -> AsyncIterator[None]:
     async with client:
         await tell_without_keys(client, settings)
@@ -175,6 +186,7 @@ async def _lifespan(
             asyncio.create_task(client.control.keep_continuing(), name="penstock bulk actions"),
             asyncio.create_task(files.keep_clean(), name="penstock expired files"),
             asyncio.create_task(BatchHolder(client, files, client.batches).run(), name="penstock batches"),
+            asyncio.create_task(deliverer.run(), name="penstock webhooks"),
         )
         try:
             yield

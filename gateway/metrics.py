@@ -32,6 +32,7 @@ from penstock.contract.priority import class_of_level, is_background
 from penstock.gateway.budget import SharedBudget
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.settings import DECISIONS
+from penstock.queue.webhooks.deliveries import WebhookStats
 from penstock.runtime.loop_metrics import loop_metrics
 from penstock.runtime.loop_watch import LoopWatch
 
@@ -167,6 +168,12 @@ _OF_CLIENT = {
     "gaps": "Chunks that arrived before a preceding chunk of the same job.",
     "resubscribes": "Times that this process subscribed to its inbox channel again.",
     "resubmits": "Jobs that Redis had lost and this process submitted again.",
+}
+
+_OF_WEBHOOKS = {
+    "penstock_webhooks_delivered": "Webhooks that their receivers accepted.",
+    "penstock_webhooks_retried": "Attempts to deliver a webhook that failed and are repeated.",
+    "penstock_webhooks_dead": "Webhooks that were given up.",
 }
 
 
@@ -355,9 +362,10 @@ class MetricsRoutes:
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):
                 pools, memory = await self._client.pool_stats()
+                webhooks = await self._client.webhooks.queue.stats()
                 num_rows = await self._client.batches.num_rows_left()
             of_redis = [*_of_pools(pools), *pool_metrics(pools), *_of_redis(memory), _of_batches(num_rows)]
-            text += generate_latest(_registry_of(of_redis))
+            text += generate_latest(_registry_of([*of_redis, *_of_webhooks(webhooks)]))
         except (TimeoutError, UnavailableError):
             text += generate_latest(_registry_of(_of_redis(None)))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
@@ -437,6 +445,17 @@ def _kept(pools: list[PoolStats]) -> Metric:
         for tenant in nlargest(MAX_TENANTS, pool.kept, key=lambda name: pool.kept[name]):
             family.add_metric((pool.pool, tenant), pool.kept[tenant])
     return family
+
+
+def _of_webhooks(stats: WebhookStats) -> Iterator[Metric]:
+    text = "Webhooks that wait for their next attempt, for the tenants with the most of them."
+    pending = GaugeMetricFamily("penstock_webhooks_pending", text, labels=("tenant",))
+    for tenant in nlargest(MAX_TENANTS, stats.pending, key=lambda name: stats.pending[name]):
+        pending.add_metric((tenant,), stats.pending[tenant])
+    yield pending
+    for name, text in _OF_WEBHOOKS.items():
+        count = stats.counts.get(name.rpartition("_")[2], 0)
+        yield CounterMetricFamily(name, text, value=count)
 
 
 def _of_queues(queues: Mapping[str, QueueState]) -> Iterator[Metric]:

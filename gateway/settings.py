@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.priority import ClassName
@@ -81,6 +82,27 @@ class GatewaySettings(Settings):
     otlp_traces_endpoint: str | None = None
     """URL of an OpenTelemetry collector (OTLP over HTTP) that gets the spans of requests. Default: the standard OTEL_*
     variables; without them traces are off."""
+    webhook_allow_http: bool = False
+    """Deliver webhooks to http:// URLs, too. Their content can be read and changed on the way."""
+    webhook_allowed_networks: tuple[str, ...] = ()
+    """A network, such as 10.1.0.0/16, to which webhooks may be delivered although its addresses are not public. Repeat
+    the flag for several. Default: none."""
+    webhook_timeout_s: float = Field(default=15.0, gt=0, le=60)
+    """Seconds within which a webhook's receiver must answer."""
+    webhook_in_flight: int = Field(default=8, ge=1, le=64)
+    """Most webhooks that are delivered to one endpoint at the same time, over all gateways."""
+    webhook_retry_s: float = Field(default=5.0, gt=0, le=3600)
+    """Mean seconds until a webhook is delivered again after its first failure. They double with each further one, up to
+    an hour."""
+    webhook_give_up_s: float = Field(default=72 * 3600.0, gt=0, le=7 * 86_400)
+    """Seconds for which a webhook is tried. After that it is dead, and its owner may have it delivered again."""
     cors_origins: tuple[str, ...] = ()
     """An origin whose pages may call this gateway (CORS), such as https://app.example. Repeat the flag for several. `*`
     and `null` allow any page; they need API keys, and the gateway requires one from its start then. Default: none."""
+
+    @field_validator("webhook_allowed_networks")
+    @classmethod
+    def _are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            ip_network(text, strict=False)
+        return value

@@ -64,6 +64,7 @@ BY_ID = {
     "producer.batch.task_leases:_seen": "Celery's id of a delivery",
     "producer.batch.worker_metrics:_started_s": "Celery's id of a task",
     "producer.client.pools:_of": "pool",
+    "producer.client.webhooks:_remembered": "tenant",
     "producer.client.completions:_ids": "job id",
     "producer.client.inbox:_detaching": "job id",
     "producer.client.inbox:_pools": "pool",
@@ -229,8 +230,22 @@ def test_security_names_the_timing_channels_that_remain() -> None:
 
 
 def test_a_redis_key_with_a_callers_text_has_the_tenant() -> None:
-    """The other functions take names that penstock or an operator makes. `bulk_id` is one that penstock makes."""
-    made = {"bulk_id", "state", "pool", "job_id", "node_id", "tenant", "level", "day", "hour", "profile_id", "process"}
+    """The other functions take names that penstock or an operator makes, and ids of endpoints that were looked up."""
+    made = {
+        "endpoint_id",
+        "event_id",
+        "bulk_id",
+        "state",
+        "pool",
+        "job_id",
+        "node_id",
+        "tenant",
+        "level",
+        "day",
+        "hour",
+        "profile_id",
+        "process",
+    }
     given_by_callers = {
         name
         for name, function in inspect.getmembers(keys, inspect.isfunction)

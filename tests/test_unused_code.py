@@ -27,6 +27,8 @@ ALLOWED = {
     ),
     "settings_customise_sources": "pydantic calls it",
     "execute_command": "redis-py calls it",
+    "connect_unix_socket": "httpcore calls it",
+    "notify": "a method of the public client",
     "map_unordered": "a method of the public clients",
     "create_app": "the ASGI app for a server of one's own, and for tests",
     "own_channel": "the channel of a plain subscriber, in the table of keys; clients in other languages use it",

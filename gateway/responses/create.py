@@ -21,6 +21,7 @@ from penstock.contract.errors import PenstockError, RequestError, TooLargeError
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.problems import rename
 from penstock.contract.response_record import ResponseRecord
+from penstock.contract.webhook import EVENT_TYPES, MAX_WEBHOOKS
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.request.generation import GenerationRequest, ParsedBody, RequestContent
 from penstock.gateway.request.jobs import check_logprobs, count_prompt_tokens
@@ -40,6 +41,8 @@ from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import names_of, with_defaults
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.msgpack_codec import MAX_BYTES
+
+RESPONSE_EVENTS = tuple(name for name in EVENT_TYPES if name.startswith("response."))
 
 
 @contextlib.contextmanager
@@ -160,6 +163,7 @@ class CreateResponse:
         generation = replace(
             generation,
             content=content,
+            queueing={**generation.queueing, "webhooks": await self._webhooks_of(generation, record)},
             job_id=f"{pool.pool}.{uuid_utils.uuid7()}",
             event_ids=record.stored,
             # A caller waits for a response whose stream is read from its start.
@@ -168,6 +172,19 @@ class CreateResponse:
             response=stored if record.stored else None,
         )
         return generation, record
+
+    async def _webhooks_of(self, generation: GenerationRequest, record: StoredResponse) -> Sequence[str]:
+        """Return the endpoints that are told of the end: those of the body, or those that wait for such an event.
+
+        As at OpenAI, the end of a background response is told to the endpoints that subscribed to it.
+        """
+        given = generation.queueing.get("webhooks")
+        if given and not record.stored:
+            message = "webhooks: only a stored response can be told of; set store to true"
+            raise RequestError(message, param="webhooks")
+        if given is not None or not (record.stored and record.background):
+            return given or ()
+        return (await self._client.webhooks.subscribed(generation.tenant, RESPONSE_EVENTS))[:MAX_WEBHOOKS]
 
 
 def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool: ServedPool) -> StoredResponse:

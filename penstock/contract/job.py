@@ -45,6 +45,7 @@ from penstock.contract.tools import (
     Tools,
     few_calls,
 )
+from penstock.contract.webhook import MAX_WEBHOOKS, EndpointId
 
 PREDICTED_OUTPUT_TOKENS = 256
 """Predicted output tokens per choice, or max_tokens if less, until nodes report measured lengths."""
@@ -155,13 +156,15 @@ class JobDef(CheckedInput):
     """The caller's own notes, shown with the job."""
     retry_of: Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)] | None = None
     """The ended job of the same pool whose request this one repeats."""
+    webhooks: Annotated[tuple[EndpointId, ...], Field(max_length=MAX_WEBHOOKS)] = ()
+    """The endpoints that are told of its end."""
 
-    @field_validator("tags", mode="before")
+    @field_validator("tags", "webhooks", mode="before")
     @classmethod
-    def _each_tag_once(cls, value: Any) -> Any:
+    def _each_once(cls, value: Any) -> Any:
         if value is None:
             return ()
-        # The number of given tags is checked, not that of different ones.
+        # The number of given names is checked, not that of different ones.
         return tuple(dict.fromkeys(value)) if isinstance(value, list | tuple) and len(value) <= MAX_TAGS else value
 
     @field_validator("messages")
@@ -279,6 +282,9 @@ class QueueFields(BaseModel):
     idempotency_key: Annotated[str | None, Option(_ONLY_JOBS)] = None
     tags: Annotated[tuple[Tag, ...] | None, Field(max_length=MAX_TAGS), Option(_NOT_LISTED)] = None
     metadata: Annotated[dict[str, str] | None, Field(max_length=MAX_METADATA), Option(_NOT_LISTED)] = None
+    webhooks: Annotated[
+        tuple[EndpointId, ...] | None, Field(max_length=MAX_WEBHOOKS), Option({OPENAI: None, **_ONLY_ANSWERS})
+    ] = None
 
 
 class QueueOptions(TypedDict, total=False):
@@ -295,6 +301,7 @@ class QueueOptions(TypedDict, total=False):
     idempotency_key: str | None
     tags: Sequence[str] | None
     metadata: Mapping[str, str] | None
+    webhooks: Sequence[str] | None
 
 
 class JobOptions(SamplingOptions, QueueOptions, total=False):
@@ -322,6 +329,7 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
         pools serve the model.
     tags: up to 4 names by which `client.jobs` finds the job, such as `run:7`.
     metadata: up to 16 texts by name, which are shown with the job.
+    webhooks: up to 3 ids of webhook endpoints that are told when the job has ended; see `AsyncClient.webhooks`.
     tools: the functions that the assistant may call, in OpenAI's format; calls come back as the model writes them.
     tool_choice: `auto` (the default) lets the model decide; `required` and a named function allow only calls.
     parallel_tool_calls: whether a text that is constrained to calls may have several (the default).

@@ -60,6 +60,8 @@ tenant's ended jobs, with what the pool counted of the tenant.
                                                                           about 200,000 for result_ttl_ms
     P:ended                  zset    end; sweep                           tenant → when to look at its oldest completion
     P:ended_before           hash    sweep                                tenant → its last completion, after it expired
+    P:outbox                 stream  end; outbox                          ends that webhook endpoints are to be told of
+    P:outbox_sizes           hash    end; outbox                          tenant → number of its entries, up to 100,000
     P:idem:<t>:<hash>        string  submit; end                          the job's id; idem_ttl_ms after its end
     P:nodes                  zset    join, heartbeat, emit; declare_dead, node → last heartbeat; 0: declared dead by its
                                      sweep, leave                         successor
@@ -121,6 +123,23 @@ tenant's ended jobs, with what the pool counted of the tenant.
     penstock:keys            hash    penstock keys                        API key's id → its record (tenant.py)
     penstock:seal            string  the first gateway that needs it      32 random bytes, with which all gateways seal
                                                                           the summaries of conversations; no expiry
+    penstock:webhook_secrets hash    gateways                             webhook endpoint → its secrets (webhook.py)
+
+    W stands for penstock:webhook:{all}; webhooks.lua writes these keys, for gateways. A delivery is one event for one
+    endpoint.
+
+    W:endpoints              hash    webhooks                             endpoint → its record (webhook.py)
+    W:tenant:<t>             zset    webhooks                             the tenant's endpoints, by their time
+    W:delivery:<w>:<event>   hash    webhooks                             a delivery; a day after it was delivered, 7
+                                                                          days after it was given up
+    W:due:<w>                zset    webhooks                             pending deliveries of an endpoint, by the time
+                                                                          of their next attempt
+    W:leased:<w>             zset    webhooks                             those that a process makes now, by lease
+    W:delivered:<w>          zset    webhooks                             the newest 1,000 delivered ones; a day
+    W:dead:<w>               zset    webhooks                             the newest 10,000 given up; 7 days
+    W:next                   zset    webhooks                             endpoint → when to look at its deliveries
+    W:pending                hash    webhooks                             tenant → number of its pending deliveries
+    W:counts                 hash    webhooks                             counters of attempts, for operators
 
     channel
     P:inbox:<process>          one per reading process and pool: all chunks of a step for that reader, concatenated
@@ -185,6 +204,9 @@ FILES = ".files"
 POOLS = "penstock:pools"
 API_KEYS = "penstock:keys"
 SEAL_KEY = "penstock:seal"
+WEBHOOK_SECRETS = "penstock:webhook_secrets"
+WEBHOOKS = "penstock:webhook:{all}"
+"""W, the prefix of the keys of webhooks."""
 
 
 def prefix(pool: str) -> str:
@@ -375,6 +397,21 @@ def ended(pool: str, tenant: str) -> str:
 def ended_before(pool: str) -> str:
     """Hash: tenant → the id of its last completion that expired together with all others."""
     return f"{prefix(pool)}:ended_before"
+
+
+def outbox(pool: str) -> str:
+    """Stream: ends of jobs that webhook endpoints are to be told of."""
+    return f"{prefix(pool)}:outbox"
+
+
+def webhook_delivery(endpoint_id: str, event_id: str) -> str:
+    """Hash: one delivery."""
+    return f"{WEBHOOKS}:delivery:{endpoint_id}:{event_id}"
+
+
+def webhook_list(state: str, endpoint_id: str) -> str:
+    """Zset: events of an endpoint by time: `due`, `delivered` or `dead`."""
+    return f"{WEBHOOKS}:{state}:{endpoint_id}"
 
 
 def counts(pool: str) -> str:

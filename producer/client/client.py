@@ -48,11 +48,11 @@ from penstock.producer.client.tasks import (
     submit_tokenize,
 )
 from penstock.producer.client.waiting import QueueWatch
+from penstock.producer.client.webhooks import Webhooks
 from penstock.queue.broker.completions import Completion, CompletionCursor
 from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, warn_of_eviction
 from penstock.queue.broker.job_lists import JobLists, JobPage
 from penstock.queue.broker.jobs import KnownJobs, QueuePositions, ResponseBroker
-from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pools import ActivityBroker, StatsBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
 from penstock.queue.broker.steering import Steering
@@ -62,6 +62,7 @@ from penstock.queue.files.file_records import FileRecords
 from penstock.queue.job_cost import estimate_cost, rate_tokens
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.results import PackedResult
+from penstock.queue.tenants.key_store import KeyStore
 from penstock.runtime.settings import redis_url_of, without_password
 
 MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
@@ -105,14 +106,9 @@ class AsyncClient:
         self._queue_watch = QueueWatch(patience, QueuePositions(self._redis, patience), self._admissions)
         self.runs = Runs(self.ack, settings.outage_s)
         self.dead = DeadLetterBox(self._redis, patience, self.submit)
-        self.control = JobControl(
-            Steering(self._redis, patience),
-            self._job_lists,
-            self._broker.status,
-            self.submit_unread,
-            tenant=tenant,
-            terms=self._terms,
-        )
+        parts = Steering(self._redis, patience), self._job_lists, self._broker.status, self.submit_unread
+        self.webhooks = Webhooks(self._redis, patience, tenant)
+        self.control = JobControl(*parts, self.webhooks, tenant=tenant, terms=self._terms)
         self.responses = ResponseBroker(self._redis, patience)
         self.files, self.batches = FileRecords(self._redis, patience), BatchRecords(self._redis, patience)
         self.feed = CompletionFeed(self._redis, patience, self.pools)
@@ -245,6 +241,8 @@ class AsyncClient:
             job = await asyncio.to_thread(build_job, prompt, options, record, self._tenant)
         else:
             job = build_job(prompt, options, record, self._tenant)
+        if job.webhooks:
+            await self.webhooks.check(job.webhooks, job.tenant)
         if job.priority < self._highest_class:
             raise class_not_allowed(job.priority, self._highest_class, "this client (highest_class)")
         admission = self._admissions.of(record.pool)

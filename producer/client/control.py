@@ -29,6 +29,7 @@ from penstock.contract.priority import ClassName, Priority
 from penstock.contract.tenant import Terms
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt
+from penstock.producer.client.webhooks import Webhooks
 from penstock.queue.broker.connection import Patience
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.job_lists import JobLists
@@ -89,6 +90,7 @@ class JobControl:
         lists: JobLists,
         status: Callable[[str, str], Awaitable[JobStatus]],
         submit: _Submits,
+        webhooks: Webhooks,
         *,
         tenant: str,
         terms: Terms,
@@ -97,6 +99,7 @@ class JobControl:
         self._lists = lists
         self._status = status
         self._submit = submit
+        self._webhooks = webhooks
         self._tenant = tenant
         self._terms = terms
         self._begun = asyncio.Event()
@@ -357,6 +360,7 @@ class JobControl:
     ) -> Submitted:
         prompt, options = retry_options(status.job_id, request, tags=status.tags, metadata=status.metadata)
         options |= {
+            "webhooks": await self._webhooks.known_of(status.webhooks, status.tenant),
             "priority": status.priority,
             "background": status.is_background,
             "tenant": status.tenant,

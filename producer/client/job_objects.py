@@ -14,7 +14,8 @@ from penstock.queue.broker.jobs import JobStatus
 def job_object(status: JobStatus) -> dict[str, Any]:
     """Return a job's state and ledger, without its result.
 
-    `max_tokens` is present if the context lowered it, and `retry_of` if the job repeats another one.
+    `max_tokens` is present if the context lowered it, `retry_of` if the job repeats another one, and `webhooks` if it
+    names endpoints.
     """
     shown = {
         "id": status.job_id,
@@ -30,7 +31,8 @@ def job_object(status: JobStatus) -> dict[str, Any]:
         "metadata": None if status.metadata is None else dict(status.metadata),
         "ledger": ledger_object(status.ledger),
     }
-    given = {"max_tokens": status.max_tokens, "retry_of": status.retry_of}
+    webhooks = list(status.webhooks) or None
+    given = {"max_tokens": status.max_tokens, "retry_of": status.retry_of, "webhooks": webhooks}
     return shown | {name: value for name, value in given.items() if value is not None}
 
 

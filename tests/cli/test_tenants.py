@@ -10,7 +10,7 @@ from fakes.queue.harness import POOL, Queue
 
 from penstock.contract.tenant import Terms
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 
 
 async def fill(redis_url: str) -> None:

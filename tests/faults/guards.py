@@ -8,6 +8,7 @@ TESTS = "tests/queue/scripts/test_"
 SKIPPED = "skipped_jobs.py"
 BATCHES = "tests/queue/files/test_batch_records.py"
 COMPLETIONS = "tests/queue/broker/test_completions.py"
+WEBHOOKS = "tests/queue/test_webhooks.py"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ MUTANTS = (
     Mutant("reservation expiry", "take", " and tonumber(till) > now then", " then", "capacity.py"),
     Mutant("virtual time entry", "queue", "math.max(debt, now), job.tenant", "debt, job.tenant", "policy.py"),
     Mutant("idempotency body", "submit", "known.body ~= job.body or ", "", "submit.py"),
-    Mutant("the same job twice in a call", "submit", "if fresh[job.id] or fresh_idem", "if fresh_idem", "many.py"),
+    Mutant("the same job twice in a call", "submit", "if known then return known, 'ID_CONFLICT' end", "", "many.py"),
     Mutant("accepted jobs of a call", "submit", " + (own.num_accepted or 0)", "", "many.py"),
     Mutant("queued cost of a call", "submit", "    add_if_read(own, name, job.cost)\n", "", "many.py"),
     Mutant(
@@ -191,6 +192,25 @@ MUTANTS = (
         "'HSETNX', KEYS[1], 'incarnation', 1",
         COMPLETIONS,
     ),
+    Mutant(
+        "a webhook of each job that asks", "queue", "if job.webhooks ~= '' then note_", "if false then note_", WEBHOOKS
+    ),
+    Mutant("bound of the outbox", "queue", "tonumber(size or '0') >= MAX_OUTBOX", "false", WEBHOOKS),
+    Mutant("size of the outbox", "outbox", "count_now(P .. ':outbox_sizes', ARGV[at + 1], -1)", "", WEBHOOKS),
+    Mutant(
+        "an event is one delivery",
+        "webhooks",
+        "delivery_key(endpoint, event)) == 1 then",
+        "delivery_key(endpoint, event)) == 2 then",
+        WEBHOOKS,
+    ),
+    Mutant("lease of a delivery", "webhooks", "if known ~= holder then return 'FENCED' end", "", WEBHOOKS),
+    Mutant(
+        "few deliveries of an endpoint", "webhooks", "most_of_endpoint - redis.call('ZCARD', leased)", "most", WEBHOOKS
+    ),
+    Mutant("few pending deliveries", "webhooks", "or '0') >= max_pending", "or '0') < 0", WEBHOOKS),
+    Mutant("few deliveries of a tenant", "webhooks", "most_of_tenant - of_tenant", "most", WEBHOOKS),
+    Mutant("endpoints wait in turn", "webhooks", "math.max(due, now)", "due", WEBHOOKS),
     Mutant("bound of past leases", "queue", "if count > MAX_PAST_LEASES then", "if false then", "job_ledger.py"),
     Mutant("first take", "take", "job.revision == '' and 'taken' or 'retaken'", "'taken'", "job_ledger.py"),
     Mutant(

@@ -26,16 +26,17 @@ from penstock.contract.job_filter import JobFilter
 from penstock.contract.tenant import UNLIMITED
 from penstock.contract.usage import UsageQuery
 from penstock.producer.client import AsyncClient
+from penstock.producer.client.webhooks import Webhooks
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
-from penstock.queue.broker.connection import connect
+from penstock.queue.broker.connection import Patience, connect
 from penstock.queue.broker.job_lists import JobLists
-from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pools import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.queue.broker.profiles import TRACE, ProfileBroker, ProfileSummary
 from penstock.queue.broker.usage import UsageBroker
+from penstock.queue.tenants.key_store import KeyStore
 from penstock.runtime.embedded_redis import find_redis_server
 from tests.source_tree import ROOT
 
@@ -53,6 +54,8 @@ RUNS = {
         "positions",
         "ack",
         "delete_response",
+        "outbox",
+        "webhooks",
     ),
     "node": ("join", "heartbeat", "take", "emit", "finish", "give_back", "leave", "sweep", "declare_dead"),
 }
@@ -330,6 +333,28 @@ def test_a_health_check_may_ping_and_nothing_else(server: Path) -> None:
 def test_api_keys_are_the_gateways_and_the_operators(server: Path) -> None:
     assert {role for role in ROLES if may(server, role, "HGETALL", keys.API_KEYS)} == {"gateway", "admin"}
     assert {role for role in ROLES if may(server, role, *EVAL, "HGETALL", keys.API_KEYS)} == {"gateway", "admin"}
+
+
+async def test_secrets_of_webhooks_are_the_gateways_and_the_operators(server: Path, clients: dict[str, Redis]) -> None:
+    made = Webhooks(clients["gateway"], Patience(5.0), "acme")
+    made._endpoints.patience = made.queue.patience = None
+    endpoint, _ = await made.create("https://hook.example/", name="a test", event_types=["batch.completed"])
+    told = Webhooks(clients["worker"], Patience(5.0), "acme")
+    told._endpoints.patience = told.queue.patience = None
+    await told.notify("batch.completed", "batch_1")
+    assert await made.queue.collect([POOL]) == 0
+    (taken,) = await made.queue.take(8, 8, 1000)
+    assert (taken.endpoint, taken.object_id) == (endpoint, "batch_1")
+    assert await made.queue.end_attempt(taken, "dead", "status 500")
+    assert await made.redeliver(endpoint.id) == 1
+    assert (await made.deliveries(endpoint.id, "pending")).deliveries[0].attempts == 0
+    assert await made.queue.has_endpoints()
+    assert (await made.queue.stats()).pending == {"acme": 1}
+    await made.delete(endpoint.id)
+    assert await made.queue.take(8, 8, 1000) == []
+    assert await clients["watcher"].acl_log() == []
+    assert {role for role in ROLES if may(server, role, "HGETALL", keys.WEBHOOK_SECRETS)} == {"gateway", "admin"}
+    assert {role for role in ROLES if may(server, role, *EVAL, "HGETALL", keys.WEBHOOK_SECRETS)} == {"gateway", "admin"}
 
 
 async def test_only_the_operator_asks_for_a_profile_and_the_node_answers(clients: dict[str, Redis]) -> None:

@@ -25,7 +25,7 @@ SCRIPTS = {
     path.name.removesuffix(".lua"): path.read_text()
     for path in files("penstock.queue").joinpath("scripts").iterdir()
     if path.name.endswith(".lua")
-    if path.name not in ("audit.lua", "change.lua", "erase.lua", "files.lua", "forget.lua")
+    and path.name not in ("audit.lua", "change.lua", "erase.lua", "files.lua", "forget.lua", "webhooks.lua")
 }
 SHARED = SCRIPTS.pop("prelude") + SCRIPTS.pop("queue")
 WRITERS_OF_ARGUMENTS = set(re.findall(r"local function (\w+)\(key, ", SHARED))
@@ -64,7 +64,7 @@ def _writes(text: str) -> set[str]:
         found = zip(names.split(", "), _split(values), strict=False)
         variables |= {name: key for name, value in found if (key := _key(value, {}))}
     written = set()
-    for command, rest in re.findall(r"redis\.call\('(\w+)', (?=(.+))", text):
+    for command, rest in re.findall(r"redis\.p?call\('(\w+)', (?=(.+))", text):
         key, *values = _split(rest)
         if not READS.fullmatch(command) and command not in OTHER_READS and values != ["''"]:
             written.add(_key(key, variables) or key)

@@ -34,6 +34,7 @@ STATUS_FIELDS = (
     *("state", "tenant", "level", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
     *("losses", "code", "message", "param", "stored", "used", "retaken", "past_leases", "num_past_leases"),
     *("engine_preemptions", "limits", "cancel", "retry_of", "accepted", "tag1", "tag2", "tag3", "tag4"),
+    "webhooks",
 )
 """The fields of a job's hash that `status_of` needs."""
 
@@ -68,6 +69,7 @@ class JobStatus:
     accepted_ms: int = 0
     retry_of: str | None = None
     """The id of the job whose request this one repeats."""
+    webhooks: tuple[str, ...] = ()
     queue_position: QueuePosition | None = None
     """The estimated position of a queued job, if a client's `status` has read it. None if the job is delayed."""
 
@@ -102,6 +104,7 @@ def status_of(
         metadata=None if metadata is None else json.loads(metadata),
         accepted_ms=int(fields["accepted"] or ledger.queued_ms),
         retry_of=f"{pool_of(job_id)}.{fields['retry_of']}" if fields["retry_of"] else None,
+        webhooks=tuple(fields["webhooks"].split()),
     )
 
 

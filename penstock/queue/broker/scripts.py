@@ -21,7 +21,9 @@ from penstock.runtime import crash_points
 _LOG = logging.getLogger(__package__)
 Argument = bytes | str | int | float
 
-_WITHOUT_QUEUE = frozenset(("attach", "detach", "emit", "join", "leave", "positions", "reader_heartbeat"))
+_WITHOUT_QUEUE = frozenset(
+    ("attach", "detach", "emit", "join", "leave", "outbox", "positions", "reader_heartbeat", "webhooks")
+)
 """Scripts that neither queue nor end a job. They are called most often, so they omit queue.lua."""
 _WITHOUT_POOL = frozenset(("files",))
 """Scripts whose keys belong to no pool. They are whole in themselves."""
@@ -55,7 +57,11 @@ def packed(value: Any) -> bytes:
 
 async def call(redis: Redis, name: str, pool: str, *arguments: Argument) -> Any:
     """Run one script of a pool and return its answer. Raises the errors of `connection.translated`."""
-    config = keys.config(pool)
+    return await call_at(redis, name, keys.config(pool), *arguments)
+
+
+async def call_at(redis: Redis, name: str, config: str, *arguments: Argument) -> Any:
+    """Run one script as `call` does. `config`: the key that gives the prefix of all its keys."""
     crash_points.point("before", name)
     with translated():
         try:

@@ -100,6 +100,7 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         *(submission.rate_tokens or ("", 0, 0, "")),
         *(_limits_of(job), "" if job.max_wait_ms is None else job.max_wait_ms, int(job.in_feed)),
         *(job.ttl_ms or 0, " ".join(job.tags), metadata, (job.retry_of or "").rpartition(".")[2]),
+        " ".join(job.webhooks),
     )
     return PackedSubmission(job, inbox, terms, row, request, record.data)
 

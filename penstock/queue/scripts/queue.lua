@@ -918,9 +918,26 @@ do
     redis.call('ZADD', P .. ':ended', now + config.result_ttl_ms, job.tenant)
   end
 
+  -- Notes in P:outbox that the endpoints which a job names are to be told of its end. Gateways hand that to webhooks.lua.
+  -- Nothing here may keep a job from ending.
+  local MAX_OUTBOX = 100000
+
+  local function note_webhooks(job, state)
+    local size = redis.pcall('HGET', P .. ':outbox_sizes', job.tenant)
+    if type(size) == 'table' or tonumber(size or '0') >= MAX_OUTBOX then
+      count_event('webhooks_dropped')
+      return
+    end
+    local kind = (tonumber(job.response_bytes) or 0) > 0 and 'response' or 'job'
+    local entry = table.concat({string.match(job.id, '[^.]*$'), state, kind, job.tenant, job.webhooks}, ' ')
+    if type(redis.pcall('XADD', P .. ':outbox', '*', 'e', entry)) == 'string' then
+      count_now(P .. ':outbox_sizes', job.tenant, 1)
+    end
+  end
+
   -- Fields that the end of a job needs beside JOB_FIELDS.
   local END_FIELDS = {'held', 'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases', 'keep', 'response_bytes',
-    'in_feed', 'extra'}
+    'in_feed', 'extra', 'webhooks'}
 
   local function read_end_fields(job)
     if job.past_leases then return end
@@ -998,6 +1015,7 @@ do
     local is_wide = is_any_wide(message, param, job.past_leases, job.inboxes, job.loss_nodes or '')
     add_usage(job, job.account, now, reported)
     if not is_task(job) and job.in_feed ~= '0' then note_completion(job, config, now, state) end
+    if job.webhooks ~= '' then note_webhooks(job, state) end
     correct_tokens(job, state, now, reported)
     if job.idem ~= '' then
       -- A caller that repeats its request after a broken connection gets a new job, not this job's `unread`.

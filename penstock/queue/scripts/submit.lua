@@ -5,7 +5,7 @@
 --   with 0 for no limit
 --   row: [number of its terms, id, level, n, cost, body_hash, deadline_in_ms, channel, needs_reader, idem_hash, output,
 --   not_before_in_ms, keep_ms, rate_prompt, rate_n, rate_max, may_use, limits, max_wait_ms, in_feed, ttl_in_ms, tags,
---   metadata, retry_of]
+--   metadata, retry_of, webhooks]
 --   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
 --   deadline_in_ms, not_before_in_ms, ttl_in_ms: 0 for none. idem_hash: '' without an idempotency key.
@@ -16,6 +16,7 @@
 --   or its pool.
 --   in_feed: 0 for a job whose end is no completion of its tenant.
 --   tags: separated by spaces. metadata: as JSON, or ''. retry_of: the uuid of the job's id that it repeats, or ''.
+--   webhooks: ids of the endpoints that are told of its end, separated by spaces.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL}
 --       | {BAD_ID_AGE, max_age_ms} | {BUSY, limit's name, limit, retry_after_ms, num_ahead, wait_ms, spread} | {ERR, text}
@@ -58,7 +59,7 @@ local function job_of(row, request, response)
     body = row[6], deadline_in = row[7], channel = tostring(row[8]), needs_reader = row[9], idem = row[10], output = row[11],
     not_before_in = row[12], keep = row[13], rate_prompt = row[14], rate_n = row[15], rate_max = row[16],
     most_tokens = row[17], limits = row[18], max_wait_ms = tonumber(row[19]), in_feed = row[20], ttl_in = row[21],
-    tags = row[22], metadata = row[23], retry_of = row[24],
+    tags = row[22], metadata = row[23], retry_of = row[24], webhooks = row[25],
     request = request, response = response,
     in_background = level >= CLASSES,
     -- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
@@ -70,7 +71,7 @@ end
 
 -- Known jobs ---------------------------------------------------------------------------------------
 
-local fresh, fresh_idem = {}, {}
+local num_accepted = 0
 
 local function idem_of(job)
   local tenant, idem = job.tenant, job.idem
@@ -94,13 +95,6 @@ local function find_known(job)
   local other = job.idem ~= '' and redis.call('GET', P .. ':idem:' .. idem_of(job))
   known = other and read_job(other, KNOWN_FIELDS)
   if known then return known, 'IDEMPOTENCY_CONFLICT' end
-end
-
--- Answers a job that is not new. Returns whether it did so.
-local function answer_known(at, job)
-  local known, conflict = find_known(job)
-  if known then answers[at] = same_or(known, job, conflict) end
-  return known ~= nil
 end
 
 -- The oldest age of an id, in ms, if the job's id is too old or of a later time.
@@ -502,6 +496,7 @@ local function write_record(job, entry, is_delayed)
   if entry == DELAYED then add('accepted', now) end
   if job.retry_of ~= '' then add('retry_of', job.retry_of) end
   if job.in_feed == 0 then add('in_feed', 0) end
+  if job.webhooks ~= '' then add('webhooks', job.webhooks) end
   if job.response ~= '' then
     redis.call('SET', P .. ':response:' .. job.id, job.response)
     add('keep', job.keep, 'response_bytes', #job.response)
@@ -561,9 +556,8 @@ local function accept(at, job)
   -- The idempotency key lives as long as the job, and idem_ttl_ms after its end.
   if job.idem ~= '' then
     redis.call('SET', P .. ':idem:' .. idem_of(job), id)
-    fresh_idem[idem_of(job)] = true
   end
-  fresh[id] = true
+  num_accepted = num_accepted + 1
   if not waits then to_ring[#to_ring + 1] = job.cost end
   count_accepted(job, waits)
   answers[at] = {'OK', id, is_delayed and 'scheduled' or 'queued', 0, 1}
@@ -573,10 +567,6 @@ end
 local last_writes = {}
 
 local function submit_job(at, job)
-  if fresh[job.id] or fresh_idem[idem_of(job)] then
-    last_writes[#last_writes + 1] = function() answer_known(at, job) end
-    return
-  end
   local known, conflict = find_known(job)
   if known then
     last_writes[#last_writes + 1] = function() answers[at] = same_or(known, job, conflict) end
@@ -608,6 +598,6 @@ for tenant, own in pairs(known_of) do
   write_refused(tenant, own.refused)
   write_rates(tenant, own.rates)
 end
-if next(fresh) and inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
+if num_accepted > 0 and inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
 ring_doorbells(to_ring)
 return answers

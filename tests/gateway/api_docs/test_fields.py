@@ -177,6 +177,7 @@ SENT: dict[str, Sent] = {
     "top_n": Sent(1, -1),
     "top_p": Sent(1, 0),
     "truncate_prompt_tokens": Sent(5, 0),
+    "webhooks": Sent([], ["hook"]),
 }
 OF_ENDPOINT: dict[tuple[str, str], Sent] = {
     ("/v1/jobs", "body"): Sent({"prompt": "hi"}, [], {**NO_PROMPT, "url": "/v1/completions"}),

@@ -1,0 +1,1 @@
+"""Webhooks: the routes of endpoints, and the deliveries that a gateway makes."""

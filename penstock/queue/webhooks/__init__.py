@@ -1,0 +1,1 @@
+"""Webhooks in Redis: endpoints with their secrets, and the deliveries to them."""

@@ -1,0 +1,274 @@
+"""The deliveries to webhook endpoints: from the ends of jobs in each pool's outbox to their last attempt."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+from redis.asyncio import Redis
+
+from penstock.contract.errors import NotFoundError
+from penstock.contract.output import Outcome
+from penstock.contract.webhook import DeliveryState, WebhookEndpoint, event_id_of
+from penstock.queue import keys
+from penstock.queue.broker import scripts
+from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.msgpack_codec import WireError
+from penstock.queue.results import PackedResult
+from penstock.queue.webhooks.endpoints import EndpointStore, call
+
+MAX_PENDING_OF_TENANT = 100_000
+"""Pending deliveries of a tenant. Further ones are dead at once, so that their owner may deliver them again."""
+OUTBOX_PAGE = 128
+AttemptOutcome = Literal["delivered", "retry", "dead"]
+_RESPONSE_OF = {"cancelled": "cancelled", "succeeded": "completed"}
+_LISTS: dict[DeliveryState, str] = {"pending": "due", "delivered": "delivered", "dead": "dead"}
+
+
+class WebhookEvent(NamedTuple):
+    """An event: what has happened to which object, and when."""
+
+    type: str
+    object_id: str
+    tenant: str
+    created_ms: int
+    endpoint_ids: tuple[str, ...]
+
+    @property
+    def event_id(self) -> str:
+        """The id of the event, which follows from its type and object."""
+        return event_id_of(self.type, self.object_id)
+
+
+@dataclass(frozen=True, slots=True)
+class TakenDelivery:
+    """A delivery whose lease this process has. `age_ms`: since it was recorded, or since it was begun again."""
+
+    endpoint: WebhookEndpoint
+    event_id: str
+    type: str
+    object_id: str
+    created_ms: int
+    attempts: int
+    age_ms: int
+    holder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A delivery as its owner sees it. Times are Redis ms, 0 for none."""
+
+    event_id: str
+    endpoint_id: str
+    state: str
+    type: str
+    object_id: str
+    attempts: int
+    answer: str
+    """What the last attempt brought: a status, or why there is none."""
+    created_ms: int
+    next_ms: int
+    ended_ms: int
+
+
+class DeliveryPage(NamedTuple):
+    """Deliveries of an endpoint, and behind which event the next page begins; None at the end."""
+
+    deliveries: list[Delivery]
+    next_after: str | None
+
+
+class WebhookStats(NamedTuple):
+    """Pending deliveries by tenant, and counters of attempts: `delivered`, `retried` and `dead`."""
+
+    pending: Mapping[str, int]
+    counts: Mapping[str, int]
+
+
+class DeliveryQueue:
+    """The deliveries in Redis. Raises UnavailableError when Redis is unreachable."""
+
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
+        self._redis = cast(Any, redis)
+        self._endpoints = EndpointStore(redis)
+
+    # From the outbox to the deliveries
+
+    @retried
+    async def has_endpoints(self) -> bool:
+        """Return whether any tenant has an endpoint, or had one whose deliveries are not dropped yet."""
+        with translated():
+            return bool(await self._redis.exists(f"{keys.WEBHOOKS}:endpoints", f"{keys.WEBHOOKS}:next"))
+
+    @retried
+    async def collect(self, pools: Sequence[str]) -> int:
+        """Hand up to OUTBOX_PAGE ends of jobs of each pool over to the endpoints. Return their number.
+
+        An end leaves the outbox once its deliveries are stored. So a death in between hands it over again, which adds
+        no further delivery.
+        """
+        with translated():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for pool in pools:
+                    pipe.xrange(keys.outbox(pool), "-", "+", OUTBOX_PAGE)
+                found = await pipe.execute(raise_on_error=False)
+        number = 0
+        for pool, entries in zip(pools, found, strict=True):
+            if isinstance(entries, Exception) or not entries:
+                continue  # A damaged outbox concerns its pool alone.
+            events = [await self._event_of(pool, entry_id, fields) for entry_id, fields in entries]
+            await self._record([event for event in events if event is not None])
+            done = [value for (entry_id, fields) in entries for value in (entry_id, _tenant_of(fields))]
+            await scripts.call(self._redis, "outbox", pool, *done)
+            number += len(entries)
+        return number
+
+    async def _event_of(self, pool: str, entry_id: bytes, fields: Mapping[bytes, bytes]) -> WebhookEvent | None:
+        try:
+            uuid, state, kind, tenant, *endpoint_ids = fields.get(b"e", b"").decode().split(" ")
+        except ValueError:
+            return None
+        job_id, created_ms = f"{pool}.{uuid}", int(entry_id.partition(b"-")[0])
+        if kind != "response":
+            return WebhookEvent(f"job.{state}", job_id, tenant, created_ms, tuple(endpoint_ids))
+        status = _RESPONSE_OF.get(state, "failed")
+        if status == "completed" and await self._is_cut(job_id):
+            status = "incomplete"
+        return WebhookEvent(f"response.{status}", f"resp_{job_id}", tenant, created_ms, tuple(endpoint_ids))
+
+    async def _is_cut(self, job_id: str) -> bool:
+        """Return whether the text of a response ended at its limit of tokens."""
+        with translated():
+            data = await self._redis.get(keys.result(job_id))
+        if data is None:
+            return False
+        try:
+            choices = PackedResult(data, job_id, Outcome("succeeded")).choices
+        except WireError:
+            return False
+        return bool(choices) and choices[0].finish_reason == "length"
+
+    @retried
+    async def record(self, event: WebhookEvent) -> None:
+        """Record an event for those of its endpoints that subscribed to its type. A repeated call adds nothing."""
+        await self._record([event])
+
+    async def _record(self, events: Sequence[WebhookEvent]) -> None:
+        known = await self._endpoints.known_of(sorted({name for event in events for name in event.endpoint_ids}))
+        rows = [
+            (name, event.event_id, event.tenant, event.type, event.object_id, event.created_ms)
+            for event in events
+            for name in event.endpoint_ids
+            if (one := known.get(name)) is not None and one.tenant == event.tenant and event.type in one.event_types
+        ]
+        for at in range(0, len(rows), OUTBOX_PAGE):
+            await call(self._redis, "add", MAX_PENDING_OF_TENANT, rows[at : at + OUTBOX_PAGE])
+
+    # Attempts
+
+    @retried
+    async def take(
+        self,
+        most: int,
+        most_of_endpoint: int,
+        lease_ms: int,
+        *,
+        most_of_tenant: int | None = None,
+        num_of_tenant: Mapping[str, int] | None = None,
+    ) -> list[TakenDelivery]:
+        """Lease up to `most` due deliveries, while each endpoint has at most `most_of_endpoint` leased ones.
+
+        A tenant gets up to `most_of_tenant`, with those that this process makes already (`num_of_tenant`).
+        """
+        holder, known = secrets.token_hex(8), dict(num_of_tenant or {})
+        limits = most, most_of_endpoint, most if most_of_tenant is None else most_of_tenant
+        rows = await call(self._redis, "take", *limits, known, lease_ms, holder)
+        return [_taken(row, holder) for row in rows]
+
+    @retried
+    async def end_attempt(self, taken: TakenDelivery, outcome: AttemptOutcome, answer: str, in_ms: int = 0) -> bool:
+        """End an attempt. Return whether this process still had the lease."""
+        given = taken.endpoint.id, taken.event_id, taken.holder, outcome, in_ms, answer
+        return bool(await call(self._redis, "end_attempt", *given) == b"OK")
+
+    @retried
+    async def again(self, endpoint_id: str, event_ids: Sequence[str]) -> int:
+        """Deliver up to 256 events once more that are dead or delivered. Return how many there were."""
+        return int(await call(self._redis, "again", endpoint_id, list(event_ids)))
+
+    # What owners and operators see
+
+    @retried
+    async def get(self, endpoint_id: str, event_id: str) -> Delivery:
+        """Return one delivery. Raises NotFoundError."""
+        (found,) = await self._read(endpoint_id, [event_id])
+        if found is None:
+            message = f"no delivery of event {event_id[:64]!r} to webhook endpoint {endpoint_id}"
+            raise NotFoundError(message, code="delivery_not_found", param="event_id")
+        return found
+
+    @retried
+    async def page(self, endpoint_id: str, state: DeliveryState, after: str | None, limit: int) -> DeliveryPage:
+        """Return deliveries of an endpoint in one state: pending ones by their next attempt, ended ones newest first.
+
+        `after`: the event behind which to continue. One that has left the list since is as good as the list's end.
+        """
+        key, newest_first = keys.webhook_list(_LISTS[state], endpoint_id), state != "pending"
+        with translated():
+            start = 0
+            if after is not None:
+                rank = await (self._redis.zrevrank if newest_first else self._redis.zrank)(key, after)
+                if rank is None:
+                    return DeliveryPage([], None)
+                start = rank + 1
+            event_ids = await self._redis.zrange(key, start, start + limit, desc=newest_first)
+        names = [event_id.decode() for event_id in event_ids]
+        shown = await self._read(endpoint_id, names[:limit])
+        next_after = names[limit - 1] if len(names) > limit else None
+        return DeliveryPage([one for one in shown if one is not None], next_after)
+
+    async def _read(self, endpoint_id: str, event_ids: Iterable[str]) -> list[Delivery | None]:
+        names = list(event_ids)
+        with translated():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for name in names:
+                    pipe.hgetall(keys.webhook_delivery(endpoint_id, name))
+                    pipe.zscore(keys.webhook_list("due", endpoint_id), name)
+                found = await pipe.execute()
+        return [_delivery(endpoint_id, name, *found[2 * at : 2 * at + 2]) for at, name in enumerate(names)]
+
+    @retried
+    async def stats(self) -> WebhookStats:
+        """Return the numbers for operators."""
+        with translated():
+            pending = await self._redis.hgetall(f"{keys.WEBHOOKS}:pending")
+            counts = await self._redis.hgetall(f"{keys.WEBHOOKS}:counts")
+        return WebhookStats(*({name.decode(): int(value) for name, value in one.items()} for one in (pending, counts)))
+
+
+def _tenant_of(fields: Mapping[bytes, bytes]) -> str:
+    parts = fields.get(b"e", b"").decode(errors="replace").split(" ")
+    return parts[3] if len(parts) > 3 else ""
+
+
+def _taken(row: Sequence[Any], holder: str) -> TakenDelivery:
+    _, event_id, kind, object_id, created_ms, attempts, age_ms, record = row
+    endpoint = WebhookEndpoint.model_validate_json(record)
+    texts = event_id.decode(), kind.decode(), object_id.decode()
+    return TakenDelivery(endpoint, *texts, int(created_ms), int(attempts), int(age_ms), holder)
+
+
+def _delivery(endpoint_id: str, event_id: str, raw: Mapping[bytes, bytes], due: float | None) -> Delivery | None:
+    fields = {name.decode(): value.decode() for name, value in raw.items()}
+    if "state" not in fields:
+        return None
+    return Delivery(
+        *(event_id, endpoint_id, fields["state"], fields["type"], fields["object"], int(fields["attempts"])),
+        answer=fields["answer"],
+        created_ms=int(fields["created"]),
+        next_ms=int(due or 0),
+        ended_ms=0 if fields["state"] == "pending" else int(fields.get("ended", 0)),
+    )
