@@ -85,7 +85,7 @@ def list_jobs(
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Print a table of jobs, newest first. AGE is the time since a job was queued. `show` tells the rest of a job."""
+    """Print a table of jobs, newest first. AGE is the time since a job was accepted. `show` tells the rest of a job."""
 
     async def find(show: Callable[[JobStatus], None]) -> None:
         from penstock.queue.broker.connection import connect
@@ -343,7 +343,7 @@ class JobTable:
         if len(tenant) > self._TENANT_CHARS:
             tenant = f"{tenant[: self._TENANT_CHARS - 1]}…"
         num_output = "" if ledger.usage is None else str(ledger.usage.completion_tokens)
-        age = duration_in_words(max(0, self._now_ms - ledger.queued_ms))
+        age = duration_in_words(max(0, self._now_ms - status.accepted_ms))
         job_id = status.job_id.rpartition(".")[2]
         print(self._ROW.format(job_id, status.state, status.priority.label, tenant, age, num_output))
 

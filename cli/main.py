@@ -85,6 +85,7 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
     ),
     "Administer": (
         CommandEntry("keys", "penstock.cli.keys:app", "Manage the API keys of the gateways"),
+        CommandEntry("tenants", "penstock.cli.tenants:app", "Delete all data of a tenant"),
         CommandEntry("audit", "penstock.cli.audit:audit", "Check that all data in Redis agrees with the jobs"),
     ),
 }

@@ -45,7 +45,7 @@ from penstock.gateway.http.middleware import (
 from penstock.gateway.http.protocol import BoundedHead
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
 from penstock.gateway.jobs.routes import JOBS
-from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes
+from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes, OpenFeeds
 from penstock.gateway.openai.routes import OPENAI
 from penstock.gateway.request.parser_process import BodySchemas
 from penstock.gateway.request.reading import BodyBudgets, Parser, RequestReader
@@ -101,10 +101,11 @@ def _client_of(settings: GatewaySettings) -> AsyncClient:
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """The app, and the part of it that the server process stops."""
+    """The app, and the parts of it whose endless streams the server process stops."""
 
     app: FastAPI
     dashboard: Dashboard
+    open_feeds: OpenFeeds
 
 
 def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> FastAPI:
@@ -116,7 +117,7 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     """Build the gateway from its parts. Its only queue client connects in the app's lifespan."""
     client = client or _client_of(settings)
     metrics, errors, yielder = GatewayMetrics(), ErrorShapes(_ERROR_SHAPES), LoopYielder()
-    dashboard = Dashboard(client, metrics)
+    dashboard, open_feeds = Dashboard(client, metrics), OpenFeeds()
     parser = Parser(settings.unknown_fields, BodySchemas(BODIES, _SOCKET_BODIES))
     body_budgets = BodyBudgets(settings.max_body_bytes)
     result_budget = SharedBudget(
@@ -125,12 +126,13 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     reader = RequestReader(settings, parser, body_budgets)
     sender = WholeSender(settings, metrics, yielder, result_budget)
     answers = Answers(client, settings, metrics, yielder, sender)
-    services = Services(client, settings, reader, answers, sender, result_budget, yielder)
+    services = Services(client, settings, reader, answers, sender, result_budget, open_feeds, yielder)
     loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-gateway")
+    budgets = [body_budgets.large, body_budgets.small]
     own_routers = [
         HealthRoutes(client).router,
-        MetricsRoutes(client, metrics, loop_watch, [body_budgets.large, body_budgets.small], result_budget).router,
+        MetricsRoutes(client, metrics, loop_watch, budgets, result_budget, open_feeds).router,
         UsageRoutes(client, yielder).router,
         WebRoutes(dashboard, settings).router,
     ]
@@ -152,7 +154,7 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     _add_middleware(app, settings, client, metrics, errors, described)
     if tracing is not None:
         app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=_paths_of(described))
-    return Gateway(app, dashboard)
+    return Gateway(app, dashboard, open_feeds)
 
 
 @contextlib.asynccontextmanager
@@ -259,10 +261,10 @@ class _Server(uvicorn.Server):
     With port 0 the operating system chooses the port, so a supervisor can only learn it from that line.
     """
 
-    def __init__(self, config: uvicorn.Config, *, drain_s: int, dashboard: Dashboard) -> None:
+    def __init__(self, config: uvicorn.Config, *, drain_s: int, gateway: Gateway) -> None:
         super().__init__(config)
         self._drain_s = drain_s
-        self._dashboard = dashboard
+        self._gateway = gateway
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -272,7 +274,8 @@ class _Server(uvicorn.Server):
             print(json.dumps({"event": "ready", "url": f"http://{shown}:{port}"}), flush=True)  # noqa: T201
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._dashboard.stop()
+        self._gateway.dashboard.stop()
+        self._gateway.open_feeds.stop()
         # uvicorn's own graceful-shutdown timeout would log a traceback for each open answer.
         end = asyncio.create_task(cut_off_after(self._drain_s, self.server_state.tasks))
         try:
@@ -319,7 +322,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         # BoundedHead closes any connection beyond `max_connections`. So uvicorn's own refusal never applies.
         limit_concurrency=max_connections_of(settings) + 1,
     )
-    return _Server(config, drain_s=settings.drain_s, dashboard=gateway.dashboard)
+    return _Server(config, drain_s=settings.drain_s, gateway=gateway)
 
 
 def run(settings: GatewaySettings) -> None:

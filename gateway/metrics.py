@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from heapq import nlargest
 from http import HTTPStatus
 from pathlib import Path
@@ -25,7 +26,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
+from penstock.contract.errors import BusyError, JobFailedError, PenstockError, UnavailableError
 from penstock.contract.pool import EVENTS, PoolStats, QueueState
 from penstock.contract.priority import class_of_level, is_background
 from penstock.gateway.budget import SharedBudget
@@ -270,6 +271,61 @@ class StreamMeter:
             self._metrics.per_token((time.monotonic() - self._first_s) / (num_tokens - 1))
 
 
+# Streams of completions (`GET /v1/jobs/events`).
+
+MAX_FEEDS_OF_TENANT = 64
+"""Streams of completions that one tenant may have open at one gateway. Each reads Redis a few times a second."""
+_FEED_RETRY_AFTER_MS = 5000
+
+
+@dataclass(slots=True, eq=False)
+class FeedPlace:
+    """How far one stream of completions has come."""
+
+    unsent_since_ms: int | None = None
+    """When the oldest job ended whose completion was read and is not sent yet; None: there is none."""
+
+
+class OpenFeeds:
+    """The streams of completions that are open at this gateway."""
+
+    def __init__(self) -> None:
+        self._of_tenant: dict[str, set[FeedPlace]] = {}
+        self.is_stopped = False
+
+    @contextmanager
+    def counting(self, tenant: str) -> Iterator[FeedPlace]:
+        """Count one more stream in the block. Raises BusyError if the tenant has too many."""
+        places = self._of_tenant.setdefault(tenant, set())
+        if len(places) >= MAX_FEEDS_OF_TENANT:
+            message = (
+                f"this tenant has {MAX_FEEDS_OF_TENANT} streams of /v1/jobs/events open at this gateway, the limit"
+            )
+            raise BusyError(message, retry_after_ms=_FEED_RETRY_AFTER_MS, code="too_many_feeds")
+        place = FeedPlace()
+        places.add(place)
+        try:
+            yield place
+        finally:
+            places.discard(place)
+            if not places:
+                self._of_tenant.pop(tenant, None)
+
+    def stop(self) -> None:
+        """Let all streams end, because the gateway stops. Each has sent its cursor."""
+        self.is_stopped = True
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the number of open streams, and how far behind the slowest is."""
+        places = [place for of_tenant in self._of_tenant.values() for place in of_tenant]
+        yield GaugeMetricFamily("penstock_completion_feeds", "Open streams of completions.", value=len(places))
+        now = int(time.time() * 1000)
+        since = [place.unsent_since_ms for place in places if place.unsent_since_ms is not None]
+        text = "Seconds since the end of the oldest job whose completion a reader has not taken yet; of all readers."
+        lag_s = max(0, now - min(since, default=now)) / 1000
+        yield GaugeMetricFamily("penstock_completion_feed_lag_seconds", text, value=lag_s)
+
+
 class MetricsRoutes:
     """The route `/metrics`: what this process counts, and what Redis says of the pools."""
 
@@ -280,6 +336,7 @@ class MetricsRoutes:
         loop_watch: LoopWatch,
         body_budgets: Sequence[SharedBudget],
         result_budget: SharedBudget,
+        open_feeds: OpenFeeds,
     ) -> None:
         """The budgets hold the memory of bodies that arrive, and of results that are sent."""
         self._client = client
@@ -287,6 +344,7 @@ class MetricsRoutes:
         self._loop_watch = loop_watch
         self._body_budgets = body_budgets
         self._result_budget = result_budget
+        self._open_feeds = open_feeds
         self.router = APIRouter()
         self.router.add_api_route("/metrics", self.metrics, response_class=PlainTextResponse)
 
@@ -297,6 +355,7 @@ class MetricsRoutes:
             *_of_client(self._client),
             *loop_metrics(*loop_names, self._loop_watch),
             *self._of_memory(),
+            *self._open_feeds.metrics(),
             *process_metrics(self._metrics.rate, self._metrics.usage),
         ]
         text = generate_latest(self._metrics.registry) + generate_latest(_registry_of(own))

@@ -37,5 +37,10 @@ class RouteDoc:
     """The JSON schema of a streamed event; None for any object, and for a route without streams."""
     status: int = 200
     """The status of an answer without an error."""
+    list_answer: Mapping[str, Any] | None = None
+    """The JSON schema of the answer to a list of bodies; None: the route takes one body."""
+    list_status: int = 207
+    """The status of that answer if a body of the list was refused."""
+    max_list_items: int = 1
     has_streams: bool = True
     """Whether the body's field `stream`, if it has one, makes the answer a stream."""

@@ -100,13 +100,21 @@ def _operations_of(route: Route, refs: dict[type[RequestBody], Any], definitions
     content: dict[str, Any] = {"application/json": {"schema": dict(doc.answer)}}
     schema = getattr(endpoint, "schema", None)
     if schema in refs:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[schema]}}}
+        accepted = refs[schema]
+        if doc.list_answer is not None:
+            accepted = {"oneOf": [accepted, {"type": "array", "items": accepted, "maxItems": doc.max_list_items}]}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": accepted}}}
         operation["parameters"].append(_KEY_HEADER)
         if doc.has_streams and "stream" in definitions[refs[schema]["$ref"].rpartition("/")[2]].get("properties", {}):
             operation["parameters"].append(_AFTER)
             for framing in (EVENT_STREAM, NDJSON):
                 content[framing] = {"schema": dict(doc.event or {"type": "object"})}
     operation["responses"] = {str(doc.status): {"description": "The answer.", "content": content}}
+    if doc.list_answer is not None:
+        of_list = {"application/json": {"schema": dict(doc.list_answer)}}
+        content["application/json"] = {"schema": {"oneOf": [dict(doc.answer), dict(doc.list_answer)]}}
+        refused = {"description": "The outcomes of a list of which a part was refused.", "content": of_list}
+        operation["responses"][str(doc.list_status)] = refused
     return {method.lower(): dict(operation) for method in sorted(route.methods or ())}
 
 

@@ -110,6 +110,8 @@ def _type_of(schema: Mapping[str, Any]) -> str:
 def _body_schema(document: dict[str, Any], operation: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of the operation's body, or an empty one."""
     schema: dict[str, Any] = operation.get("requestBody", {}).get("content", {}).get(_JSON, {}).get("schema", {})
+    # A route that also takes a list of bodies: the page shows the body.
+    schema = schema["oneOf"][0] if "oneOf" in schema else schema
     name = str(schema.get("$ref", "")).rpartition("/")[2]
     found: dict[str, Any] = document["components"]["schemas"].get(name, schema)
     return found

@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import ErrorShape
+from penstock.gateway.metrics import OpenFeeds
 from penstock.gateway.request.generation import RequestBody
 from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.settings import GatewaySettings
@@ -29,6 +30,7 @@ class Services:
     sender: WholeSender
     result_budget: SharedBudget
     """Bytes of large results and of records of responses that are held in memory while they are sent."""
+    open_feeds: OpenFeeds
     yielder: LoopYielder
 
 

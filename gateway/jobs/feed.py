@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from penstock.contract.errors import BusyError, PenstockError, RequestError
+from penstock.contract.errors import PenstockError, RequestError
 from penstock.gateway.errors import error_body, soon
-from penstock.gateway.metrics import StreamMeter
+from penstock.gateway.metrics import FeedPlace, OpenFeeds, StreamMeter
 from penstock.gateway.request.reading import AFTER, LAST_EVENT_HEADER, caller_of
 from penstock.gateway.stream.answer import Answers
 from penstock.gateway.stream.event_stream import EventSource
@@ -23,36 +21,10 @@ from penstock.producer.client.completions import Completion, CompletionCursor, C
 from penstock.producer.client.job_objects import completion_object
 from penstock.runtime.cooperative import LoopYielder
 
-MAX_FEEDS_OF_TENANT = 64
-"""Streams of completions that one tenant may have open at one gateway. Each reads Redis a few times a second."""
 MAX_POOL_CHARS = 69
-_RETRY_AFTER_MS = 5000
 _EVENTS_AT_ONCE = 64
 _CURSOR_EVERY_S = 10.0
 """Seconds without an event after which a cursor is sent, if completions with other tags were passed meanwhile."""
-
-
-class OpenFeeds:
-    """The open streams of each tenant at this gateway."""
-
-    def __init__(self) -> None:
-        self._num = Counter[str]()
-
-    @contextmanager
-    def counting(self, tenant: str) -> Iterator[None]:
-        """Count one more stream in the block. Raises BusyError if the tenant has too many."""
-        if self._num[tenant] >= MAX_FEEDS_OF_TENANT:
-            message = (
-                f"this tenant has {MAX_FEEDS_OF_TENANT} streams of /v1/jobs/events open at this gateway, the limit"
-            )
-            raise BusyError(message, retry_after_ms=_RETRY_AFTER_MS, code="too_many_feeds")
-        self._num[tenant] += 1
-        try:
-            yield
-        finally:
-            self._num[tenant] -= 1
-            if not self._num[tenant]:
-                del self._num[tenant]
 
 
 class CompletionEvents(EventSource):
@@ -80,18 +52,22 @@ class CompletionEvents(EventSource):
 
     async def send_events(self, writer: EventWriter, meter: StreamMeter) -> None:
         """Send the start as a cursor, then events until the caller leaves. Raises BusyError for too many streams."""
-        with self._open_feeds.counting(self._start.tenant):
-            await self._send_pages(writer)
+        with self._open_feeds.counting(self._start.tenant) as place:
+            await self._send_pages(writer, place)
 
-    async def _send_pages(self, writer: EventWriter) -> None:
+    async def _send_pages(self, writer: EventWriter, place: FeedPlace) -> None:
         sent = self._start
         await writer.write(_cursor_event(sent))
         sent_s = time.monotonic()
         async for page in self._feed.pages(sent, self._tag):
+            if self._open_feeds.is_stopped:
+                return
             for at in range(0, len(page.events), _EVENTS_AT_ONCE):
                 part = page.events[at : at + _EVENTS_AT_ONCE]
+                place.unsent_since_ms = next((e.item.finished_ms for e in part if isinstance(e.item, Completion)), None)
                 await writer.write(b"".join(map(_event_of, part)))
                 await self._yielder.wait()
+            place.unsent_since_ms = None
             if page.events:
                 sent, sent_s = page.events[-1].cursor, time.monotonic()
             elif page.cursor is not sent and time.monotonic() - sent_s >= _CURSOR_EVERY_S:
@@ -120,17 +96,19 @@ def _cursor_object(cursor: CompletionCursor) -> dict[str, Any]:
 class FeedRoutes:
     """The routes of the completions of a caller's tenant."""
 
-    def __init__(self, client: AsyncClient, answers: Answers, yielder: LoopYielder) -> None:
+    def __init__(self, client: AsyncClient, answers: Answers, open_feeds: OpenFeeds, yielder: LoopYielder) -> None:
         self._feed = client.feed
         self._answers = answers
         self._yielder = yielder
-        self._open_feeds = OpenFeeds()
+        self._open_feeds = open_feeds
         self.router = APIRouter()
         self.router.add_api_route("/v1/jobs/events", self.events)
         self.router.add_api_route("/v1/jobs/events/cursor", self.cursor)
 
     async def events(self, request: Request) -> Response:
-        """Stream the caller's jobs as they end, for ever. Each event's id is the cursor at which to continue.
+        """Stream the caller's jobs as they end, until the caller leaves or the gateway stops.
+
+        Each event's id is the cursor at which to continue.
 
         `?after=` or `Last-Event-ID` (a cursor; by default the present end), `?tag=`, `?pool=`; `?tenant=` needs the
         scope `admin`. An event `job.gap` tells a reader that completions are gone which it has not read; the list of

@@ -23,7 +23,7 @@ from penstock.gateway.jobs.answers import JobAnswer, JobEvents, links_of, stream
 from penstock.gateway.jobs.control import ALL_TENANTS, ControlRoutes
 from penstock.gateway.jobs.feed import FeedRoutes
 from penstock.gateway.jobs.schemas import RESPONSES_URL, JobRequest
-from penstock.gateway.request.encoding import ListItem
+from penstock.gateway.request.encoding import MAX_LIST_ITEMS, ListItem
 from penstock.gateway.request.generation import GenerationRequest, ParsedBody
 from penstock.gateway.request.jobs import check_logprobs, submit_options
 from penstock.gateway.request.reading import (
@@ -36,7 +36,7 @@ from penstock.gateway.request.reading import (
 )
 from penstock.gateway.request.socket_message import JOBS_PATH
 from penstock.gateway.responses.create import ConversationReader
-from penstock.gateway.route_doc import TEXT, RouteDoc, object_of
+from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import JOB_HEADER, MAX_TOKENS_HEADER, Answers
 from penstock.producer.client import AsyncClient
@@ -54,14 +54,22 @@ MAX_PREPARED = 32
 """Jobs of a list that are prepared and submitted together. Preparing them takes a few milliseconds."""
 
 
+_ACCEPTED = object_of(id=TEXT, object=TEXT, state=TEXT, links=object_of(self=TEXT, stream=TEXT, cancel=TEXT))
+_REFUSED = object_of(status=NUMBER, error=object_of(message=TEXT, type=TEXT, code=TEXT))
+_OUTCOME = {"oneOf": [object_of(status=NUMBER, **_ACCEPTED["properties"]), _REFUSED]}
+
+
 class SubmitJob:
     """The ASGI app of `POST /v1/jobs`."""
 
     schema = JobRequest
     doc = RouteDoc(
         "Queue one job, or each job of a list, and return the ids at once.",
-        object_of(id=TEXT, object=TEXT, state=TEXT, links=object_of(self=TEXT, stream=TEXT, cancel=TEXT)),
+        _ACCEPTED,
         status=202,
+        list_answer=object_of(object=TEXT, data=list_of(_OUTCOME)),
+        list_status=MULTI_STATUS,
+        max_list_items=MAX_LIST_ITEMS,
     )
 
     def __init__(
@@ -288,7 +296,7 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     conversations = ConversationReader(services.client, services.result_budget, services.settings.max_body_bytes)
     submit = SubmitJob(services.client, services.reader, conversations, services.settings.max_logprobs)
     jobs = JobRoutes(services.client, services.settings, services.answers, services.yielder, services.result_budget)
-    feed = FeedRoutes(services.client, services.answers, services.yielder)
+    feed = FeedRoutes(services.client, services.answers, services.open_feeds, services.yielder)
     control = ControlRoutes(services.client, services.reader)
     # Their fixed paths go before the ids of jobs.
     return [Route("/v1/jobs", submit, methods=["POST"]), feed.router, control.router, jobs.router]

@@ -39,11 +39,17 @@ MODEL_SPREAD = 0.6
 """The same of a pace that only the model of step times predicts."""
 PRIOR_PROMPT_TOKENS = 128
 """The prompt of the one job that counts before any has begun. Its output has the length that the queue assumes."""
-PRIOR_PART = 0.5
-"""The part of its longest output that a choice has, before any has shown more."""
+PRIOR_PART = 0.7
+"""The part of what is left of its longest output that a choice has, before any has shown more. Short outputs end soon
+and correct it, but long ones take long to show, so it is more than half."""
+TAIL_SPREAD = 0.8
+"""Standard error of the logarithm of that part."""
 
 
 PHASE_PROMPT_TOKENS = 4
+"""In the first round. A decoded token takes longer the longer its context is, so later prompts are longer."""
+MAX_PHASE_PROMPT_TOKENS, MAX_PROMPTS_MS = 128, 300.0
+"""Of a sequence, and of a phase."""
 FEW_OUTPUTS, MANY_OUTPUTS, MANY_SEQUENCES = 5, 9, 16
 """`StepParts.measured` describes the use."""
 
@@ -51,7 +57,7 @@ FEW_OUTPUTS, MANY_OUTPUTS, MANY_SEQUENCES = 5, 9, 16
 def phases(max_num_seqs: int) -> tuple[tuple[int, int], ...]:
     """Return what a node computes to learn the costs of its steps: phases of (sequences, output tokens of each).
 
-    The prompts are short. First comes hardly more than steps of one sequence, then prompts alone, then prompts and
+    First comes hardly more than steps of one sequence, then prompts alone, then prompts and
     steps of many sequences.
     """
     many = min(MANY_SEQUENCES, max_num_seqs)
@@ -69,15 +75,20 @@ class StepParts(NamedTuple):
     """A token of a prompt."""
 
     @classmethod
-    def measured(cls, took_ms: Sequence[float], max_num_seqs: int) -> Self:
-        """Return the costs from the times of `phases`."""
+    def measured(cls, took_ms: Sequence[float], max_num_seqs: int, num_prompt: int = PHASE_PROMPT_TOKENS) -> Self:
+        """Return the costs from the times of `phases`, of which those of many sequences had prompts of this length."""
         (one_ms, prompts_ms, both_ms), many = took_ms, min(MANY_SEQUENCES, max_num_seqs)
         step_of_one_ms, step_of_many_ms = one_ms / MANY_OUTPUTS, (both_ms - prompts_ms) / (FEW_OUTPUTS - 1)
         # Where a token takes no measurable time, it counts as 1 % of a step.
         least_ms = max(1e-6, step_of_one_ms / 100)
         decoded_ms = max(least_ms, (step_of_many_ms - step_of_one_ms) / max(1, many - 1))
         fixed_ms = max(0.0, step_of_one_ms - decoded_ms)
-        return cls(fixed_ms, decoded_ms, max(least_ms, (prompts_ms - fixed_ms) / (many * PHASE_PROMPT_TOKENS)))
+        return cls(fixed_ms, decoded_ms, max(least_ms, (prompts_ms - fixed_ms) / (many * num_prompt)))
+
+    def longer_prompt(self, max_num_seqs: int, most: int) -> int:
+        """Return the length of the prompts of the next round, at most `most`."""
+        by_time = int(MAX_PROMPTS_MS / (self.prompt_ms * min(MANY_SEQUENCES, max_num_seqs)))
+        return max(PHASE_PROMPT_TOKENS, min(by_time, MAX_PHASE_PROMPT_TOKENS, most))
 
     def output_weight(self, num_sequences: int) -> float:
         """Return how many prompt tokens take as long as an output token, in steps that decode `num_sequences`."""
@@ -101,6 +112,8 @@ class JobWork:
     num_prompt: int
     longest_output: int
     """Tokens of all choices together, as far as the queue assumes without knowing outputs."""
+    most_output: int
+    """Tokens of all choices together that the job's limits allow."""
     num_output: int = 0
     has_prompt: bool = False
     has_ended: bool = False
@@ -124,7 +137,8 @@ class DrainEstimator:
     ) -> JobWork:
         """Note a job that begins. `max_output`: of a choice; `num_logged`: what earlier nodes have generated of all."""
         longest = num_choices * max(1, min(max_output, PREDICTED_OUTPUT_TOKENS))
-        work = JobWork(is_background, max(1, cost), num_prompt, longest, num_logged)
+        most = num_choices * max(1, max_output)
+        work = JobWork(is_background, max(1, cost), num_prompt, longest, most, num_logged)
         self._kinds[is_background].begun.append(work)
         return work
 
@@ -209,13 +223,14 @@ class _KindOfWork:
         """The remembered jobs that have ended."""
         return sum(work.has_ended for work in self.begun)
 
-    def work_per_cost(self, output_weight: float) -> float:
-        """Return the work, in prompt tokens, of a unit of predicted cost."""
-        part = mean_part(self.begun)
+    def work_per_cost(self, output_weight: float) -> tuple[float, float]:
+        """Return the work, in prompt tokens, of a unit of predicted cost, and the part of it that is assumed."""
+        part, assumed_part = mean_part(self.begun)
         prompt = PRIOR_PROMPT_TOKENS + sum(work.num_prompt for work in self.begun)
         longest = PREDICTED_OUTPUT_TOKENS + sum(work.longest_output for work in self.begun)
         cost = PRIOR_PROMPT_TOKENS + PREDICTED_OUTPUT_TOKENS + sum(work.cost for work in self.begun)
-        return (prompt + output_weight * part * longest) / cost
+        work = prompt + output_weight * part * longest
+        return work / cost, output_weight * assumed_part * longest / work
 
 
 def _pace(
@@ -227,24 +242,28 @@ def _pace(
         return DrainPace(0.0, 1.0)
     work_per_s = (measured.work(output_weight) + prior_per_s * prior_s) / seconds
     unknown = prior_s / seconds
-    variances = least_spread**2, measured.drift**2, (MODEL_SPREAD * unknown) ** 2, 0.5 / (1 + lengths.num_ended)
-    spread = math.sqrt(sum(variances))
-    return DrainPace(work_per_s / lengths.work_per_cost(output_weight), spread)
+    work_per_cost, assumed = lengths.work_per_cost(output_weight)
+    of_lengths = 0.5 / (1 + lengths.num_ended), (TAIL_SPREAD * assumed) ** 2
+    variances = least_spread**2, measured.drift**2, (MODEL_SPREAD * unknown) ** 2, max(of_lengths)
+    return DrainPace(work_per_s / work_per_cost, math.sqrt(sum(variances)))
 
 
-def mean_part(jobs: Iterable[JobWork]) -> float:
-    """Return the mean of the jobs' final `part`, weighted by their longest outputs.
+def mean_part(jobs: Iterable[JobWork]) -> tuple[float, float]:
+    """Return the mean of the jobs' final `part`, weighted by their longest outputs, and how much of it is assumed.
 
-    It is the area below the Kaplan-Meier estimate of how many outputs reach a part. Those that reach the last known
-    part have half of the rest to the longest output left, or half of what they have so far, whichever is more.
+    It is the area below the Kaplan-Meier estimate of how many outputs reach a part. What is left of those that reach
+    the last known part is assumed, within their limits: PRIOR_PART of the rest to the longest output, or of what they
+    have so far, whichever is more.
     """
     ordered = sorted(jobs, key=lambda work: work.part)
     at_risk = float(sum(work.longest_output for work in ordered))
-    reach, mean, before = 1.0, 0.0, 0.0
+    reach, mean, before, most = 1.0, 0.0, 0.0, 1.0
     for part, group in groupby(ordered, key=lambda work: work.part):
         of_part = list(group)
         mean += reach * (part - before)
         before = part
         reach *= 1 - sum(work.longest_output for work in of_part if work.has_ended) / at_risk
         at_risk -= sum(work.longest_output for work in of_part)
-    return mean + PRIOR_PART * reach * max(1 - before, before)
+        most = max(work.most_output / work.longest_output for work in of_part)
+    assumed = PRIOR_PART * reach * max(0.0, min(most - before, max(1 - before, before)))
+    return mean + assumed, assumed

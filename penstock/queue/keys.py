@@ -5,7 +5,8 @@ All keys of a pool share the hash tag `{pool}`, so that one script works in one 
 which its nodes announce (`gpu_node/settings.py`). Four functions shared by the scripts count as writers. `end`
 closes a job. `requeue` queues a job again (give_back, sweep, heartbeat). `release` queues a job that waited for its
 time or its tenant's tokens (take, sweep). `ring` wakes a node. audit may write all keys, and change those that say
-where an open job waits. forget deletes the keys of an unused pool.
+where an open job waits. forget deletes the keys of an unused pool, and erase those of a
+tenant's ended jobs, with what the pool counted of the tenant.
 
     key                      type    writers                              content; lifetime
     P:queue:<l>:<tenant>     stream  submit; take, end (XDEL, DEL empty)  queued job ids of a level: 0 interactive …
@@ -340,6 +341,11 @@ def hour_usage(pool: str, hour: int) -> str:
 def open_jobs(pool: str) -> str:
     """Set: ids of queued and running jobs."""
     return f"{prefix(pool)}:open"
+
+
+def open_of_tenant(pool: str, tenant: str) -> str:
+    """Set: ids of a tenant's queued and running jobs."""
+    return f"{prefix(pool)}:tenant:{tenant}:open"
 
 
 def metadata(job_id: str) -> str:

@@ -242,6 +242,9 @@ class JobControl:
             return  # it is tried again
         except PenstockError as error:
             _LOG.warning("a bulk action cannot be continued", extra={"bulk_id": bulk_id, "reason": error.message})
+        except Exception:
+            # A defect. Other bulk actions go on, and this one is tried again.
+            _LOG.exception("a step of a bulk action failed", extra={"bulk_id": bulk_id})
 
     async def pause(
         self,

@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant("reservation expiry", "take", " and tonumber(till) > now then", " then", "capacity.py"),
     Mutant("virtual time entry", "queue", "math.max(debt, now), job.tenant", "debt, job.tenant", "policy.py"),
     Mutant("idempotency body", "submit", "known.body ~= job.body or ", "", "submit.py"),
-    Mutant("the same job twice in a call", "submit", "if fresh[job.id] or fresh_idem", "if fresh_idem", "many.py"),
+    Mutant("the same job twice in a call", "submit", "if known then return known, 'ID_CONFLICT' end", "", "many.py"),
     Mutant("accepted jobs of a call", "submit", " + (own.num_accepted or 0)", "", "many.py"),
     Mutant("queued cost of a call", "submit", "    add_if_read(own, name, job.cost)\n", "", "many.py"),
     Mutant(

@@ -79,6 +79,20 @@ def test_sigterm_lets_an_open_answer_end(redis_url, engine):
             httpx.get(f"{url}/health")
 
 
+def test_sigterm_ends_an_open_stream_of_completions_at_once(redis_url, engine):
+    with (
+        gateway_process(redis_url) as (process, url),
+        httpx.stream("GET", f"{url}/v1/jobs/events", timeout=30) as response,
+    ):
+        lines = response.iter_lines()
+        assert next(lines).startswith("id: ")
+        stopped_s = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert not [line for line in lines if "error" in line]
+        assert process.wait(timeout=20) == 0
+        assert time.monotonic() - stopped_s < 10, "it does not wait for the end of the drain"
+
+
 def test_a_stop_past_its_drain_ends_answers_with_an_error_and_logs_no_traceback(redis_url, engine):
     engine.step_s = 0.2
     answers = {}

@@ -15,6 +15,7 @@ from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import Submission
+from penstock.queue.broker.tenants import TenantBroker
 from penstock.queue.keys import PROTOCOL_VERSION
 
 MODEL = "acme/older"
@@ -39,6 +40,7 @@ CALLS: dict[str, Callable[[Queue, str], Awaitable[Any]]] = {
     "status": lambda queue, job_id: queue.producer.status(job_id, "default"),
     "result": lambda queue, job_id: queue.producer.result(job_id, "default"),
     "forget": lambda queue, _: AdminBroker(queue.redis).forget(POOL),
+    "erase": lambda queue, _: TenantBroker(queue.redis).data("default"),
     "audit": lambda queue, _: audit(AdminBroker(queue.redis), POOL, repair=True),
 }
 

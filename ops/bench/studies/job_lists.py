@@ -175,7 +175,7 @@ async def measure_bulk(url: str, redis: Redis, name: str, act: Callable[[AsyncCl
 
 async def study(num_open: int, num_ended: int) -> None:
     """Build the population, and print both tables."""
-    with EmbeddedRedis() as server:
+    with EmbeddedRedis(maxmemory_mib=4096) as server:
         redis = connect(server.url)
         await redis.config_set("slowlog-log-slower-than", SLOW_US)
         await redis.config_set("slowlog-max-len", 10_000)

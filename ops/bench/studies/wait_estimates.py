@@ -254,6 +254,12 @@ def _alike(max_tokens: int, num_output: int) -> Callable[[random.Random], list[B
     return lambda rng: [BacklogJob(0.001 * at, 100, num_output, max_tokens) for at in range(2000)]
 
 
+def _long(rng: random.Random) -> list[BacklogJob]:
+    """Return jobs as the demo model has them: half of the outputs are longer than the queue assumes."""
+    lengths = (10, 12), (30, 90), (200, 320), (380, 512)
+    return [BacklogJob(0.001 * at, rng.randint(16, 150), rng.randint(*rng.choice(lengths)), 512) for at in range(1000)]
+
+
 def _beside_chats(rng: random.Random) -> list[BacklogJob]:
     jobs, at_s = _mixed(1500, background=True)(rng), 0.0
     while at_s < 3600:
@@ -267,6 +273,7 @@ SCENARIOS = (
     Scenario("own limits", "the same, `max_tokens` 1.5 to 6 × the output", _own_limits),
     Scenario("alike", "2,000 jobs of 100 tokens in, 60 out, `max_tokens` 512", _alike(512, 60)),
     Scenario("to the limit", "2,000 jobs of 100 tokens in, 128 out, `max_tokens` 128", _alike(128, 128)),
+    Scenario("long", "1,000 jobs of 10 to 512 tokens out, 220 on average, `max_tokens` 512", _long),
     Scenario("slowly", "2,000 jobs over 2 minutes", _mixed(2000, over_s=120.0)),
     Scenario("GPU", "8,000 jobs at once on a GPU", _mixed(8000), GPU),
     Scenario("joins", "3,000 jobs; a second node joins after 60 s", _mixed(3000), joins_s=(0.0, 60.0)),

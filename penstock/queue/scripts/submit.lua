@@ -71,7 +71,7 @@ end
 
 -- Known jobs ---------------------------------------------------------------------------------------
 
-local fresh, fresh_idem = {}, {}
+local num_accepted = 0
 
 local function idem_of(job)
   local tenant, idem = job.tenant, job.idem
@@ -95,13 +95,6 @@ local function find_known(job)
   local other = job.idem ~= '' and redis.call('GET', P .. ':idem:' .. idem_of(job))
   known = other and read_job(other, KNOWN_FIELDS)
   if known then return known, 'IDEMPOTENCY_CONFLICT' end
-end
-
--- Answers a job that is not new. Returns whether it did so.
-local function answer_known(at, job)
-  local known, conflict = find_known(job)
-  if known then answers[at] = same_or(known, job, conflict) end
-  return known ~= nil
 end
 
 -- The oldest age of an id, in ms, if the job's id is too old or of a later time.
@@ -563,9 +556,8 @@ local function accept(at, job)
   -- The idempotency key lives as long as the job, and idem_ttl_ms after its end.
   if job.idem ~= '' then
     redis.call('SET', P .. ':idem:' .. idem_of(job), id)
-    fresh_idem[idem_of(job)] = true
   end
-  fresh[id] = true
+  num_accepted = num_accepted + 1
   if not waits then to_ring[#to_ring + 1] = job.cost end
   count_accepted(job, waits)
   answers[at] = {'OK', id, is_delayed and 'scheduled' or 'queued', 0, 1}
@@ -575,10 +567,6 @@ end
 local last_writes = {}
 
 local function submit_job(at, job)
-  if fresh[job.id] or fresh_idem[idem_of(job)] then
-    last_writes[#last_writes + 1] = function() answer_known(at, job) end
-    return
-  end
   local known, conflict = find_known(job)
   if known then
     last_writes[#last_writes + 1] = function() answers[at] = same_or(known, job, conflict) end
@@ -610,6 +598,6 @@ for tenant, own in pairs(known_of) do
   write_refused(tenant, own.refused)
   write_rates(tenant, own.rates)
 end
-if next(fresh) and inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
+if num_accepted > 0 and inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
 ring_doorbells(to_ring)
 return answers

@@ -17,6 +17,7 @@ from starlette.routing import Route, WebSocketRoute
 
 from penstock import __version__
 from penstock.gateway.app import create_app
+from penstock.gateway.request.encoding import MAX_LIST_ITEMS
 from penstock.gateway.settings import GatewaySettings
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
@@ -67,8 +68,10 @@ def test_document_describes_bodies_by_their_schemas(document: dict[str, Any]) ->
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body == {"$ref": f"#/components/schemas/{name}"}
     job = document["paths"]["/v1/jobs"]["post"]
-    assert job["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/JobRequest"}
-    assert {*job["responses"]} == {"202", "default"}
+    one, of_list = job["requestBody"]["content"]["application/json"]["schema"]["oneOf"]
+    assert one == of_list["items"] == {"$ref": "#/components/schemas/JobRequest"}
+    assert of_list["maxItems"] == MAX_LIST_ITEMS
+    assert {*job["responses"]} == {"202", "207", "default"}
     chat = document["components"]["schemas"]["ChatRequest"]
     assert chat["additionalProperties"] is False
     assert {"model", "messages", "stream", "tools", "logprobs"} <= chat["properties"].keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import httpx
 import pytest
 import redis
 
+from penstock.gateway import metrics
 from penstock.gateway.jobs import feed
 from penstock.queue import keys
 from penstock.queue.broker.completions import MAX_CURSOR_CHARS
@@ -154,8 +156,29 @@ def test_wrong_parameters_are_refused_with_field_and_limit(http: httpx.Client) -
     assert http.get(PATH, headers={"Last-Event-ID": "x"}).status_code == 400
 
 
+def test_metrics_tell_how_far_behind_the_slowest_reader_is() -> None:
+    feeds = metrics.OpenFeeds()
+
+    def values() -> list[float]:
+        return [sample.value for family in feeds.metrics() for sample in family.samples]
+
+    assert values() == [0, 0]
+    with feeds.counting("acme"), feeds.counting("acme") as first, feeds.counting("rival") as second:
+        assert values() == [3, 0]
+        first.unsent_since_ms, second.unsent_since_ms = (int(time.time() * 1000) - ms for ms in (5000, 90_000))
+        num_open, lag_s = values()
+        assert num_open == 3 and 90 <= lag_s < 100
+    assert values() == [0, 0]
+
+
+def test_a_stream_of_completions_is_counted(http: httpx.Client) -> None:
+    with reading(http):
+        assert "penstock_completion_feeds 1.0" in http.get("/metrics").text
+    assert "penstock_completion_feed_lag_seconds 0.0" in http.get("/metrics").text
+
+
 def test_a_tenant_has_a_limit_of_open_streams(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "MAX_FEEDS_OF_TENANT", 1)
+    monkeypatch.setattr(metrics, "MAX_FEEDS_OF_TENANT", 1)
     with reading(http):
         answer = http.get(PATH)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_feeds")

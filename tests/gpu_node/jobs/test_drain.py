@@ -6,44 +6,54 @@ import random
 
 import pytest
 
-from penstock.gpu_node.jobs.drain import DrainEstimator, JobWork, StepParts, mean_part, phases
+from penstock.gpu_node.jobs.drain import PRIOR_PART, DrainEstimator, JobWork, StepParts, mean_part, phases
 
 COSTS = StepParts(4.0, 1.0, 1.0)
 
 
-def work(part: float, *, ended: bool, weight: int = 100) -> JobWork:
-    return JobWork(False, 1, 1, weight, round(part * weight), has_ended=ended)
+def work(part: float, *, ended: bool, weight: int = 100, most: int = 1000) -> JobWork:
+    return JobWork(False, 1, 1, weight, most, round(part * weight), has_ended=ended)
 
 
-def test_before_any_output_the_mean_is_half_of_the_longest() -> None:
-    assert mean_part([]) == 0.5
-    assert mean_part([work(0, ended=False)]) == 0.5
+def mean_of(jobs: list[JobWork]) -> float:
+    return mean_part(jobs)[0]
+
+
+def test_before_any_output_the_mean_is_assumed() -> None:
+    assert mean_part([]) == (PRIOR_PART, PRIOR_PART)
+    assert mean_part([work(0, ended=False)]) == (PRIOR_PART, PRIOR_PART)
 
 
 def test_without_running_jobs_the_mean_is_that_of_the_ended_ones() -> None:
-    assert mean_part([work(part, ended=True) for part in (0.1, 0.2, 0.6)]) == pytest.approx(0.3)
+    assert mean_of([work(part, ended=True) for part in (0.1, 0.2, 0.6)]) == pytest.approx(0.3)
     heavy = [work(0.1, ended=True, weight=300), work(0.5, ended=True, weight=100)]
-    assert mean_part(heavy) == pytest.approx(0.2), "longer outputs weigh more"
-    assert mean_part([work(1.5, ended=True)]) == pytest.approx(1.5), "an output may be longer than assumed"
+    assert mean_of(heavy) == pytest.approx(0.2), "longer outputs weigh more"
+    assert mean_of([work(1.5, ended=True)]) == pytest.approx(1.5), "an output may be longer than assumed"
 
 
 def test_a_running_job_counts_as_the_longer_ones_of_the_others() -> None:
     ended = [work(part, ended=True) for part in (0.1, 0.3, 0.5)]
-    assert mean_part([*ended, work(0.2, ended=False)]) == pytest.approx((0.1 + 0.3 + 0.5 + 0.4) / 4)
+    assert mean_of([*ended, work(0.2, ended=False)]) == pytest.approx((0.1 + 0.3 + 0.5 + 0.4) / 4)
 
 
 def test_jobs_that_began_together_are_not_judged_by_the_shortest() -> None:
     """The mean of the ended ones would be 0.1 at a fifth of the time, whatever the true mean of 0.5."""
     rng = random.Random(3)
     lengths = [rng.random() for _ in range(400)]
-    for now in (0.2, 0.5, 0.8):
+    for now, error in (0.2, 0.3), (0.5, 0.15), (0.8, 0.05):
         seen = [work(min(now, length), ended=length <= now, weight=1000) for length in lengths]
-        assert mean_part(seen) == pytest.approx(0.5, rel=0.15)
+        assert mean_of(seen) == pytest.approx(0.5, rel=error)
 
 
 def test_outputs_that_are_longer_than_assumed_have_some_tokens_left() -> None:
     short, long = [work(0.1, ended=True) for _ in range(3)], work(1.6, ended=False)
-    assert mean_part([*short, long]) == pytest.approx((3 * 0.1 + 1.6 + 0.8) / 4)
+    left = PRIOR_PART * 1.6
+    assert mean_part([*short, long]) == pytest.approx(((3 * 0.1 + 1.6 + left) / 4, left / 4))
+
+
+def test_no_output_is_assumed_beyond_the_limits_of_its_job() -> None:
+    assert mean_part([work(0.9, ended=False, most=100)]) == pytest.approx((0.9 + 0.1 * PRIOR_PART, 0.1 * PRIOR_PART))
+    assert mean_part([work(1.0, ended=False, most=100)]) == (1.0, 0.0)
 
 
 def test_the_costs_of_steps_follow_from_the_phases() -> None:
@@ -62,8 +72,8 @@ def test_the_costs_of_steps_follow_from_the_phases() -> None:
 
 def test_a_cold_node_has_the_pace_of_its_steps_and_a_wide_spread() -> None:
     foreground, background = DrainEstimator().paces(COSTS, 32)
-    # 1,000 units of work a second. The assumed job has 128 prompt tokens and half of 256 output tokens of 1.125 units.
-    assert foreground.cost_per_s == pytest.approx(1000 * 384 / (128 + 128 * 1.125))
+    # 1,000 units of work a second. The assumed job has 128 prompt tokens, and output tokens of 1.125 units.
+    assert foreground.cost_per_s == pytest.approx(1000 * 384 / (128 + PRIOR_PART * 256 * 1.125))
     assert background.cost_per_s == foreground.cost_per_s
     assert foreground.spread > 0.8
     assert DrainEstimator().paces(None, 32)[0].cost_per_s == 0.0

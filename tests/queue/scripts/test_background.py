@@ -91,7 +91,7 @@ async def test_classes_take_turns_by_weight_in_the_share_of_background_work(queu
 async def test_due_background_work_that_does_not_fit_displaces_nothing(queue: Queue) -> None:
     node = await queue.node()
     chat = await queue.submit(cost=10)
-    await background(queue, cost=50)
+    await background(queue, cost=30)
     assert ids_of(await node.take((40, 40, 40, 40, 40, 20), background_due=True, kv_total=60)) == []
     assert ids_of(await node.take((40, 40, 40, 40, 40, 20), kv_total=60)) == [chat]
 
