@@ -1,4 +1,4 @@
-"""`penstock audit`: check that all keys of the pools in Redis match the records of their jobs."""
+"""`penstock audit`: check that all keys in Redis match the records of jobs, stored files and batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 
 EXIT_FOUND = 1
+FILES = "stored files"
+"""What stands for the pool in the findings of stored files and batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolAudit:
-    """The findings of one pool."""
+    """The findings of one pool, or of stored files and batches."""
 
     pool: str
     found: list[Finding]
@@ -40,7 +42,9 @@ def audit(
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Recompute every set, index and sum in Redis from the jobs. Exit code 1 if any finding remains.
+    """Recompute every set, index and sum in Redis from the jobs, stored files and batches.
+
+    Exit code 1 if any finding remains. Those of files and batches are not repaired.
 
     Examples:
         penstock audit
@@ -56,24 +60,27 @@ async def audit_pools(redis_url: str, pools: list[str] | None, *, repair: bool =
     from penstock.queue.broker.admin import AdminBroker
     from penstock.queue.broker.audit import audit
     from penstock.queue.broker.connection import connect
+    from penstock.queue.files.records_audit import audit_files
 
     async with connect(redis_url) as redis:
         broker = AdminBroker(redis)
         for pool in pools or await broker.pools():
             found = await audit(broker, pool, repair=repair)
             yield PoolAudit(pool, found, await audit(broker, pool) if found and repair else found)
+        if not pools and (found_files := await audit_files(redis)) is not None:
+            yield PoolAudit(FILES, found_files, found_files)
 
 
 def audit_lines(audited: PoolAudit, *, repair: bool) -> Iterator[str]:
     """Yield the lines for people about one pool."""
     for finding in audited.found:
         yield f"{audited.pool}: {finding}"
-    if audited.found and repair:
+    if audited.found and repair and audited.pool != FILES:
         yield f"{audited.pool}: repaired"
         for finding in audited.left:
             yield f"{audited.pool}: {finding}"
     if not audited.left:
-        yield f"{audited.pool}: all keys match the jobs"
+        yield f"{audited.pool}: all keys match the {'records' if audited.pool == FILES else 'jobs'}"
 
 
 async def _show(redis_url: str, pools: list[str] | None, *, repair: bool) -> int:

@@ -6,11 +6,13 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import shlex
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -298,7 +300,8 @@ def serve(
         words = (words_of(of_node, NODE_FLAGS), words_of(of_gateway))
         _log_start(model, url, server)
         try:
-            run_until_stopped(_serve(url, server, model, *words, logs))
+            with _files_folder(data_dir, ephemeral=ephemeral) as files:
+                run_until_stopped(_serve(url, server, model, *words, logs, files))
         except ProcessDiedError as error:
             # The log above has the last lines of the process.
             is_download = model == ON_HUB and any(word in error.why for word in ("download", "hub"))
@@ -307,6 +310,18 @@ def serve(
         finally:
             if isinstance(server, EmbeddedRedis) and not server.keeps_jobs and server.is_running:
                 _say_what_ends(url)
+
+
+@contextmanager
+def _files_folder(data_dir: Path | None, *, ephemeral: bool) -> Iterator[str]:
+    """Yield PENSTOCK_FILES_URL, or a folder for stored files: beside the jobs, or one that this command removes."""
+    if given := os.environ.get("PENSTOCK_FILES_URL"):
+        yield given
+    elif ephemeral:
+        with tempfile.TemporaryDirectory(prefix="penstock-files-") as folder:
+            yield folder
+    else:
+        yield str((data_dir or state_folder()).resolve() / "files")
 
 
 def _check_settings(model: str, of_node: Mapping[str, Any], of_gateway: Mapping[str, Any]) -> None:
@@ -339,8 +354,9 @@ async def _serve(
     of_node: Sequence[str],
     of_gateway: Sequence[str],
     logs: LogSettings,
+    files: str,
 ) -> None:
-    async with Supervisor(_relay_of(logs), _log_variables(logs)) as supervisor:
+    async with Supervisor(_relay_of(logs), {**_log_variables(logs), "PENSTOCK_FILES_URL": files}) as supervisor:
         # Counted meanwhile, before the node has taken any of them.
         started = start_all(supervisor, redis_url, model, of_node, of_gateway)
         ready, waiting = await asyncio.gather(started, _waiting_jobs(server))

@@ -22,9 +22,11 @@ from starlette.routing import Route
 
 from penstock.gateway.anthropic.routes import ANTHROPIC
 from penstock.gateway.api_docs.page import ApiDocs
+from penstock.gateway.batches.routes import BATCHES
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.embeddings.routes import EMBEDDINGS
 from penstock.gateway.errors import ErrorHandlers, ErrorShapes
+from penstock.gateway.files.routes import FILES
 from penstock.gateway.health import HealthRoutes
 from penstock.gateway.http.dialect import Services
 from penstock.gateway.http.entry import Entry, is_closed_without_keys, tell_without_keys
@@ -60,7 +62,10 @@ from penstock.gateway.webhooks.deliverer import Deliverer
 from penstock.gateway.webhooks.routes import WEBHOOKS
 from penstock.gateway.webhooks.sender import Sender
 from penstock.gateway.websocket.handshake import StreamSocket, socket_routes
+from penstock.producer.batch.holder import BatchHolder
 from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.producer.files.service import Files
+from penstock.producer.files.settings import FilesSettings
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.file_descriptors import DescriptorWatch
@@ -74,7 +79,7 @@ from penstock.runtime.tracing.setup import tracing_of
 if TYPE_CHECKING:
     from penstock.runtime.tracing.export import Tracing
 
-DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS, WEBHOOKS)
+DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS, FILES, BATCHES, WEBHOOKS)
 """The APIs of this gateway."""
 BODIES = tuple(schema for dialect in DIALECTS for schema in dialect.bodies)
 _SOCKET_BODIES = {path: schema for dialect in DIALECTS for path, schema in dialect.socket_bodies.items()}
@@ -126,7 +131,8 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     reader = RequestReader(settings, parser, body_budgets)
     sender = WholeSender(settings, metrics, yielder, result_budget)
     answers = Answers(client, settings, metrics, yielder, sender)
-    services = Services(client, settings, reader, answers, sender, result_budget, open_feeds, yielder)
+    files = Files(FilesSettings.load(), client.files)
+    services = Services(client, settings, reader, answers, sender, result_budget, open_feeds, yielder, files)
     loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-gateway")
     budgets = [body_budgets.large, body_budgets.small]
@@ -143,6 +149,7 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
         _lifespan,
         settings=settings,
         client=client,
+        files=files,
         parser=parser,
         loop_watch=loop_watch,
         tracing=tracing,
@@ -163,6 +170,7 @@ async def _lifespan(
     *,
     settings: GatewaySettings,
     client: AsyncClient,
+    files: Files,
     parser: Parser,
     loop_watch: LoopWatch,
     tracing: Tracing | None,
@@ -174,12 +182,17 @@ async def _lifespan(
         descriptors, guard = DescriptorWatch(), StallGuard(settings.loop_stall_s)
         descriptors.start()
         guard.start()
-        continuing = asyncio.create_task(client.control.keep_continuing(), name="penstock bulk actions")
-        delivering = asyncio.create_task(deliverer.run(), name="penstock webhooks")
+        tasks = (
+            asyncio.create_task(client.control.keep_continuing(), name="penstock bulk actions"),
+            asyncio.create_task(files.keep_clean(), name="penstock expired files"),
+            asyncio.create_task(BatchHolder(client, files, client.batches).run(), name="penstock batches"),
+            asyncio.create_task(deliverer.run(), name="penstock webhooks"),
+        )
         try:
             yield
         finally:
-            await cancel_until_done((continuing, delivering))
+            await cancel_until_done(tasks)
+            files.close()
             guard.stop()
             descriptors.stop()
             loop_watch.stop()

@@ -363,8 +363,9 @@ class MetricsRoutes:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):
                 pools, memory = await self._client.pool_stats()
                 webhooks = await self._client.webhooks.queue.stats()
-            of_pools = [*_of_pools(pools), *pool_metrics(pools)]
-            text += generate_latest(_registry_of([*of_pools, *_of_redis(memory), *_of_webhooks(webhooks)]))
+                num_rows = await self._client.batches.num_rows_left()
+            of_redis = [*_of_pools(pools), *pool_metrics(pools), *_of_redis(memory), _of_batches(num_rows)]
+            text += generate_latest(_registry_of([*of_redis, *_of_webhooks(webhooks)]))
         except (TimeoutError, UnavailableError):
             text += generate_latest(_registry_of(_of_redis(None)))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
@@ -410,6 +411,11 @@ def _of_redis(memory: tuple[int, int] | None) -> Iterator[Metric]:
         used, limit = memory
         yield GaugeMetricFamily("penstock_redis_used_bytes", "Memory that Redis uses.", value=used)
         yield GaugeMetricFamily("penstock_redis_max_bytes", "Memory limit of Redis; 0 means no limit.", value=limit)
+
+
+def _of_batches(num_rows: int) -> Metric:
+    text = "Rows of open batches without a stored answer, those in the queue included. Redis knows it."
+    return GaugeMetricFamily("penstock_batch_rows_left", text, value=num_rows)
 
 
 def _of_pools(pools: list[PoolStats]) -> Iterator[Metric]:

@@ -16,11 +16,21 @@ from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.client.settings import ClientSettings
 from tests.source_tree import ROOT, Module, modules
 
-ANSWERING = ("gateway", "gpu_node", "producer.client", "producer.openai", "contract", "queue")
+ANSWERING = (
+    "gateway",
+    "gpu_node",
+    "producer.client",
+    "producer.openai",
+    "producer.files",
+    "producer.batch.stored",
+    "contract",
+    "queue",
+)
 """The packages whose errors may be the answer of a gateway."""
 NOT_OVER_HTTP = {
     **dict.fromkeys(("ambiguous_name", "key_revoked", "unreadable_key"), "penstock keys"),
     **dict.fromkeys(("no_answer", "no_reader"), "penstock profile"),
+    **dict.fromkeys(("batch_taken", "too_many_rows"), "the holder of a batch"),
     "pool_in_use": "penstock pools forget",
     "client_closed": "a client that was closed",
     "engine_stalled": "it ends a node",

@@ -16,6 +16,7 @@ from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import Answers, WholeSender
 from penstock.producer.client import AsyncClient
+from penstock.producer.files.service import Files
 from penstock.runtime.cooperative import LoopYielder
 
 
@@ -32,6 +33,7 @@ class Services:
     """Bytes of large results and of records of responses that are held in memory while they are sent."""
     open_feeds: OpenFeeds
     yielder: LoopYielder
+    files: Files
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,35 @@ tenant's ended jobs, with what the pool counted of the tenant.
     penstock:echo:<process>    messages of a reading process to itself, which prove that its subscription is alive
     P:channel:<id>             a job's own channel, one chunk per message, if requested at submit or attach
     P:doorbell:<node>          a node's doorbell: an empty message, the id of a canceled job, or `profile`
+
+Stored files and batches belong to no pool. F stands for `penstock:{.files}`; no pool can have that name. Their only
+writer is files.lua. Its functions are named here; `close` ends a batch.
+
+    key                      type    functions                            content; lifetime
+    F:storage                string  storage                              id of the storage that has the contents
+    F:file:<id>              hash    save, finish; delete, expire         the record of a stored file
+    F:files:<tenant>         zset    save, finish; delete, expire         ids of the tenant's files, by creation
+    F:upload:<id>            hash    upload; save, end_upload, finish,    tenant and bytes of an upload
+                                     expire
+    F:uploads                zset    upload, keep_upload; save, finish,   ids of the uploads, by when each is dropped
+                                     end_upload, expire                   unless its gateway renews it
+    F:stored, F:num_files    hash    save, finish; delete, expire         tenant → bytes, number of its files; `*`: all
+    F:uploading,             hash    upload; save, end_upload, finish,    tenant → bytes and number of its uploads; `*`:
+    F:num_uploads                    expire                               all
+    F:expiry                 zset    save, finish, close; delete, expire  `file:<id>`, `batch:<id>` by when it ends
+    F:garbage                zset    save, delete, end_upload, expire,    objects of the storage that are to be deleted
+                                     finish; forget
+    F:idem:<tenant>:<hash>   string  save, create                         id and digest of what a key made; 24 h
+    F:batch:<id>             hash    create, take, keep, start, fail,     the record of a batch, until it expires
+                                     commit, finalize, finish, cancel,
+                                     pause; expire
+    F:batches:<tenant>       zset    create; expire                       ids of the tenant's batches, by creation
+    F:open_batches           zset    create, take, keep, release; close   ids of the open batches, by the time at which
+                                                                          any process may take it
+    F:parts:<batch>          list    commit; finish                       `<name> <kind> <bytes>` per committed part
+    F:rows:<batch>           string  commit; finish                       a bit per row: whether a part has it
+    F:num_open, F:rows_left  hash    create, start, commit; close         tenant → its open batches, and their rows that
+                                                                          no part has; `*`: all
 """
 
 from __future__ import annotations
@@ -170,6 +199,8 @@ def other_version(pool: str, found: int | str) -> ProtocolVersionError:
     )
 
 
+FILES = ".files"
+"""Stands for a pool in the prefix of the keys of stored files and batches."""
 POOLS = "penstock:pools"
 API_KEYS = "penstock:keys"
 SEAL_KEY = "penstock:seal"
@@ -391,6 +422,41 @@ def counts(pool: str) -> str:
 def events(pool: str) -> str:
     """Zset: the newest events of nodes and jobs, by time."""
     return f"{prefix(pool)}:events"
+
+
+def stored_file(file_id: str) -> str:
+    """Hash: the record of a stored file."""
+    return f"{prefix(FILES)}:file:{file_id}"
+
+
+def files_of(tenant: str) -> str:
+    """Zset: ids of a tenant's stored files, by creation."""
+    return f"{prefix(FILES)}:files:{tenant}"
+
+
+def batch(batch_id: str) -> str:
+    """Hash: the record of a batch."""
+    return f"{prefix(FILES)}:batch:{batch_id}"
+
+
+def batches_of(tenant: str) -> str:
+    """Zset: ids of a tenant's batches, by creation."""
+    return f"{prefix(FILES)}:batches:{tenant}"
+
+
+def batch_parts(batch_id: str) -> str:
+    """List: the committed parts of a batch."""
+    return f"{prefix(FILES)}:parts:{batch_id}"
+
+
+def batch_rows(batch_id: str) -> str:
+    """String: a bit per row of a batch that a part has."""
+    return f"{prefix(FILES)}:rows:{batch_id}"
+
+
+def rows_left() -> str:
+    """Hash: tenant → rows of open batches that no part has."""
+    return f"{prefix(FILES)}:rows_left"
 
 
 def profile_request(node_id: str) -> str:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Unpack
 
 from penstock.contract.errors import BusyError, JobFailedError, NotFoundError, RequestError, UnavailableError, error_of
-from penstock.contract.job import Durability, Priority
+from penstock.contract.job import Durability, Priority, SubmitOptions
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import BatchRequest, InputLine, lines_of, request_of_line, survey_of
@@ -31,7 +31,9 @@ from penstock.producer.batch.results import (
     open_results,
     row_id_of,
 )
-from penstock.producer.client import AsyncClient
+from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.client.request import Prompt
+from penstock.queue.broker.producer import ServedPool
 
 _LOST_RESULT = ("job_not_found", "result_expired")
 """Codes of a job that has ended and whose result is gone."""
@@ -98,8 +100,18 @@ async def answer_batch(
     return results.progress
 
 
+class Submitter(Protocol):
+    """What submits the jobs of rows: a client, or one that adds to each job whose it is."""
+
+    async def submit(self, prompt: Prompt, /, **options: Unpack[SubmitOptions]) -> AsyncJob:
+        """Submit a job; see `AsyncClient.submit`."""
+
+    async def pools(self) -> Mapping[str, ServedPool]:
+        """Return the served pools; see `AsyncClient.pools`."""
+
+
 async def answer(
-    client: AsyncClient,
+    client: Submitter,
     request: BatchRequest,
     model: str | None,
     key: str,
@@ -138,7 +150,7 @@ async def answer(
 
 
 async def _ask(
-    client: AsyncClient,
+    client: Submitter,
     request: BatchRequest,
     model: str | None,
     key: str,

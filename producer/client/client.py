@@ -58,6 +58,8 @@ from penstock.queue.broker.pools import ActivityBroker, StatsBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
 from penstock.queue.broker.steering import Steering
 from penstock.queue.broker.usage import UsageBroker
+from penstock.queue.files.batch_records import BatchRecords
+from penstock.queue.files.file_records import FileRecords
 from penstock.queue.job_cost import estimate_cost, rate_tokens
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.results import PackedResult
@@ -87,8 +89,7 @@ class AsyncClient:
         self._tenant = tenant
         self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
         self._highest_class = Priority.of(settings.highest_class)
-        self._queues_without_node = settings.queue_without_node
-        self._durability = settings.durability
+        self._queues_without_node, self._durability = settings.queue_without_node, settings.durability
         self._redis = connect(url)
         self._patience = patience = Patience(settings.outage_s)
         self._broker = ProducerBroker(self._redis, patience)
@@ -109,9 +110,9 @@ class AsyncClient:
         self.webhooks = Webhooks(self._redis, patience, tenant)
         self.control = JobControl(*parts, self.webhooks, tenant=tenant, terms=self._terms)
         self.responses = ResponseBroker(self._redis, patience)
+        self.files, self.batches = FileRecords(self._redis, patience), BatchRecords(self._redis, patience)
         self.feed = CompletionFeed(self._redis, patience, self.pools)
-        self._connecting = asyncio.Lock()
-        self._is_closed = False
+        self._connecting, self._is_closed = asyncio.Lock(), False
 
     async def connect(self) -> Self:
         """Subscribe to this client's inbox. `async with` does it too, and a second call does nothing.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 TESTS = "tests/queue/scripts/test_"
 SKIPPED = "skipped_jobs.py"
+BATCHES = "tests/queue/files/test_batch_records.py"
 COMPLETIONS = "tests/queue/broker/test_completions.py"
 WEBHOOKS = "tests/queue/test_webhooks.py"
 
@@ -28,6 +29,8 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant("a batch's token", "files", "read_batch(id, 'token') == tostring(token)", "true", BATCHES),
+    Mutant("a row of one part", "files", "'GETBIT', rows, row) == 1", "'GETBIT', rows, row) == 2", BATCHES),
     Mutant("lease compare", "prelude", " and job.lease == lease", "", "emit.py"),
     Mutant("index compare", "emit", "if index > length then", "if false then", "emit.py"),
     Mutant("call replay", "take", "if call == last.call then", "if false then", "take.py"),

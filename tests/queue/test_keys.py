@@ -25,7 +25,7 @@ SCRIPTS = {
     path.name.removesuffix(".lua"): path.read_text()
     for path in files("penstock.queue").joinpath("scripts").iterdir()
     if path.name.endswith(".lua")
-    and path.name not in ("audit.lua", "change.lua", "erase.lua", "forget.lua", "webhooks.lua")
+    and path.name not in ("audit.lua", "change.lua", "erase.lua", "files.lua", "forget.lua", "webhooks.lua")
 }
 SHARED = SCRIPTS.pop("prelude") + SCRIPTS.pop("queue")
 WRITERS_OF_ARGUMENTS = set(re.findall(r"local function (\w+)\(key, ", SHARED))

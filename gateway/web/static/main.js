@@ -1,12 +1,13 @@
 // The page's frame: its two views, the theme and the API key.
 
 import { apiKey } from "./api.js";
+import { startBatches, startUploads, stopBatches } from "./batches.js";
 import { loadModels, startChat } from "./chat.js";
 import { startDashboard, stopDashboard } from "./dashboard.js";
 import { byId } from "./dom.js";
 import { lasting } from "./storage.js";
 
-const VIEWS = ["playground", "dashboard"];
+const VIEWS = ["playground", "batches", "dashboard"];
 const THEMES = ["auto", "light", "dark"];
 const THEME = "penstock-theme";
 const NO_KEY = "This is no API key: it has a character that no key has, such as “…”, a space or an invisible one.";
@@ -21,13 +22,15 @@ function showView() {
     else link.removeAttribute("aria-current");
   }
   document.title = `penstock ${chosen}`;
-  watchDashboard();
+  watchViews();
 }
 
-/** Read the feed only while its view is visible: the gateway computes nothing without viewers. */
-function watchDashboard() {
+/** Read what a view shows only while it is visible: the gateway computes nothing without viewers. */
+function watchViews() {
   if (byId("dashboard").hidden || document.hidden) stopDashboard();
   else startDashboard();
+  if (byId("batches").hidden || document.hidden) stopBatches();
+  else startBatches();
 }
 
 function chosenTheme() {
@@ -63,7 +66,8 @@ function startKeyDialog() {
     input.value = "";
     loadModels();
     stopDashboard();
-    watchDashboard();
+    stopBatches();
+    watchViews();
   });
 }
 
@@ -71,8 +75,9 @@ showTheme();
 byId("theme-button").addEventListener("click", nextTheme);
 startKeyDialog();
 startChat();
+startUploads();
 addEventListener("hashchange", showView);
-document.addEventListener("visibilitychange", watchDashboard);
+document.addEventListener("visibilitychange", watchViews);
 showView();
 // Not on a phone, where a keyboard would cover the page.
 if (!byId("playground").hidden && matchMedia("(pointer: fine)").matches) byId("prompt").focus();

@@ -25,12 +25,15 @@ _WITHOUT_QUEUE = frozenset(
     ("attach", "detach", "emit", "join", "leave", "outbox", "positions", "reader_heartbeat", "webhooks")
 )
 """Scripts that neither queue nor end a job. They are called most often, so they omit queue.lua."""
+_WITHOUT_POOL = frozenset(("files",))
+"""Scripts whose keys belong to no pool. They are whole in themselves."""
 
 
 @cache
 def source(name: str) -> str:
     """Return a script's text, preceded by the shared parts that it needs."""
-    parts = ("prelude", name) if name in _WITHOUT_QUEUE else ("prelude", "queue", name)
+    shared = () if name in _WITHOUT_POOL else ("prelude",) if name in _WITHOUT_QUEUE else ("prelude", "queue")
+    parts = (*shared, name)
     return "\n".join(map(_part, parts))
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -133,7 +134,11 @@ def examples_of(page: str) -> list[str]:
     return [html.unescape(found) for found in re.findall(r'<pre class="example">(.*?)</pre>', page, re.DOTALL)]
 
 
-def test_every_example_of_the_page_runs(url: str, engine: EchoEngine) -> None:
+def test_every_example_of_the_page_runs(
+    stack: Stack, engine: EchoEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_FILES_URL", str(tmp_path))
+    url = stack.start_gateway()
     examples = examples_of(httpx.get(f"{url}/docs").text)
     assert len(examples) >= len(BODIES) + len(PUBLIC)
     assert {path for path in BODIES if any(f'{path}"' in one for one in examples)} == {*BODIES}

@@ -1,0 +1,1 @@
+"""OpenAI's batches over stored files."""

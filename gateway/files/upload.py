@@ -1,0 +1,158 @@
+"""`POST /v1/files`: a form's file streams to the storage, in memory of a few MiB and at a least rate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from penstock.contract.errors import BusyError, RequestError, TooLargeError
+from penstock.contract.tenant import ApiKey
+from penstock.gateway.files.multipart import OVERHEAD_BYTES, FileBegins, FormField, FormReader
+from penstock.gateway.request.reading import caller_of, idempotency_key_of
+from penstock.gateway.settings import GatewaySettings
+from penstock.producer.files.service import Files, Upload
+from penstock.queue.files.file import PURPOSES
+from penstock.runtime.cooperative import LoopYielder
+
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_FIELDS = ("purpose", "file", _ANCHOR, _SECONDS)
+MAX_LIFE_S = 10 * 365 * 86_400
+_RETRY_MS = 5_000
+
+
+class UploadTime:
+    """The time that a client has to send a form: as much as any body, and more with each KiB that has arrived."""
+
+    def __init__(self, limit: asyncio.Timeout, *, first_s: float, bytes_per_s: float) -> None:
+        self._limit = limit
+        self._bytes_per_s = bytes_per_s
+        self._due_s = asyncio.get_running_loop().time() + first_s
+        limit.reschedule(self._due_s)
+
+    def received(self, num_bytes: int) -> None:
+        """Note received bytes."""
+        self._due_s += num_bytes / self._bytes_per_s
+        self._limit.reschedule(self._due_s)
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Let the block take no time: the storage is slow, not the client."""
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        self._limit.reschedule(None)
+        try:
+            yield
+        finally:
+            self._due_s += clock() - began_s
+            self._limit.reschedule(self._due_s)
+
+
+class Uploads:
+    """Receives the files of uploads."""
+
+    def __init__(self, files: Files, settings: GatewaySettings, yielder: LoopYielder) -> None:
+        self._files = files
+        self._settings = settings
+        self._yielder = yielder
+        self._num_open: Counter[str] = Counter()
+
+    async def receive(self, request: Request) -> str:
+        """Store the file of a form and return its id. Raises the error of a wrong form, limit or storage."""
+        caller, key = caller_of(request), idempotency_key_of(request)
+        with self._slot(caller.tenant):
+            try:
+                async with asyncio.timeout(None) as limit:
+                    rate = self._files.settings.min_upload_kib_per_s * 1024
+                    time = UploadTime(limit, first_s=self._settings.body_timeout_s, bytes_per_s=rate)
+                    return await self._receive(request, caller, key, time)
+            except TimeoutError:
+                message = (
+                    f"the file arrives too slowly: beyond {self._settings.body_timeout_s:g} s, at least "
+                    f"{self._files.settings.min_upload_kib_per_s:g} KiB per second must arrive"
+                )
+                raise RequestError(message, code="body_timeout") from None
+            except ClientDisconnect:
+                raise RequestError("the form ends early", code="body_incomplete") from None
+
+    @contextmanager
+    def _slot(self, tenant: str) -> Iterator[None]:
+        limit = self._files.settings.max_tenant_uploads
+        if self._num_open[tenant] >= limit or self._num_open.total() >= 4 * limit:
+            message = f"too many uploads at once: {limit} of a tenant and {4 * limit} in all are received at a time"
+            raise BusyError(message, code="uploads_busy", retry_after_ms=_RETRY_MS)
+        self._num_open[tenant] += 1
+        try:
+            yield
+        finally:
+            self._num_open[tenant] -= 1
+            self._num_open += Counter()  # drops tenants with 0
+
+    async def _receive(self, request: Request, caller: ApiKey, key: str | None, time: UploadTime) -> str:
+        form, fields = FormReader(request, self._yielder), dict[str, str]()
+        file: FileBegins | None = None
+        async with self._begun(request, caller.tenant) as upload:
+            async for event in form.events():
+                if isinstance(event, bytes):
+                    time.received(len(event))
+                    with time.standing_still():
+                        await upload.write(event)
+                elif isinstance(event, FileBegins):
+                    if event.param != "file":
+                        name = event.param[:64]
+                        raise RequestError(f"{name}: the form's file must have the name file", param=name)
+                    file = event
+                else:
+                    _add(fields, event)
+            purpose, life_ms = self._options_of(fields)
+            if file is None:
+                raise RequestError("file: the form has no file", param="file")
+            with time.standing_still():
+                return await upload.save(file.name or "file", purpose, life_ms, idempotency_key=key)
+
+    @asynccontextmanager
+    async def _begun(self, request: Request, tenant: str) -> AsyncIterator[Upload]:
+        max_bytes = self._files.settings.max_file_bytes
+        declared = request.headers.get("content-length", "")
+        num_bytes = int(declared) if declared.isdecimal() else max_bytes
+        if num_bytes > max_bytes + OVERHEAD_BYTES:
+            raise TooLargeError(
+                f"the file is larger than {max_bytes} bytes (PENSTOCK_FILES_MAX_FILE_MIB)",
+                code="file_too_large",
+                param="file",
+            )
+        async with await self._files.begin(tenant, min(num_bytes, max_bytes)) as upload:
+            yield upload
+
+    def _options_of(self, fields: dict[str, str]) -> tuple[str, int]:
+        """Return the purpose of a file, and its life in milliseconds."""
+        purpose = fields.get("purpose", "")
+        if purpose not in PURPOSES:
+            raise RequestError(f"purpose must be one of {', '.join(PURPOSES)}", param="purpose")
+        anchor, seconds = fields.get(_ANCHOR), fields.get(_SECONDS)
+        if anchor is None and seconds is None:
+            return purpose, self._files.settings.retention_ms
+        if anchor != "created_at":
+            raise RequestError(f"{_ANCHOR} must be created_at", param=_ANCHOR)
+        return purpose, 1000 * checked_life_s(seconds, _SECONDS)
+
+
+def checked_life_s(seconds: object, param: str) -> int:
+    """Return for how many seconds a file is to be kept. Raises RequestError."""
+    text = str(seconds)
+    if isinstance(seconds, bool) or not (text.isdecimal() and len(text) < 12 and 1 <= int(text) <= MAX_LIFE_S):
+        raise RequestError(f"{param} must be a whole number from 1 to {MAX_LIFE_S}", param=param)
+    return int(text)
+
+
+def _add(fields: dict[str, str], field: FormField) -> None:
+    if field.name not in _FIELDS or field.name == "file":
+        name = field.name[:64]
+        raise RequestError(f"{name}: unknown field; known: {', '.join(_FIELDS)}", code="unknown_field", param=name)
+    if field.name in fields:
+        raise RequestError(f"{field.name} is given twice", param=field.name)
+    fields[field.name] = field.value

@@ -1,0 +1,264 @@
+"""The records of batches in Redis: their states, leases and committed parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from penstock.contract.errors import (
+    BusyError,
+    ConflictError,
+    InvariantError,
+    NotFoundError,
+    PenstockError,
+    RequestError,
+)
+from penstock.queue import keys
+from penstock.queue.broker import scripts
+from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.files.batch import (
+    TIMES,
+    BatchLease,
+    BatchRecord,
+    BatchSpec,
+    Part,
+    PartCounts,
+    RowProblem,
+    is_batch_id,
+)
+from penstock.queue.files.file import NewFile
+from penstock.queue.files.file_records import call_script, file_arguments, key_conflict, no_file
+
+_RETRY_MS = 60_000
+
+
+class BatchTakenError(PenstockError):
+    """Another process may hold the batch now. Whatever this one still does changes nothing."""
+
+    code = "batch_taken"
+
+
+def no_batch(batch_id: str) -> NotFoundError:
+    """Return the error for a batch that the tenant does not have."""
+    return NotFoundError(f"no batch {batch_id[:64]!r}", code="batch_not_found", param="batch_id")
+
+
+class BatchRecords:
+    """The records of batches. Raises UnavailableError when Redis is unreachable."""
+
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
+        self._redis = cast(Any, redis)
+
+    # For callers.
+
+    @retried
+    async def create(
+        self, batch_id: str, tenant: str, spec: BatchSpec, *, window_ms: int, max_open: int, key: str | None = None
+    ) -> str:
+        """Make a batch and return its id: that of the batch that was made before with the same idempotency key.
+
+        Raises NotFoundError for its file, RequestError for a file of another purpose, BusyError if the tenant has
+        `max_open` open batches, and ConflictError for a key of another request.
+        """
+        request = spec.encoded()
+        answer = await call_script(
+            self._redis,
+            "create",
+            id=batch_id,
+            tenant=tenant,
+            file=spec.input_file_id,
+            request=request,
+            window_ms=window_ms,
+            max_open=max_open,
+            idem=keys.key_hash(key),
+            digest=keys.key_hash(request),
+        )
+        match answer[0]:
+            case b"NO_FILE":
+                raise no_file(spec.input_file_id, "input_file_id")
+            case b"WRONG_PURPOSE":
+                message = f"input_file_id: the purpose of the file is {answer[1].decode()}; it must be batch"
+                raise RequestError(message, param="input_file_id")
+            case b"FULL":
+                message = f"the tenant has {max_open} open batches (PENSTOCK_FILES_MAX_TENANT_BATCHES); wait for one"
+                raise BusyError(message, code="too_many_batches", retry_after_ms=_RETRY_MS)
+            case b"CONFLICT":
+                raise key_conflict(f"batch {answer[1].decode()}")
+        return cast(str, answer[1].decode())
+
+    @retried
+    async def find(self, batch_id: str, tenant: str | None = None) -> BatchRecord:
+        """Return a batch, of this tenant or (None) of any. Raises NotFoundError."""
+        if not is_batch_id(batch_id):
+            raise no_batch(batch_id)
+        with translated():
+            found = await self._redis.hgetall(keys.batch(batch_id))
+        record = _record_of(batch_id, found)
+        if record is None or tenant not in (None, record.tenant):
+            raise no_batch(batch_id)
+        return record
+
+    @retried
+    async def ids(self, tenant: str) -> list[str]:
+        """Return the ids of a tenant's batches, newest first."""
+        with translated():
+            found = await self._redis.zrange(keys.batches_of(tenant), 0, -1)
+        return [one.decode() for one in reversed(found)]
+
+    @retried
+    async def several(self, batch_ids: Sequence[str]) -> list[BatchRecord]:
+        """Return those of these batches that there still are."""
+        with translated():
+            rows = await scripts.call_all(self._redis, [("HGETALL", keys.batch(one)) for one in batch_ids])
+        records = []
+        for batch_id, row in zip(batch_ids, rows, strict=True):
+            if isinstance(row, Exception):
+                raise InvariantError(f"the record of {batch_id} is damaged") from row
+            fields = row if isinstance(row, dict) else dict(zip(row[::2], row[1::2], strict=True))
+            if (record := _record_of(batch_id, fields)) is not None:
+                records.append(record)
+        return records
+
+    @retried
+    async def cancel(self, batch_id: str, tenant: str) -> None:
+        """Begin to cancel a batch. Raises NotFoundError, and ConflictError if it has ended or is about to."""
+        _check_change(batch_id, await call_script(self._redis, "cancel", id=batch_id, tenant=tenant))
+
+    @retried
+    async def pause(self, batch_id: str, tenant: str, *, paused: bool) -> None:
+        """Let no further rows of a batch into the queue, or let them again. Raises what `cancel` raises."""
+        mark = "1" if paused else ""
+        _check_change(batch_id, await call_script(self._redis, "pause", id=batch_id, tenant=tenant, paused=mark))
+
+    @retried
+    async def num_rows_left(self) -> int:
+        """Return how many rows of all open batches are in no part yet."""
+        with translated():
+            return int(await self._redis.hget(keys.rows_left(), "*") or 0)
+
+    # For the holder of a lease. Each method raises BatchTakenError if another process has taken it.
+
+    async def take(self, limit: int, lease_s: float, now_s: float) -> list[BatchLease]:
+        """Take the leases of up to `limit` batches that no process holds. `now_s`: time of the event loop."""
+        answer = await call_script(self._redis, "take", limit=limit, lease_ms=int(1000 * lease_s))
+        return [BatchLease(one[0].decode(), int(one[1]), now_s + lease_s) for one in answer[1]]
+
+    async def keep(self, leases: Sequence[BatchLease], lease_s: float, now_s: float) -> None:
+        """Renew leases, and note in each what became of it."""
+        asked = [[one.batch_id, one.token, one.waiting, f"{one.rows_per_s:.3f}"] for one in leases]
+        answer = await call_script(self._redis, "keep", leases=asked, lease_ms=int(1000 * lease_s))
+        for lease, (status, paused) in zip(leases, answer[1], strict=True):
+            if not status:
+                lease.is_lost = True
+            else:
+                lease.status, lease.is_paused = status.decode(), bool(paused)
+                lease.valid_until_s = now_s + lease_s
+
+    async def release(self, lease: BatchLease) -> None:
+        """Let any process take a batch at once."""
+        await call_script(self._redis, "release", id=lease.batch_id, token=lease.token)
+
+    @retried
+    async def start(self, lease: BatchLease, num_rows: int, max_rows: int) -> str:
+        """Note that the input is valid, and return the status. Raises BusyError beyond the tenant's limit of rows."""
+        answer = await self._held(lease, "start", total=num_rows, max_rows=max_rows)
+        if answer[0] == b"FULL":
+            message = f"the tenant's open batches would have more than {max_rows} rows (PENSTOCK_FILES_MAX_TENANT_ROWS)"
+            raise BusyError(message, code="too_many_rows", retry_after_ms=_RETRY_MS)
+        return cast(str, answer[1].decode())
+
+    @retried
+    async def fail(self, lease: BatchLease, problems: Sequence[RowProblem], life_ms: int) -> None:
+        """End a batch whose input is wrong."""
+        errors = json.dumps([asdict(problem) for problem in problems])
+        await self._held(lease, "fail", errors=errors, life_ms=life_ms)
+
+    @retried
+    async def commit(
+        self, lease: BatchLease, part: str, files: Sequence[Part], rows: Sequence[int], counts: PartCounts
+    ) -> None:
+        """Commit a part, whose objects are whole, with its rows."""
+        listed = [[one.name, one.kind, one.num_bytes] for one in files]
+        answer = await self._held(lease, "commit", part=part, files=listed, rows=list(rows), counts=asdict(counts))
+        if answer[0] != b"OK":
+            raise InvariantError(f"row {answer[1]} of {lease.batch_id} is committed already")
+
+    @retried
+    async def finalize(self, lease: BatchLease, ending: str) -> None:
+        """Note that all rows are committed, and the state in which the batch will end."""
+        await self._held(lease, "finalize", ending=ending)
+
+    @retried
+    async def finish(self, lease: BatchLease, status: str, files: Mapping[str, NewFile], life_ms: int) -> None:
+        """End a batch and save its files, by kind (`output`, `error`)."""
+        given = {kind: file_arguments(file) for kind, file in files.items()}
+        await self._held(lease, "finish", status=status, files=given, life_ms=life_ms)
+
+    @retried
+    async def committed_rows(self, batch_id: str) -> bytes:
+        """Return a bit per row, the highest of each byte first: whether a part has it."""
+        with translated():
+            return cast(bytes, await self._redis.get(keys.batch_rows(batch_id)) or b"")
+
+    @retried
+    async def parts(self, batch_id: str) -> list[Part]:
+        """Return the committed parts."""
+        with translated():
+            found = await self._redis.lrange(keys.batch_parts(batch_id), 0, -1)
+        fields = (one.decode().split(" ") for one in found)
+        return [Part(name, kind, int(num_bytes)) for name, kind, num_bytes in fields]
+
+    @retried
+    async def job_ids(self, pools: Sequence[str], tenant: str, row_keys: Sequence[str]) -> dict[str, str]:
+        """Return the jobs that were submitted with these idempotency keys, by key."""
+        asked = [(key, pool) for key in row_keys for pool in pools]
+        commands = [("GET", keys.idempotency(pool, tenant, keys.key_hash(key))) for key, pool in asked]
+        with translated():
+            found = await scripts.call_all(self._redis, commands) if commands else []
+        return {key: one.decode() for (key, _), one in zip(asked, found, strict=True) if isinstance(one, bytes)}
+
+    async def _held(self, lease: BatchLease, what: str, **arguments: Any) -> list[Any]:
+        answer = await call_script(self._redis, what, id=lease.batch_id, token=lease.token, **arguments)
+        if answer[0] == b"LOST":
+            lease.is_lost = True
+            raise BatchTakenError(f"another process has taken {lease.batch_id}")
+        return answer
+
+
+def _check_change(batch_id: str, answer: Sequence[Any]) -> None:
+    if answer[0] == b"NOT_FOUND":
+        raise no_batch(batch_id)
+    if answer[0] == b"ENDED":
+        message = f"batch {batch_id} is {answer[1].decode()}, so it cannot be changed"
+        raise ConflictError(message, code="batch_ended", param="batch_id")
+
+
+def _record_of(batch_id: str, found: Mapping[bytes, bytes]) -> BatchRecord | None:
+    fields = {name.decode(): value.decode() for name, value in found.items()}
+    if "request" not in fields:
+        return None
+    return BatchRecord(
+        batch_id=batch_id,
+        tenant=fields["tenant"],
+        spec=BatchSpec.decoded(fields["request"]),
+        status=fields["status"],
+        ending=fields.get("ending", ""),
+        times={name: int(fields[f"{name}_at"]) for name in TIMES if f"{name}_at" in fields},
+        num_rows=int(fields["total"]),
+        num_completed=int(fields["completed"]),
+        num_failed=int(fields["failed"]),
+        input_tokens=int(fields["input_tokens"]),
+        cached_tokens=int(fields["cached_tokens"]),
+        output_tokens=int(fields["output_tokens"]),
+        output_file_id=fields.get("output_file"),
+        error_file_id=fields.get("error_file"),
+        problems=[RowProblem(**one) for one in json.loads(fields.get("errors", "[]"))],
+        is_paused=bool(fields["paused"]),
+        waiting=fields["waiting"],
+        rows_per_s=float(fields.get("rate", "0")),
+    )

@@ -1,0 +1,225 @@
+"""The records of stored files in Redis: uploads, files, limits, and what is to be deleted from the storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from redis.asyncio import Redis
+
+from penstock.contract.errors import BusyError, ConflictError, NotFoundError, PenstockError, RequestError, TooLargeError
+from penstock.queue import keys
+from penstock.queue.broker import scripts
+from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.files.file import NewFile, StoredFile
+
+UPLOAD_LEASE_MS = 600_000
+"""Milliseconds after which an upload that its gateway no longer renews is dropped."""
+_RETRY_MS = 60_000
+_ERASED_AT_ONCE = 200
+_FIELDS = ("tenant", "name", "purpose", "bytes", "created", "expires")
+
+
+@dataclass(frozen=True, slots=True)
+class FileLimits:
+    """Limits of stored files. 0: none."""
+
+    max_tenant_bytes: int = 0
+    max_bytes: int = 0
+    max_tenant_files: int = 0
+    max_files: int = 0
+
+
+class HeldFiles(NamedTuple):
+    """What a tenant has."""
+
+    num_batches: int
+    num_files: int
+    num_bytes: int
+
+
+NO_LIMITS = FileLimits()
+_SETTING_OF = {
+    "max_tenant_bytes": "bytes of the files of one tenant (PENSTOCK_FILES_MAX_TENANT_MIB)",
+    "max_bytes": "bytes of all files (PENSTOCK_FILES_MAX_MIB)",
+    "max_tenant_files": "files of one tenant (PENSTOCK_FILES_MAX_TENANT_FILES)",
+    "max_files": "files of all tenants (PENSTOCK_FILES_MAX_FILES)",
+}
+
+
+async def call_script(redis: Redis, what: str, **arguments: Any) -> list[Any]:
+    """Do one thing by files.lua and return its answer."""
+    answer: list[Any] = await scripts.call(redis, "files", keys.FILES, what, scripts.packed(arguments))
+    return answer
+
+
+def no_file(file_id: str, param: str = "file_id") -> NotFoundError:
+    """Return the error for a file that the tenant does not have."""
+    return NotFoundError(f"no file {file_id[:64]!r}", code="file_not_found", param=param)
+
+
+class FileRecords:
+    """The records of stored files. Raises UnavailableError when Redis is unreachable."""
+
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
+        self._redis = cast(Any, redis)
+
+    @retried
+    async def storage_id(self, new: str = "") -> str:
+        """Return the id of the storage in use: `new` if there is none yet. Empty: there is none."""
+        return cast(str, (await call_script(self._redis, "storage", id=new))[1].decode())
+
+    @retried
+    async def begin_upload(self, file_id: str, tenant: str, num_bytes: int, limits: FileLimits = NO_LIMITS) -> None:
+        """Take the bytes of an upload out of the limits.
+
+        Raises TooLargeError if one file alone exceeds the limit, and BusyError if it does so beside others.
+        """
+        asked = {name: getattr(limits, name) for name in _SETTING_OF}
+        answer = await call_script(
+            self._redis, "upload", id=file_id, tenant=tenant, bytes=num_bytes, lease_ms=UPLOAD_LEASE_MS, **asked
+        )
+        if answer[0] != b"OK":
+            limit, name = int(answer[2]), answer[1].decode()
+            message = f"the file exceeds the limit of {limit} {_SETTING_OF[name]}"
+            if name.endswith("_bytes") and num_bytes > limit:
+                raise TooLargeError(message, code="file_storage_full", param="file")
+            message += "; delete files, or wait until some expire"
+            raise BusyError(message, code="file_storage_full", retry_after_ms=_RETRY_MS)
+
+    @retried
+    async def keep_upload(self, file_id: str) -> bool:
+        """Renew an upload. Return whether it still counts."""
+        answer = await call_script(self._redis, "keep_upload", id=file_id, lease_ms=UPLOAD_LEASE_MS)
+        return bool(answer[0] == b"OK")
+
+    @retried
+    async def end_upload(self, file_id: str) -> None:
+        """Drop an upload; its object is garbage then."""
+        await call_script(self._redis, "end_upload", id=file_id)
+
+    @retried
+    async def save(self, file: NewFile, tenant: str, *, idempotency_key: str | None = None, digest: str = "") -> str:
+        """Turn an upload into a file and return its id: that of the file that was saved before with the same key.
+
+        Raises ConflictError if the key belongs to another content, and RequestError if the upload took too long.
+        """
+        answer = await call_script(
+            self._redis,
+            "save",
+            file=file_arguments(file),
+            tenant=tenant,
+            idem=keys.key_hash(idempotency_key),
+            digest=digest,
+        )
+        if answer[0] == b"CONFLICT":
+            raise key_conflict(f"file {answer[1].decode()}")
+        if answer[0] != b"OK":
+            raise RequestError("the upload was dropped, because it stood still too long", code="upload_dropped")
+        return cast(str, answer[1].decode())
+
+    @retried
+    async def delete(self, file_id: str, tenant: str) -> None:
+        """Drop a file. Raises NotFoundError, and ConflictError while an open batch reads it."""
+        answer = await call_script(self._redis, "delete", id=file_id, tenant=tenant)
+        if answer[0] == b"NOT_FOUND":
+            raise no_file(file_id)
+        if answer[0] == b"IN_USE":
+            message = f"file {file_id} is the input of an open batch; cancel the batch or wait for its end"
+            raise ConflictError(message, code="file_in_use", param="file_id")
+
+    @retried
+    async def find(self, file_id: str, tenant: str) -> StoredFile:
+        """Return a file of a tenant. Raises NotFoundError."""
+        with translated():
+            found = await self._redis.hgetall(keys.stored_file(file_id))
+        file = _file_of(file_id, {name.decode(): value.decode() for name, value in found.items()})
+        if file is None or file.tenant != tenant:
+            raise no_file(file_id)
+        return file
+
+    @retried
+    async def ids(self, tenant: str, *, newest_first: bool) -> list[str]:
+        """Return the ids of a tenant's files in the order in which they were saved."""
+        with translated():
+            found = await self._redis.zrange(keys.files_of(tenant), 0, -1)
+        return [one.decode() for one in (reversed(found) if newest_first else found)]
+
+    @retried
+    async def several(self, file_ids: Sequence[str], tenant: str) -> list[StoredFile]:
+        """Return those of a tenant's files that there still are."""
+        commands = [("HMGET", keys.stored_file(file_id), *_FIELDS) for file_id in file_ids]
+        with translated():
+            rows = await scripts.call_all(self._redis, commands)
+        files = []
+        for file_id, row in zip(file_ids, rows, strict=True):
+            if isinstance(row, Exception):
+                raise row if isinstance(row, PenstockError) else ConflictError(f"the record of {file_id} is damaged")
+            fields = {name: value.decode() for name, value in zip(_FIELDS, row, strict=True) if value is not None}
+            if (file := _file_of(file_id, fields)) is not None and file.tenant == tenant:
+                files.append(file)
+        return files
+
+    @retried
+    async def expire(self, limit: int) -> tuple[int, list[str]]:
+        """Drop up to `limit` expired records. Return their number, and objects of the storage that are garbage."""
+        answer = await call_script(self._redis, "expire", limit=limit)
+        return int(answer[1]), [one.decode() for one in answer[2]]
+
+    async def held_by(self, tenant: str) -> HeldFiles:
+        """Return how many batches, files and bytes a tenant has."""
+        return HeldFiles(*map(int, (await call_script(self._redis, "erase", tenant=tenant, limit=0))[1:]))
+
+    async def erase(self, tenant: str) -> None:
+        """Drop all batches, files and uploads of a tenant. Gateways delete the contents then."""
+        left = await self.held_by(tenant)
+        while left.num_batches or left.num_files:
+            await call_script(self._redis, "erase", tenant=tenant, limit=_ERASED_AT_ONCE)
+            left = await self.held_by(tenant)
+        with translated():
+            names = f"{keys.prefix(keys.FILES)}:idem:{tenant}:".replace("{", "\\{")
+            async for name in self._redis.scan_iter(match=f"{names}*", count=1000):
+                await self._redis.delete(name)
+
+    @retried
+    async def forget(self, objects: Sequence[str]) -> None:
+        """Note that these objects are deleted."""
+        await call_script(self._redis, "forget", objects=list(objects))
+
+    @retried
+    async def unknown(self, file_ids: Sequence[str]) -> list[str]:
+        """Return those of these ids that no record names."""
+        return [one.decode() for one in (await call_script(self._redis, "unknown", ids=list(file_ids)))[1]]
+
+
+def file_arguments(file: NewFile) -> dict[str, Any]:
+    """Return a new file as files.lua takes it."""
+    return {
+        "id": file.file_id,
+        "name": file.name,
+        "purpose": file.purpose,
+        "bytes": file.num_bytes,
+        "life_ms": file.life_ms,
+    }
+
+
+def key_conflict(made: str) -> ConflictError:
+    """Return the error for an idempotency key of another request. `made`: what that request made."""
+    message = f"Idempotency-Key belongs to {made}, which was made by another request; use a new key"
+    return ConflictError(message, code="idempotency_conflict", param="idempotency-key")
+
+
+def _file_of(file_id: str, fields: Mapping[str, str]) -> StoredFile | None:
+    if "tenant" not in fields:
+        return None
+    return StoredFile(
+        file_id,
+        fields["tenant"],
+        fields["name"],
+        fields["purpose"],
+        int(fields["bytes"]),
+        int(fields["created"]),
+        int(fields["expires"]) if fields["expires"] else None,
+    )

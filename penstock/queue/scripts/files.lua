@@ -1,0 +1,381 @@
+-- files: the records of stored files, and of the batches that read them and write others. Contents are in the storage.
+-- Of all scripts only this one touches the keys of F. It belongs to no pool, so it has no prelude.
+-- KEYS[1]: F:config, which does not exist; it tells F. ARGV: what to do, and msgpack of its arguments, a table.
+-- Answer: {OK, …} | {name of a refusal, …}
+local F = string.sub(KEYS[1], 1, -8)
+local what, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
+local ALL, IDEM_MS, MAX_GARBAGE = '*', 86400000, 500
+local t = redis.call('TIME')
+local now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+local does = {}
+
+local function number_in(key, field) return tonumber(redis.call('HGET', F .. ':' .. key, field) or '0') end
+
+-- Adds to a sum of a tenant and to that of all. A field of 0 is removed.
+local function count(key, tenant, by)
+  for _, field in ipairs({tenant, ALL}) do
+    if by ~= 0 and redis.call('HINCRBY', F .. ':' .. key, field, by) == 0 then redis.call('HDEL', F .. ':' .. key, field) end
+  end
+end
+
+-- An object of the storage that no record names any more. A gateway deletes it, and then asks to `forget` it.
+local function discard(object) redis.call('ZADD', F .. ':garbage', now, object) end
+
+local function object_of(id) return 'files/' .. id end
+
+-- Idempotency keys: the id that was made with one, and a digest of what was asked.
+local function made_before(kind)
+  if asked.idem == '' then return nil end
+  local found = redis.call('GET', F .. ':idem:' .. asked.tenant .. ':' .. asked.idem)
+  if not found then return nil end
+  local id, digest = string.match(found, '^(%S+) (.*)$')
+  if redis.call('EXISTS', F .. ':' .. kind .. ':' .. id) == 0 then return nil end
+  return digest == asked.digest and {'OK', id, 1} or {'CONFLICT', id}
+end
+
+local function note_idem(id)
+  if asked.idem == '' then return end
+  redis.call('SET', F .. ':idem:' .. asked.tenant .. ':' .. asked.idem, id .. ' ' .. asked.digest, 'PX', IDEM_MS)
+end
+
+-- Storage -----------------------------------------------------------------------------------------
+
+-- Returns the id of the storage in use, which the first process chose that asked.
+function does.storage()
+  local known = redis.call('GET', F .. ':storage')
+  if known or asked.id == '' then return {'OK', known or ''} end
+  redis.call('SET', F .. ':storage', asked.id)
+  return {'OK', asked.id}
+end
+
+-- Files -------------------------------------------------------------------------------------------
+
+local function end_upload(id)
+  local tenant, bytes = unpack(redis.call('HMGET', F .. ':upload:' .. id, 'tenant', 'bytes'))
+  redis.call('ZREM', F .. ':uploads', id)
+  redis.call('DEL', F .. ':upload:' .. id)
+  if tenant then
+    count('uploading', tenant, -tonumber(bytes))
+    count('num_uploads', tenant, -1)
+  end
+  return tenant ~= false
+end
+
+-- Begins an upload: takes its bytes out of the limits. A limit of 0 does not exist.
+function does.upload()
+  local tenant = asked.tenant
+  for _, one in ipairs({{'stored', tenant, 'max_tenant_bytes'}, {'stored', ALL, 'max_bytes'}}) do
+    local limit = asked[one[3]] or 0
+    if limit > 0 and number_in('stored', one[2]) + number_in('uploading', one[2]) + asked.bytes > limit then
+      return {'FULL', one[3], limit}
+    end
+  end
+  for _, one in ipairs({{tenant, 'max_tenant_files'}, {ALL, 'max_files'}}) do
+    local limit = asked[one[2]] or 0
+    if limit > 0 and number_in('num_files', one[1]) + number_in('num_uploads', one[1]) >= limit then
+      return {'FULL', one[2], limit}
+    end
+  end
+  redis.call('ZADD', F .. ':uploads', now + asked.lease_ms, asked.id)
+  redis.call('HSET', F .. ':upload:' .. asked.id, 'tenant', tenant, 'bytes', asked.bytes)
+  count('uploading', tenant, asked.bytes)
+  count('num_uploads', tenant, 1)
+  return {'OK'}
+end
+
+function does.keep_upload()
+  if not redis.call('ZSCORE', F .. ':uploads', asked.id) then return {'LOST'} end
+  redis.call('ZADD', F .. ':uploads', now + asked.lease_ms, asked.id)
+  return {'OK'}
+end
+
+function does.end_upload()
+  if end_upload(asked.id) then discard(object_of(asked.id)) end
+  return {'OK'}
+end
+
+local function save_file(file, tenant)
+  local expires = file.life_ms > 0 and now + file.life_ms or ''
+  redis.call('HSET', F .. ':file:' .. file.id, 'tenant', tenant, 'name', file.name, 'purpose', file.purpose,
+    'bytes', file.bytes, 'created', now, 'expires', expires, 'readers', 0)
+  redis.call('ZADD', F .. ':files:' .. tenant, now, file.id)
+  if file.life_ms > 0 then redis.call('ZADD', F .. ':expiry', expires, 'file:' .. file.id) end
+  count('stored', tenant, file.bytes)
+  count('num_files', tenant, 1)
+end
+
+-- Turns an upload, whose object is whole, into a file.
+function does.save()
+  -- The answer of an earlier call may have been lost.
+  if redis.call('EXISTS', F .. ':file:' .. asked.file.id) == 1 then return {'OK', asked.file.id, 0} end
+  local before = made_before('file')
+  if before then
+    if end_upload(asked.file.id) then discard(object_of(asked.file.id)) end
+    return before
+  end
+  if not end_upload(asked.file.id) then return {'LOST'} end
+  save_file(asked.file, asked.tenant)
+  note_idem(asked.file.id)
+  return {'OK', asked.file.id, 0}
+end
+
+local function drop_file(id, tenant, bytes)
+  redis.call('DEL', F .. ':file:' .. id)
+  redis.call('ZREM', F .. ':files:' .. tenant, id)
+  redis.call('ZREM', F .. ':expiry', 'file:' .. id)
+  count('stored', tenant, -tonumber(bytes))
+  count('num_files', tenant, -1)
+  discard(object_of(id))
+end
+
+function does.delete()
+  local tenant, bytes, readers = unpack(redis.call('HMGET', F .. ':file:' .. asked.id, 'tenant', 'bytes', 'readers'))
+  if tenant ~= asked.tenant then return {'NOT_FOUND'} end
+  if tonumber(readers) > 0 then return {'IN_USE'} end
+  drop_file(asked.id, tenant, bytes)
+  return {'OK'}
+end
+
+local function drop_batch(id)
+  local tenant = redis.call('HGET', F .. ':batch:' .. id, 'tenant')
+  redis.call('DEL', F .. ':batch:' .. id)
+  redis.call('ZREM', F .. ':expiry', 'batch:' .. id)
+  if tenant then redis.call('ZREM', F .. ':batches:' .. tenant, id) end
+end
+
+-- Drops what has expired, and uploads that ended without a word. Files that open batches read stay until these end.
+function does.expire()
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', F .. ':uploads', '-inf', now, 'LIMIT', 0, asked.limit)) do
+    end_upload(id)
+    discard(object_of(id))
+  end
+  local due = redis.call('ZRANGEBYSCORE', F .. ':expiry', '-inf', now, 'LIMIT', 0, asked.limit)
+  for _, member in ipairs(due) do
+    local kind, id = string.match(member, '^(%a+):(.*)$')
+    if kind == 'batch' then
+      drop_batch(id)
+    else
+      local tenant, bytes, readers = unpack(redis.call('HMGET', F .. ':file:' .. id, 'tenant', 'bytes', 'readers'))
+      if not tenant then
+        redis.call('ZREM', F .. ':expiry', member)
+      elseif tonumber(readers) > 0 then
+        redis.call('ZADD', F .. ':expiry', now + 60000, member)
+      else
+        drop_file(id, tenant, bytes)
+      end
+    end
+  end
+  return {'OK', #due, redis.call('ZRANGE', F .. ':garbage', 0, MAX_GARBAGE - 1)}
+end
+
+function does.forget()
+  for _, object in ipairs(asked.objects) do redis.call('ZREM', F .. ':garbage', object) end
+  return {'OK'}
+end
+
+-- Which of these ids belong to nothing: not to a file, an upload or an open batch, nor to garbage.
+function does.unknown()
+  local unknown = {}
+  for _, id in ipairs(asked.ids) do
+    local is_known = redis.call('EXISTS', F .. ':file:' .. id, F .. ':upload:' .. id) > 0
+      or redis.call('ZSCORE', F .. ':open_batches', id) or redis.call('ZSCORE', F .. ':garbage', object_of(id))
+    if not is_known then unknown[#unknown + 1] = id end
+  end
+  return {'OK', unknown}
+end
+
+-- Batches -----------------------------------------------------------------------------------------
+-- A batch is validating, in_progress, finalizing or cancelling while it is open. One process holds its lease, and each
+-- new holder gets a higher token. What a holder asks for with an older token is refused as LOST.
+
+local function read_batch(id, ...) return unpack(redis.call('HMGET', F .. ':batch:' .. id, ...)) end
+
+local function is_held(id, token)
+  return redis.call('ZSCORE', F .. ':open_batches', id) and read_batch(id, 'token') == tostring(token)
+end
+
+local function set_status(id, status) redis.call('HSET', F .. ':batch:' .. id, 'status', status, status .. '_at', now) end
+
+local function close(id, status)
+  local tenant, file, left = read_batch(id, 'tenant', 'file', 'left')
+  set_status(id, status)
+  redis.call('ZREM', F .. ':open_batches', id)
+  count('num_open', tenant, -1)
+  count('rows_left', tenant, -tonumber(left))
+  redis.call('HSET', F .. ':batch:' .. id, 'left', 0, 'waiting', '')
+  if redis.call('EXISTS', F .. ':file:' .. file) == 1 then redis.call('HINCRBY', F .. ':file:' .. file, 'readers', -1) end
+  redis.call('ZADD', F .. ':expiry', now + asked.life_ms, 'batch:' .. id)
+end
+
+function does.create()
+  local before = made_before('batch')
+  if before then return before end
+  local tenant, purpose = unpack(redis.call('HMGET', F .. ':file:' .. asked.file, 'tenant', 'purpose'))
+  if tenant ~= asked.tenant then return {'NO_FILE'} end
+  if purpose ~= 'batch' then return {'WRONG_PURPOSE', purpose} end
+  if asked.max_open > 0 and number_in('num_open', tenant) >= asked.max_open then return {'FULL', asked.max_open} end
+  redis.call('HSET', F .. ':batch:' .. asked.id, 'tenant', tenant, 'file', asked.file, 'request', asked.request,
+    'status', 'validating', 'created_at', now, 'expires_at', now + asked.window_ms, 'token', 0, 'total', 0, 'left', 0,
+    'completed', 0, 'failed', 0, 'input_tokens', 0, 'cached_tokens', 0, 'output_tokens', 0, 'paused', '', 'waiting', '')
+  redis.call('ZADD', F .. ':batches:' .. tenant, now, asked.id)
+  redis.call('ZADD', F .. ':open_batches', 0, asked.id)
+  redis.call('HINCRBY', F .. ':file:' .. asked.file, 'readers', 1)
+  count('num_open', tenant, 1)
+  note_idem(asked.id)
+  return {'OK', asked.id, 0}
+end
+
+-- Gives the leases of batches that no process holds to the caller: first those that have waited longest.
+function does.take()
+  local taken = {}
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', F .. ':open_batches', '-inf', now, 'LIMIT', 0, asked.limit)) do
+    local token = redis.call('HINCRBY', F .. ':batch:' .. id, 'token', 1)
+    redis.call('ZADD', F .. ':open_batches', now + asked.lease_ms, id)
+    taken[#taken + 1] = {id, token}
+  end
+  return {'OK', taken}
+end
+
+-- Renews leases: {id, token, why it waits, rows a second}. Answers for each its status and whether it is paused.
+function does.keep()
+  local kept = {}
+  for i, lease in ipairs(asked.leases) do
+    local id = lease[1]
+    if is_held(id, lease[2]) then
+      redis.call('ZADD', F .. ':open_batches', now + asked.lease_ms, id)
+      redis.call('HSET', F .. ':batch:' .. id, 'waiting', lease[3], 'rate', lease[4])
+      local status, paused = read_batch(id, 'status', 'paused')
+      kept[i] = {status, paused}
+    else
+      kept[i] = {'', ''}
+    end
+  end
+  return {'OK', kept}
+end
+
+function does.release()
+  if not is_held(asked.id, asked.token) then return {'LOST'} end
+  redis.call('ZADD', F .. ':open_batches', now, asked.id)
+  return {'OK'}
+end
+
+-- The input is valid and has `total` rows. Answers with the status, which another may be than in_progress.
+function does.start()
+  if not is_held(asked.id, asked.token) then return {'LOST'} end
+  local status, tenant = read_batch(asked.id, 'status', 'tenant')
+  if status ~= 'validating' then return {'OK', status} end
+  if asked.max_rows > 0 and number_in('rows_left', tenant) + asked.total > asked.max_rows then return {'FULL', asked.max_rows} end
+  redis.call('HSET', F .. ':batch:' .. asked.id, 'total', asked.total, 'left', asked.total)
+  count('rows_left', tenant, asked.total)
+  set_status(asked.id, 'in_progress')
+  return {'OK', 'in_progress'}
+end
+
+function does.fail()
+  if read_batch(asked.id, 'status') == 'failed' then return {'OK'} end
+  if not is_held(asked.id, asked.token) then return {'LOST'} end
+  redis.call('HSET', F .. ':batch:' .. asked.id, 'errors', asked.errors)
+  close(asked.id, 'failed')
+  return {'OK'}
+end
+
+-- Commits a part: its files, {name, kind, bytes} each, and its rows. A row that is in a part already refuses all of it.
+function does.commit()
+  if not is_held(asked.id, asked.token) then return {'LOST'} end
+  local batch, rows = F .. ':batch:' .. asked.id, F .. ':rows:' .. asked.id
+  -- The answer of an earlier call may have been lost.
+  if redis.call('HGET', batch, 'last_part') == asked.part then return {'OK'} end
+  for _, row in ipairs(asked.rows) do
+    if redis.call('GETBIT', rows, row) == 1 then return {'DUPLICATE', row} end
+  end
+  for _, row in ipairs(asked.rows) do redis.call('SETBIT', rows, row, 1) end
+  for _, file in ipairs(asked.files) do
+    redis.call('RPUSH', F .. ':parts:' .. asked.id, file[1] .. ' ' .. file[2] .. ' ' .. string.format('%d', file[3]))
+  end
+  for name, by in pairs(asked.counts) do redis.call('HINCRBY', batch, name, by) end
+  redis.call('HINCRBY', batch, 'left', -#asked.rows)
+  redis.call('HSET', batch, 'last_part', asked.part)
+  count('rows_left', redis.call('HGET', batch, 'tenant'), -#asked.rows)
+  return {'OK'}
+end
+
+-- All rows are committed. A batch that is being canceled stays so until its files are there.
+function does.finalize()
+  if not is_held(asked.id, asked.token) then return {'LOST'} end
+  if read_batch(asked.id, 'status') == 'in_progress' then
+    redis.call('HSET', F .. ':batch:' .. asked.id, 'ending', asked.ending)
+    set_status(asked.id, 'finalizing')
+  end
+  return {'OK'}
+end
+
+-- Saves the output and the error file, each if there is one, and ends the batch. Its parts are garbage then.
+function does.finish()
+  local status, token = read_batch(asked.id, 'status', 'token')
+  if status == asked.status and token == tostring(asked.token) then return {'OK'} end
+  if not is_held(asked.id, asked.token) then return {'LOST'} end
+  local tenant = read_batch(asked.id, 'tenant')
+  for kind, file in pairs(asked.files) do
+    end_upload(file.id)
+    save_file(file, tenant)
+    redis.call('HSET', F .. ':batch:' .. asked.id, kind .. '_file', file.id)
+  end
+  close(asked.id, asked.status)
+  redis.call('DEL', F .. ':parts:' .. asked.id, F .. ':rows:' .. asked.id)
+  discard('parts/' .. asked.id .. '/')
+  return {'OK'}
+end
+
+function does.cancel()
+  local tenant, status = read_batch(asked.id, 'tenant', 'status')
+  if tenant ~= asked.tenant then return {'NOT_FOUND'} end
+  if status == 'validating' or status == 'in_progress' then
+    set_status(asked.id, 'cancelling')
+  elseif status ~= 'cancelling' then
+    return {'ENDED', status}
+  end
+  return {'OK'}
+end
+
+function does.pause()
+  local tenant = read_batch(asked.id, 'tenant')
+  if tenant ~= asked.tenant then return {'NOT_FOUND'} end
+  if not redis.call('ZSCORE', F .. ':open_batches', asked.id) then return {'ENDED', read_batch(asked.id, 'status')} end
+  redis.call('HSET', F .. ':batch:' .. asked.id, 'paused', asked.paused)
+  return {'OK'}
+end
+
+-- Drops up to `limit` batches and as many files of a tenant, open ones too. Answers how many of each there were, and
+-- their bytes. With a limit of 0 it only counts.
+function does.erase()
+  local batches = redis.call('ZRANGE', F .. ':batches:' .. asked.tenant, 0, -1)
+  local files = redis.call('ZRANGE', F .. ':files:' .. asked.tenant, 0, -1)
+  local counted = {'OK', #batches, #files, number_in('stored', asked.tenant)}
+  for i = 1, math.min(asked.limit, #batches) do
+    local id = batches[i]
+    if redis.call('ZSCORE', F .. ':open_batches', id) then
+      asked.life_ms = 0
+      close(id, 'cancelled')
+      redis.call('DEL', F .. ':parts:' .. id, F .. ':rows:' .. id)
+      discard('parts/' .. id .. '/')
+    end
+    drop_batch(id)
+  end
+  if #batches > asked.limit then return counted end
+  for i = 1, math.min(asked.limit, #files) do
+    drop_file(files[i], asked.tenant, redis.call('HGET', F .. ':file:' .. files[i], 'bytes') or '0')
+  end
+  if asked.limit > 0 then
+    for _, id in ipairs(redis.call('ZRANGE', F .. ':uploads', 0, -1)) do
+      if redis.call('HGET', F .. ':upload:' .. id, 'tenant') == asked.tenant then
+        end_upload(id)
+        discard(object_of(id))
+      end
+    end
+  end
+  return counted
+end
+
+local run = does[what]
+if not run then return redis.error_reply('UNKNOWN_VERB ' .. what) end
+return run()

@@ -1,0 +1,104 @@
+"""The holder of batches: takes the leases of batches that no process holds, renews them, and runs the batches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from penstock.contract.errors import PenstockError, UnavailableError
+from penstock.producer.batch.stored_run import StoredBatchRun
+from penstock.producer.client import AsyncClient
+from penstock.producer.files.service import Files
+from penstock.queue.files.batch import BatchLease
+from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
+from penstock.runtime.cancellation import cancel_until_done
+
+_LOG = logging.getLogger(__package__)
+LOOKS_PER_LEASE, CALLS_PER_LEASE = 6, 2
+"""Looks for batches without a holder, and renewals of leases, within one lease; and the same of calls that hang."""
+MAX_HELD = 32
+"""Batches that one process runs at once. Further ones wait for another process, or for the end of one."""
+_TAKEN_AT_ONCE = 4
+
+
+class BatchHolder:
+    """Runs batches in this process, while it sees the storage of their files."""
+
+    def __init__(self, client: AsyncClient, files: Files, batches: BatchRecords) -> None:
+        self._client = client
+        self._files = files
+        self._batches = batches
+        self._lease_s = files.settings.batch_lease_s
+        self._held: dict[asyncio.Task[None], BatchLease] = {}
+        self._told = ""
+
+    async def run(self) -> None:
+        """Take and run batches, for ever. A cancellation ends all runs; another process goes on with them at once."""
+        if self._files.settings.url is None:
+            return
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(self._lease_s / CALLS_PER_LEASE):
+                        await self._look()
+                except TimeoutError:
+                    self._tell("Redis does not answer in time")
+                except PenstockError as error:
+                    self._tell(error.message)
+                await asyncio.sleep(self._lease_s / LOOKS_PER_LEASE)
+        finally:
+            leases = [*self._held.values()]
+            await cancel_until_done([*self._held])
+            for lease in leases:
+                await self._release(lease)
+
+    async def _look(self) -> None:
+        clock = asyncio.get_running_loop().time
+        if self._held:
+            now_s = clock()
+            await self._batches.keep([*self._held.values()], self._lease_s, now_s)
+        for task, lease in self._held.items():
+            if lease.is_lost:
+                task.cancel()
+        if len(self._held) < MAX_HELD:
+            await self._files.storage()
+            now_s = clock()
+            limit = min(_TAKEN_AT_ONCE, MAX_HELD - len(self._held))
+            for lease in await self._batches.take(limit, self._lease_s, now_s):
+                task = asyncio.create_task(self._run(lease), name=f"penstock {lease.batch_id}")
+                self._held[task] = lease
+                task.add_done_callback(self._held.pop)
+        self._told = ""
+
+    async def _run(self, lease: BatchLease) -> None:
+        facts: dict[str, Any] = {"batch_id": lease.batch_id, "token": lease.token}
+        try:
+            batch = await self._batches.find(lease.batch_id)
+            lease.status, lease.is_paused = batch.status, batch.is_paused
+            _LOG.info("a batch is run here", extra=facts | {"status": batch.status})
+            run = StoredBatchRun(self._client, self._files, self._batches, lease, batch, lambda: len(self._held))
+            await run.run()
+            _LOG.info("a batch has ended", extra=facts)
+        except BatchTakenError:
+            _LOG.info("another process goes on with a batch", extra=facts)
+        except UnavailableError as error:
+            _LOG.warning(
+                "a batch stands still until its storage or Redis is back", extra=facts | {"reason": error.message}
+            )
+        except Exception:
+            # Taken again once the lease is over. Other batches go on.
+            _LOG.exception("the run of a batch failed", extra=facts)
+
+    async def _release(self, lease: BatchLease) -> None:
+        try:
+            async with asyncio.timeout(1):
+                await self._batches.release(lease)
+        except (PenstockError, TimeoutError):
+            # Then it is taken once the lease is over.
+            return
+
+    def _tell(self, reason: str) -> None:
+        if reason != self._told:
+            _LOG.warning("this process takes no batches at the moment", extra={"reason": reason})
+        self._told = reason

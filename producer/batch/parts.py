@@ -1,0 +1,140 @@
+"""Finished rows of a batch on their way to its files: immutable parts, which a script commits, and their join.
+
+A part is named by the token of its writer's lease. So a process that slept through its lease writes other objects than
+the present holder, and the script does not commit them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.producer.batch.results import job_ids_of
+from penstock.producer.files.service import Files
+from penstock.queue.files.batch import BatchLease, Part, PartCounts
+from penstock.queue.files.batch_records import BatchRecords
+from penstock.queue.files.file import BATCH_OUTPUT, NewFile
+
+OUTPUT, ERROR = "output", "error"
+KINDS = (OUTPUT, ERROR)
+MAX_PART_ROWS = 512
+MAX_PART_BYTES = 4 << 20
+FIRST_PART_S, LONGEST_PART_S, PARTS_OF_RUN = 1.0, 60.0, 500
+"""Seconds that a finished row waits for its part: at first, at most, and so many parts of the time that the batch has
+run. So a batch of a day has some thousands of parts, and the first rows of any batch appear at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """A row with its line for the output or the error file."""
+
+    number: int
+    row: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """Which file it belongs to."""
+        return OUTPUT if self.row["error"] is None else ERROR
+
+
+class PartWriter:
+    """The part that grows, and those that are committed, for one lease of a batch."""
+
+    def __init__(self, files: Files, batches: BatchRecords, lease: BatchLease) -> None:
+        self._files = files
+        self._batches = batches
+        self._lease = lease
+        self._began_s = asyncio.get_running_loop().time()
+        self._rows: list[FinishedRow] = []
+        self._lines: dict[str, list[bytes]] = {kind: [] for kind in KINDS}
+        self._num_bytes = 0
+        self._oldest_s = 0.0
+        self._number = 0
+        self.num_committed = 0
+
+    def add(self, row: FinishedRow) -> None:
+        """Add a finished row to the part that grows."""
+        if not self._rows:
+            self._oldest_s = asyncio.get_running_loop().time()
+        line = json.dumps(row.row, ensure_ascii=False).encode() + b"\n"
+        self._rows.append(row)
+        self._lines[row.kind].append(line)
+        self._num_bytes += len(line)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the part is to be committed now."""
+        if not self._rows:
+            return False
+        now_s = asyncio.get_running_loop().time()
+        wait_s = min(LONGEST_PART_S, max(FIRST_PART_S, (now_s - self._began_s) / PARTS_OF_RUN))
+        is_full = len(self._rows) >= MAX_PART_ROWS or self._num_bytes >= MAX_PART_BYTES
+        return is_full or now_s - self._oldest_s >= wait_s
+
+    async def commit(self) -> list[str]:
+        """Write and commit the part that grows, and return the jobs whose results are stored then.
+
+        After an error it may be called again: the part has the same name and content. Raises BatchTakenError, and
+        UnavailableError or BusyError of the storage and of Redis.
+        """
+        if not self._rows:
+            return []
+        part, storage = (
+            f"parts/{self._lease.batch_id}/{self._lease.token:08d}-{self._number:06d}",
+            await self._files.storage(),
+        )
+        written, counts = [], PartCounts()
+        for kind in KINDS:
+            if lines := self._lines[kind]:
+                content = b"".join(lines)
+                name = f"{part}.{kind}"
+
+                def write(name: str = name, content: bytes = content) -> None:
+                    writer = storage.writer(name)
+                    try:
+                        writer.write(content)
+                        writer.commit()
+                    except BaseException:
+                        writer.discard()
+                        raise
+
+                await self._files.on_thread(write)
+                written.append(Part(name, kind, len(content)))
+        for one in self._rows:
+            if one.kind == OUTPUT:
+                counts.completed += 1
+                counts.add(one.row["response"]["body"].get("usage") or {})
+            else:
+                counts.failed += 1
+        await self._batches.commit(self._lease, part, written, [one.number for one in self._rows], counts)
+        jobs = job_ids_of(dict(one.row) for one in self._rows)
+        self.num_committed += len(self._rows)
+        self._number += 1
+        self._rows, self._lines, self._num_bytes = [], {kind: [] for kind in KINDS}, 0
+        return jobs
+
+
+async def save_joined(
+    files: Files, batches: BatchRecords, lease: BatchLease, *, tenant: str, status: str, life_ms: int
+) -> None:
+    """Join the committed parts of a batch to its output and its error file, and end the batch with them.
+
+    A file without any line is not made.
+    """
+    parts, saved = await batches.parts(lease.batch_id), dict[str, NewFile]()
+    async with AsyncExitStack() as uploads:
+        for kind in KINDS:
+            of_kind = [part for part in parts if part.kind == kind]
+            if not of_kind:
+                continue
+            num_bytes = sum(part.num_bytes for part in of_kind)
+            upload = await uploads.enter_async_context(await files.begin(tenant, num_bytes, limited=False))
+            for part in of_kind:
+                await upload.append(part.name)
+            await upload.finish()
+            saved[kind] = upload.saved(f"{lease.batch_id}_{kind}.jsonl", BATCH_OUTPUT, life_ms)
+        await batches.finish(lease, status, saved, files.settings.retention_ms)

@@ -1,0 +1,191 @@
+"""The input of a batch over stored files: checked line by line, and read in windows of rows. All of it blocks.
+
+A row's number counts the lines that are not blank, from 0. So it stays the same however often the file is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from pydantic_core import from_json, to_json
+
+from penstock.producer.batch.request import MAX_CUSTOM_ID_CHARS, MAX_LINE_BYTES
+from penstock.producer.files.storage import storage_errors
+from penstock.queue.files.batch import RowProblem
+
+MAX_PROBLEMS = 100
+"""Wrong lines that a refused batch names."""
+MAX_WINDOW_BYTES = 8 << 20
+"""Bytes of the lines that are read and sorted at once, but for the last of them."""
+_BOM = b"\xef\xbb\xbf"
+_PROMPT_FIELDS = ("messages", "prompt", "input")
+EMBEDDINGS_URL = "/v1/embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """One row of an input: its number, and its line as JSON."""
+
+    number: int
+    custom_id: str
+    fields: Mapping[str, Any]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputLimits:
+    """What an input may have, and for which endpoint its rows must be."""
+
+    endpoint: str
+    max_rows: int
+    max_inputs: int
+
+
+@dataclass(slots=True)
+class InputCheck:
+    """What a check found: the number of rows, the names of models, and what is wrong."""
+
+    num_rows: int = 0
+    models: dict[str, int] = field(default_factory=dict)
+    """Model → the first line that names it. The empty name stands for rows without one."""
+    problems: list[RowProblem] = field(default_factory=list)
+
+
+class WrongLineError(Exception):
+    """A line that no row can be made of."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
+
+
+def checked_input(source: IO[bytes], limits: InputLimits, is_over: Callable[[], bool]) -> InputCheck:
+    """Read a whole input and check each line, but not the bodies of its rows.
+
+    It ends early once `is_over`, such as for a canceled batch.
+    """
+    found, seen, num_inputs = InputCheck(), dict[bytes, int](), 0
+    for line, raw in _lines(source):
+        found.num_rows += 1
+        try:
+            if found.num_rows > limits.max_rows:
+                raise WrongLineError("too_many_rows", f"the input has more than {limits.max_rows} rows")
+            custom_id, fields = _parsed(raw, limits.endpoint)
+            # 16 bytes instead of up to 256 characters for each of the rows.
+            mark = hashlib.blake2b(custom_id.encode(errors="surrogatepass"), digest_size=16).digest()
+            if mark in seen:
+                message = f"custom_id {custom_id!r} is already used in line {seen[mark]}"
+                raise WrongLineError("duplicate_custom_id", message, "custom_id")
+            seen[mark] = line
+            body = fields["body"]
+            found.models.setdefault(str(body.get("model") or ""), line)
+            if limits.endpoint == EMBEDDINGS_URL:
+                given = body.get("input")
+                # Token ids are one text.
+                is_several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+                num_inputs += len(given) if isinstance(given, list) and is_several else 1
+            if num_inputs > limits.max_inputs:
+                raise WrongLineError("too_many_inputs", f"the rows have more than {limits.max_inputs} texts in all")
+        except WrongLineError as wrong:
+            found.problems.append(RowProblem(wrong.code, wrong.message, line, wrong.param))
+            if wrong.code.startswith("too_many") or len(found.problems) == MAX_PROBLEMS:
+                break
+        if is_over():
+            break
+    if not found.num_rows:
+        found.problems.append(RowProblem("empty_file", "the input has no rows"))
+    return found
+
+
+class RowReader:
+    """Reads the rows of a checked input that no part has, in windows. Within one, rows with equal beginnings meet.
+
+    Nodes keep the KV cache of common beginnings, so a row finds what the one before it computed.
+    """
+
+    def __init__(self, source: IO[bytes], committed: bytes | bytearray) -> None:
+        self._source = source
+        self._rows = self._left(committed)
+
+    def window(self, num_rows: int) -> list[StoredRow]:
+        """Return the next rows, sorted by their prompts, of some MiB at most. None are left if it returns none.
+
+        After an error of the storage the reader is over, and its rows are read again by another one.
+        """
+        rows, num_bytes = list[StoredRow](), 0
+        while len(rows) < num_rows and num_bytes < MAX_WINDOW_BYTES:
+            row = next(self._rows, None)
+            if row is None:
+                break
+            rows.append(row)
+            num_bytes += row.num_bytes
+        return sorted(rows, key=_prompt_of)
+
+    def close(self) -> None:
+        """Close the input."""
+        self._source.close()
+
+    def _left(self, committed: bytes | bytearray) -> Iterator[StoredRow]:
+        for number, (_, raw) in enumerate(_lines(self._source)):
+            if is_committed(committed, number):
+                continue
+            try:
+                fields = from_json(raw, allow_inf_nan=False)
+                yield StoredRow(number, fields["custom_id"], fields, len(raw))
+            except (ValueError, KeyError, TypeError):
+                # The input was checked, and an object never changes.
+                continue
+
+
+def is_committed(rows: bytes | bytearray, number: int) -> bool:
+    """Return whether a row's bit is set."""
+    at = number >> 3
+    return at < len(rows) and bool(rows[at] & (0x80 >> (number & 7)))
+
+
+def _prompt_of(row: StoredRow) -> bytes:
+    body = row.fields.get("body", {})
+    given = next((body[name] for name in _PROMPT_FIELDS if name in body), "")
+    return to_json([body.get("model"), given])
+
+
+def _lines(source: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield number, from 1, and bytes of each line that is not blank."""
+    number = 0
+    with storage_errors():
+        while raw := source.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            text = raw.removeprefix(_BOM) if number == 1 else raw
+            if text.strip():
+                yield number, text
+            while len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                # The rest of a line that is too long.
+                raw = source.readline(MAX_LINE_BYTES + 1)
+
+
+def _parsed(raw: bytes, endpoint: str) -> tuple[str, Mapping[str, Any]]:
+    """Return custom_id and fields of a line. Raises WrongLineError."""
+    if len(raw) > MAX_LINE_BYTES:
+        raise WrongLineError("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
+    try:
+        fields = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise WrongLineError("invalid_json_line", f"not JSON: {str(error)[:200]}") from None
+    if not isinstance(fields, dict):
+        raise WrongLineError("invalid_json_line", "the line must be a JSON object")
+    custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
+        message = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters"
+        raise WrongLineError("invalid_custom_id", message, "custom_id")
+    if url != endpoint:
+        shown = repr(url[:64]) if isinstance(url, str) else "missing"
+        message = f"url is {shown}; all rows must be for the batch's endpoint {endpoint}"
+        raise WrongLineError("mismatched_endpoint", message, "url")
+    if fields.get("method", "POST") != "POST":
+        raise WrongLineError("invalid_method", "method must be POST", "method")
+    if not isinstance(body, dict):
+        raise WrongLineError("invalid_body", "body must be an object", "body")
+    return custom_id, fields

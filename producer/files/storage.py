@@ -1,0 +1,237 @@
+"""The contents of stored files: objects in a folder, or behind an fsspec URL such as s3://.
+
+All methods block, so callers use a thread. An object is there as a whole or not at all, and never changes.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from penstock.contract.errors import BusyError, ConfigError, NotFoundError, PenstockError, UnavailableError
+from penstock.runtime.cache_folders import flush_entry
+
+_LOG = logging.getLogger(__package__)
+BLOCK_BYTES = 1 << 20
+"""Bytes that are read or written at once."""
+_MARK = "penstock-storage"
+"""Object that each storage has. A folder that is not mounted does not show it."""
+_PARTIAL = ".partial"
+_RETRY_MS = 5_000
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def storage_errors() -> Iterator[None]:
+    """Translate what a file system or a client of an object store raises.
+
+    A missing object raises NotFoundError, a full disk BusyError, and all else UnavailableError: stores have errors of
+    many packages, and whatever it is, the caller may try again.
+    """
+    try:
+        yield
+    except PenstockError:
+        raise
+    except FileNotFoundError as error:
+        raise NotFoundError(f"the storage has no object {error.filename or error}", code="no_object") from None
+    except OSError as error:
+        if error.errno in _FULL:
+            raise BusyError("the storage of files is full", code="file_storage_full", retry_after_ms=60_000) from None
+        raise _unreachable(error) from error
+    except Exception as error:
+        raise _unreachable(error) from error
+
+
+def _unreachable(error: Exception) -> UnavailableError:
+    message = f"the storage of files is unreachable: {str(error)[:200] or type(error).__name__}"
+    return UnavailableError(message, code="files_unavailable", retry_after_ms=_RETRY_MS)
+
+
+class ObjectWriter(Protocol):
+    """A new object while it is written."""
+
+    def write(self, data: bytes) -> None:
+        """Append bytes."""
+
+    def commit(self) -> None:
+        """Let the object exist."""
+
+    def discard(self) -> None:
+        """Let it not exist."""
+
+
+class _FileWriter:
+    """A file of a folder. Its content is on disk before it has its name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._partial = path.with_name(path.name + _PARTIAL)
+        with storage_errors():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = open(self._partial, "wb", opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
+
+    def write(self, data: bytes) -> None:
+        with storage_errors():
+            self._file.write(data)
+
+    def commit(self) -> None:
+        with storage_errors():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._partial, self._path)
+            flush_entry(self._path.parent)
+
+    def discard(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+        with storage_errors():
+            self._partial.unlink(missing_ok=True)
+
+
+class _StoreWriter:
+    """An object of a store. It appears when its upload is complete."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: bytes) -> None:
+        with storage_errors():
+            self._file.write(data)
+
+    def commit(self) -> None:
+        with storage_errors():
+            self._file.close()
+
+    def discard(self) -> None:
+        # Marked as closed, or the garbage collector would complete the object.
+        try:
+            with storage_errors():
+                self._file.discard()
+        finally:
+            self._file.closed = True
+
+
+class Storage:
+    """Objects below a folder or an fsspec URL. Raises the errors of `storage_errors`, and ConfigError at first."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError if no package knows the URL."""
+        self.url = url
+        try:
+            from fsspec.core import url_to_fs
+
+            self._fs, self._root = url_to_fs(url)
+        except ModuleNotFoundError as error:
+            message = f"PENSTOCK_FILES_URL: {error.name} is not installed, which {url.partition('://')[0]} needs"
+            raise ConfigError(message, param="url") from None
+        except (ImportError, ValueError, OSError) as error:
+            raise ConfigError(f"PENSTOCK_FILES_URL: {error}", param="url") from None
+        protocol = self._fs.protocol
+        self._is_folder = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+        self._storage_id = ""
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{self._storage_id}/{name}"
+
+    def choose(self, storage_id: str) -> None:
+        """Use the storage with this id. Several may be behind one URL, such as those of several Redis.
+
+        Raises UnavailableError if it is not there.
+        """
+        self._storage_id = storage_id
+        with storage_errors():
+            # Listings of a store may be cached by its client.
+            self._fs.invalidate_cache()
+            if not self._fs.exists(self._path(_MARK)):
+                raise UnavailableError(
+                    "PENSTOCK_FILES_URL does not show the storage that has the files of this Redis: all gateways and "
+                    "workers must see the same folder or bucket",
+                    code="other_file_storage",
+                    retry_after_ms=60_000,
+                )
+
+    def create(self) -> str:
+        """Make a new storage behind the URL, and return its id."""
+        self._storage_id = uuid.uuid4().hex
+        mark = self.writer(_MARK)
+        mark.write(self._storage_id.encode())
+        mark.commit()
+        return self._storage_id
+
+    def writer(self, name: str) -> ObjectWriter:
+        """Begin a new object."""
+        if self._is_folder:
+            return _FileWriter(Path(self._path(name)))
+        with storage_errors():
+            return _StoreWriter(self._fs.open(self._path(name), "wb"))
+
+    def reader(self, name: str) -> IO[bytes]:
+        """Open an object for reading. Its methods raise errors that only `storage_errors` translates."""
+        with storage_errors():
+            if self._is_folder:
+                return open(self._path(name), "rb")
+            # A store's own file has no lines of a bounded length.
+            return io.BufferedReader(self._fs.open(self._path(name), "rb"), BLOCK_BYTES)
+
+    def append_to(self, writer: ObjectWriter, name: str) -> int:
+        """Copy a whole object to the end of a new one. Return the number of its bytes."""
+        num_bytes = 0
+        with storage_errors(), self.reader(name) as source:
+            while block := source.read(BLOCK_BYTES):
+                writer.write(block)
+                num_bytes += len(block)
+        return num_bytes
+
+    def delete(self, name: str) -> None:
+        """Delete an object, or a folder whose name ends with `/`, if it is there."""
+        with storage_errors(), suppress(FileNotFoundError):
+            path = self._path(name)
+            if name.endswith("/"):
+                self._fs.invalidate_cache()
+                if self._fs.exists(path.rstrip("/")):
+                    self._fs.rm(path.rstrip("/"), recursive=True)
+                return
+            if self._is_folder:
+                Path(path + _PARTIAL).unlink(missing_ok=True)
+            self._fs.rm_file(path)
+
+    def free_bytes(self) -> int | None:
+        """Return the free bytes of a folder's disk; None for a store."""
+        if not self._is_folder:
+            return None
+        with storage_errors():
+            return shutil.disk_usage(self._root).free
+
+    def older_names(self, folder: str, age_s: float) -> list[str]:
+        """Return the names in a folder, without the folder, of objects that are older than so many seconds."""
+        with storage_errors():
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._path(folder), detail=True)
+            except FileNotFoundError:
+                return []
+            names = []
+            for one in found:
+                name = one["name"].rstrip("/").rpartition("/")[2].removesuffix(_PARTIAL)
+                if time.time() - _modified_s(one) > age_s:
+                    names.append(name)
+            return sorted(set(names))
+
+
+def _modified_s(entry: dict[str, Any]) -> float:
+    """Return when an entry of a listing changed; now if the store does not say."""
+    modified = entry.get("mtime", entry.get("LastModified", entry.get("created")))
+    if isinstance(modified, int | float):
+        return float(modified)
+    return float(modified.timestamp()) if isinstance(modified, datetime) else time.time()

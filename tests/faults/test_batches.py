@@ -1,0 +1,172 @@
+"""Gateways that hold a batch are stopped and killed: each row of its input is answered once, and counted once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+from fakes import fake_node
+from fakes.fake_node import DEFAULT_TOKENS, MODEL, POOL, PROMPT_TOKENS, FakeNode
+from faults.tools.processes import GatewayProcess
+
+from penstock.producer.client import AsyncClient
+from penstock.producer.files.service import Files
+from penstock.producer.files.settings import FilesSettings
+from penstock.queue import keys
+from penstock.queue.broker.connection import connect
+from penstock.queue.files.batch import BatchSpec, new_batch_id
+from penstock.queue.files.records_audit import audit_files
+
+pytestmark = pytest.mark.timeout(240)
+
+NUM_ROWS = 600
+TIMEOUT_S = 90.0
+F = "penstock:{.files}"
+
+
+def rows() -> list[dict[str, Any]]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": DEFAULT_TOKENS}
+    return [
+        {"custom_id": f"r{i}", "method": "POST", "url": "/v1/chat/completions", "body": body} for i in range(NUM_ROWS)
+    ]
+
+
+async def make(http: httpx.AsyncClient, url: str) -> str:
+    content = "\n".join(map(json.dumps, rows())).encode()
+    form = {"data": {"purpose": "batch"}, "files": {"file": ("rows.jsonl", content)}}
+    file = (await http.post(f"{url}/v1/files", **cast(Any, form))).json()
+    body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    return str((await http.post(f"{url}/v1/batches", json=body)).json()["id"])
+
+
+async def fields_of(redis: Any, batch_id: str) -> dict[bytes, bytes]:
+    return dict(await redis.hgetall(f"{F}:batch:{batch_id}"))
+
+
+async def until_done(redis: Any, batch_id: str, num_rows: int, token: int = 1) -> int:
+    """Wait until a holder of at least this token runs the batch, and so many rows are committed. Return the token."""
+    while True:
+        fields = await fields_of(redis, batch_id)
+        if int(fields[b"token"]) >= token and int(fields[b"completed"]) >= num_rows:
+            return int(fields[b"token"])
+        await asyncio.sleep(0.01)
+
+
+def holder_of(gateways: Sequence[GatewayProcess], token: int) -> GatewayProcess:
+    """The gateway that logged that it runs the batch under this token."""
+    found = [one for one in gateways if f'"token": {token}' in one.log]
+    assert len(found) == 1, [one.log for one in gateways]
+    return found[0]
+
+
+async def lines_of(http: httpx.AsyncClient, url: str, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    content = await http.get(f"{url}/v1/files/{file_id}/content")
+    return [json.loads(line) for line in content.text.splitlines()]
+
+
+def parts_in(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*/parts/*/*") if path.is_file()]
+
+
+async def test_each_row_is_answered_once_whatever_becomes_of_the_holders(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_FILES_URL", str(tmp_path))
+    monkeypatch.setenv("PENSTOCK_FILES_BATCH_LEASE_S", "1.5")
+    monkeypatch.setattr(fake_node, "SEQUENCES", 32)
+    redis = cast(Any, connect(redis_url))
+    gateways = [GatewayProcess(redis_url) for _ in range(3)]
+    with gateways[0], gateways[1], gateways[2]:
+        async with FakeNode(redis_url, step_s=0.02), httpx.AsyncClient(timeout=30) as http, asyncio.timeout(TIMEOUT_S):
+            batch_id = await make(http, gateways[0].url)
+            token = await until_done(redis, batch_id, 1)
+            # The holder sleeps through its lease, wakes when another one goes on, and must change nothing.
+            sleeper = holder_of(gateways, token)
+            sleeper.signal(signal.SIGSTOP)
+            token = await until_done(redis, batch_id, 100, token + 1)
+            sleeper.signal(signal.SIGCONT)
+            await asyncio.sleep(0.5)
+            holder = holder_of(gateways, token)
+            holder.kill()
+            left = [one for one in gateways if one is not holder]
+            while (batch := (await http.get(f"{left[0].url}/v1/batches/{batch_id}")).json())["status"] != "completed":
+                await asyncio.sleep(0.1)
+            assert int((await fields_of(redis, batch_id))[b"token"]) > token
+            assert batch["request_counts"] == {"total": NUM_ROWS, "completed": NUM_ROWS, "failed": 0}
+            lines = await lines_of(http, left[0].url, batch["output_file_id"])
+            assert sorted(line["custom_id"] for line in lines) == sorted(row["custom_id"] for row in rows())
+            assert len({line["response"]["request_id"] for line in lines}) == NUM_ROWS
+            # Usage: each row ran once, in the counts of the batch as in those of the tenant.
+            assert batch["usage"]["output_tokens"] == NUM_ROWS * DEFAULT_TOKENS
+            assert batch["usage"]["input_tokens"] == NUM_ROWS * PROMPT_TOKENS
+            used = [name async for name in redis.scan_iter(f"{keys.prefix(POOL)}:usage:*")]
+            counts = [await redis.hgetall(name) for name in used]
+            jobs = sum(int(by) for of_day in counts for name, by in of_day.items() if name.endswith(b":jobs"))
+            assert jobs == NUM_ROWS
+            assert await audit_files(redis) == []
+    assert parts_in(tmp_path) == []
+    await redis.aclose()
+
+
+async def make_without_gateway(client: AsyncClient, folder: Path, num_rows: int) -> str:
+    """Store an input and make its batch by the services themselves, so that no gateway holds it yet."""
+    files = Files(FilesSettings(url=str(folder)), client.files)
+    content = "\n".join(map(json.dumps, rows()[:num_rows])).encode()
+    async with await files.begin("default", len(content)) as upload:
+        await upload.write(content)
+        file_id = await upload.save("rows.jsonl", "batch", 86_400_000)
+    files.close()
+    spec = BatchSpec(file_id, "/v1/chat/completions", "24h")
+    return await client.batches.create(new_batch_id(), "default", spec, window_ms=86_400_000, max_open=0)
+
+
+async def ended(client: AsyncClient, batch_id: str, mortal: GatewayProcess | None = None) -> bool:
+    """Wait until the batch has ended, and return true; or until the gateway that may die has died."""
+    while (await client.batches.find(batch_id)).status != "completed":
+        if mortal is not None and not mortal.is_running:
+            return False
+        await asyncio.sleep(0.02)
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_death_at_each_call_of_the_script_loses_no_row(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A gateway dies at its first call of files.lua, at its second … until it survives its batch."""
+    monkeypatch.setenv("PENSTOCK_FILES_URL", str(tmp_path))
+    monkeypatch.setenv("PENSTOCK_FILES_BATCH_LEASE_S", "1")
+    num_rows, num_deaths = 30, 0
+    async with FakeNode(redis_url, step_s=0.01), AsyncClient(redis_url) as client:
+        for number in range(1, 60):
+            batch_id = await make_without_gateway(client, tmp_path, num_rows)
+            async with asyncio.timeout(TIMEOUT_S):
+                mortal = GatewayProcess(redis_url, dies=f"{when} files {number} kill")
+                try:
+                    survives = await ended(client, batch_id, mortal)
+                finally:
+                    mortal.close()
+                num_deaths += not survives
+                with GatewayProcess(redis_url) as other:
+                    await ended(client, batch_id)
+                    async with httpx.AsyncClient(timeout=30) as http:
+                        batch = (await http.get(f"{other.url}/v1/batches/{batch_id}")).json()
+                        lines = await lines_of(http, other.url, batch["output_file_id"])
+            assert sorted(line["custom_id"] for line in lines) == sorted(f"r{i}" for i in range(num_rows)), number
+            assert batch["request_counts"] == {"total": num_rows, "completed": num_rows, "failed": 0}, number
+            if survives:
+                break
+        print(when, num_deaths)
+        assert num_deaths > 8
+        redis = cast(Any, connect(redis_url))
+        assert await audit_files(redis) == []
+        await redis.aclose()

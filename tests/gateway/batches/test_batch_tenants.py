@@ -1,0 +1,136 @@
+"""Files and batches with API keys: a tenant has only its own, and a key's limits and end hold for its batches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.contract.tenant import Terms
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.key_store import KeyStore
+from tests.gateway.conftest import MODEL, EchoEngine, Stack, clients_with
+
+ENDED = ("completed", "failed", "cancelled")
+CHAT = "/v1/chat/completions"
+
+
+async def change_keys(redis_url: str, revoked: str = "") -> dict[str, str]:
+    async with connect(redis_url) as redis:
+        store = KeyStore(redis)
+        if revoked:
+            await store.revoke((await store.find(revoked)).key_id)
+            return {}
+        slow = Terms(jobs_per_minute=600, burst_s=1)
+        return {
+            "ann": (await store.add("ann", ["infer"], Terms()))[0],
+            "bob": (await store.add("bob", ["infer"], slow))[0],
+            "cid": (await store.add("cid", ["infer"], Terms(), models=["acme/other"]))[0],
+        }
+
+
+@pytest.fixture(scope="module")
+def clients(
+    stack: Stack, shared_engine: EchoEngine, redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, httpx.Client]]:
+    made = asyncio.run(change_keys(redis_url))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PENSTOCK_FILES_URL", str(tmp_path_factory.mktemp("files")))
+        url = stack.start_gateway()
+    with clients_with(url, made) as clients:
+        yield clients
+
+
+def upload(client: httpx.Client, num_rows: int, text: str = "x") -> str:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
+    rows = [{"custom_id": f"{i}", "method": "POST", "url": CHAT, "body": body} for i in range(num_rows)]
+    content = "\n".join(map(json.dumps, rows)).encode()
+    answer = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("rows.jsonl", content)})
+    return str(answer.json()["id"])
+
+
+def make(client: httpx.Client, file_id: str) -> httpx.Response:
+    body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    return client.post("/v1/batches", json=body)
+
+
+def ended(client: httpx.Client, batch_id: str) -> dict[str, Any]:
+    until_s = time.monotonic() + 40
+    while (batch := client.get(f"/v1/batches/{batch_id}").json())["status"] in (
+        "validating",
+        "in_progress",
+        "finalizing",
+    ):
+        assert time.monotonic() < until_s, batch
+        time.sleep(0.05)
+    return dict(batch)
+
+
+def test_tenants_see_only_their_own(clients: dict[str, httpx.Client], engine: EchoEngine) -> None:
+    ann, bob = clients["ann"], clients["bob"]
+    file_id = upload(ann, 3)
+    batch = ended(ann, make(ann, file_id).json()["id"])
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 3)
+    for path in (f"/v1/files/{file_id}", f"/v1/files/{file_id}/content", f"/v1/batches/{batch['id']}"):
+        assert (ann.get(path).status_code, bob.get(path).status_code) == (200, 404), path
+    output = f"/v1/files/{batch['output_file_id']}/content"
+    assert (ann.get(output).status_code, bob.get(output).status_code) == (200, 404)
+    assert bob.delete(f"/v1/files/{file_id}").status_code == 404
+    assert make(bob, file_id).status_code == 404
+    for action in ("cancel", "pause", "resume"):
+        assert bob.post(f"/v1/batches/{batch['id']}/{action}").status_code == 404
+    assert bob.get("/v1/files").json()["data"] == bob.get("/v1/batches").json()["data"] == []
+    usage = ann.get("/v1/usage").json()
+    assert sum(one["jobs"] for one in usage["data"]) == 3
+    assert bob.get("/v1/usage").json()["data"] == []
+
+
+def test_a_rate_limit_fails_no_row(clients: dict[str, httpx.Client], engine: EchoEngine) -> None:
+    bob = clients["bob"]
+    began_s = time.monotonic()
+    batch = ended(bob, make(bob, upload(bob, 25)).json()["id"])
+    assert batch["request_counts"] == {"total": 25, "completed": 25, "failed": 0}
+    # 10 at once, and 10 a second.
+    assert time.monotonic() - began_s > 1
+
+
+def test_a_key_without_the_model_fails_the_batch(clients: dict[str, httpx.Client], engine: EchoEngine) -> None:
+    cid = clients["cid"]
+    batch = ended(cid, make(cid, upload(cid, 2)).json()["id"])
+    assert batch["status"] == "failed"
+    assert [one["code"] for one in batch["errors"]["data"]] == ["model_not_found"]
+    assert MODEL not in batch["errors"]["data"][0]["message"].partition(";")[2]
+
+
+def test_a_revoked_key_stops_its_batches(
+    clients: dict[str, httpx.Client], engine: EchoEngine, stack: Stack, redis_url: str
+) -> None:
+    ann = clients["ann"]
+    batch_id = make(ann, upload(ann, 3)).json()["id"]
+    assert ann.post(f"/v1/batches/{batch_id}/pause").json()["paused"] is True
+    asyncio.run(change_keys(redis_url, revoked="ann"))
+    other = asyncio.run(add_key(redis_url, "ann"))
+    with httpx.Client(base_url=ann.base_url, headers={"authorization": f"Bearer {other}"}) as client:
+        until_s = time.monotonic() + 20
+        # A gateway reads the keys anew every 2 s.
+        while client.post(f"/v1/batches/{batch_id}/resume").status_code != 200 or ann.get("/v1/files").is_success:
+            assert time.monotonic() < until_s
+            time.sleep(0.1)
+        while "revoked" not in str((batch := client.get(f"/v1/batches/{batch_id}").json())["waiting"]):
+            assert time.monotonic() < until_s, batch
+            time.sleep(0.1)
+        assert batch["request_counts"]["completed"] == 0
+        client.post(f"/v1/batches/{batch_id}/cancel")
+        while (batch := client.get(f"/v1/batches/{batch_id}").json())["status"] != "cancelled":
+            assert time.monotonic() < until_s + 20, batch
+            time.sleep(0.1)
+
+
+async def add_key(redis_url: str, tenant: str) -> str:
+    async with connect(redis_url) as redis:
+        return (await KeyStore(redis).add(tenant, ["infer"], Terms()))[0]
