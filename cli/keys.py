@@ -23,9 +23,9 @@ from penstock.contract.usage import MAX_DAYS, Period, PeriodUsage, UsageQuery, c
 from penstock.runtime.settings import KeySettings, redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.queue.broker.key_store import KeyStore
     from penstock.queue.broker.producer import ProducerBroker
     from penstock.queue.broker.usage import UsageBroker
+    from penstock.queue.tenants.key_store import KeyStore
 
 
 _WITHOUT_LIMIT = {"memory_percent": "as set for the pool"}
@@ -333,9 +333,9 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 def _run(redis_url: str | None, work: Callable[[Brokers], Awaitable[T]]) -> T:
     async def run() -> T:
         from penstock.queue.broker.connection import connect
-        from penstock.queue.broker.key_store import KeyStore
         from penstock.queue.broker.producer import ProducerBroker
         from penstock.queue.broker.usage import UsageBroker
+        from penstock.queue.tenants.key_store import KeyStore
 
         async with connect(redis_url_of(redis_url)) as redis:
             return await work(Brokers(KeyStore(redis), UsageBroker(redis), ProducerBroker(redis)))

@@ -102,7 +102,7 @@ def _make_first_key(redis_url: str, path: Path) -> None:
 async def _first_key(redis_url: str) -> str | None:
     """Return a new key, or None if there are keys already."""
     from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.key_store import KeyStore
+    from penstock.queue.tenants.key_store import KeyStore
 
     async with connect(redis_url) as redis:
         store = KeyStore(redis)

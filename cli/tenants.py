@@ -15,8 +15,7 @@ from penstock.contract.errors import ConfigError
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.queue.broker.tenants import TenantData
-    from penstock.queue.files.file_records import HeldFiles
+    from penstock.queue.tenants.deletion import TenantData
 
 app = App()
 
@@ -44,9 +43,9 @@ def delete(
         penstock tenants delete acme --yes
     """
     url = redis_url_of(redis_url)
-    found, files = asyncio.run(_data(url, tenant))
+    found = asyncio.run(_data(url, tenant))
     if dry_run or not (yes or as_json):
-        print_object(_object_of(found, files), as_json=as_json)
+        print_object(_object_of(found), as_json=as_json)
     if dry_run:
         return
     if not yes:
@@ -55,49 +54,41 @@ def delete(
         typer.confirm(f"Delete all of that for tenant {tenant}?", abort=True, err=True)
     num_jobs = asyncio.run(_delete(url, tenant))
     if as_json:
-        print_object({**_object_of(found, files), "num_deleted_jobs": num_jobs}, as_json=True)
-    else:
-        stored = (
-            f", {files.num_files} files, {files.num_batches} batches" if files.num_files or files.num_batches else ""
-        )
-        print(f"deleted: {found.num_keys} API keys, {num_jobs} jobs{stored}", file=sys.stderr)
+        print_object({**_object_of(found), "num_deleted_jobs": num_jobs}, as_json=True)
+        return
+    files, num_endpoints = found.files, found.num_endpoints
+    counts = {"API keys": found.num_keys, "jobs": num_jobs, "files": files.num_files, "batches": files.num_batches}
+    counts |= {"webhook endpoints": num_endpoints}
+    shown = ", ".join(f"{number} {what}" for what, number in counts.items() if number or what in ("API keys", "jobs"))
+    print(f"deleted: {shown}", file=sys.stderr)
 
 
-async def _data(redis_url: str, tenant: str) -> tuple[TenantData, HeldFiles]:
+async def _data(redis_url: str, tenant: str) -> TenantData:
     from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.tenants import TenantBroker
-    from penstock.queue.files.file_records import FileRecords
+    from penstock.queue.tenants.deletion import TenantBroker
 
     async with connect(redis_url) as redis:
-        return await TenantBroker(redis).data(tenant), await FileRecords(redis).held_by(tenant)
+        return await TenantBroker(redis).data(tenant)
 
 
 async def _delete(redis_url: str, tenant: str) -> int:
     """Delete the tenant's data, and return the number of jobs that were deleted."""
     from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.tenants import TenantBroker
-    from penstock.queue.files.file_records import FileRecords
-    from penstock.queue.webhooks.deliveries import DeliveryQueue
-    from penstock.queue.webhooks.endpoints import EndpointStore
+    from penstock.queue.tenants.deletion import TenantBroker
 
     num_jobs = list[int]()
     async with connect(redis_url) as redis:
-        # First, so that no batch submits further rows.
-        await FileRecords(redis).erase(tenant)
-        endpoints = EndpointStore(redis)
-        for endpoint in await endpoints.of(tenant):
-            await endpoints.delete(endpoint.id, tenant)
-        held = await TenantBroker(redis).delete(tenant, num_jobs.append)
-        for pool in held.pools:
-            await DeliveryQueue(redis).drop_ends(tenant, pool)
+        await TenantBroker(redis).delete(tenant, num_jobs.append)
     return sum(num_jobs)
 
 
-def _object_of(data: TenantData, files: HeldFiles) -> dict[str, Any]:
+def _object_of(data: TenantData) -> dict[str, Any]:
+    files = data.files
     return {
         "object": "tenant",
         "tenant": data.tenant,
         "num_keys": data.num_keys,
+        "num_webhook_endpoints": data.num_endpoints,
         "pools": {
             pool: {"open_jobs": held.num_open, "ended_jobs": held.num_ended, "bytes": held.num_bytes}
             for pool, held in data.pools.items()

@@ -1,4 +1,4 @@
-"""Recurring work: Celery's scheduler sends a task at each time of its schedule, and a worker answers it.
+"""Recurring work: Celery's scheduler sends a task at each time of a schedule, and a worker answers it.
 
 Both run in one process: `cd examples; celery -A celery_beat worker --beat`. One scheduler serves all workers. Run as a
 program, it prints the newest answer.
@@ -7,10 +7,15 @@ program, it prints the newest answer.
 import os
 from datetime import timedelta
 
-from penstock import Client
-from penstock.producer.batch.app import app
+from celery import Celery
+
+from penstock import Client, redis_url_of
+from penstock.celery import install
 
 EVERY_S = float(os.environ.get("EVERY_S", "3600"))
+BROKER = os.environ.get("BROKER_URL") or redis_url_of().replace("unix://", "redis+socket://", 1)
+app = Celery("weather", broker=BROKER, backend=BROKER)
+install(app)
 # With `ttl_s`, a task that could not begin before the next one is due expires.
 WEATHER = {"prompt": "The weather of the next hour:", "max_tokens": 16, "ttl_s": EVERY_S}
 

@@ -1,25 +1,33 @@
-"""A chain of two Celery tasks: the second prompt is made of the first answer.
+"""penstock's tasks in an app of your own: a chain, and a chord over a group, beside a task of the app.
 
-A worker runs both: `cd examples; celery -A celery_chain worker`. A worker that is killed leaves its task to another.
+A worker runs them: `cd examples; celery -A celery_chain worker --pool threads --concurrency 32`. A worker that is
+killed leaves its tasks to another. By default broker and results are in the Redis of `penstock serve`.
 """
 
+import os
 from typing import Any
 
-from penstock.producer.batch.app import app
+from celery import Celery, chain, chord
 
-GENERATE = "penstock.generate"
-ASK_AGAIN = "examples.ask_again"
+from penstock import redis_url_of
+from penstock.celery import install, text_of
+
+BROKER = os.environ.get("BROKER_URL") or redis_url_of().replace("unix://", "redis+socket://", 1)
+app = Celery("stories", broker=BROKER, backend=BROKER)
+llm = install(app)
+SHORT: dict[str, Any] = {"max_tokens": 16, "temperature": 0}
 
 
-@app.task(name=ASK_AGAIN, bind=True)  # type: ignore[untyped-decorator]
-def ask_again(self: Any, answer: dict[str, Any]) -> Any:
-    """Replace itself by a task that continues from the first answer, a response object in OpenAI's form."""
-    story = answer["choices"][0]["text"]
-    options = {"prompt": f"{story}\n\nThe end of this story:", "max_tokens": 16, "temperature": 0}
-    return self.replace(app.signature(GENERATE, kwargs=options))
+@app.task(name="stories.longest")  # type: ignore[untyped-decorator]
+def longest(answers: list[dict[str, Any]]) -> str:
+    """Return the longest text of several answers, which are response objects in OpenAI's form."""
+    return max(map(text_of, answers), key=len)
 
 
 if __name__ == "__main__":
-    first = app.signature(GENERATE, kwargs={"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0})
-    response = (first | app.signature(ASK_AGAIN)).delay().get(timeout=120)
-    print(response["choices"][0]["text"])
+    story = chain(
+        llm.generate("Once upon a time", **SHORT), llm.generate_from("{previous}\n\nThe end of this story:", **SHORT)
+    )
+    print(text_of(story.delay().get(timeout=120)))
+    titles = [llm.generate(f"A title for a story about {what}:", **SHORT) for what in ("rivers", "hills")]
+    print(chord(titles, longest.s()).delay().get(timeout=120))

@@ -61,6 +61,8 @@ BY_ID = {
     "gpu_node.model.torch_cpu.weights:_read": "tensor of a checkpoint",
     "gpu_node.service.health:_troubles": "part of the node",
     "gpu_node.publishing.outbox:_dirty": "job id",
+    "producer.batch.results:failed": "part of one batch file",
+    "producer.batch.task_leases:_known": "Celery's id of a delivery",
     "producer.batch.task_leases:_seen": "Celery's id of a delivery",
     "producer.batch.worker_metrics:_started_s": "Celery's id of a task",
     "producer.client.pools:_of": "pool",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
 import json
 import os
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.model
 
 EXAMPLES = ROOT / "examples"
 ADAPTER, WEIGHTS, RANK = "tuned", "adapter_model.safetensors", 4
-WORKER = ("-m", "celery", "-A", "celery_chain", "worker", "--concurrency", "1", "--without-gossip")
+WORKER = ("-m", "celery", "-A", "celery_chain", "worker", "--pool", "threads", "--concurrency", "4")
 
 
 NOTEBOOK_RUNNER = """
@@ -109,7 +110,7 @@ def run(redis_url: str, name: str, *arguments: str) -> str:
 
 def test_every_example_is_listed_and_tested() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert len(names) == 9
+    assert len(names) == 11
     assert set(re.findall(r"^\| \[(\w+)\.py\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)) == names
     tested = re.findall(r'run\(redis_of_node, "(\w+)"', Path(__file__).read_text())
     assert set(tested) == names
@@ -189,7 +190,8 @@ def test_celery_chain(redis_of_node: str) -> None:
         stack.enter_context(worker)
         stack.callback(worker.wait, 30)
         stack.callback(worker.terminate)
-        assert run(redis_of_node, "celery_chain").strip()
+        story, title = run(redis_of_node, "celery_chain").strip().rsplit("\n", 1)
+        assert story and title
 
 
 def test_celery_beat(redis_of_node: str, tmp_path: Path) -> None:
@@ -208,6 +210,33 @@ def test_celery_beat(redis_of_node: str, tmp_path: Path) -> None:
             assert time.monotonic() < until_s
             time.sleep(0.1)
         assert run(redis_of_node, "celery_beat").strip()
+
+
+def test_classify_csv(redis_of_node: str, tmp_path: Path) -> None:
+    texts = ['I love it, "really"', "It broke after a day.", "Where is the manual?"]
+    source, labeled = tmp_path / "reviews.csv", tmp_path / "labeled.csv"
+    with source.open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "text"], *((number, text) for number, text in enumerate(texts))])
+    assert run(redis_of_node, "classify_csv", str(source), str(labeled)) == "3 rows have a label, 0 have none\n"
+    with labeled.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["text"] for row in rows] == texts
+    assert {row["label"] for row in rows} <= {"praise", "complaint", "question"}
+
+
+def test_embed_folder(redis_of_node: str, tmp_path: Path) -> None:
+    folder = tmp_path / "notes"
+    (folder / "more").mkdir(parents=True)
+    for name, text in {
+        "a.txt": "Rivers run to the sea.",
+        "b.md": "Streams run to the sea.",
+        "more/c.txt": "7 8 9",
+    }.items():
+        (folder / name).write_text(text)
+    lines = run(redis_of_node, "embed_folder", str(folder), str(tmp_path / "vectors.jsonl")).splitlines()
+    nearest = dict(line.split(": ", 1) for line in lines)
+    assert set(nearest) == {"a.txt", "b.md", "more/c.txt"}
+    assert nearest["a.txt"].startswith("b.md (0.") and nearest["b.md"].startswith("a.txt (0.")
 
 
 def test_subscriber(redis_of_node: str) -> None:

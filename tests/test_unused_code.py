@@ -29,6 +29,7 @@ ALLOWED = {
     "execute_command": "redis-py calls it",
     "connect_unix_socket": "httpcore calls it",
     "notify": "a method of the public client",
+    "readinto": "io.BufferedReader calls it",
     "map_unordered": "a method of the public clients",
     "create_app": "the ASGI app for a server of one's own, and for tests",
     "own_channel": "the channel of a plain subscriber, in the table of keys; clients in other languages use it",

@@ -18,7 +18,7 @@ from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
 from penstock.gateway.responses.body import CompactBody, ResponseBody, ResponseStreamOptions
 from penstock.gateway.tokens.schemas import DetokenizeRequest, TokenizeRequest
-from penstock.producer.batch.request import ROWS
+from penstock.producer.batch.request import EMBEDDINGS_URL, ROWS
 from penstock.producer.openai.fields import NO_EFFECT, Accepts, neutral_values_of, renamed_options
 from penstock.producer.openai.messages import ChatMessage
 
@@ -37,13 +37,18 @@ _TABLES: Mapping[str, Mapping[str, type[BaseModel]]] = {
         "/v1/completions": CompletionRequest,
         "/v1/responses": ResponseBody,
         "/v1/responses/compact": CompactBody,
-        **{f"batch: {url}": row for url, row in ROWS.items()},
+        **{f"batch: {url}": row for url, row in ROWS.items() if url != EMBEDDINGS_URL},
     },
     ANTHROPIC: {"/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest},
     JOB: {"/v1/jobs": JobRequest},
     PARAMS: {"/v1/jobs": SamplingParams},
     TOKENS: {"/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest},
-    TEXTS: {"/v1/embeddings": EmbeddingRequest, "/rerank": RerankRequest, "/score": ScoreRequest},
+    TEXTS: {
+        "/v1/embeddings": EmbeddingRequest,
+        "/rerank": RerankRequest,
+        "/score": ScoreRequest,
+        f"batch: {EMBEDDINGS_URL}": ROWS[EMBEDDINGS_URL],
+    },
     STREAM_OPTIONS: {"chats and completions": StreamOptions, "/v1/responses": ResponseStreamOptions},
     MESSAGE: {"`messages[]`": ChatMessage},
 }

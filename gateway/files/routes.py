@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -70,10 +70,9 @@ def file_object(file: StoredFile) -> dict[str, Any]:
 class FileRoutes:
     """The routes of stored files."""
 
-    def __init__(self, files: Files, uploads: Uploads, send_timeout_s: float) -> None:
+    def __init__(self, files: Files, uploads: Uploads) -> None:
         self._files = files
         self._uploads = uploads
-        self._send_timeout_s = send_timeout_s
         self.router = APIRouter()
         path = "/v1/files"
         self.router.add_api_route(path, self.upload_file, methods=["POST"], openapi_extra=_MULTIPART)
@@ -123,7 +122,7 @@ class FileRoutes:
         if start >= end and wanted is not None:
             raise RangeError(f"range: the file has {file.num_bytes} bytes", param="range")
         await self._files.storage()
-        return FileContent(self._files, file, start, end, is_part=wanted is not None, timeout_s=self._send_timeout_s)
+        return FileContent(self._files, file, start, end, is_part=wanted is not None)
 
     async def delete_file(self, request: Request, file_id: str) -> dict[str, Any]:
         """Delete a file. An open batch's input cannot be deleted."""
@@ -136,14 +135,13 @@ class FileRoutes:
             return await self._files.find(file_id, caller_of(request).tenant)
 
 
-class FileContent(Response):
-    """A response with the content of a file, which is read as its client takes it."""
+class FileContent(StreamingResponse):
+    """A response with the content of a file, which is read as its client takes it.
 
-    media_type = "application/octet-stream"
+    An error of the storage cuts it off, so that no client takes a part for the whole.
+    """
 
-    def __init__(
-        self, files: Files, file: StoredFile, start: int, end: int, *, is_part: bool, timeout_s: float
-    ) -> None:
+    def __init__(self, files: Files, file: StoredFile, start: int, end: int, *, is_part: bool) -> None:
         name = re.sub(r"[^ !#-\[\]-~]", "_", file.name)
         headers = {
             "Content-Length": str(end - start),
@@ -152,22 +150,20 @@ class FileContent(Response):
         }
         if is_part:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.num_bytes}"
-        super().__init__(status_code=206 if is_part else 200, headers=headers)
-        self._timeout_s = timeout_s
-        self._pieces: AsyncIterator[bytes] = files.content(file, start, end)
+        self._content = files.content(file, start, end)
+        status = 206 if is_part else 200
+        super().__init__(self._pieces(), status, headers, media_type="application/octet-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the content. An error of the storage cuts it off, so that no client takes a part for the whole."""
-        first = await anext(self._pieces, b"")
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._send(send, first)
-        async for piece in self._pieces:
-            await self._send(send, piece)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        """Send the content. If its beginning cannot be read, the answer is that error."""
+        self._first = await anext(self._content, b"")
+        await super().__call__(scope, receive, send)
 
-    async def _send(self, send: Send, piece: bytes) -> None:
-        async with asyncio.timeout(self._timeout_s):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        async with aclosing(self._content) as content:
+            yield self._first
+            async for piece in content:
+                yield piece
 
 
 def query_of(request: Request, *known: str) -> Mapping[str, str]:
@@ -218,7 +214,7 @@ def range_of(text: str, num_bytes: int) -> tuple[int, int]:
 
 def _routes(services: Services) -> list[Route | APIRouter]:
     uploads = Uploads(services.files, services.settings, services.yielder)
-    return [FileRoutes(services.files, uploads, services.settings.send_timeout_s).router]
+    return [FileRoutes(services.files, uploads).router]
 
 
 FILES = HttpDialect(_routes, bodies=())

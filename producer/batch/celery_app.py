@@ -6,18 +6,14 @@ import logging
 import sys
 from typing import Any
 
-from celery import Celery, signals
+from celery import Celery
 from celery.app.log import Logging
 
+from penstock.producer.batch.installation import QUEUE, add_to
 from penstock.producer.batch.settings import CelerySettings
-from penstock.producer.batch.task_leases import TaskLeases
-from penstock.producer.batch.task_traces import carry_trace
-from penstock.producer.batch.tasks import GENERATE, RUN_FILE, add_tasks
-from penstock.producer.batch.worker_metrics import WorkerMetrics, metrics_step
 from penstock.runtime.logging import LogSettings, log_formatter
 from penstock.runtime.settings import redis_url_of
 
-QUEUE = "penstock-batch"
 KEY_PREFIX = "penstock:celery:"
 """Prefix of all of Celery's Redis keys. Keys of the job queue have braces after `penstock:`, so none collide."""
 _MAX_RESTORE_CHECK_S = 5
@@ -52,13 +48,8 @@ def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:
     url = celery_url(settings.broker_url or jobs_url)
     app = Celery("penstock", broker=url, backend=url, log=f"{WorkerLogging.__module__}:{WorkerLogging.__name__}")
     app.conf.update(_options(settings))
-    app.steps["consumer"].add(TaskLeases)
-    metrics = WorkerMetrics()
-    if settings.metrics_port is not None:
-        app.steps["worker"].add(metrics_step(metrics, settings.metrics_port, settings.metrics_host))
-    for name in (GENERATE, RUN_FILE):
-        signals.before_task_publish.connect(carry_trace, sender=name)
-    add_tasks(app, jobs_url, metrics, longest_pause_s=settings.visibility_timeout_s / 2)
+    # Tasks that users add to this app have leases too, because all its workers hold them.
+    add_to(app, QUEUE, jobs_url, settings, leased=None)
     return app
 
 
@@ -81,7 +72,6 @@ def _options(settings: CelerySettings) -> dict[str, Any]:
         "worker_prefetch_multiplier": 1,
         # If Redis is briefly unreachable, the task continues. A copy at another worker finds the output locked.
         "worker_cancel_long_running_tasks_on_connection_loss": False,
-        "penstock_task_lease_s": settings.task_lease_s,
         "worker_soft_shutdown_timeout": settings.soft_shutdown_s,
         "broker_connection_retry_on_startup": True,
         "broker_connection_max_retries": None,
@@ -92,5 +82,7 @@ def _options(settings: CelerySettings) -> dict[str, Any]:
             "unacked_restore_throttle": 1,
         },
         "result_backend_transport_options": {"global_keyprefix": KEY_PREFIX},
+        # While Redis is away, a worker keeps a finished task until its result is stored.
+        "result_backend_always_retry": True,
         "result_expires": settings.result_ttl_s,
     }

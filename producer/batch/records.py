@@ -33,6 +33,8 @@ class Batch:
     """What the submission of each row waits for; None: the client's setting."""
     in_feed: bool = False
     """Whether the ends of the rows' jobs are among the tenant's completions."""
+    errors: str | None = None
+    """A path or an fsspec URL for the list of failed rows; None: the output's, with `.errors.jsonl` at its end."""
 
     def __post_init__(self) -> None:
         checked_durability(self.durability)
@@ -40,6 +42,11 @@ class Batch:
             raise RequestError(f"max_in_flight must be from 1 to {MAX_IN_FLIGHT}", param="max_in_flight")
         if self.not_before_s is not None and not self.not_before_s <= time.time() + MAX_DEADLINE_S:
             raise RequestError(f"not_before_s must be at most {MAX_DEADLINE_S} s in the future", param="not_before_s")
+
+    @property
+    def errors_name(self) -> str:
+        """The path or fsspec URL of the list of failed rows."""
+        return self.errors or self.output.removesuffix(".jsonl") + ".errors.jsonl"
 
     @property
     def delay_s(self) -> float | None:
@@ -73,10 +80,10 @@ class BatchProgress:
             error = row["error"]
             first = self.first_failure or f"{row['custom_id']}: {error.get('message') or error.get('code')}"
             return replace(self, num_failed=self.num_failed + 1, first_failure=first)
-        usage = row["response"]["body"]["usage"]
+        usage = row["response"]["body"]["usage"]  # Its names depend on the endpoint.
         return replace(
             self,
             num_answered=self.num_answered + 1,
-            prompt_tokens=self.prompt_tokens + usage["prompt_tokens"],
-            completion_tokens=self.completion_tokens + usage["completion_tokens"],
+            prompt_tokens=self.prompt_tokens + usage.get("prompt_tokens", usage.get("input_tokens", 0)),
+            completion_tokens=self.completion_tokens + usage.get("completion_tokens", usage.get("output_tokens", 0)),
         )

@@ -1,57 +1,57 @@
 """The input file of a batch: its lines, and the request of each line.
 
-Every line is checked for its `custom_id` before any job is submitted, and for its fields when it is submitted.
+Every line is checked for its `custom_id` before any job is submitted, and for its fields when it is submitted. A file
+may be compressed with gzip or Zstandard, and may begin with a byte order mark; its content says so, not its name.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import io
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO, cast
 
-from pydantic import Field, ValidationError, field_validator
-from pydantic_core import PydanticCustomError, from_json, to_json
+from pydantic import Field, ValidationError
+from pydantic_core import from_json, to_json
 
-from penstock.contract.errors import RequestError
-from penstock.contract.job import MAX_DEADLINE_S, MAX_TAGS, SamplingParams, Tag
+from penstock.contract.errors import ConfigError, RequestError
+from penstock.contract.job import SamplingParams
 from penstock.contract.named import UNKNOWN_FIELD
-from penstock.contract.problems import MAX_NAME_CHARS, request_error
+from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
+from penstock.contract.tasks import Embed
+from penstock.producer.batch.rows import NAMES_OF_RESPONSES, EmbeddingRow, QueuedRow, ResponseRow
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
 from penstock.producer.openai.fields import only
 from penstock.producer.openai.generation_body import GenerationBody
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
+EMBEDDINGS_URL = "/v1/embeddings"
+RESPONSES_URL = "/v1/responses"
 
 MAX_CUSTOM_ID_CHARS = 256
 MAX_LINE_BYTES = 16 << 20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+"""How compressed files begin."""
+_PACKED_BYTES = 16 << 10
+"""Bytes that are decompressed at once."""
 _LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
 
 Prompt = str | list[int] | list[dict[str, Any]]
 
 
-class _RowFields(GenerationBody):
-    """Fields of a row beside OpenAI's body. A row cannot stream and cannot choose its priority class."""
+class _RowFields(QueuedRow, GenerationBody):
+    """Fields of a row that generates text."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    stream: Annotated[Any, only(None, False)] = None
     stream_options: Annotated[Any, only(None)] = None
-    tags: Annotated[list[Tag] | None, Field(max_length=MAX_TAGS)] = None
     service_tier: Annotated[Any, only(None, "auto", "default", "flex")] = None
-    # They count from the submission of the row.
-    deadline_s: float | None = None
-    ttl_s: float | None = None
-
-    @field_validator("deadline_s", "ttl_s")
-    @classmethod
-    def _is_duration(cls, value: float | None) -> float | None:
-        if value is not None and not 0 < value <= MAX_DEADLINE_S:
-            raise PydanticCustomError(
-                "duration", "must be above 0 and at most {limit} seconds", {"limit": MAX_DEADLINE_S}
-            )
-        return value
 
 
 class _ChatRow(_RowFields, ChatBody):
@@ -63,7 +63,12 @@ class _CompletionRow(_RowFields, CompletionBody):
     pass
 
 
-ROWS: dict[str, type[_ChatRow | _CompletionRow]] = {CHAT_URL: _ChatRow, COMPLETIONS_URL: _CompletionRow}
+ROWS: dict[str, type[_ChatRow | _CompletionRow | EmbeddingRow | ResponseRow]] = {
+    CHAT_URL: _ChatRow,
+    COMPLETIONS_URL: _CompletionRow,
+    EMBEDDINGS_URL: EmbeddingRow,
+    RESPONSES_URL: ResponseRow,
+}
 """The schema of a row's body by its url."""
 
 
@@ -81,6 +86,12 @@ class BatchRequest:
     ttl_s: float | None = None
     tags: Sequence[str] = ()
     metadata: Mapping[str, str] | None = None
+    task: Embed | None = None
+    """The task of a row of embeddings, whose prompts are `inputs`."""
+    inputs: Sequence[str | list[int]] = ()
+    as_base64: bool = False
+    response_echo: Mapping[str, Any] | None = None
+    """The members of a response that repeat its request."""
 
 
 def request_of_line(fields: Mapping[str, Any]) -> BatchRequest:
@@ -90,7 +101,7 @@ def request_of_line(fields: Mapping[str, Any]) -> BatchRequest:
         raise RequestError("method must be POST", param="method")
     url, body = fields.get("url"), fields.get("body")
     if not isinstance(url, str) or url not in ROWS:
-        raise RequestError(f"url must be {CHAT_URL} or {COMPLETIONS_URL}", param="url")
+        raise RequestError(f"url must be one of {', '.join(ROWS)}", param="url")
     if not isinstance(body, dict):
         raise RequestError("body must be an object", param="body")
     return request_of(url, body)
@@ -101,6 +112,10 @@ def request_of(url: str, body: Mapping[str, Any]) -> BatchRequest:
     try:
         # Validate as JSON: in strict mode, pydantic then still accepts a list for a tuple and an object for a record.
         row = ROWS[url].model_validate_json(to_json(body, inf_nan_mode="constants"))
+        if isinstance(row, EmbeddingRow):
+            return _embeddings_of(row)
+        if isinstance(row, ResponseRow):
+            return _response_of(row)
         params = row.params()
     except ValidationError as error:
         raise request_error(error) from None
@@ -110,6 +125,31 @@ def request_of(url: str, body: Mapping[str, Any]) -> BatchRequest:
     times = row.deadline_s, row.ttl_s
     listed = row.tags or (), row.metadata
     return BatchRequest(url, prompts[0], row.model, params, row.echoes, row.template_kwargs, *times, *listed)
+
+
+def _embeddings_of(row: EmbeddingRow) -> BatchRequest:
+    return BatchRequest(
+        EMBEDDINGS_URL,
+        row.input[0],
+        row.model,
+        SamplingParams(),
+        deadline_s=row.deadline_s,
+        ttl_s=row.ttl_s,
+        tags=row.tags or (),
+        metadata=row.metadata,
+        task=row.task(),
+        inputs=row.input,
+        as_base64=row.encoding_format == "base64",
+    )
+
+
+def _response_of(row: ResponseRow) -> BatchRequest:
+    try:
+        chat = request_of(CHAT_URL, row.chat_body())
+    except RequestError as error:
+        rename(error, NAMES_OF_RESPONSES)
+        raise
+    return replace(chat, url=RESPONSES_URL, response_echo=row.echo())
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:
@@ -127,6 +167,8 @@ class InputLine:
     """The caller's name for the request, unique in its file. The result has the same custom_id."""
     fields: dict[str, Any]
     """The line's JSON object. Its request is not checked yet."""
+    number: int
+    """The number of the line in its file, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +204,76 @@ def lines_of(path: Path) -> Iterator[InputLine]:
 
 
 def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    with path.open("rb") as file:
+    with _plain(path) as file:
         number = 0
         while raw := file.readline(MAX_LINE_BYTES + 1):
             number += 1
+            if number == 1:
+                raw = raw.removeprefix(_BYTE_ORDER_MARK)
             if len(raw) > MAX_LINE_BYTES:
                 raise _bad(number, f"longer than {MAX_LINE_BYTES} bytes")
-            if not raw.isspace():
+            if raw and not raw.isspace():
                 yield number, raw
+
+
+@contextmanager
+def _plain(path: Path) -> Iterator[BinaryIO]:
+    """Open a file and decompress it. Raises RequestError if it is damaged."""
+    with path.open("rb") as file:
+        head = file.read(len(_ZSTANDARD))
+        file.seek(0)
+        if head == _ZSTANDARD:
+            with _zstandard_reader(file) as reader:
+                yield reader
+        elif head.startswith(_GZIP):
+            try:
+                with gzip.open(file) as reader:
+                    yield cast(BinaryIO, reader)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise RequestError(f"the input is damaged: {error}", param="input") from error
+        else:
+            yield file
+
+
+@contextmanager
+def _zstandard_reader(file: BinaryIO) -> Iterator[BinaryIO]:
+    try:
+        import zstandard
+    except ModuleNotFoundError as error:
+        message = "the input is compressed with Zstandard: pip install 'penstock[batch]'"
+        raise ConfigError(message, param="input") from error
+    decompress = zstandard.ZstdDecompressor().decompressobj
+    try:
+        yield io.BufferedReader(_FrameReader(file, decompress), 1 << 16)
+    except zstandard.ZstdError as error:
+        raise RequestError(f"the input is damaged: {error}", param="input") from error
+
+
+class _FrameReader(io.RawIOBase):
+    """Reads the frames of a Zstandard file. The library's own reader takes a cut file for a shorter one."""
+
+    def __init__(self, file: BinaryIO, decompress: Callable[[], Any]) -> None:
+        self._file = file
+        self._new_frame = decompress
+        self._frame = decompress()
+        self._held = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._held:
+            packed = self._frame.unused_data or self._file.read(_PACKED_BYTES)
+            if self._frame.eof:
+                if not packed:
+                    return 0
+                self._frame = self._new_frame()
+            elif not packed:
+                raise RequestError("the input is damaged: its end is missing", param="input")
+            self._held = memoryview(self._frame.decompress(packed))
+        part, self._held = self._held[: len(buffer)], self._held[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
 
 
 def _parse(number: int, raw: bytes) -> InputLine:
@@ -182,7 +286,7 @@ def _parse(number: int, raw: bytes) -> InputLine:
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
         raise _bad(number, f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters")
-    return InputLine(custom_id, fields)
+    return InputLine(custom_id, fields, number)
 
 
 def _bad(number: int, problem: str) -> RequestError:

@@ -1,6 +1,7 @@
 """The results file of a batch: append-only, with one writer, and published when it is complete.
 
-Its rows are those of OpenAI's batch format, around the response bodies of the HTTP API.
+Its rows are those of OpenAI's batch format, around the response bodies of the HTTP API, in the order in which the jobs
+ended.
 A row counts as written once it is synced to disk. If a crash truncates the last row, the next run writes it again.
 """
 
@@ -22,8 +23,10 @@ from penstock.contract.errors import BusyError, PenstockError, RequestError
 from penstock.contract.job import created_at, is_job_id
 from penstock.contract.output import Result
 from penstock.producer.batch import storage
+from penstock.producer.batch.outages import OnWait, outlast
 from penstock.producer.batch.records import BatchProgress
 from penstock.producer.batch.request import CHAT_URL, BatchRequest
+from penstock.producer.batch.rows import response_body
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 _KEPT = timedelta(days=8)
@@ -63,6 +66,9 @@ def body_of(request: BatchRequest, model: str, result: Result, max_total_tokens:
 
     `max_total_tokens`: prompt and output together, to which `max_tokens` was lowered.
     """
+    if request.response_echo is not None:
+        sampling = {name: getattr(request.params, name) for name in ("temperature", "top_p")}
+        return response_body(model, request.response_echo, sampling, result)
     made = ChatRenderer if request.url == CHAT_URL else CompletionRenderer
     renderer = made(
         job_id=result.job_id,
@@ -84,6 +90,8 @@ class ResultsFile:
         self._batch_id = batch_id
         self.progress = progress
         self.custom_ids: set[str] = set()
+        self.failed: dict[str, dict[str, Any]] = {}
+        """The rows without an answer, by custom_id."""
         self.recent_job_ids: list[str] = []
         """Jobs of loaded rows whose results Redis may still have."""
 
@@ -121,27 +129,30 @@ class ResultsFile:
 
     def _note(self, row: dict[str, Any]) -> None:
         self.custom_ids.add(row["custom_id"])
+        if row["error"] is not None:
+            self.failed[row["custom_id"]] = row
         self.progress = self.progress.after(row)
 
 
 @contextmanager
-def open_results(output: str, batch_id: str, num_rows: int) -> Iterator[ResultsFile]:
+def open_results(output: str, batch_id: str, num_rows: int, on_wait: OnWait) -> Iterator[ResultsFile]:
     """Open the results file of a batch and lock it for the block. At the end, publish it if it is complete.
 
-    Raises BusyError while another run writes it, and RequestError if the output exists with other content.
+    While the store of the output is unreachable, it waits, and reports that to `on_wait`. Raises BusyError while
+    another run writes it, and RequestError if the output exists with other content.
     """
     partial = storage.partial_path(output)
     with _locked(partial) as file:
         results = ResultsFile(file, BatchProgress(num_rows), batch_id)
-        is_published = storage.exists(output)
+        is_published = outlast(output, lambda: storage.exists(output), on_wait)
         if is_published:
-            _load_published(results, output)
+            outlast(output, lambda: _load_published(results, output), on_wait)
         else:
             with storage.readable("output"):
                 file.truncate(results.load(partial))
         yield results
         if results.is_whole and not is_published:
-            storage.publish(partial, output)
+            outlast(output, lambda: storage.publish(partial, output), on_wait)
 
 
 def _load_published(results: ResultsFile, output: str) -> None:

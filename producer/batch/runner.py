@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -19,9 +21,12 @@ from typing import Any, Protocol, Unpack
 
 from penstock.contract.errors import BusyError, JobFailedError, NotFoundError, RequestError, UnavailableError, error_of
 from penstock.contract.job import Durability, Priority, SubmitOptions
+from penstock.contract.output import Result
+from penstock.contract.tasks import Embedding
 from penstock.producer.batch import storage
+from penstock.producer.batch.outages import OnWait, outlast
 from penstock.producer.batch.records import Batch, BatchProgress
-from penstock.producer.batch.request import BatchRequest, InputLine, lines_of, request_of_line, survey_of
+from penstock.producer.batch.request import BatchRequest, InputLine, InputSummary, lines_of, request_of_line, survey_of
 from penstock.producer.batch.results import (
     ResultsFile,
     answer_row,
@@ -31,9 +36,12 @@ from penstock.producer.batch.results import (
     open_results,
     row_id_of,
 )
+from penstock.producer.batch.rows import embeddings_body
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt
+from penstock.producer.client.tasks import output_of
 from penstock.queue.broker.producer import ServedPool
+from penstock.runtime.gather import try_all
 
 _LOST_RESULT = ("job_not_found", "result_expired")
 """Codes of a job that has ended and whose result is gone."""
@@ -59,31 +67,62 @@ class OpenBatch:
 
 
 @contextmanager
-def opened(batch: Batch) -> Iterator[OpenBatch]:
+def opened(batch: Batch, on_wait: OnWait = lambda _: None) -> Iterator[OpenBatch]:
     """Check a batch's input and lock its output. At the end of the block, publish the output if it is complete.
 
-    Raises RequestError if input or output cannot be used, and BusyError while another run writes the same output. The
-    call blocks on files, pipes and stores; call it outside an event loop to keep Ctrl-C responsive.
+    If rows failed, a list of them is published too. While the store of an fsspec URL is unreachable, the call waits,
+    and reports that to `on_wait`. Raises RequestError if input or output cannot be used, and BusyError while another
+    run writes the same output. The call blocks on files, pipes and stores; call it outside an event loop to keep Ctrl-C
+    responsive.
     """
-    with storage.local_copy(batch.input, param="input") as path:
+    with ExitStack() as stack:
+        source = batch.input
+        path = outlast(source, lambda: stack.enter_context(storage.local_copy(source, param="input")), on_wait)
         with storage.readable("input"):
             survey = survey_of(path)
-        identity = "\0".join((survey.digest.hex(), storage.canonical(batch.output), batch.model or ""))
-        batch_id = batch.batch_id or hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-        with open_results(batch.output, batch_id, survey.num_lines) as results:
-            yield OpenBatch(batch, batch_id, path, results)
+        batch_id = id_of(batch, survey)
+        results = stack.enter_context(open_results(batch.output, batch_id, survey.num_lines, on_wait))
+        yield OpenBatch(batch, batch_id, path, results)
+        if results.is_whole and results.failed:
+            publish_errors(batch, path, results.failed, on_wait)
 
 
-async def run_batch(
-    redis_url: str, batch: Batch, on_progress: OnProgress = lambda _: None, on_submit: OnSubmit = lambda: None
-) -> BatchProgress:
+def id_of(batch: Batch, survey: InputSummary) -> str:
+    """Return the identity of a batch."""
+    identity = "\0".join((survey.digest.hex(), storage.canonical(batch.output), batch.model or ""))
+    return batch.batch_id or hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+
+
+def publish_errors(batch: Batch, path: Path, failed: Mapping[str, Row], on_wait: OnWait) -> None:
+    """Write the list of failed rows: each row of the output, with the number of its line in the input."""
+    # A local list is made in its own folder, so that it can take its place in one step.
+    folder_of_list = None if storage.is_remote(batch.errors_name) else Path(batch.errors_name).parent
+    with tempfile.TemporaryDirectory(prefix="penstock-batch-", dir=folder_of_list) as folder:
+        listed = Path(folder) / "errors"
+        with listed.open("w") as file:
+            for line in lines_of(path):
+                if line.custom_id in failed:
+                    file.write(json.dumps({"line": line.number, **failed[line.custom_id]}, ensure_ascii=False) + "\n")
+        outlast(batch.errors_name, lambda: storage.publish(listed, batch.errors_name), on_wait)
+
+
+async def run_batch(redis_url: str, batch: Batch, on_progress: OnProgress = lambda _: None) -> BatchProgress:
     """Open and answer a batch, and return its final progress. Raises the errors of `opened` and `answer_batch`."""
     with opened(batch) as one:
-        return await answer_batch(redis_url, one, on_progress, on_submit)
+        return await answer_batch(redis_url, one, on_progress)
 
 
-async def answer_batch(
-    redis_url: str, one: OpenBatch, on_progress: OnProgress, on_submit: OnSubmit = lambda: None
+async def answer_batch(redis_url: str, one: OpenBatch, on_progress: OnProgress) -> BatchProgress:
+    """Run an open batch to its end with a client of its own. A batch that is complete needs no Redis."""
+    if one.results.is_whole:
+        on_progress(one.results.progress)
+        return one.results.progress
+    async with AsyncClient(redis_url) as client:
+        return await answer_rows(client, one, on_progress)
+
+
+async def answer_rows(
+    client: AsyncClient, one: OpenBatch, on_progress: OnProgress, *, on_submit: OnSubmit = lambda: None
 ) -> BatchProgress:
     """Run an open batch to its end and return its final progress.
 
@@ -93,8 +132,7 @@ async def answer_batch(
     results = one.results
     on_progress(results.progress)
     if not results.is_whole:
-        async with AsyncClient(redis_url) as client:
-            await _BatchRun(client, one, on_progress, on_submit).answer_all(lines_of(one.path))
+        await _BatchRun(client, one, on_progress, on_submit).answer_all(lines_of(one.path))
         if not results.is_whole:
             raise RequestError("the input changed during the run: some of its lines are gone", param="input")
     return results.progress
@@ -160,23 +198,57 @@ async def _ask(
     in_feed: bool,
     on_submit: OnSubmit,
 ) -> tuple[str, dict[str, Any]]:
-    job = await client.submit(
-        request.prompt,
-        model=model,
-        params=request.params,
-        chat_template_kwargs=request.template_kwargs,
-        lower_max_tokens=True,
-        priority=Priority.BATCH,
-        not_before_s=delay_s,
-        deadline_s=request.deadline_s,
-        ttl_s=request.ttl_s,
-        durability=durability,
-        in_feed=in_feed,
-        idempotency_key=key,
-        tags=request.tags,
-        metadata=request.metadata,
-    )
+    shared: SubmitOptions = {
+        "model": model,
+        "priority": Priority.BATCH,
+        "not_before_s": delay_s,
+        "deadline_s": request.deadline_s,
+        "ttl_s": request.ttl_s,
+        "durability": durability,
+        "in_feed": in_feed,
+        "tags": request.tags,
+        "metadata": request.metadata,
+    }
+    if request.task is not None:
+        return await _embed(client, request, key, shared, on_submit)
+    options: SubmitOptions = {
+        **shared,
+        "params": request.params,
+        "chat_template_kwargs": request.template_kwargs,
+        "lower_max_tokens": True,
+        "idempotency_key": key,
+    }
+    job = await client.submit(request.prompt, **options)
     on_submit()
+    result = await _result_of(job)
+    # The record may be gone by now.
+    record = (await client.pools()).get(job.pool)
+    name = model or (record.model if record else job.pool)
+    return job.id, body_of(request, name, result, record.max_model_len or None if record else None)
+
+
+async def _embed(
+    client: Submitter, request: BatchRequest, key: str, shared: SubmitOptions, on_submit: OnSubmit
+) -> tuple[str, dict[str, Any]]:
+    """Return the id of the first text's job, and the answer for all texts."""
+    jobs = list[AsyncJob]()
+    for number, text in enumerate(request.inputs):
+        own_key = f"{key}:{number}" if number else key
+        options: SubmitOptions = {**shared, "task": request.task, "idempotency_key": own_key}
+        jobs.append(await client.submit(text, **options))
+        on_submit()
+    results = [await _result_of(job) for job in jobs]
+    vectors = [output_of(result, Embedding) for result in results]
+    # The caller frees the first job's result, which alone it knows.
+    await try_all([job.ack for job in jobs[1:]])
+    record = (await client.pools()).get(jobs[0].pool)
+    name = shared["model"] or (record.model if record else jobs[0].pool)
+    usages = [result.usage for result in results]
+    return jobs[0].id, embeddings_body(name, vectors, usages, as_base64=request.as_base64)
+
+
+async def _result_of(job: AsyncJob) -> Result:
+    """Return the result of a job that succeeds. Raises the error of another one."""
     result = await job.result(check=False)
     if result.outcome.state != "succeeded":
         error = error_of(result.outcome)
@@ -184,10 +256,7 @@ async def _ask(
             # The job has ended, so a retry with the same idempotency key would only find the same failure.
             raise JobFailedError(error.message, code=error.code)
         raise error
-    # The record may be gone by now.
-    record = (await client.pools()).get(job.pool)
-    name = model or (record.model if record else job.pool)
-    return job.id, body_of(request, name, result, record.max_model_len or None if record else None)
+    return result
 
 
 class _BatchRun:

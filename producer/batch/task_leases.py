@@ -6,19 +6,25 @@ timeout it gives the task to another worker, so the timeout must exceed the time
 Here a worker writes the time again and again while it lives. If another worker sees the same time for a whole lease,
 measured by its own clock, the task's worker is dead. So clocks of two machines are never compared, and a long task
 keeps its lease.
+
+In a user's own app, workers without penstock's tasks do not renew anything. So there the leases cover penstock's tasks
+only, and all other tasks keep Celery's visibility timeout.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from celery import bootsteps
 from celery.worker.consumer.tasks import Tasks
 from kombu.exceptions import OperationalError
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 _LOG = logging.getLogger(__package__)
@@ -52,67 +58,122 @@ class LeaseObserver:
         return [tag for tag, (_, first_s) in self._seen.items() if now_s - first_s >= self._lease_s]
 
 
-class TaskLeases(bootsteps.StartStopStep):  # type: ignore[misc]  # celery ships no types
-    """A Celery boot step with a thread that renews this worker's leases and checks those of other workers.
+class _TaskNames:
+    """The names of the tasks that workers hold. Redis is asked for a task's name once."""
 
-    It works with every kind of Celery worker pool.
+    def __init__(self) -> None:
+        self._known: dict[str, str] = {}
+
+    def of(self, channel: Any, client: Any, tags: Iterable[str]) -> dict[str, str]:
+        """Return the name of each task by its delivery tag; empty for a task that has ended."""
+        pipe = client.pipeline(transaction=False)
+        fresh = [tag for tag in tags if tag not in self._known]
+        for tag in fresh:
+            pipe.hget(channel.unacked_key, tag)
+        found = dict(zip(fresh, map(_name_of, pipe.execute()), strict=True)) if fresh else {}
+        self._known = {tag: self._known[tag] if tag in self._known else found[tag] for tag in tags}
+        return self._known
+
+
+def _name_of(stored: bytes | None) -> str:
+    """Return the name of the task in an entry of kombu's `unacked`: a message, its exchange and its routing key."""
+    if stored is None:
+        return ""
+    message, *_ = json.loads(stored)
+    return str(message.get("headers", {}).get("task", ""))
+
+
+def leases_step(lease_s: float, names: Collection[str] | None) -> type[bootsteps.StartStopStep]:
+    """Return a Celery boot step that holds leases on the tasks with these names; None: on all tasks."""
+
+    class TaskLeases(bootsteps.StartStopStep):  # type: ignore[misc]  # celery ships no types
+        """A thread that renews this worker's leases and checks those of other workers, with any kind of pool."""
+
+        requires = (Tasks,)
+
+        def __init__(self, consumer: Any, **_: Any) -> None:
+            super().__init__(consumer)
+            self._thread: threading.Thread | None = None
+            self._stopped = threading.Event()
+
+        def start(self, consumer: Any) -> None:
+            """Start the thread. Celery calls this for each new connection of the worker."""
+            if consumer.connection.transport.driver_type != "redis":
+                return  # Other brokers notice themselves that a worker is dead.
+            survive_lost_broker(consumer.task_consumer.channel)
+            self._stopped = threading.Event()
+            self._thread = threading.Thread(
+                target=keep_leases,
+                args=(consumer, self._stopped, lease_s, names),
+                name="penstock-task-leases",
+                daemon=True,
+            )
+            self._thread.start()
+
+        def stop(self, _: Any) -> None:
+            """Stop the thread before Celery returns unfinished tasks to the queue."""
+            self._stopped.set()
+            if self._thread is not None:
+                self._thread.join(_STOP_TIMEOUT_S)
+
+    return TaskLeases
+
+
+def survive_lost_broker(channel: Any) -> None:
+    """Let a worker outlive the end of its Redis while it holds tasks.
+
+    kombu 5.7 returns them to the queue when it closes the lost connection, and acknowledges those that end meanwhile.
+    Its channel has no address any more by then, so the worker exits with an AttributeError, which is no connection
+    error (https://github.com/celery/kombu/issues/582). The tasks are still in Redis as taken, so they return by their
+    leases or after the visibility timeout.
     """
+    address_of = channel._connparams
 
-    requires = (Tasks,)
+    def known_address(**options: Any) -> Any:
+        if getattr(channel.connection, "client", None) is None:
+            raise RedisConnectionError("the connection to Celery's Redis is lost")
+        return address_of(**options)
 
-    def __init__(self, consumer: Any, **_: Any) -> None:
-        super().__init__(consumer)
-        self._thread: threading.Thread | None = None
-        self._stopped = threading.Event()
-
-    def start(self, consumer: Any) -> None:
-        """Start the thread. Celery calls this for each new connection of the worker."""
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=_keep, args=(consumer, self._stopped), name="penstock-task-leases", daemon=True
-        )
-        self._thread.start()
-
-    def stop(self, _: Any) -> None:
-        """Stop the thread before Celery returns unfinished tasks to the queue."""
-        self._stopped.set()
-        if self._thread is not None:
-            self._thread.join(_STOP_TIMEOUT_S)
+    channel._connparams = known_address
 
 
-def _keep(consumer: Any, stopped: threading.Event) -> None:
-    lease_s = consumer.app.conf.penstock_task_lease_s
-    pause_s = lease_s / RENEWALS_PER_LEASE
-    observer = LeaseObserver(lease_s, max_gap_s=lease_s / 2, now_s=time.monotonic())
+def keep_leases(consumer: Any, stopped: threading.Event, lease_s: float, names: Collection[str] | None) -> None:
+    """Renew and check leases until `stopped` is set, also after errors."""
+    observer, known = LeaseObserver(lease_s, max_gap_s=lease_s / 2, now_s=time.monotonic()), _TaskNames()
     with consumer.app.connection_for_read() as connection:
-        while not stopped.wait(pause_s):
+        while not stopped.wait(lease_s / RENEWALS_PER_LEASE):
             try:
                 channel = connection.default_channel
-                _renew(channel, consumer.task_consumer.channel.qos)
-                _give_back_silent(channel, observer)
+                with channel.conn_or_acquire() as client:
+                    _renew(channel, client, consumer.task_consumer.channel.qos, names)
+                    rows = client.zrange(channel.unacked_index_key, 0, MAX_TASKS_LOOKED_AT - 1, withscores=True)
+                    renewals = {tag.decode() if isinstance(tag, bytes) else tag: at_s for tag, at_s in rows}
+                    if names is not None:
+                        name_of = known.of(channel, client, renewals)
+                        renewals = {tag: at_s for tag, at_s in renewals.items() if name_of[tag] in names}
+                    for tag in observer.silent(renewals, time.monotonic()):
+                        channel.qos.restore_by_tag(tag)
+                        _LOG.warning("a task's worker is dead; the task is queued again", extra={"delivery_tag": tag})
             except (OperationalError, RedisError, OSError) as error:
                 _LOG.info("task leases cannot be renewed while redis is unreachable", extra={"reason": str(error)})
-                connection.collapse()
+                _forget(connection)
             except Exception:
                 # Without this thread, other workers would run this worker's tasks a second time.
                 _LOG.exception("task leases were not renewed")
-                connection.collapse()
+                _forget(connection)
 
 
-def _renew(channel: Any, qos: Any) -> None:
-    now_s = time.time()
+def _forget(connection: Any) -> None:
+    """Drop a broken connection. The next use connects again."""
+    with suppress(OperationalError, RedisError, OSError):
+        connection.collect()
+
+
+def _renew(channel: Any, client: Any, qos: Any, names: Collection[str] | None) -> None:
     # Copied, because other threads change it. kombu has no public API for the tasks that a worker holds.
-    held = dict.fromkeys(qos._delivered.copy(), now_s)
-    if held:
-        with channel.conn_or_acquire() as client:
-            # Update only existing members: a task may end at this moment.
-            client.zadd(channel.unacked_index_key, held, xx=True)
-
-
-def _give_back_silent(channel: Any, observer: LeaseObserver) -> None:
-    with channel.conn_or_acquire() as client:
-        rows = client.zrange(channel.unacked_index_key, 0, MAX_TASKS_LOOKED_AT - 1, withscores=True)
-    renewals = {tag.decode() if isinstance(tag, bytes) else tag: renewed for tag, renewed in rows}
-    for tag in observer.silent(renewals, time.monotonic()):
-        channel.qos.restore_by_tag(tag)
-        _LOG.warning("a task's worker is dead; the task is queued again", extra={"delivery_tag": tag})
+    held = qos._delivered.copy()
+    now_s = time.time()
+    ours = {tag: now_s for tag, message in held.items() if names is None or message.headers.get("task") in names}
+    if ours:
+        # Update only existing members: a task may end at this moment.
+        client.zadd(channel.unacked_index_key, ours, xx=True)

@@ -5,32 +5,39 @@ A retry is a new message to Celery. If Celery's Redis cannot take it, the task r
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 from celery import Celery, Task
 from celery.exceptions import Reject
 
-from penstock.contract.errors import BusyError, UnavailableError
-from penstock.contract.job import Durability, checked_durability
+from penstock.contract.errors import BusyError, RequestError, UnavailableError
+from penstock.contract.job import checked_durability
 from penstock.producer.batch.records import Batch, BatchProgress
-from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, BatchRequest, request_of
-from penstock.producer.batch.runner import OnSubmit, answer, run_batch
+from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, request_of
+from penstock.producer.batch.runner import answer, answer_rows, opened
 from penstock.producer.batch.task_traces import TaskTraces
+from penstock.producer.batch.worker_client import WorkerClient
 from penstock.producer.batch.worker_metrics import WorkerMetrics
 from penstock.producer.client import AsyncClient
 
 _LOG = logging.getLogger(__package__)
 GENERATE = "penstock.generate"
+GENERATE_FROM = "penstock.generate_from"
 RUN_FILE = "penstock.run_file"
+TASKS = frozenset({GENERATE, GENERATE_FROM, RUN_FILE})
+PREVIOUS = "{previous}"
+"""Stands for the result of the previous task in a prompt or a message of `GENERATE_FROM`."""
 PROGRESS_STATE = "PROGRESS"
 _REPORT_INTERVAL_S = 0.5
+_DEFAULT_VISIBILITY_TIMEOUT_S = 3600
+"""kombu's default for Redis."""
 
 T = TypeVar("T")
 
@@ -44,21 +51,65 @@ class _RetryingTask(Task):  # type: ignore[misc]  # celery ships no types
     argsrepr_maxsize = 0
     kwargsrepr_maxsize = 0
     resultrepr_maxsize = 0
+    serializer = "json"
+    # Remove a task from the queue when it is done, not when a worker takes it. A second run of it changes nothing.
+    acks_late = True
+    reject_on_worker_lost = True
+    destination: str
+    """The queue to which the task is sent. Celery's own attribute for it will be removed in version 6."""
+
+    def _get_exec_options(self) -> dict[str, Any]:
+        return {**super()._get_exec_options(), "queue": self.destination}
 
 
-def add_tasks(app: Celery, redis_url: str, metrics: WorkerMetrics, *, longest_pause_s: float) -> None:
-    """Register the tasks with a Celery app.
+class _Worker:
+    """What the tasks of a process share: the client, the traces and the metrics."""
 
-    `longest_pause_s` limits the pause between retries. It must be shorter than the broker's visibility timeout.
-    """
-    traces = TaskTraces()
+    def __init__(self, client: WorkerClient, metrics: WorkerMetrics) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._traces = TaskTraces()
 
-    def run(task: Task, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        with traces.continued(task):
-            return _run_with_retries(task, work, longest_pause_s)
+    def generate(self, task: Task, body: Mapping[str, Any], durability: str | None) -> dict[str, Any]:
+        """Return OpenAI's response object for a body."""
+        request = request_of(COMPLETIONS_URL if body.get("messages") is None else CHAT_URL, body)
+        level = checked_durability(durability)
+        # A task that Celery delivers again finds its job by this key.
+        key = f"task:{task.request.id}"
 
+        async def ask(client: AsyncClient) -> dict[str, Any]:
+            return (await answer(client, request, None, key, durability=level, on_submit=self._metrics.submitted))[1]
+
+        return self._run(task, lambda: self._client.run(ask))
+
+    def run_file(self, task: Task, batch: Batch) -> BatchProgress:
+        """Answer a file of requests while the task shows its progress."""
+        # Not update_state(): it works only on the task's own thread.
+        backend, task_id = task.backend, task.request.id
+        with (
+            reporting(lambda p: backend.store_result(task_id, asdict(p), PROGRESS_STATE)) as report,
+            self._metrics.counting(report) as counted,
+        ):
+
+            def answer_file() -> BatchProgress:
+                with opened(batch, lambda reason: report(BatchProgress(0, waiting=reason))) as one:
+                    ask = partial(answer_rows, one=one, on_progress=counted, on_submit=self._metrics.submitted)
+                    return self._client.run(ask)
+
+            return self._run(task, answer_file)
+
+    def _run(self, task: Task, work: Callable[[], T]) -> T:
+        with self._traces.continued(task):
+            return _run_with_retries(task, work)
+
+
+def add_tasks(app: Celery, client: WorkerClient, metrics: WorkerMetrics, *, queue: str) -> None:
+    """Register the tasks with a Celery app. They are sent to `queue`."""
+    worker = _Worker(client, metrics)
     # Shared tasks would also be added to every other Celery app of the process.
-    @app.task(name=GENERATE, bind=True, base=_RetryingTask, shared=False)  # type: ignore[untyped-decorator]
+    registered = partial(app.task, bind=True, base=_RetryingTask, shared=False, destination=queue)
+
+    @registered(name=GENERATE)  # type: ignore[untyped-decorator]
     def generate(
         self: Task,
         prompt: str | list[int] | None = None,
@@ -71,32 +122,81 @@ def add_tasks(app: Celery, redis_url: str, metrics: WorkerMetrics, *, longest_pa
         `durability`: what its submission waits for; by default the client's setting. `options` are `model` and the
         fields of an OpenAI body, such as the sampling options.
         """
-        given = {"prompt": prompt, "messages": messages}
-        body = {name: value for name, value in given.items() if value is not None} | options
-        request = request_of(COMPLETIONS_URL if messages is None else CHAT_URL, body)
-        key, level = f"task:{self.request.id}", checked_durability(durability)
-        return run(self, lambda: _generate(redis_url, request, key, level, metrics.submitted))
+        return worker.generate(self, _body_of(prompt, messages, options), durability)
 
-    @app.task(name=RUN_FILE, bind=True, base=_RetryingTask, shared=False)  # type: ignore[untyped-decorator]
+    @registered(name=GENERATE_FROM)  # type: ignore[untyped-decorator]
+    def generate_from(
+        self: Task,
+        previous: Any,
+        prompt: str | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        durability: str | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Answer one request whose prompt or messages contain the result of the previous task, as `{previous}`."""
+        return worker.generate(self, _filled(_body_of(prompt, messages, options), text_of(previous)), durability)
+
+    @registered(name=RUN_FILE)  # type: ignore[untyped-decorator]
     def run_file(self: Task, input: str, output: str, **options: Any) -> dict[str, Any]:  # noqa: A002
         """Answer a file of requests and write a file of results. Paths are local to the worker.
 
         `options` are the other fields of `Batch`.
         """
-        # Not update_state(): it works only on the task's own thread.
-        backend, task_id = self.backend, self.request.id
-        with (
-            reporting(lambda p: backend.store_result(task_id, asdict(p), PROGRESS_STATE)) as report,
-            metrics.counting(report) as counted,
-        ):
-            batch = Batch(input, output, **options)
-            return asdict(run(self, lambda: run_batch(redis_url, batch, counted, metrics.submitted)))
+        return asdict(worker.run_file(self, Batch(input, output, **options)))
 
 
-def _run_with_retries(task: Task, work: Callable[[], Coroutine[Any, Any, T]], longest_pause_s: float) -> T:
+def text_of(result: Any) -> str:
+    """Return the text of a task's result: a response object, a text, or a list of them, joined by blank lines.
+
+    Raises RequestError for another result.
+    """
+    if isinstance(result, str):
+        return result
+    if isinstance(result, list):
+        return "\n\n".join(map(text_of, result))
+    try:
+        choice = result["choices"][0]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        message = f"{PREVIOUS}: the previous task's result must be a text, a response with text, or a list of them"
+        raise RequestError(message, param="previous")
+    return text
+
+
+def _body_of(
+    prompt: str | list[int] | None, messages: list[dict[str, Any]] | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    given = {"prompt": prompt, "messages": messages}
+    return {name: value for name, value in given.items() if value is not None} | {**options}
+
+
+def _filled(body: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return the body with `text` in place of PREVIOUS. Raises RequestError if PREVIOUS occurs nowhere."""
+    filled = dict(body)
+    if isinstance(prompt := body.get("prompt"), str):
+        filled["prompt"] = prompt.replace(PREVIOUS, text)
+    elif isinstance(messages := body.get("messages"), list):
+        filled["messages"] = [_filled_message(message, text) for message in messages]
+    if filled == body:
+        param = "messages" if "messages" in body else "prompt"
+        raise RequestError(f"{param} must contain {PREVIOUS}, the text of the previous task", param=param)
+    return filled
+
+
+def _filled_message(message: Any, text: str) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    return {**message, "content": content.replace(PREVIOUS, text)} if isinstance(content, str) else message
+
+
+def _run_with_retries(task: Task, work: Callable[[], T]) -> T:
+    options = task.app.conf.broker_transport_options
+    # A message that waits for longer than the visibility timeout would be delivered twice.
+    longest_pause_s = options.get("visibility_timeout", _DEFAULT_VISIBILITY_TIMEOUT_S) / 2
     while True:
         try:
-            return asyncio.run(work())
+            return work()
         except (BusyError, UnavailableError) as error:
             pause_s = min(error.retry_after_ms / 1000, longest_pause_s)
             _retry_later(task, error, pause_s)
@@ -113,13 +213,6 @@ def _retry_later(task: Task, error: BusyError | UnavailableError, pause_s: float
     except Reject as refused:
         # Celery would end the task as failed and remove it from the queue.
         _LOG.warning("task.retries_in_place", extra={"task_id": task.request.id, "reason": str(refused.reason)})
-
-
-async def _generate(
-    redis_url: str, request: BatchRequest, key: str, durability: Durability | None, on_submit: OnSubmit
-) -> dict[str, Any]:
-    async with AsyncClient(redis_url) as client:
-        return (await answer(client, request, None, key, durability=durability, on_submit=on_submit))[1]
 
 
 @contextmanager

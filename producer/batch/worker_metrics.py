@@ -125,7 +125,7 @@ class _RowCounter:
         self._num_left = num_left
 
 
-def metrics_step(metrics: WorkerMetrics, port: int, host: str) -> type[bootsteps.StartStopStep]:
+def metrics_step(metrics: WorkerMetrics, port: int, host: str, queue: str) -> type[bootsteps.StartStopStep]:
     """Return a Celery boot step that serves the metrics of a worker while it runs."""
 
     class MetricsServer(bootsteps.StartStopStep):  # type: ignore[misc]  # celery ships no types
@@ -139,7 +139,7 @@ def metrics_step(metrics: WorkerMetrics, port: int, host: str) -> type[bootsteps
 
         def start(self, worker: Any) -> None:
             """Serve the metrics."""
-            self._stack.enter_context(_served(worker.app, port, host))
+            self._stack.enter_context(_served(worker.app, port, host, queue))
 
         def stop(self, _: Any) -> None:
             """Stop serving, and delete the files of the processes."""
@@ -167,12 +167,12 @@ def _folder() -> Iterator[None]:
 
 
 @contextmanager
-def _served(app: Celery, port: int, host: str) -> Iterator[None]:
+def _served(app: Celery, port: int, host: str, queue: str) -> Iterator[None]:
     from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    registry.register(_WorkerCollector(app, os.environ[FOLDER_VARIABLE]))
+    registry.register(_WorkerCollector(app, os.environ[FOLDER_VARIABLE], queue))
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
@@ -189,9 +189,10 @@ def _served(app: Celery, port: int, host: str) -> Iterator[None]:
 class _WorkerCollector:
     """A Prometheus collector of what all processes of a worker counted, and of the tasks that wait."""
 
-    def __init__(self, app: Celery, folder: str) -> None:
+    def __init__(self, app: Celery, folder: str, queue: str) -> None:
         self._app = app
         self._folder = folder
+        self._queue = queue
 
     def describe(self) -> list[Any]:
         """Return nothing, so that registration does not collect."""
@@ -217,7 +218,7 @@ class _WorkerCollector:
         try:
             with connection.clone(transport_options=options) as own:
                 # A passive declaration finds no queue: kombu looks for it without the prefix of the keys.
-                return int(own.default_channel.queue_declare(self._app.conf.task_default_queue).message_count)
+                return int(own.default_channel.queue_declare(self._queue).message_count)
         except (OperationalError, RedisError, OSError):
             return None
 

@@ -53,7 +53,6 @@ from penstock.queue.broker.completions import Completion, CompletionCursor
 from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, warn_of_eviction
 from penstock.queue.broker.job_lists import JobLists, JobPage
 from penstock.queue.broker.jobs import KnownJobs, QueuePositions, ResponseBroker
-from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pools import ActivityBroker, StatsBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
 from penstock.queue.broker.steering import Steering
@@ -63,6 +62,7 @@ from penstock.queue.files.file_records import FileRecords
 from penstock.queue.job_cost import estimate_cost, rate_tokens
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.results import PackedResult
+from penstock.queue.tenants.key_store import KeyStore
 from penstock.runtime.settings import redis_url_of, without_password
 
 MAX_TOOLS_CHARS_ON_LOOP = 16 << 10

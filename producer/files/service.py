@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import ParamSpec, Self, TypeVar
@@ -126,7 +126,7 @@ class Files:
                 await self.on_thread(storage.delete, name)
             await self.records.forget(names)
 
-    async def content(self, file: StoredFile, start: int, end: int) -> AsyncIterator[bytes]:
+    async def content(self, file: StoredFile, start: int, end: int) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of a file from `start` to before `end`. Raises NotFoundError if the storage lacks it."""
         storage = await self.storage()
         try:

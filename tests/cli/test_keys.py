@@ -20,9 +20,9 @@ from penstock.contract.errors import ConflictError, UnauthorizedError
 from penstock.contract.output import Outcome, Usage
 from penstock.contract.tenant import Terms, identify
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.node import Emission
 from penstock.queue.broker.producer import Submission
+from penstock.queue.tenants.key_store import KeyStore
 
 
 def keys(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:

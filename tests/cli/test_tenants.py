@@ -13,7 +13,7 @@ from penstock.contract.tenant import Terms
 from penstock.contract.webhook import EVENT_TYPES, WebhookEndpoint, WebhookSecrets, new_secret
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 from penstock.queue.webhooks.endpoints import EndpointStore
 
 

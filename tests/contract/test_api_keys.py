@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from penstock.contract.errors import ForbiddenError, NotFoundError, RequestError, UnauthorizedError
 from penstock.contract.tenant import UNLIMITED, ApiKey, Terms, identify
 from penstock.queue import keys
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 
 TERMS = Terms(max_open_jobs=3, tokens_per_minute=600)
 

@@ -137,6 +137,24 @@ async def ended(client: AsyncClient, batch_id: str, mortal: GatewayProcess | Non
     return True
 
 
+async def test_a_known_model_without_a_node_waits_for_one(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_FILES_URL", str(tmp_path))
+    async with AsyncClient(redis_url) as client, asyncio.timeout(TIMEOUT_S):
+        async with FakeNode(redis_url):
+            pass
+        batch_id = await make_without_gateway(client, tmp_path, 100)
+        with GatewayProcess(redis_url):
+            while (await client.pressure(POOL)).num_queued != (0, 0, 0, 0, 0, 64):
+                await asyncio.sleep(0.05)
+            batch = await client.batches.find(batch_id)
+            assert (batch.status, batch.num_completed) == ("in_progress", 0)
+            async with FakeNode(redis_url):
+                await ended(client, batch_id)
+            assert (await client.batches.find(batch_id)).num_completed == 100
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_a_death_at_each_call_of_the_script_loses_no_row(

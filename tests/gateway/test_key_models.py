@@ -13,7 +13,7 @@ import redis as sync_redis
 from penstock.contract.tenant import UNLIMITED
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 from tests.gateway.conftest import EchoEngine, Stack, clients_with
 
 BODY = {"prompt": "a b"}

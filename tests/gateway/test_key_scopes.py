@@ -18,7 +18,7 @@ from penstock.gateway.http.entry import PUBLIC_PATHS, READING_SCOPES, scopes_for
 from penstock.gateway.settings import GatewaySettings
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 from tests.gateway.api_docs.test_api_docs import routes_of
 from tests.gateway.conftest import EchoEngine, Stack, clients_with
 from tests.source_tree import ROOT

@@ -20,7 +20,7 @@ from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.producer.client.pools import KEYS_TTL_S
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 
 MODEL = "acme/echo"
 BODY = {"model": MODEL, "prompt": "hi"}

@@ -33,7 +33,7 @@ from penstock.gateway.openai.schemas import ChatRequest
 from penstock.gateway.request import parser_process
 from penstock.gateway.request.encoding import decode_parsed_body
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 MODEL = "reference"

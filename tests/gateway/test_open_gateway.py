@@ -17,7 +17,7 @@ from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.http.entry import PROXY_HEADERS
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 
 BODY = {"model": "acme/echo", "prompt": "hi"}
 EVERY_ADDRESS = "0.0.0.0"

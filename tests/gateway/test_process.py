@@ -25,7 +25,7 @@ from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.errors import READ_TIMEOUT_S
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 MODEL = "acme/echo"

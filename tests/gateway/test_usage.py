@@ -20,7 +20,7 @@ from penstock.contract.tenant import UNLIMITED, Scope
 from penstock.contract.usage import MAX_DAYS
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 from tests.gateway.conftest import MODEL, EchoEngine, Stack, clients_with
 
 POOL = "echo"

@@ -23,7 +23,7 @@ from penstock.contract.tenant import Terms
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import Finding, audit
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 
 PROBE = str(Path(__file__).parent / "probe.py")
 POOL = "hostile"

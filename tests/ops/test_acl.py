@@ -32,11 +32,11 @@ from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.connection import Patience, connect
 from penstock.queue.broker.job_lists import JobLists
-from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pools import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.queue.broker.profiles import TRACE, ProfileBroker, ProfileSummary
 from penstock.queue.broker.usage import UsageBroker
+from penstock.queue.tenants.key_store import KeyStore
 from penstock.runtime.embedded_redis import find_redis_server
 from tests.source_tree import ROOT
 

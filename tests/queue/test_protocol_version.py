@@ -15,8 +15,8 @@ from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import Submission
-from penstock.queue.broker.tenants import TenantBroker
 from penstock.queue.keys import PROTOCOL_VERSION
+from penstock.queue.tenants.deletion import TenantBroker
 
 MODEL = "acme/older"
 refused = pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool=POOL))

@@ -13,7 +13,7 @@ import redis as sync_redis
 from penstock.contract.tenant import Terms
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 
 PEPPER = "of the tests"
 

@@ -188,6 +188,7 @@ OF_ENDPOINT: dict[tuple[str, str], Sent] = {
     ("/v1/responses", "input"): Sent([{"role": "user", "content": "hi"}]),
     ("/v1/embeddings", "input"): Sent(["hi", [1, 2]], []),
     ("/v1/responses", "reasoning"): Sent({"effort": "x"}),
+    ("batch: /v1/responses", "reasoning"): Sent({"effort": "x"}),
     ("/v1/responses", "store"): Sent(accepted=False),
     ("/v1/responses", "stream_options"): Sent({"include_obfuscation": False}, beside=STREAM),
     ("/v1/responses", "tools"): Sent([RESPONSE_TOOL], beside=NO_CALL),
@@ -281,7 +282,7 @@ def test_every_sampling_option_of_a_job_accepts_and_refuses_what_the_page_says(h
 
 
 def test_every_field_of_a_batch_row_accepts_and_refuses_what_the_page_says() -> None:
-    for (endpoint, name), effect in EFFECTS.items():
+    for (endpoint, name), effect in (EFFECTS | effects(TEXTS)).items():
         url = endpoint.removeprefix("batch: ")
         if url == endpoint:
             continue

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.contract.tenant import Terms
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 from tests.gateway.conftest import MODEL, EchoEngine, Stack, clients_with
 
 ENDED = ("completed", "failed", "cancelled")

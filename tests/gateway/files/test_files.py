@@ -230,6 +230,14 @@ def test_a_process_that_sees_another_storage_serves_no_files(
     asyncio.run(look())
 
 
+def test_a_content_that_the_storage_lost_is_not_an_empty_file(api: openai.OpenAI, folder: Path) -> None:
+    file_id = api.files.create(file=("a", b"x"), purpose="batch").id
+    for path in stored(folder):
+        path.unlink()
+    with pytest.raises(openai.NotFoundError, match="no file"):
+        api.files.content(file_id)
+
+
 def test_a_gateway_without_a_storage_names_the_setting(stack: Stack, engine: EchoEngine) -> None:
     with openai.OpenAI(base_url=f"{stack.start_gateway()}/v1", api_key="none", max_retries=0) as api:
         with pytest.raises(openai.InternalServerError, match="PENSTOCK_FILES_URL") as refused:

@@ -12,7 +12,7 @@ from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.responses.compaction import sealed
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.jobs import ResponseBroker
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 
 MODEL = "acme/echo"
 

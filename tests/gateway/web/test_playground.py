@@ -15,7 +15,7 @@ from playwright.sync_api import Page, expect
 from penstock.contract.tenant import Terms
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.test_streams import wait_until
 from tests.gateway.web.conftest import Playground

@@ -16,7 +16,7 @@ from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.producer.client.pools import KEYS_TTL_S
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.tenants.key_store import KeyStore
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.websocket.socket_client import socket_to, status_of_refusal, text_of
 

@@ -114,7 +114,9 @@ def test_what_is_not_honoured_is_refused_by_name(url: str, body: dict[str, Any],
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"url": "/v1/embeddings", "body": {}}, "url"),
+        ({"url": "/v1/audio/speech", "body": {}}, "url"),
+        ({"url": "/v1/embeddings", "body": {}}, "input"),
+        ({"url": "/v1/responses", "body": {}}, "input"),
         ({"url": ["x"], "body": {}}, "url"),
         ({"body": {}}, "url"),
         ({"url": CHAT_URL, "body": []}, "body"),

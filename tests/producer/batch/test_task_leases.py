@@ -48,11 +48,11 @@ def test_leases_are_renewed_after_an_unforeseen_error(caplog: pytest.LogCaptureF
 
     @contextmanager
     def connection() -> Iterator[Any]:
-        yield SimpleNamespace(default_channel=channel, collapse=lambda: None)
+        yield SimpleNamespace(default_channel=channel, collect=lambda: None)
 
-    app = SimpleNamespace(conf=SimpleNamespace(penstock_task_lease_s=0.05), connection_for_read=connection)
+    app = SimpleNamespace(connection_for_read=connection)
     consumer = SimpleNamespace(app=app, task_consumer=SimpleNamespace(channel=channel))
-    thread = threading.Thread(target=task_leases._keep, args=(consumer, stopped))
+    thread = threading.Thread(target=task_leases.keep_leases, args=(consumer, stopped, 0.05, None))
     with caplog.at_level(logging.ERROR):
         thread.start()
         assert channel.renewed.wait(20)

@@ -1,4 +1,4 @@
-"""Deletion of all that Redis holds of a tenant: its API keys, its jobs, and what the pools counted of it."""
+"""Deletion of all that Redis holds of a tenant: keys, endpoints, files, batches, jobs, and what pools counted of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from penstock.contract.errors import ConflictError
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
-from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pools import pool_names
+from penstock.queue.files.file_records import FileRecords, HeldFiles
+from penstock.queue.tenants.key_store import KeyStore
+from penstock.queue.webhooks.deliveries import DeliveryQueue
+from penstock.queue.webhooks.endpoints import EndpointStore
 
 CANCEL_S = 60.0
 """Seconds to wait until all jobs have ended. A running job ends within a step; that of a dead node, after its lease."""
@@ -42,6 +45,9 @@ class TenantData:
     tenant: str
     num_keys: int
     """API keys, revoked ones included."""
+    num_endpoints: int
+    """Webhook endpoints."""
+    files: HeldFiles
     pools: dict[str, Held]
     """Of the pools that hold anything."""
 
@@ -56,12 +62,13 @@ class TenantBroker:
         """Return what Redis holds of a tenant."""
         with translated():
             held = {pool: await self._call(pool, tenant, 0) for pool in await pool_names(self._redis)}
-        return TenantData(
-            tenant, len(await self._keys_of(tenant)), {pool: one for pool, one in held.items() if any(one)}
-        )
+        num_keys, files = len(await self._keys_of(tenant)), await FileRecords(self._redis).held_by(tenant)
+        num_endpoints = len(await EndpointStore(self._redis).of(tenant))
+        pools = {pool: one for pool, one in held.items() if any(one)}
+        return TenantData(tenant, num_keys, num_endpoints, files, pools)
 
     async def delete(self, tenant: str, on_job: Callable[[int], None] = lambda _: None) -> TenantData:
-        """Delete a tenant's API keys, cancel its jobs, and delete all that is stored of them. Return what was held.
+        """Delete a tenant's keys, endpoints, files and batches, end its jobs, and delete these. Return what was held.
 
         `on_job` is called with the number of jobs that were deleted together. Raises ConflictError if jobs do not end,
         or if new ones come: submitters of the tenant may still be at work. A later call deletes the rest.
@@ -70,8 +77,14 @@ class TenantBroker:
         with translated():
             if found := await self._keys_of(tenant):
                 await self._redis.hdel(keys.API_KEYS, *found)
+            # Before the jobs, so that no batch submits further rows and no endpoint is told of the ends.
+            await FileRecords(self._redis).erase(tenant)
+            endpoints = EndpointStore(self._redis)
+            for one in await endpoints.of(tenant):
+                await endpoints.delete(one.id, tenant)
             for pool in await pool_names(self._redis):
                 await self._end_jobs(pool, tenant)
+                await DeliveryQueue(self._redis).drop_ends(tenant, pool)
                 await self._erase(pool, tenant, on_job)
                 await self._forget_usage(pool, tenant)
         return before

@@ -10,12 +10,15 @@ from fakes.queue.harness import POOL, Queue, new_job
 
 from penstock.contract.errors import ConflictError
 from penstock.contract.tenant import Terms
-from penstock.queue.broker import tenants
+from penstock.contract.webhook import WebhookEndpoint, WebhookSecrets, new_endpoint_id, new_secret
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
-from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.producer import Submission
-from penstock.queue.broker.tenants import Held, TenantBroker
+from penstock.queue.files.file_records import HeldFiles
+from penstock.queue.tenants import deletion
+from penstock.queue.tenants.deletion import Held, TenantBroker
+from penstock.queue.tenants.key_store import KeyStore
+from penstock.queue.webhooks.endpoints import EndpointStore
 from tests.queue.scripts.test_stored_bytes import end, result_of
 
 READERS = {
@@ -52,6 +55,10 @@ async def fill(queue: Queue, tenant: str, node_name: str) -> None:
     await queue.producer.cancel(canceled, tenant)
     await queue.submit(tenant=tenant, not_before_ms=3_600_000)
     await KeyStore(queue.redis).add(tenant, ["infer"], Terms())
+    endpoint = WebhookEndpoint(
+        id=new_endpoint_id(), tenant=tenant, name="n", url="https://a.example/", event_types=("job.succeeded",)
+    )
+    await EndpointStore(queue.redis).create(endpoint, WebhookSecrets(secret=new_secret()))
 
 
 async def test_nothing_of_a_deleted_tenant_is_left_and_all_of_the_others(queue: Queue) -> None:
@@ -73,7 +80,7 @@ async def test_nothing_of_a_deleted_tenant_is_left_and_all_of_the_others(queue: 
     # The results of these tests are not what their logs say.
     found = await audit(AdminBroker(queue.redis), POOL)
     assert {finding.name for finding in found} <= {"result_differs"}
-    assert await broker.data("zeta") == tenants.TenantData("zeta", 0, {})
+    assert await broker.data("zeta") == deletion.TenantData("zeta", 0, 0, HeldFiles(0, 0, 0), {})
 
 
 async def test_many_ended_jobs_are_deleted_in_parts(queue: Queue) -> None:
@@ -90,16 +97,16 @@ async def test_many_ended_jobs_are_deleted_in_parts(queue: Queue) -> None:
 async def test_a_running_job_of_a_node_that_does_not_end_it_is_named(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tenants, "CANCEL_S", 0.3)
+    monkeypatch.setattr(deletion, "CANCEL_S", 0.3)
     node = await queue.node("n1")
     await queue.submit(tenant="zeta")
     taken = await node.take_one()
     broker = TenantBroker(queue.redis)
     with pytest.raises(ConflictError, match="1 jobs of tenant zeta in pool"):
         await broker.delete("zeta")
-    deletion = asyncio.create_task(broker.delete("zeta"))
+    deleting = asyncio.create_task(broker.delete("zeta"))
     await end(node, taken, result_of(10))
-    await deletion
+    await deleting
     assert (await broker.data("zeta")).pools == {}
 
 

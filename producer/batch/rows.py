@@ -1,0 +1,233 @@
+"""Rows of batch files beside chats and completions: embeddings, and responses that are not stored."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, field_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.contract.job import MAX_DEADLINE_S, MAX_METADATA, MAX_TAGS, MAX_TOKENS_LIMIT, Metadata, Tag
+from penstock.contract.output import Result, Usage
+from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Embedding, Pooling, TruncatedTokens
+from penstock.producer.openai.bodies import prompts_of
+from penstock.producer.openai.fields import WHOLE_NUMBER, Hint, OpenWire, Whole, Wire, at_most, only
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+MAX_INPUTS = 2048
+"""Most texts of one row of embeddings, as over HTTP. Each text is a job."""
+
+
+class QueuedRow(Wire):
+    """Fields of a row beside those of its endpoint. A row cannot stream and cannot choose its priority class."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    stream: Annotated[Any, only(None, False)] = None
+    tags: Annotated[list[Tag] | None, Field(max_length=MAX_TAGS)] = None
+    metadata: Annotated[Metadata | None, at_most(MAX_METADATA)] = None
+    service_tier: Annotated[Any, only(None, "auto", "default", "flex")] = None
+    # They count from the submission of the row.
+    deadline_s: float | None = None
+    ttl_s: float | None = None
+
+    @field_validator("deadline_s", "ttl_s")
+    @classmethod
+    def _is_duration(cls, value: float | None) -> float | None:
+        if value is not None and not 0 < value <= MAX_DEADLINE_S:
+            raise PydanticCustomError(
+                "duration", "must be above 0 and at most {limit} seconds", {"limit": MAX_DEADLINE_S}
+            )
+        return value
+
+
+def _inputs_of(value: object) -> list[str | list[int]]:
+    return prompts_of(value, MAX_INPUTS)
+
+
+class EmbeddingRow(QueuedRow):
+    """A body of `/v1/embeddings`."""
+
+    input: Annotated[list[str | list[int]], PlainValidator(_inputs_of)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[Whole, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
+    pooling: Pooling | None = None
+    truncate_prompt_tokens: Annotated[TruncatedTokens, WHOLE_NUMBER] | None = None
+    normalize: Annotated[Any, only(None, True)] = None
+    user: Hint = None
+
+    def task(self) -> Embed:
+        """Return the task of each text."""
+        return Embed(
+            pooling=self.pooling, dimensions=self.dimensions, truncate_prompt_tokens=self.truncate_prompt_tokens
+        )
+
+
+def embeddings_body(
+    model: str, outputs: Sequence[Embedding], usages: Sequence[Usage | None], *, as_base64: bool
+) -> dict[str, Any]:
+    """Return OpenAI's answer of `/v1/embeddings`."""
+    num_tokens = sum(usage.prompt_tokens for usage in usages if usage is not None)
+    return {
+        "object": "list",
+        "model": model,
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _shown(output.values, as_base64=as_base64)}
+            for index, output in enumerate(outputs)
+        ],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def _shown(values: Sequence[float], *, as_base64: bool) -> str | list[float]:
+    if not as_base64:
+        return [float(f"{value:.9g}") for value in values]  # Nine digits identify a float32.
+    numbers = array("f", values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+class _TextPart(OpenWire):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class _InputMessage(OpenWire):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_TextPart]
+
+    def message(self) -> dict[str, Any]:
+        """Return the message of a chat."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content}
+
+
+class _Format(Wire):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class _TextOptions(Wire):
+    format: _Format | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class _Reasoning(OpenWire):
+    effort: Annotated[str, Field(max_length=64)] | None = None
+
+    @property
+    def known_effort(self) -> str | None:
+        """The effort. An unknown one is one that only newer models have, and stands for the highest known."""
+        return self.effort if self.effort is None or self.effort in _EFFORTS else _EFFORTS[-1]
+
+
+class ResponseRow(QueuedRow):
+    """A body of `/v1/responses` whose response is not stored, so it neither continues one nor is continued."""
+
+    input: str | Annotated[list[_InputMessage], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[Whole, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: _TextOptions | None = None
+    reasoning: _Reasoning | None = None
+    store: Annotated[Any, only(None, False)] = None
+    background: Annotated[Any, only(None, False)] = None
+    previous_response_id: Annotated[Any, only(None)] = None
+    tools: Annotated[Any, only(None, [])] = None
+    tool_choice: Annotated[Any, only(None, "none", "auto")] = None
+    truncation: Annotated[Any, only(None, "disabled")] = None
+    include: Annotated[Any, only(None, [])] = None
+    user: Hint = None
+    safety_identifier: Hint = None
+    prompt_cache_key: Hint = None
+
+    def chat_body(self) -> dict[str, Any]:
+        """Return the body of a chat with the same answer."""
+        said = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else []
+        said += [one.message() for one in self.input if isinstance(one, _InputMessage)]
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        wanted = {
+            "model": self.model,
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "response_format": self._format(),
+            "reasoning_effort": self.reasoning and self.reasoning.known_effort,
+            **{name: getattr(self, name) for name in ("tags", "metadata", "deadline_s", "ttl_s")},
+        }
+        return {"messages": system + said} | {name: value for name, value in wanted.items() if value is not None}
+
+    def _format(self) -> dict[str, Any] | None:
+        wanted = self.text.format if self.text is not None else None
+        if wanted is None or wanted.type != "json_schema":
+            return None if wanted is None else {"type": wanted.type}
+        schema = wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+        return {"type": "json_schema", "json_schema": schema}
+
+    def echo(self) -> dict[str, Any]:
+        """Return the members of the response that repeat the request."""
+        wanted = self.text.format if self.text is not None and self.text.format is not None else _Format()
+        return {
+            "instructions": self.instructions,
+            "previous_response_id": None,
+            "background": False,
+            "store": False,
+            "max_output_tokens": self.max_output_tokens,
+            "text": {
+                "format": wanted.model_dump(by_alias=True, exclude_none=True),
+                "verbosity": (self.text and self.text.verbosity) or "medium",
+            },
+            "tools": [],
+            "tool_choice": self.tool_choice or "auto",
+            "parallel_tool_calls": True,
+            "reasoning": {"effort": self.reasoning and self.reasoning.known_effort, "summary": None},
+            "truncation": "disabled",
+            "service_tier": "flex",
+            "metadata": self.metadata or {},
+            "user": self.user,
+        }
+
+
+NAMES_OF_RESPONSES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+"""Names of a chat's fields → the fields of a response that they stand for."""
+
+
+def response_body(model: str, echo: Mapping[str, Any], sampling: Mapping[str, Any], result: Result) -> dict[str, Any]:
+    """Return OpenAI's response object for a result with one choice."""
+    (choice,) = result.choices
+    is_cut = choice.finish_reason == "length"
+    status = "incomplete" if is_cut else "completed"
+    text = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
+    message = {"id": f"msg_0_{result.job_id}", "type": "message", "status": status, "role": "assistant"}
+    return {
+        "id": f"resp_{result.job_id}",
+        "object": "response",
+        "created_at": result.submitted_ms // 1000,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "model": model,
+        **echo,
+        **sampling,
+        "output": [{**message, "content": [text]}],
+        "usage": None if result.usage is None else _usage_of(result.usage),
+    }
+
+
+def _usage_of(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
