@@ -231,11 +231,20 @@ async def test_deliveries_of_a_deleted_endpoint_are_dropped(redis: Redis) -> Non
     (first, second, _) = await take(redis)
     await DeliveryQueue(redis).end_attempt(first, "dead", "status 500")
     await store.delete(endpoint.id, TENANT)
-    assert await take(redis) == []
     assert not await DeliveryQueue(redis).end_attempt(second, "delivered", "status 200")
     left = [key async for key in redis.scan_iter("penstock:webhook*")]
     assert {key.decode().rpartition(":")[2] for key in left} == {"counts"}
     assert not await DeliveryQueue(redis).has_endpoints()
+
+
+async def test_ends_of_one_tenant_are_dropped(queue: Queue) -> None:
+    endpoint, node = await create(queue.redis), await queue.node()
+    for number in range(deliveries.OUTBOX_PAGE + 2):
+        await end(queue, node, endpoint, tenant=("zeta", TENANT)[number % 2])
+    await DeliveryQueue(queue.redis).drop_ends("zeta", POOL)
+    left = deliveries.OUTBOX_PAGE // 2 + 1
+    assert await queue.redis.hgetall(f"{P}:outbox_sizes") == {TENANT.encode(): str(left).encode()}
+    assert await queue.redis.xlen(f"{P}:outbox") == left
 
 
 async def test_a_tenant_has_few_endpoints(redis: Redis) -> None:

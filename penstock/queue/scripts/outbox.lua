@@ -1,4 +1,6 @@
 -- outbox: remove events from P:outbox that were handed to webhooks.lua. Repeating the call is harmless.
+-- An empty stream stays: in a new one, ids could repeat, and a late call would remove an event that was handed to no
+-- endpoint.
 -- ARGV: entry id and tenant of each event
 redis.call('ZREM', P .. ':free', '')
 for at = 1, #ARGV, 2 do

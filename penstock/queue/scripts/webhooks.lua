@@ -3,13 +3,14 @@
 -- ARGV: operation, msgpack of its arguments
 --   put: id, tenant, record as JSON, most endpoints of a tenant (0: it is no new one)
 --   remove: id, tenant
+--   clear: id; drops some deliveries of an endpoint that was removed
 --   add: max_pending, [[endpoint, event, tenant, type, object, created_ms]…]
 --   take: number of deliveries, most at a time of an endpoint, most of a tenant, tenant → those that this process makes
 --     already, lease_ms, holder
 --   end_attempt: endpoint, event, holder, delivered | retry | dead, in_ms, what was answered
 --   again: endpoint, [event…]; delivers those that are dead or delivered once more
 -- Answer of each:
---   put, remove: OK | TOO_MANY | GONE
+--   put, remove: OK | TOO_MANY | GONE. clear: OK | MORE
 --   add: {NEW | KNOWN | GONE …}; GONE: there is no such endpoint
 --   take: {[endpoint, event, type, object, created_ms, attempts, age_ms, the endpoint's record]…}
 --   end_attempt: OK | FENCED; FENCED: another process has taken it since
@@ -107,10 +108,11 @@ local function clear(endpoint)
       redis.call('DEL', delivery_key(endpoint, event))
       redis.call('ZREM', list_key(state, endpoint), event)
     end
-    if redis.call('EXISTS', list_key(state, endpoint)) == 1 then return end
+    if redis.call('EXISTS', list_key(state, endpoint)) == 1 then return 'MORE' end
   end
   redis.call('DEL', list_key('leased', endpoint))
   redis.call('ZREM', W .. ':next', endpoint)
+  return 'OK'
 end
 
 local function give_up(endpoint)
@@ -207,7 +209,7 @@ local function put(id, tenant, record, most)
   return 'OK'
 end
 
--- Its deliveries are dropped by later calls of take.
+-- Its deliveries are dropped by calls of clear or, if their process dies, of take.
 local function remove(id, tenant)
   if redis.call('ZREM', W .. ':tenant:' .. tenant, id) == 0 then return 'GONE' end
   redis.call('HDEL', W .. ':endpoints', id)
@@ -218,5 +220,5 @@ end
 for _, argument in ipairs(asked) do
   if type(argument) == 'table' and #argument > MAX_EVENTS then return redis.error_reply('TOO_MANY_EVENTS') end
 end
-local operations = {put = put, remove = remove, add = add, take = take, end_attempt = end_attempt, again = again}
+local operations = {put = put, remove = remove, clear = clear, add = add, take = take, end_attempt = end_attempt, again = again}
 return operations[operation](unpack(asked))

@@ -17,6 +17,7 @@ from penstock.queue.broker.connection import translated
 from penstock.queue.broker.pools import pool_names
 from penstock.queue.files.file_records import FileRecords, HeldFiles
 from penstock.queue.tenants.key_store import KeyStore
+from penstock.queue.webhooks.deliveries import DeliveryQueue
 from penstock.queue.webhooks.endpoints import EndpointStore
 
 CANCEL_S = 60.0
@@ -83,6 +84,7 @@ class TenantBroker:
                 await endpoints.delete(one.id, tenant)
             for pool in await pool_names(self._redis):
                 await self._end_jobs(pool, tenant)
+                await DeliveryQueue(self._redis).drop_ends(tenant, pool)
                 await self._erase(pool, tenant, on_job)
                 await self._forget_usage(pool, tenant)
         return before

@@ -126,6 +126,20 @@ class DeliveryQueue:
             number += len(entries)
         return number
 
+    @retried
+    async def drop_ends(self, tenant: str, pool: str) -> None:
+        """Remove the ends of a tenant's jobs from a pool's outbox."""
+        start = "-"
+        while True:
+            with translated():
+                entries = await self._redis.xrange(keys.outbox(pool), start, "+", OUTBOX_PAGE)
+            own = [entry_id for entry_id, fields in entries if _tenant_of(fields) == tenant]
+            if own:
+                await scripts.call(self._redis, "outbox", pool, *(value for one in own for value in (one, tenant)))
+            if len(entries) < OUTBOX_PAGE:
+                return
+            start = f"({entries[-1][0].decode()}"
+
     async def _event_of(self, pool: str, entry_id: bytes, fields: Mapping[bytes, bytes]) -> WebhookEvent | None:
         try:
             uuid, state, kind, tenant, *endpoint_ids = fields.get(b"e", b"").decode().split(" ")

@@ -78,11 +78,13 @@ class EndpointStore:
 
     @retried
     async def delete(self, endpoint_id: str, tenant: str) -> None:
-        """Delete an endpoint with its secrets. Its deliveries are dropped. Raises NotFoundError."""
+        """Delete an endpoint with its secrets and its deliveries. Raises NotFoundError."""
         if await call(self._redis, "remove", endpoint_id, tenant) != b"OK":
             raise no_endpoint(endpoint_id)
         with translated():
             await self._redis.hdel(keys.WEBHOOK_SECRETS, endpoint_id)
+        while await call(self._redis, "clear", endpoint_id) != b"OK":
+            pass
 
     @retried
     async def secrets_of(self, endpoint_ids: Sequence[str]) -> dict[str, WebhookSecrets]:
