@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.webhook import EventType
-from penstock.producer.batch.stored_run import StoredBatchRun
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
+from penstock.producer.stored_batches.stored_run import StoredBatchRun
 from penstock.queue.files.batch import BatchLease
-from penstock.queue.files.batch_records import BatchEnd, BatchRecords, BatchTakenError
+from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
 from penstock.runtime.cancellation import cancel_until_done
 
 _LOG = logging.getLogger(__package__)
@@ -78,15 +77,12 @@ class BatchHolder:
                 task = asyncio.create_task(self._run(lease), name=f"penstock {lease.batch_id}")
                 self._held[task] = lease
                 task.add_done_callback(self._held.pop)
+            # A death before the note repeats it, which adds no further delivery.
+            for one in ends:
+                await self._client.webhooks.notify(_EVENT_OF[one.status], one.batch_id, tenant=one.tenant)
             if ends:
-                await self._tell_of(ends)
+                await self._batches.note_told(ends)
         self._told = ""
-
-    async def _tell_of(self, ends: Sequence[BatchEnd]) -> None:
-        """Let webhook endpoints know. A death in between repeats it, which adds no further delivery."""
-        for one in ends:
-            await self._client.webhooks.notify(_EVENT_OF[one.status], one.batch_id, tenant=one.tenant)
-        await self._batches.note_told(ends)
 
     async def _run(self, lease: BatchLease) -> None:
         facts: dict[str, Any] = {"batch_id": lease.batch_id, "token": lease.token}

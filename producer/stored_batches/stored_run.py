@@ -28,11 +28,14 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import SubmitOptions
 from penstock.contract.tenant import UNLIMITED, ApiKey
-from penstock.producer.batch.parts import FinishedRow, PartWriter, save_joined
 from penstock.producer.batch.request import request_of_line
 from penstock.producer.batch.results import answer_row, error_row, row_id_of
 from penstock.producer.batch.runner import answer
-from penstock.producer.batch.stored_input import (
+from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.client.request import Prompt, choose_pool
+from penstock.producer.files.service import Files
+from penstock.producer.stored_batches.parts import FinishedRow, PartWriter, save_joined
+from penstock.producer.stored_batches.stored_input import (
     InputCheck,
     InputLimits,
     RowReader,
@@ -40,9 +43,6 @@ from penstock.producer.batch.stored_input import (
     checked_input,
     is_committed,
 )
-from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.request import Prompt, choose_pool
-from penstock.producer.files.service import Files
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem
 from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
