@@ -21,7 +21,8 @@ FIELD = "Drop a file of requests here"
 def batch_url(stack: Stack, shared_engine: EchoEngine, tmp_path_factory: pytest.TempPathFactory) -> str:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PENSTOCK_FILES_URL", str(tmp_path_factory.mktemp("files")))
-        return stack.start_gateway()
+        url: str = stack.start_gateway()
+        return url
 
 
 def row(custom_id: str, **body: Any) -> str:
