@@ -40,6 +40,7 @@ BY_TENANT = {
     "gpu_node.taking.preparation:_long_prompts_of": "tenant; no text of a request",
     "gpu_node.taking.preparation:_tasks_of": "tenant; no text of a request",
     "producer.client.job:_of_tenant": "tenant, then a number; never looked up by a text",
+    "gateway.metrics:_of_tenant": "tenant; no text of a request",
     "gateway.budget:_claims": "tenant; no text of a request",
     "gateway.budget:_waiting": "tenant; no text of a request",
     "queue.policy:_queues": "tenant; no text of a request",
@@ -89,6 +90,8 @@ OF_ONE_REQUEST = {
     "gpu_node.engine.structured.schema.facts:properties",
     "gpu_node.engine.structured.schema.facts:ranges",
     "queue.broker.admin:jobs",
+    "producer.stored_batches.stored_input:models",
+    "producer.stored_batches.stored_run:open_jobs",
     "contract.pool:adapters",
     "contract.pool:jobs_by_tenant",
     "contract.pool:sampling_defaults",
@@ -108,6 +111,8 @@ OF_ONE_USER = {
     "gpu_node.model.checkpoint.methods:methods",
     "gpu_node.model.torch_cpu.weights:can_prepack",
     "queue.broker.scripts:_digest",
+    "queue.files.records_audit:hashes",
+    "queue.files.records_audit:members",
     "queue.broker.scripts:_part",
     "queue.broker.scripts:source",
 }
@@ -232,11 +237,13 @@ def test_security_names_the_timing_channels_that_remain() -> None:
 
 
 def test_a_redis_key_with_a_callers_text_has_the_tenant() -> None:
-    """The other functions take names that penstock or an operator makes, and ids of endpoints that were looked up."""
+    """The other functions take names that penstock or an operator makes, and ids whose records name their tenant."""
     made = {
         "endpoint_id",
         "event_id",
         "bulk_id",
+        "file_id",
+        "batch_id",
         "state",
         "pool",
         "job_id",

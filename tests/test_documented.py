@@ -32,6 +32,7 @@ NOT_OVER_HTTP = {
     **dict.fromkeys(("no_answer", "no_reader"), "penstock profile"),
     **dict.fromkeys(("batch_taken", "too_many_rows"), "the holder of a batch"),
     "pool_in_use": "penstock pools forget",
+    "tenant_in_use": "penstock tenants delete",
     "client_closed": "a client that was closed",
     "engine_stalled": "it ends a node",
     "id_conflict": "a gateway makes the ids of jobs itself",

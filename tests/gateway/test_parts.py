@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -253,7 +254,8 @@ async def test_a_bug_is_a_500_without_details(caplog):
     caplog.set_level(logging.INFO)
 
     class Broken:
-        feed = control = None
+        feed = control = files = batches = None
+        webhooks = SimpleNamespace(queue=None)
 
         async def pools(self) -> None:
             raise ZeroDivisionError("s3cret")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import cast
 
 import httpx
@@ -80,7 +81,8 @@ def test_a_model_of_an_older_pool_is_a_503_with_both_versions_and_not_listed(sta
 async def test_gateway_whose_inbox_has_ended_is_not_ready():
     class Deaf:
         is_alive = False
-        feed = control = None
+        feed = control = files = batches = None
+        webhooks = SimpleNamespace(queue=None)
 
     app = create_app(GatewaySettings(), cast("AsyncClient", Deaf()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:

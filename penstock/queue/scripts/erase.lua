@@ -5,7 +5,8 @@
 local MAX_JOBS = 64
 local tenant, num_jobs = ARGV[1], math.min(tonumber(ARGV[2]), MAX_JOBS)
 read_config({'version'})
-local STATES = {'succeeded', 'failed', 'cancelled', 'expired', 'dead', 'done'}
+local STATES = {}
+for state in string.gmatch('succeeded failed cancelled expired dead done', '%a+') do STATES[#STATES + 1] = state end
 
 local num_open, num_ended = redis.call('SCARD', P .. ':tenant:' .. tenant .. ':open'), 0
 for _, state in ipairs(STATES) do num_ended = num_ended + redis.call('ZCARD', lists.key(state, tenant)) end

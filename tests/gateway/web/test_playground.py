@@ -193,7 +193,7 @@ def test_answer_goes_on_after_the_gateway_is_killed(page: Page, stack: Stack, en
 def test_chat_works_with_the_keyboard_alone(chat: Playground, engine: EchoEngine) -> None:
     page = chat.page
     page.locator("#prompt").focus()
-    before_it = ["Playground", "Dashboard", "API", "key-button", "theme-button", "turns"]
+    before_it = ["Playground", "Batches", "Dashboard", "API", "key-button", "theme-button", "turns"]
     for name in reversed(before_it):
         page.keyboard.press("Shift+Tab")
         assert _focused(page) == name
