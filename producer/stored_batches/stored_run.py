@@ -71,6 +71,10 @@ _STOPPED = {
 T = TypeVar("T")
 
 
+class _StoppedError(Exception):
+    """The batch is canceled, or its window is over, before its input is checked."""
+
+
 class RowClient:
     """Submits the jobs of a batch's rows: as its tenant, on the terms of its key, and only under a valid lease."""
 
@@ -158,8 +162,10 @@ class StoredBatchRun:
 
     async def run(self) -> None:
         """Run the batch to its end. Raises BatchTakenError if another process has it."""
-        if self._lease.status == "validating" and not await self._start():
-            return
+        if self._lease.status == "validating":
+            with suppress(_StoppedError):
+                if not await self._start():
+                    return
         self._batch = await self._batches.find(self._batch.batch_id)
         ending = self._batch.ending
         if self._lease.status != "finalizing":
@@ -171,8 +177,9 @@ class StoredBatchRun:
     async def _answered(self) -> str:
         """Let every row have a part, with its answer or its error. Return the state in which the batch ends."""
         if "in_progress" not in self._batch.times:
-            # Canceled before its input was checked.
-            return "cancelled"
+            # It ends before its input was checked.
+            self._must_stop()
+            return "expired" if self._stopped == EXPIRED_ROW else "cancelled"
         self._taken = bytearray(await self._batches.committed_rows(self._batch.batch_id))
         try:
             await self._answer_all()
@@ -199,14 +206,15 @@ class StoredBatchRun:
         limits = InputLimits(
             self._batch.spec.endpoint, self._files.settings.max_batch_rows, self._files.settings.max_batch_inputs
         )
-        found = await self._patiently(lambda: self._checked(limits))
-        found.problems += await self._patiently(lambda: self._unknown_models(found))
+        found = await self._patiently(lambda: self._checked(limits), may_stop=True)
+        found.problems += await self._patiently(lambda: self._unknown_models(found), may_stop=True)
         if found.problems and self._lease.status == "validating":
             life_ms = self._files.settings.retention_ms
             await self._patiently(lambda: self._batches.fail(self._lease, found.problems, life_ms))
             return False
         max_rows = self._files.settings.max_tenant_rows
-        status = await self._patiently(lambda: self._batches.start(self._lease, found.num_rows, max_rows))
+        start = partial(self._batches.start, self._lease, found.num_rows, max_rows)
+        status = await self._patiently(start, may_stop=True)
         self._lease.status = status
         return True
 
@@ -444,10 +452,15 @@ class StoredBatchRun:
 
     # Waiting.
 
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the answer of `call`, repeated while the storage or Redis is away. Its batch says why it waits."""
+    async def _patiently(self, call: Callable[[], Awaitable[T]], *, may_stop: bool = False) -> T:
+        """Return the answer of `call`, repeated while the storage or Redis is away. Its batch says why it waits.
+
+        `may_stop`: it ends with _StoppedError for a batch that is to end without answers.
+        """
         while True:
             require_lease(self._lease)
+            if may_stop and self._must_stop():
+                raise _StoppedError
             try:
                 return await call()
             except NotFoundError:

@@ -66,7 +66,7 @@ def ended(client: httpx.Client, batch_id: str) -> dict[str, Any]:
         "in_progress",
         "finalizing",
     ):
-        assert time.monotonic() < until_s, batch
+        assert time.monotonic() < until_s, json.dumps(batch)
         time.sleep(0.05)
     return dict(batch)
 
@@ -122,7 +122,7 @@ def test_a_revoked_key_stops_its_batches(
             assert time.monotonic() < until_s
             time.sleep(0.1)
         while "revoked" not in str((batch := client.get(f"/v1/batches/{batch_id}").json())["waiting"]):
-            assert time.monotonic() < until_s, batch
+            assert time.monotonic() < until_s, json.dumps(batch)
             time.sleep(0.1)
         assert batch["request_counts"]["completed"] == 0
         client.post(f"/v1/batches/{batch_id}/cancel")
