@@ -7,7 +7,7 @@ program, it prints the newest answer.
 import os
 from datetime import timedelta
 
-from celery import Celery
+from celery import Celery  # type: ignore[import-untyped]
 
 from penstock import Client, redis_url_of
 from penstock.celery import install

@@ -7,7 +7,7 @@ killed leaves its tasks to another. By default broker and results are in the Red
 import os
 from typing import Any
 
-from celery import Celery, chain, chord
+from celery import Celery, chain, chord  # type: ignore[import-untyped]
 
 from penstock import redis_url_of
 from penstock.celery import install, text_of
@@ -24,10 +24,15 @@ def longest(answers: list[dict[str, Any]]) -> str:
     return max(map(text_of, answers), key=len)
 
 
+def answer_of(task: Any) -> Any:
+    """Send a task and return its result."""
+    return task.delay().get(timeout=120)
+
+
 if __name__ == "__main__":
     story = chain(
         llm.generate("Once upon a time", **SHORT), llm.generate_from("{previous}\n\nThe end of this story:", **SHORT)
     )
-    print(text_of(story.delay().get(timeout=120)))
+    print(text_of(answer_of(story)))
     titles = [llm.generate(f"A title for a story about {what}:", **SHORT) for what in ("rivers", "hills")]
-    print(chord(titles, longest.s()).delay().get(timeout=120))
+    print(answer_of(chord(titles, app.signature("stories.longest"))))

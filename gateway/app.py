@@ -62,10 +62,10 @@ from penstock.gateway.webhooks.deliverer import Deliverer
 from penstock.gateway.webhooks.routes import WEBHOOKS
 from penstock.gateway.webhooks.sender import Sender
 from penstock.gateway.websocket.handshake import StreamSocket, socket_routes
-from penstock.producer.batch.holder import BatchHolder
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.producer.files.service import Files
 from penstock.producer.files.settings import FilesSettings
+from penstock.producer.stored_batches.holder import BatchHolder
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.file_descriptors import DescriptorWatch

@@ -364,7 +364,9 @@ class MetricsRoutes:
                 pools, memory = await self._client.pool_stats()
                 webhooks = await self._client.webhooks.queue.stats()
                 num_rows = await self._client.batches.num_rows_left()
-            of_redis = [*_of_pools(pools), *pool_metrics(pools), *_of_redis(memory), _of_batches(num_rows)]
+            rows_left = "Rows of open batches without a stored answer, those in the queue included. Redis knows it."
+            of_batches = GaugeMetricFamily("penstock_batch_rows_left", rows_left, value=num_rows)
+            of_redis = [*_of_pools(pools), *pool_metrics(pools), *_of_redis(memory), of_batches]
             text += generate_latest(_registry_of([*of_redis, *_of_webhooks(webhooks)]))
         except (TimeoutError, UnavailableError):
             text += generate_latest(_registry_of(_of_redis(None)))
@@ -411,11 +413,6 @@ def _of_redis(memory: tuple[int, int] | None) -> Iterator[Metric]:
         used, limit = memory
         yield GaugeMetricFamily("penstock_redis_used_bytes", "Memory that Redis uses.", value=used)
         yield GaugeMetricFamily("penstock_redis_max_bytes", "Memory limit of Redis; 0 means no limit.", value=limit)
-
-
-def _of_batches(num_rows: int) -> Metric:
-    text = "Rows of open batches without a stored answer, those in the queue included. Redis knows it."
-    return GaugeMetricFamily("penstock_batch_rows_left", text, value=num_rows)
 
 
 def _of_pools(pools: list[PoolStats]) -> Iterator[Metric]:

@@ -252,8 +252,8 @@ def mean_part(jobs: Iterable[JobWork]) -> tuple[float, float]:
     """Return the mean of the jobs' final `part`, weighted by their longest outputs, and how much of it is assumed.
 
     It is the area below the Kaplan-Meier estimate of how many outputs reach a part. What is left of those that reach
-    the last known part is assumed, within their limits: PRIOR_PART of the rest to the longest output, or of what they
-    have so far, whichever is more.
+    the last known part is assumed, within their limits. It is PRIOR_PART of the larger one of two: the rest to the
+    longest output, and what they have so far.
     """
     ordered = sorted(jobs, key=lambda work: work.part)
     at_risk = float(sum(work.longest_output for work in ordered))

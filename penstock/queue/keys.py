@@ -171,6 +171,8 @@ writer is files.lua. Its functions are named here; `close` ends a batch.
     F:batches:<tenant>       zset    create; expire                       ids of the tenant's batches, by creation
     F:open_batches           zset    create, take, keep, release; close   ids of the open batches, by the time at which
                                                                           any process may take it
+    F:untold                 zset    close; told                          `<id> <status> <tenant>` of ended batches of
+                                                                          which no webhook endpoint is told yet
     F:parts:<batch>          list    commit; finish                       `<name> <kind> <bytes>` per committed part
     F:rows:<batch>           string  commit; finish                       a bit per row: whether a part has it
     F:num_open, F:rows_left  hash    create, start, commit; close         tenant → its open batches, and their rows that

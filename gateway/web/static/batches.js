@@ -98,10 +98,10 @@ function endpointOf(text) {
 }
 
 async function create(content, name, endpoint) {
-  const form = new FormData();
-  form.append("purpose", "batch");
-  form.append("file", content, name);
-  const stored = await (await request("v1/files", { method: "POST", body: form })).json();
+  const fields = new FormData();
+  fields.append("purpose", "batch");
+  fields.append("file", content, name);
+  const stored = await (await request("v1/files", { method: "POST", body: fields })).json();
   const window = byId("batch-window").value;
   const body = JSON.stringify({ input_file_id: stored.id, endpoint, completion_window: window });
   const headers = { "Content-Type": "application/json" };

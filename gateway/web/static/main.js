@@ -6,6 +6,7 @@ import { loadModels, startChat } from "./chat.js";
 import { startDashboard, stopDashboard } from "./dashboard.js";
 import { byId } from "./dom.js";
 import { lasting } from "./storage.js";
+import { startWebhooks, stopWebhooks } from "./webhooks.js";
 
 const VIEWS = ["playground", "batches", "dashboard"];
 const THEMES = ["auto", "light", "dark"];
@@ -29,8 +30,13 @@ function showView() {
 function watchViews() {
   if (byId("dashboard").hidden || document.hidden) stopDashboard();
   else startDashboard();
-  if (byId("batches").hidden || document.hidden) stopBatches();
-  else startBatches();
+  if (byId("batches").hidden || document.hidden) {
+    stopBatches();
+    stopWebhooks();
+  } else {
+    startBatches();
+    startWebhooks();
+  }
 }
 
 function chosenTheme() {
@@ -67,6 +73,7 @@ function startKeyDialog() {
     loadModels();
     stopDashboard();
     stopBatches();
+    stopWebhooks();
     watchViews();
   });
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
 
@@ -45,6 +45,14 @@ class BatchTakenError(PenstockError):
 def no_batch(batch_id: str) -> NotFoundError:
     """Return the error for a batch that the tenant does not have."""
     return NotFoundError(f"no batch {batch_id[:64]!r}", code="batch_not_found", param="batch_id")
+
+
+class BatchEnd(NamedTuple):
+    """The end of a batch."""
+
+    batch_id: str
+    status: str
+    tenant: str
 
 
 class BatchRecords:
@@ -143,10 +151,18 @@ class BatchRecords:
 
     # For the holder of a lease. Each method raises BatchTakenError if another process has taken it.
 
-    async def take(self, limit: int, lease_s: float, now_s: float) -> list[BatchLease]:
-        """Take the leases of up to `limit` batches that no process holds. `now_s`: time of the event loop."""
+    async def take(self, limit: int, lease_s: float, now_s: float) -> tuple[list[BatchLease], list[BatchEnd]]:
+        """Take the leases of up to `limit` batches that no process holds. `now_s`: time of the event loop.
+
+        Return also up to 32 ends of batches of which no webhook endpoint is told yet, until `note_told`.
+        """
         answer = await call_script(self._redis, "take", limit=limit, lease_ms=int(1000 * lease_s))
-        return [BatchLease(one[0].decode(), int(one[1]), now_s + lease_s) for one in answer[1]]
+        leases = [BatchLease(one[0].decode(), int(one[1]), now_s + lease_s) for one in answer[1]]
+        return leases, [BatchEnd(*one.decode().split(" ")) for one in answer[2]]
+
+    async def note_told(self, ends: Sequence[BatchEnd]) -> None:
+        """Note that the webhook endpoints of these ends have their deliveries."""
+        await call_script(self._redis, "told", ends=[" ".join(one) for one in ends])
 
     async def keep(self, leases: Sequence[BatchLease], lease_s: float, now_s: float) -> None:
         """Renew leases, and note in each what became of it."""

@@ -106,7 +106,7 @@ def _findings(seen: _Seen) -> Iterator[Finding]:
 
 def _of_lists(wanted: _Wanted) -> Iterator[Finding]:
     members = wanted.seen.members
-    for name in wanted.listed.keys() | members.keys() - {"garbage"}:
+    for name in wanted.listed.keys() | members.keys() - {"garbage", "untold"}:
         should, found = wanted.listed.get(name, set()), members.get(name, set())
         yield from (Finding("missing", name, one, "its record says otherwise") for one in should - found)
         yield from (Finding("stray", name, one, "no record of it") for one in found - should)

@@ -4,7 +4,7 @@
 -- Answer: {OK, …} | {name of a refusal, …}
 local F = string.sub(KEYS[1], 1, -8)
 local what, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
-local ALL, IDEM_MS, MAX_GARBAGE = '*', 86400000, 500
+local ALL, IDEM_MS, MAX_GARBAGE, MAX_UNTOLD, UNTOLD_MS = '*', 86400000, 500, 32, 259200000
 local t = redis.call('TIME')
 local now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
 local does = {}
@@ -165,6 +165,7 @@ function does.expire()
       end
     end
   end
+  redis.call('ZREMRANGEBYSCORE', F .. ':untold', '-inf', now - UNTOLD_MS)
   return {'OK', #due, redis.call('ZRANGE', F .. ':garbage', 0, MAX_GARBAGE - 1)}
 end
 
@@ -205,6 +206,7 @@ local function close(id, status)
   redis.call('HSET', F .. ':batch:' .. id, 'left', 0, 'waiting', '')
   if redis.call('EXISTS', F .. ':file:' .. file) == 1 then redis.call('HINCRBY', F .. ':file:' .. file, 'readers', -1) end
   redis.call('ZADD', F .. ':expiry', now + asked.life_ms, 'batch:' .. id)
+  redis.call('ZADD', F .. ':untold', now, table.concat({id, status, tenant}, ' '))
 end
 
 function does.create()
@@ -225,7 +227,8 @@ function does.create()
   return {'OK', asked.id, 0}
 end
 
--- Gives the leases of batches that no process holds to the caller: first those that have waited longest.
+-- Gives the leases of batches that no process holds to the caller: first those that have waited longest. Answers also with
+-- the ends of batches of which webhook endpoints are to be told. They stay until the caller says `told`.
 function does.take()
   local taken = {}
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', F .. ':open_batches', '-inf', now, 'LIMIT', 0, asked.limit)) do
@@ -233,7 +236,12 @@ function does.take()
     redis.call('ZADD', F .. ':open_batches', now + asked.lease_ms, id)
     taken[#taken + 1] = {id, token}
   end
-  return {'OK', taken}
+  return {'OK', taken, redis.call('ZRANGE', F .. ':untold', 0, MAX_UNTOLD - 1)}
+end
+
+function does.told()
+  for _, ended in ipairs(asked.ends) do redis.call('ZREM', F .. ':untold', ended) end
+  return {'OK'}
 end
 
 -- Renews leases: {id, token, why it waits, rows a second}. Answers for each its status and whether it is paused.
@@ -356,6 +364,7 @@ function does.erase()
     if redis.call('ZSCORE', F .. ':open_batches', id) then
       asked.life_ms = 0
       close(id, 'cancelled')
+      redis.call('ZREM', F .. ':untold', id .. ' cancelled ' .. asked.tenant)
       redis.call('DEL', F .. ':parts:' .. id, F .. ':rows:' .. id)
       discard('parts/' .. id .. '/')
     end

@@ -70,6 +70,19 @@ def lines_of(api: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, Any
     return found
 
 
+def test_webhook_endpoints_are_told_of_the_end_of_a_batch(api: openai.OpenAI, url: str) -> None:
+    """The receiver does not exist, so the delivery stays pending."""
+    types: Any = ["batch.completed"]
+    endpoint = api.webhooks.create(url="https://receiver.invalid/hook", name="ends", event_types=types)
+    done = ended(api, make(api, [row("r", "text")]).id)
+    path, until_s = f"{url}/v1/webhook_endpoints/{endpoint.id}/deliveries", time.monotonic() + 20
+    while not (found := httpx.get(path, params={"status": "pending"}).json()["data"]):
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+    assert [(one["event_type"], one["data"]["id"]) for one in found] == [("batch.completed", done.id)]
+    api.webhooks.delete(endpoint.id)
+
+
 def test_a_batch_answers_its_rows(api: openai.OpenAI, folder: Path, redis_url: str) -> None:
     rows = [row(f"r{i}", f"text {i}") for i in range(100)] + [row("wrong", "x", temperature=-1)]
     batch = make(api, rows, metadata={"project": "rivers"})

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
@@ -20,7 +21,8 @@ FIELD = "Drop a file of requests here"
 def batch_url(stack: Stack, shared_engine: EchoEngine, tmp_path_factory: pytest.TempPathFactory) -> str:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PENSTOCK_FILES_URL", str(tmp_path_factory.mktemp("files")))
-        return stack.start_gateway()
+        url: str = stack.start_gateway()
+        return url
 
 
 def row(custom_id: str, **body: Any) -> str:
@@ -78,6 +80,31 @@ def test_a_batch_is_paused_resumed_and_canceled(page: Page, batch_url: str, engi
     batch.get_by_role("button", name="Cancel").click()
     engine.step_s = 0.0
     expect(batch.locator(".badge")).to_have_text("cancelled", timeout=30_000)
+
+
+def test_webhook_endpoints_show_their_deliveries(page: Page, batch_url: str) -> None:
+    """Its receiver does not exist. A disabled endpoint's deliveries are dead at once."""
+    with httpx.Client(base_url=batch_url) as http:
+        fields = {"url": "https://receiver.invalid/", "name": "ends of batches", "event_types": ["batch.completed"]}
+        endpoint = http.post("/v1/webhook_endpoints", json=fields).json()["id"]
+        page.goto(f"{batch_url}/#batches")
+        shown = page.locator("#webhook-list article", has_text="ends of batches")
+        expect(shown).to_contain_text("No dead deliveries.")
+        batch = upload(page, row("r"))
+        expect(batch.locator(".badge")).to_have_text("completed")
+        shown.get_by_label("State of the deliveries").select_option("pending")
+        expect(shown).to_contain_text("batch.completed of batch_", timeout=30_000)
+        http.post(f"/v1/webhook_endpoints/{endpoint}", json={"status": "disabled"})
+        expect(shown.locator(".badge")).to_have_text("disabled", timeout=20_000)
+        shown.get_by_label("State of the deliveries").select_option("dead")
+        expect(shown).to_contain_text("batch.completed of batch_", timeout=30_000)
+        shown.get_by_role("button", name="Enable").click()
+        expect(shown.locator(".badge")).to_have_text("enabled", timeout=20_000)
+        shown.get_by_role("button", name="Deliver all dead ones again").click()
+        expect(shown).to_contain_text("No dead deliveries.", timeout=20_000)
+        http.delete(f"/v1/webhook_endpoints/{endpoint}")
+        page.set_viewport_size({"width": 390, "height": 900})
+        assert scroll_width(page) <= 390
 
 
 def test_what_is_no_batch_file_is_refused_before_it_is_stored(page: Page, batch_url: str) -> None:

@@ -30,7 +30,7 @@ async def taken(redis: Redis, *, num_rows: int = 20) -> tuple[BatchRecords, Batc
     batches = BatchRecords(redis)
     spec = BatchSpec(await stored_file(redis), "/v1/chat/completions", "24h")
     await batches.create(new_batch_id(), "ann", spec, window_ms=DAY_MS, max_open=9)
-    (lease,) = await batches.take(5, 6.0, 0.0)
+    (lease,), _ = await batches.take(5, 6.0, 0.0)
     await batches.start(lease, num_rows, 0)
     return batches, lease
 
@@ -38,7 +38,7 @@ async def taken(redis: Redis, *, num_rows: int = 20) -> tuple[BatchRecords, Batc
 async def pass_on(redis: Any, batches: BatchRecords, lease: BatchLease) -> BatchLease:
     """Let the lease end, and another process take the batch."""
     await redis.zadd(f"{F}:open_batches", {lease.batch_id: 0})
-    (other,) = await batches.take(5, 6.0, 0.0)
+    (other,), _ = await batches.take(5, 6.0, 0.0)
     assert other.token == lease.token + 1
     return other
 
@@ -74,7 +74,7 @@ async def test_a_holder_that_slept_through_its_lease_changes_nothing(redis: Redi
     assert (old.is_lost, new.is_lost, new.status) == (True, False, "in_progress")
     after = await redis.hgetall(keys.batch(old.batch_id))
     assert {**before, b"rate": b"0.000"} == after
-    assert await batches.take(5, 6.0, 0.0) == []
+    assert (await batches.take(5, 6.0, 0.0))[0] == []
     await commit(batches, new, 0, range(5, 20))
     assert [one.name for one in await batches.parts(new.batch_id)] == [
         f"parts/{new.batch_id}/1-0.output",
@@ -113,6 +113,10 @@ async def test_the_end_saves_the_files_and_frees_all_else(redis: Any) -> None:
     with pytest.raises(NotFoundError):
         await files.find(output, "bob")
     await files.delete(output, "ann")
+    _, ends = await batches.take(5, 6.0, 0.0)
+    assert ends == [(lease.batch_id, "completed", "ann")], "until its webhook endpoints are told"
+    await batches.note_told(ends)
+    assert (await batches.take(5, 6.0, 0.0))[1] == []
     await redis.zadd(f"{F}:expiry", {f"batch:{lease.batch_id}": 1})
     num_expired, garbage = await files.expire(10)
     assert (num_expired, f"parts/{lease.batch_id}/" in garbage) == (1, True)

@@ -7,9 +7,10 @@ import logging
 from typing import Any
 
 from penstock.contract.errors import PenstockError, UnavailableError
-from penstock.producer.batch.stored_run import StoredBatchRun
+from penstock.contract.webhook import EventType
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
+from penstock.producer.stored_batches.stored_run import StoredBatchRun
 from penstock.queue.files.batch import BatchLease
 from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
 from penstock.runtime.cancellation import cancel_until_done
@@ -20,6 +21,12 @@ LOOKS_PER_LEASE, CALLS_PER_LEASE = 6, 2
 MAX_HELD = 32
 """Batches that one process runs at once. Further ones wait for another process, or for the end of one."""
 _TAKEN_AT_ONCE = 4
+_EVENT_OF: dict[str, EventType] = {
+    "completed": "batch.completed",
+    "failed": "batch.failed",
+    "expired": "batch.expired",
+    "cancelled": "batch.cancelled",
+}
 
 
 class BatchHolder:
@@ -65,10 +72,16 @@ class BatchHolder:
             await self._files.storage()
             now_s = clock()
             limit = min(_TAKEN_AT_ONCE, MAX_HELD - len(self._held))
-            for lease in await self._batches.take(limit, self._lease_s, now_s):
+            leases, ends = await self._batches.take(limit, self._lease_s, now_s)
+            for lease in leases:
                 task = asyncio.create_task(self._run(lease), name=f"penstock {lease.batch_id}")
                 self._held[task] = lease
                 task.add_done_callback(self._held.pop)
+            # A death before the note repeats it, which adds no further delivery.
+            for one in ends:
+                await self._client.webhooks.notify(_EVENT_OF[one.status], one.batch_id, tenant=one.tenant)
+            if ends:
+                await self._batches.note_told(ends)
         self._told = ""
 
     async def _run(self, lease: BatchLease) -> None:

@@ -28,11 +28,14 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import SubmitOptions
 from penstock.contract.tenant import UNLIMITED, ApiKey
-from penstock.producer.batch.parts import FinishedRow, PartWriter, save_joined
 from penstock.producer.batch.request import request_of_line
 from penstock.producer.batch.results import answer_row, error_row, row_id_of
 from penstock.producer.batch.runner import answer
-from penstock.producer.batch.stored_input import (
+from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.client.request import Prompt, choose_pool
+from penstock.producer.files.service import Files
+from penstock.producer.stored_batches.parts import FinishedRow, PartWriter, save_joined
+from penstock.producer.stored_batches.stored_input import (
     InputCheck,
     InputLimits,
     RowReader,
@@ -40,9 +43,6 @@ from penstock.producer.batch.stored_input import (
     checked_input,
     is_committed,
 )
-from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.request import Prompt, choose_pool
-from penstock.producer.files.service import Files
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem
 from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
@@ -78,8 +78,8 @@ class RowClient:
         self._client = client
         self._batch = batch
         self._lease = lease
-        self.open_jobs: dict[str, AsyncJob] = {}
-        """The jobs whose rows are not finished, by idempotency key."""
+        self.open_jobs: dict[str, list[AsyncJob]] = {}
+        """The jobs whose rows are not finished, by the key of the row. A row of embeddings has a job for each text."""
         self.pools_used: set[str] = set()
 
     async def submit(self, prompt: Prompt, /, **options: Unpack[SubmitOptions]) -> AsyncJob:
@@ -94,7 +94,9 @@ class RowClient:
         options["terms"] = UNLIMITED if key is None else key.metered_terms
         options["needs_reader"] = False
         job = await self._client.submit(prompt, **options)
-        self.open_jobs[str(options.get("idempotency_key"))] = job
+        # What runner.py appends tells jobs of one row apart.
+        row_key = (options.get("idempotency_key") or "").partition(":")[0]
+        self.open_jobs.setdefault(row_key, []).append(job)
         self.pools_used.add(job.pool)
         return job
 
@@ -395,8 +397,8 @@ class StoredBatchRun:
         await cancel_until_done([task for task, row in self._tasks.items() if self._key_of(row) not in open_jobs])
         left = await self._patiently(self._left_rows)
         of_others = await self._jobs_of_earlier_holders(left)
-        jobs = {key: job.id for key, job in self._rows.open_jobs.items()} | of_others
-        await try_all([partial(self._client.cancel, job_id, tenant=self._batch.tenant) for job_id in jobs.values()])
+        job_ids = {job.id for jobs in self._rows.open_jobs.values() for job in jobs} | {*of_others.values()}
+        await try_all([partial(self._client.cancel, job_id, tenant=self._batch.tenant) for job_id in job_ids])
         for row in await self._patiently(lambda: self._left_rows(with_bodies=of_others)):
             if row.fields and not is_committed(self._taken, row.number):
                 self._take(row.number)
