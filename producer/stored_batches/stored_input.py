@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from pydantic_core import from_json, to_json
 
-from penstock.producer.batch.request import MAX_CUSTOM_ID_CHARS, MAX_LINE_BYTES
+from penstock.producer.batch.request import EMBEDDINGS_URL, MAX_CUSTOM_ID_CHARS, MAX_LINE_BYTES
 from penstock.producer.files.storage import storage_errors
 from penstock.queue.files.batch import RowProblem
 
@@ -22,7 +22,6 @@ MAX_WINDOW_BYTES = 8 << 20
 """Bytes of the lines that are read and sorted at once, but for the last of them."""
 _BOM = b"\xef\xbb\xbf"
 _PROMPT_FIELDS = ("messages", "prompt", "input")
-EMBEDDINGS_URL = "/v1/embeddings"
 
 
 @dataclass(frozen=True, slots=True)
