@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from celery.signals import worker_shutdown
 from fakes.fake_node import FakeNode
 from fakes.processes.node_process import NodeProcess
 from fixtures.tiny_model import make_tiny_model
@@ -44,6 +45,8 @@ async def _by_task(url: str, _folder: Path) -> None:
     with make_app(CelerySettings.load(), url) as app:
         task = app.tasks[GENERATE]
         await asyncio.to_thread(task.apply, args=["hello"], kwargs=OPTIONS, throw=True)
+        # A worker's end closes the client that its tasks share.
+        await asyncio.to_thread(worker_shutdown.send, sender=app)
 
 
 async def _by_command(url: str, _folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import redis as sync_redis
+from celery.signals import worker_shutdown
 
 from penstock.contract.errors import UnavailableError
 from penstock.producer.batch.celery_app import make_app
@@ -69,4 +70,6 @@ def test_task_whose_retry_celerys_redis_cannot_store_continues_in_its_worker(
             while "task.retries_in_place" not in caplog.text and not done.done():
                 time.sleep(0.01)
         assert done.result(timeout=30)["num_answered"] == 1
+    # A worker's end closes the client that its tasks share.
+    worker_shutdown.send(sender=app)
     app.close()
