@@ -5,7 +5,7 @@
 --   only jobs with a uuid from this text on; '' for all. states, levels: lists of those that the filter names; empty for
 --   any. The tenants' lists are at most MAX_LISTS.
 -- Answer: {ids of up to `count` jobs, the uuid up to which it looked, 1 if there are no older jobs, number of examined jobs}
-local MAX_EXAMINED, MAX_LISTS = 256, 512
+local MAX_EXAMINED, MAX_LISTS = 192, 512
 local asked = cmsgpack.unpack(ARGV[1])
 if #asked.tenants * #asked.lists > MAX_LISTS then return redis.error_reply('TOO_MANY_LISTS') end
 -- A pool of another version has other lists.
