@@ -16,7 +16,7 @@ from penstock.contract.tasks import Detokenize, Embed, Embedding, Pooling, Task,
 from penstock.contract.tenant import Terms
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt
-from penstock.runtime.gather import try_all
+from penstock.runtime.gather import CALLS_AT_ONCE, gathered, try_all
 
 AnyOutput = TypeVar("AnyOutput", bound=TaskOutput)
 
@@ -102,10 +102,19 @@ async def embedded(submit: Submit, prompts: Sequence[Prompt], options: EmbedOpti
     if isinstance(prompts, str):
         raise RequestError("prompts must be a list of texts, token ids or chats", param="prompts")
     wanted, jobs = submit_embed(options), list[AsyncJob]()
+
+    async def submit_one(prompt: Prompt) -> AsyncJob:
+        job = await submit(prompt, **wanted)
+        jobs.append(job)
+        return job
+
     try:
-        for prompt in prompts:
-            jobs.append(await submit(prompt, **wanted))
-        return [output_of(await job.result(), Embedding) for job in jobs]
+        in_order = list[AsyncJob]()
+        for at in range(0, len(prompts), CALLS_AT_ONCE):
+            in_order += await gathered([submit_one(prompt) for prompt in prompts[at : at + CALLS_AT_ONCE]])
+        found = [output_of(await job.result(), Embedding) for job in in_order]
     except BaseException:
         await try_all([job.cancel for job in jobs])
         raise
+    await try_all([job.ack for job in jobs])
+    return found
