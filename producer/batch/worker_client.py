@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from celery import signals
 
 from penstock.producer.client import AsyncClient
+from penstock.producer.client.sync import LoopThread
 
 T = TypeVar("T")
-_CLOSE_TIMEOUT_S = 5.0
 
 
 class WorkerClient:
@@ -27,7 +27,7 @@ class WorkerClient:
         """`redis_url` is asked for the URL of the job queue when the first task runs."""
         self._redis_url = redis_url
         self._lock = threading.Lock()
-        self._running: _ClientLoop | None = None
+        self._running: _ClientThread | None = None
         self._pid = 0
 
     def run(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
@@ -36,40 +36,33 @@ class WorkerClient:
         Raises UnavailableError while Redis is unreachable.
         """
         running = self._of_this_process()
-        future = asyncio.run_coroutine_threadsafe(running.call(work), running.loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return running.loop.call(running.call(work))
 
     def close(self, **_: Any) -> None:
         """Close the client and end the loop. Celery calls this when a process of a worker ends."""
         with self._lock:
             running, self._running = self._running, None
-        if running is not None and self._pid == os.getpid():
-            running.close()
+        if running is not None:
+            running.loop.stop(running.close())
 
-    def _of_this_process(self) -> _ClientLoop:
+    def _of_this_process(self) -> _ClientThread:
         with self._lock:
             if self._running is None or self._pid != os.getpid():
-                self._running, self._pid = _ClientLoop(self._redis_url()), os.getpid()
+                self._running, self._pid = _ClientThread(self._redis_url()), os.getpid()
                 # The first ends a child process, the second a worker without child processes.
                 for ending in (signals.worker_process_shutdown, signals.worker_shutdown):
                     ending.connect(self.close, weak=False)
             return self._running
 
 
-class _ClientLoop:
-    """A loop that runs on a thread of its own, and the client that connects on it when it is first used."""
+class _ClientThread:
+    """A loop on a thread of its own, and the client that connects on it when it is first used."""
 
     def __init__(self, redis_url: str) -> None:
         self._redis_url = redis_url
         self._client: AsyncClient | None = None
         self._connecting = asyncio.Lock()
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="penstock-client", daemon=True)
-        self._thread.start()
+        self.loop = LoopThread()
 
     async def call(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
         async with self._connecting:
@@ -78,19 +71,6 @@ class _ClientLoop:
                 self._client = await AsyncClient(self._redis_url).connect()
         return await work(self._client)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if self._client is not None:
-            future = asyncio.run_coroutine_threadsafe(self._client.close(), self.loop)
-            try:
-                future.result(_CLOSE_TIMEOUT_S)
-            except TimeoutError:
-                future.cancel()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_CLOSE_TIMEOUT_S)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-        finally:
-            self.loop.close()
+            await self._client.close()

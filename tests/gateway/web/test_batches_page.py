@@ -78,7 +78,6 @@ def test_a_batch_is_paused_resumed_and_canceled(page: Page, batch_url: str, engi
     batch.get_by_role("button", name="Resume").click()
     expect(batch.locator(".badge")).to_have_text("in progress")
     batch.get_by_role("button", name="Cancel").click()
-    engine.step_s = 0.0
     expect(batch.locator(".badge")).to_have_text("cancelled", timeout=30_000)
 
 
@@ -97,10 +96,11 @@ def test_webhook_endpoints_show_their_deliveries(page: Page, batch_url: str) -> 
         http.post(f"/v1/webhook_endpoints/{endpoint}", json={"status": "disabled"})
         expect(shown.locator(".badge")).to_have_text("disabled", timeout=20_000)
         shown.get_by_label("State of the deliveries").select_option("dead")
-        expect(shown).to_contain_text("batch.completed of batch_", timeout=30_000)
+        again = shown.get_by_role("button", name="Deliver all dead ones again")
+        expect(again).to_be_visible(timeout=30_000)
         shown.get_by_role("button", name="Enable").click()
         expect(shown.locator(".badge")).to_have_text("enabled", timeout=20_000)
-        shown.get_by_role("button", name="Deliver all dead ones again").click()
+        again.click()
         expect(shown).to_contain_text("No dead deliveries.", timeout=20_000)
         http.delete(f"/v1/webhook_endpoints/{endpoint}")
         page.set_viewport_size({"width": 390, "height": 900})
