@@ -236,8 +236,9 @@ def _busy_error(
         return busy(message, code="redis_full")
     if limit_name == "tenant's memory":
         message = (
-            f"this tenant's jobs and results may now take {limit} % of Redis's memory, depending on what other tenants "
-            "leave free; free results that you have stored (ack), or wait until they expire"
+            f"this tenant's share of Redis's memory is used up: its jobs and results may now take {limit} %, which "
+            "depends on what other tenants leave free; free results that you have stored (ack), or wait until they "
+            "expire"
         )
         return busy(message, code="memory_share_exceeded")
     tenant, _, rest = limit_name.rpartition("'s ")
