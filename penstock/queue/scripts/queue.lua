@@ -690,16 +690,18 @@ end
 
 -- Bytes that a tenant may occupy beside others, and those that it may occupy alone. own_percent: that of its key, or 0 for
 -- the pool's setting. limit: Redis's. percent: the part of it that all tenants may fill together. used: what they fill.
--- A tenant alone may fill its own percent. Beside others, it may fill a fixed multiple of what remains free. So several
--- tenants that take all they get leave memory for another one. Source: Choudhury and Hahne, "Dynamic queue length thresholds
--- for shared-memory packet switches" (1998).
+-- A tenant alone may fill its own percent. Beside others, it may fill a fixed multiple of what remains free, and a smaller
+-- one where little is free. So several tenants that take all they get leave memory for another one. Source: Choudhury and
+-- Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998). There the multiple is fixed. It would
+-- leave the sixth of such tenants 1/7776 of the memory where one may fill 50 of 60 percent.
 local function memory_share_of(own_percent, limit, percent, used)
   local DEFAULT_PERCENT = 50
   local alone = own_percent > 0 and own_percent or
     tonumber(redis.call('HGET', KEYS[1], 'tenant_memory_percent') or '') or DEFAULT_PERCENT
   local most = limit * alone / 100
   if alone >= percent then return most, most end
-  return math.min(most, math.max(0, limit * percent / 100 - used) * alone / (percent - alone)), most
+  local free = math.min(1, math.max(0, percent - 100 * used / limit) / (percent - alone))
+  return most * free * math.min(1, 2 * free), most
 end
 
 -- Reserves what a job that is being taken may write beyond what its log has, as its field `reserved`.
