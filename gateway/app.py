@@ -47,6 +47,7 @@ from penstock.gateway.http.middleware import (
 from penstock.gateway.http.protocol import BoundedHead
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
 from penstock.gateway.jobs.routes import JOBS
+from penstock.gateway.message_batches.routes import MESSAGE_BATCHES
 from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes, OpenFeeds
 from penstock.gateway.openai.routes import OPENAI
 from penstock.gateway.request.parser_process import BodySchemas
@@ -79,7 +80,7 @@ from penstock.runtime.tracing.setup import tracing_of
 if TYPE_CHECKING:
     from penstock.runtime.tracing.export import Tracing
 
-DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS, FILES, BATCHES, WEBHOOKS)
+DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS, FILES, BATCHES, MESSAGE_BATCHES, WEBHOOKS)
 """The APIs of this gateway."""
 BODIES = tuple(schema for dialect in DIALECTS for schema in dialect.bodies)
 _SOCKET_BODIES = {path: schema for dialect in DIALECTS for path, schema in dialect.socket_bodies.items()}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.output import Chunk, FinishReason, Usage
@@ -14,102 +13,20 @@ from penstock.gateway.anthropic.errors import AnthropicErrors, event
 from penstock.gateway.anthropic.schemas import SHOWS_THINKING
 from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.writer import error_event
-from penstock.producer.openai.json_parts import Text, json_parts
-from penstock.producer.openai.parsed_text import PLAIN, AnswerReader, ParsedText, joined
-from penstock.producer.openai.render import is_cut, limit_member
-from penstock.producer.openai.tool_calls import Call, warning_of
+from penstock.producer.anthropic.message import (
+    WholeMessage,
+    message_of,
+    stop_of,
+    tool_use_block,
+    usage_of,
+    warning_member,
+    whole_usage_of,
+    without_stop,
+)
+from penstock.producer.openai.parsed_text import PLAIN, AnswerReader, ParsedText
+from penstock.producer.openai.render import is_cut
+from penstock.producer.openai.tool_calls import Call
 from penstock.queue.results import PackedResult
-
-# Objects of Anthropic's answers: the message, its content blocks, its stop reason and its usage.
-
-
-def message_of(head: AnswerHead) -> dict[str, Any]:
-    """Return the members of a message that are known before its first token."""
-    return {"id": f"msg_{head.job_ids[0]}", "type": "message", "role": "assistant", "model": head.model}
-
-
-def usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> dict[str, int]:
-    """Return Anthropic's usage, where `input_tokens` leaves out the tokens that the prefix cache supplied."""
-    return {
-        "input_tokens": num_prompt_tokens - num_cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": num_cached_tokens,
-        "output_tokens": num_output_tokens,
-    }
-
-
-def whole_usage_of(head: AnswerHead, usages: Sequence[Usage | None]) -> dict[str, int]:
-    """Return the usage at the end of an answer, with the limit of its tokens if the context lowered it."""
-    limit = limit_member(head.params.max_tokens, head.max_total_tokens, usages)
-    used = [usage for usage in usages if usage is not None]
-    return (
-        usage_of(
-            sum(usage.prompt_tokens for usage in used),
-            sum(usage.cached_tokens for usage in used),
-            sum(usage.completion_tokens for usage in used),
-        )
-        | limit
-    )
-
-
-def without_stop(text: str, finish_reason: FinishReason | None, stops: Sequence[str]) -> tuple[str, str | None]:
-    """Return the text without the stop string at its end, and that string, or None if the text ended otherwise.
-
-    The job ends at the stop string that begins first. So of several that fit, it is the longest.
-    """
-    if finish_reason != "stop":
-        return text, None
-    stop = max((stop for stop in stops if text.endswith(stop)), key=len, default=None)
-    return (text, None) if stop is None else (text[: len(text) - len(stop)], stop)
-
-
-def stop_of(
-    finish_reason: FinishReason | None, stop: str | None, *, calls: bool, fills_context: bool
-) -> dict[str, str | None]:
-    """Return the members that tell why the answer ended. `fills_context`: with `length`, it filled the context."""
-    if stop is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-    if finish_reason == "length":
-        reason = "model_context_window_exceeded" if fills_context else "max_tokens"
-    else:
-        reason = "tool_use" if calls else "end_turn"
-    return {"stop_reason": reason, "stop_sequence": None}
-
-
-def tool_use_block(job_id: str, call: Call) -> dict[str, Any]:
-    """Return a tool call as a block without its `input`."""
-    # The id is the same in every reading of the answer. Mistral's chat templates require nine letters or digits.
-    call_id = hashlib.blake2b(f"{job_id}:0:{call.index}".encode()).hexdigest()[:9]
-    return {"type": "tool_use", "id": call_id, "name": call.name}
-
-
-def input_of(call: Call) -> bytes:
-    """Return a call's `input`, a JSON object. Of cut or broken arguments, it has the members that are whole."""
-    if call.end == "whole":
-        # The arguments are the text of a JSON object, so they need no second encoding.
-        return call.arguments.encode()
-    try:
-        value = from_json(call.arguments, allow_partial=True)
-    except ValueError:
-        value = {}
-    return to_json(value if isinstance(value, dict) else {})
-
-
-def warning_member(call: Call) -> dict[str, str]:
-    """Return the member that tells of a broken call, if it is one."""
-    warning = warning_of(call)
-    return {} if warning is None else {"warning": warning}
-
-
-def blocks_of(parsed: ParsedText, *, shows_thinking: bool) -> list[dict[str, Any]]:
-    """Return the thinking and text of a whole answer as blocks with lazy texts. White space alone makes no block."""
-    blocks: list[dict[str, Any]] = []
-    if parsed.reasoning and shows_thinking:
-        blocks.append({"type": "thinking", "thinking": Text(lambda: (parsed.reasoning,)), "signature": ""})
-    if parsed.content and not parsed.content.isspace():
-        blocks.append({"type": "text", "text": Text(lambda: (parsed.content,))})
-    return blocks
-
 
 # The events of a streamed Anthropic message, and the state of its content blocks.
 
@@ -214,7 +131,7 @@ class MessageStreamEncoder(ChunkEncoder):
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         """Return the events with the stop reason and the usage."""
-        usage = whole_usage_of(self._head, usages)
+        usage = whole_usage_of(self._head.params, self._head.max_total_tokens, usages)
         fills = "max_tokens" in usage
         delta = stop_of(self._finish_reason, self._stop, calls=self._blocks.has_calls, fills_context=fills)
         last = event({"type": "message_delta", "delta": delta, "usage": usage})
@@ -238,43 +155,39 @@ class MessageStreamEncoder(ChunkEncoder):
 
     def _start(self, num_prompt_tokens: int) -> bytes:
         self._has_begun = True
-        message = {**message_of(self._head), "content": [], "stop_reason": None, "stop_sequence": None}
+        message = {
+            **message_of(self._head.job_ids[0], self._head.model),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
         return event({"type": "message_start", "message": {**message, "usage": usage_of(num_prompt_tokens, 0, 0)}})
 
 
 class MessageWholeEncoder(WholeEncoder):
-    """Encodes a whole answer. Its blocks come in the order thinking, text, tool calls."""
+    """Encodes a whole answer."""
 
     def __init__(self, head: AnswerHead) -> None:
-        self._head = head
+        self._message = WholeMessage(
+            head.job_ids[0],
+            head.model,
+            head.params,
+            head.format,
+            shows_thinking=bool(head.options.get(SHOWS_THINKING)),
+            max_total_tokens=head.max_total_tokens,
+        )
 
     def head(self) -> bytes:
         """Return the members before the content."""
-        return to_json(message_of(self._head))[:-1] + b',"content":['
+        return self._message.head()
 
     def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
         """Yield the content and the stop reason. Empty parts come while the text is parsed."""
-        choice, params = result.choices[0], self._head.params
-        text, stop = without_stop(choice.text, choice.finish_reason, params.stop)
-        parts = list[ParsedText]()
-        for more in self._head.format.parts_of(text, is_cut=is_cut(choice.finish_reason)):
-            parts += more
-            yield b""
-        parsed = joined(parts)
-        blocks = blocks_of(parsed, shows_thinking=bool(self._head.options.get(SHOWS_THINKING)))
-        for number, block in enumerate(blocks):
-            yield b"," if number else b""
-            yield from json_parts(block)
-        for number, call in enumerate(parsed.calls, start=len(blocks)):
-            begun = to_json(tool_use_block(result.job_id, call) | warning_member(call))[:-1]
-            yield (b"," if number else b"") + begun + b',"input":' + input_of(call) + b"}"
-        fills = "max_tokens" in whole_usage_of(self._head, [result.usage])
-        ending = stop_of(choice.finish_reason, stop, calls=bool(parsed.calls), fills_context=fills)
-        yield b"]," + to_json(ending)[1:-1]
+        return self._message.parts_of(result)
 
     def tail(self, usages: Sequence[Usage | None]) -> bytes:
         """Return the usage."""
-        return b',"usage":' + to_json(whole_usage_of(self._head, usages)) + b"}"
+        return self._message.tail(usages)
 
 
 # Anthropic's messages as a dialect of the gateway.

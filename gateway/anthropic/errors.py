@@ -11,30 +11,14 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from penstock.contract.errors import BusyError, PenstockError, PromptTooLongError
+from penstock.contract.errors import PenstockError
 from penstock.gateway.errors import ID_HEADER as COMMON_ID_HEADER
 from penstock.gateway.errors import ErrorShape, retry_headers
+from penstock.producer.anthropic.message import error_body, message_of_error, status_of
 
 ID_HEADER = "request-id"
 """Response header with the request's id in the access log. Anthropic's client shows it in its errors."""
 VERSION_HEADER = "anthropic-version"
-OVERLOADED = 529
-"""Anthropic's status for a busy service. A caller that reached its own limit gets 429 instead."""
-_OF_ALL_CALLERS = frozenset(("pool_busy", "redis_full"))
-"""Codes of a BusyError that no limit of the caller caused."""
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    431: "request_too_large",
-    499: "api_error",
-    504: "timeout_error",
-    OVERLOADED: "overloaded_error",
-}
-"""Error types by status. Any other status below 500 is an invalid request, and any from 500 an error of the API."""
-_API_FAILS_FROM = 500
 _NO_THREADS = "thread_unsupported_request"
 """Anthropic's code for a refused `thread`. Its client then sends the whole conversation instead."""
 
@@ -60,7 +44,7 @@ class AnthropicErrors(ErrorShape):
     def response(self, error: PenstockError, request_id: str | None) -> JSONResponse:
         """Return the HTTP response for an error."""
         status = status_of(error)
-        body = error_body(message_of(error), status, request_id)
+        body = error_body(message_of_error(error), status, request_id)
         if error.param == "thread":
             body["error"]["details"] = {"error_code": _NO_THREADS}
         return JSONResponse(body, status, retry_headers(error))
@@ -75,26 +59,8 @@ class AnthropicErrors(ErrorShape):
 
     def event_payload(self, error: PenstockError) -> dict[str, Any]:
         """Return the data of the event that ends a failed stream."""
-        body = error_body(message_of(error), status_of(error), None)
+        body = error_body(message_of_error(error), status_of(error), None)
         return {"type": body["type"], "error": body["error"]}
-
-
-def status_of(error: PenstockError) -> int:
-    """Return the HTTP status of an error."""
-    return OVERLOADED if isinstance(error, BusyError) and error.code in _OF_ALL_CALLERS else error.status
-
-
-def error_body(message: str, status: int, request_id: str | None) -> dict[str, Any]:
-    """Return Anthropic's error object."""
-    kind = _TYPES.get(status, "api_error" if status >= _API_FAILS_FROM else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
-
-
-def message_of(error: PenstockError) -> str:
-    """Return the text for people. Coding agents look for Anthropic's words to shorten their conversation."""
-    if isinstance(error, PromptTooLongError) and error.param != "max_tokens":
-        return f"prompt is too long: {error.message}"
-    return error.message
 
 
 def event(payload: Mapping[str, Any]) -> bytes:

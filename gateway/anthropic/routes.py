@@ -67,26 +67,39 @@ def model_of(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def page_of(models: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the page of models that `limit`, `after_id` and `before_id` of the query choose."""
+def ids_of_page(ids: Sequence[str], query: Mapping[str, str], what: str) -> tuple[Sequence[str], bool]:
+    """Return the ids that `limit`, `after_id` and `before_id` of the query choose, and whether there are more.
+
+    Raises RequestError. `what` names an object in the error for an unknown id.
+    """
     limit, after, before = query.get("limit", str(DEFAULT_LIMIT)), query.get("after_id"), query.get("before_id")
     if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LIMIT:
         raise RequestError(f"limit: must be a number from 1 to {MAX_LIMIT}", param="limit")
     if after is not None and before is not None:
         raise RequestError("before_id: conflicts with after_id; send one of them", param="before_id")
-    rest = [model_of(model) for model in models]
-    ids = [model["id"] for model in rest]
     for name, given in (("after_id", after), ("before_id", before)):
         if given is not None and given not in ids:
-            raise RequestError(f"{name}: no model {given[:256]!r} is served", param=name)
+            raise RequestError(f"{name}: there is no {what} {given[:256]!r}", param=name)
     if before is not None:
-        rest = rest[: ids.index(before)]
+        rest = ids[: ids.index(before)]
         page = rest[-int(limit) :]
     else:
-        rest = rest if after is None else rest[ids.index(after) + 1 :]
+        rest = ids if after is None else ids[ids.index(after) + 1 :]
         page = rest[: int(limit)]
-    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-    return {"data": page, "has_more": len(page) < len(rest), **ends}
+    return page, len(page) < len(rest)
+
+
+def list_of(objects: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Return Anthropic's list object of a page."""
+    ends = (objects[0]["id"], objects[-1]["id"]) if objects else (None, None)
+    return {"data": objects, "has_more": has_more, "first_id": ends[0], "last_id": ends[1]}
+
+
+def page_of(models: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the page of models that `limit`, `after_id` and `before_id` of the query choose."""
+    by_id = {model["id"]: model for model in models}
+    ids, has_more = ids_of_page([*by_id], query, "model")
+    return list_of([model_of(by_id[one]) for one in ids], has_more=has_more)
 
 
 # `POST /v1/messages` and `POST /v1/messages/count_tokens`.

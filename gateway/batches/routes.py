@@ -20,7 +20,8 @@ from penstock.gateway.request.reading import RequestReader, caller_of, idempoten
 from penstock.producer.batch.request import ROWS
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
-from penstock.queue.files.batch import BatchRecord, BatchSpec, new_batch_id, window_s
+from penstock.queue.files.batch import BatchRecord, BatchSpec, is_of_messages, new_batch_id, window_s
+from penstock.queue.files.batch_records import no_batch
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 _TIMES = (*("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"),)
@@ -51,9 +52,7 @@ _BODY = {
 
 
 def batch_object(batch: BatchRecord, now_s: float) -> dict[str, Any]:
-    """Return OpenAI's object of a batch, with our own fields `paused`, `waiting` and two of its progress."""
-    left = batch.num_rows - batch.num_completed - batch.num_failed
-    is_measured = batch.status == "in_progress" and batch.rows_per_s > 0 and not batch.is_paused
+    """Return OpenAI's object of a batch, with our own fields."""
     errors = [
         {"code": one.code, "message": one.message, "param": one.param, "line": one.line} for one in batch.problems
     ]
@@ -78,6 +77,15 @@ def batch_object(batch: BatchRecord, now_s: float) -> dict[str, Any]:
             "total_tokens": batch.input_tokens + batch.output_tokens,
         },
         "metadata": batch.spec.metadata,
+        **progress_of(batch, now_s),
+    }
+
+
+def progress_of(batch: BatchRecord, now_s: float) -> dict[str, Any]:
+    """Return our own fields of a batch: whether it is paused, why it waits, its speed and its expected end."""
+    left = batch.num_rows - batch.num_completed - batch.num_failed
+    is_measured = batch.status == "in_progress" and batch.rows_per_s > 0 and not batch.is_paused
+    return {
         "paused": batch.is_paused,
         "waiting": batch.waiting or None,
         "rows_per_second": batch.rows_per_s if is_measured else None,
@@ -134,7 +142,8 @@ class BatchRoutes:
         query = query_of(request, "limit", "after")
         limit = limit_of(query, DEFAULT_LIMIT, MAX_LIMIT)
         async with soon():
-            ids = ids_after(await self._records.ids(caller_of(request).tenant), query.get("after"))
+            all_ids = await self._records.ids(caller_of(request).tenant)
+            ids = ids_after([one for one in all_ids if not is_of_messages(one)], query.get("after"))
             batches = await self._records.several(ids[: limit + 1])
         return page_of([batch_object(batch, time.time()) for batch in batches], limit)
 
@@ -146,7 +155,7 @@ class BatchRoutes:
     async def cancel_batch(self, request: Request, batch_id: str) -> dict[str, Any]:
         """Cancel a batch. Answered rows stay in its output; the others get the error `batch_cancelled`."""
         tenant = caller_of(request).tenant
-        await self._records.cancel(batch_id, tenant)
+        await self._records.cancel(_checked_id(batch_id), tenant)
         return await self._shown(batch_id, tenant)
 
     async def pause_batch(self, request: Request, batch_id: str) -> dict[str, Any]:
@@ -159,11 +168,18 @@ class BatchRoutes:
 
     async def _paused(self, request: Request, batch_id: str, *, paused: bool) -> dict[str, Any]:
         tenant = caller_of(request).tenant
-        await self._records.pause(batch_id, tenant, paused=paused)
+        await self._records.pause(_checked_id(batch_id), tenant, paused=paused)
         return await self._shown(batch_id, tenant)
 
     async def _shown(self, batch_id: str, tenant: str) -> dict[str, Any]:
-        return batch_object(await self._records.find(batch_id, tenant), time.time())
+        return batch_object(await self._records.find(_checked_id(batch_id), tenant), time.time())
+
+
+def _checked_id(batch_id: str) -> str:
+    """Return the id of a batch. Raises NotFoundError for that of a message batch, which this API does not show."""
+    if is_of_messages(batch_id):
+        raise no_batch(batch_id)
+    return batch_id
 
 
 def _routes(services: Services) -> list[Route | APIRouter]:

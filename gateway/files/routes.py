@@ -18,7 +18,8 @@ from penstock.gateway.files.upload import Uploads
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.request.reading import caller_of
 from penstock.producer.files.service import Files
-from penstock.queue.files.file import StoredFile
+from penstock.queue.files.file import OF_MESSAGE_BATCHES, StoredFile
+from penstock.queue.files.file_records import no_file
 
 MAX_LIMIT = 10_000
 DEFAULT_LIMIT = 1000
@@ -107,7 +108,7 @@ class FileRoutes:
             while left and len(found) <= limit:
                 part, left = left[:_READ_AT_ONCE], left[_READ_AT_ONCE:]
                 files = await self._files.records.several(part, tenant)
-                found += [file for file in files if purpose in (None, file.purpose)]
+                found += [file for file in files if _is_shown(file) and purpose in (None, file.purpose)]
         return page_of([file_object(file) for file in found], limit)
 
     async def retrieve_file(self, request: Request, file_id: str) -> dict[str, Any]:
@@ -132,7 +133,15 @@ class FileRoutes:
 
     async def _find(self, request: Request, file_id: str) -> StoredFile:
         async with soon():
-            return await self._files.find(file_id, caller_of(request).tenant)
+            file = await self._files.find(file_id, caller_of(request).tenant)
+        if not _is_shown(file):
+            raise no_file(file_id)
+        return file
+
+
+def _is_shown(file: StoredFile) -> bool:
+    """Return whether a file is the caller's own. Those of message batches end with these."""
+    return file.purpose not in OF_MESSAGE_BATCHES
 
 
 class FileContent(StreamingResponse):
@@ -141,7 +150,16 @@ class FileContent(StreamingResponse):
     An error of the storage cuts it off, so that no client takes a part for the whole.
     """
 
-    def __init__(self, files: Files, file: StoredFile, start: int, end: int, *, is_part: bool) -> None:
+    def __init__(
+        self,
+        files: Files,
+        file: StoredFile,
+        start: int,
+        end: int,
+        *,
+        is_part: bool,
+        media_type: str = "application/octet-stream",
+    ) -> None:
         name = re.sub(r"[^ !#-\[\]-~]", "_", file.name)
         headers = {
             "Content-Length": str(end - start),
@@ -152,7 +170,7 @@ class FileContent(StreamingResponse):
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.num_bytes}"
         self._content = files.content(file, start, end)
         status = 206 if is_part else 200
-        super().__init__(self._pieces(), status, headers, media_type="application/octet-stream")
+        super().__init__(self._pieces(), status, headers, media_type=media_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the content. If its beginning cannot be read, the answer is that error."""

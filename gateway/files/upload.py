@@ -16,6 +16,7 @@ from penstock.gateway.files.multipart import OVERHEAD_BYTES, FileBegins, FormFie
 from penstock.gateway.request.reading import caller_of, idempotency_key_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.files.service import Files, Upload
+from penstock.producer.files.settings import FilesSettings
 from penstock.queue.files.file import PURPOSES
 from penstock.runtime.cooperative import LoopYielder
 
@@ -52,36 +53,34 @@ class UploadTime:
             self._limit.reschedule(self._due_s)
 
 
-class Uploads:
-    """Receives the files of uploads."""
+@asynccontextmanager
+async def timed_upload(settings: FilesSettings, first_s: float, what: str) -> AsyncIterator[UploadTime]:
+    """Limit the time of an upload in the block: no least rate holds for its first seconds.
 
-    def __init__(self, files: Files, settings: GatewaySettings, yielder: LoopYielder) -> None:
-        self._files = files
-        self._settings = settings
-        self._yielder = yielder
+    Raises RequestError for a client that is too slow or disconnects.
+    """
+    rate = settings.min_upload_kib_per_s
+    try:
+        async with asyncio.timeout(None) as limit:
+            yield UploadTime(limit, first_s=first_s, bytes_per_s=rate * 1024)
+    except TimeoutError:
+        message = f"the {what} arrives too slowly: beyond {first_s:g} s, at least {rate:g} KiB per second must arrive"
+        raise RequestError(message, code="body_timeout") from None
+    except ClientDisconnect:
+        raise RequestError("the body ends early", code="body_incomplete") from None
+
+
+class UploadSlots:
+    """How many uploads of one kind a gateway receives at once: `limit` of a tenant, and four times as many in all."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._num_open: Counter[str] = Counter()
 
-    async def receive(self, request: Request) -> str:
-        """Store the file of a form and return its id. Raises the error of a wrong form, limit or storage."""
-        caller, key = caller_of(request), idempotency_key_of(request)
-        with self._slot(caller.tenant):
-            try:
-                async with asyncio.timeout(None) as limit:
-                    rate = self._files.settings.min_upload_kib_per_s * 1024
-                    time = UploadTime(limit, first_s=self._settings.body_timeout_s, bytes_per_s=rate)
-                    return await self._receive(request, caller, key, time)
-            except TimeoutError:
-                message = (
-                    f"the file arrives too slowly: beyond {self._settings.body_timeout_s:g} s, at least "
-                    f"{self._files.settings.min_upload_kib_per_s:g} KiB per second must arrive"
-                )
-                raise RequestError(message, code="body_timeout") from None
-            except ClientDisconnect:
-                raise RequestError("the form ends early", code="body_incomplete") from None
-
     @contextmanager
-    def _slot(self, tenant: str) -> Iterator[None]:
-        limit = self._files.settings.max_tenant_uploads
+    def taken(self, tenant: str) -> Iterator[None]:
+        """Take a slot for the block. Raises BusyError if none is free."""
+        limit = self._limit
         if self._num_open[tenant] >= limit or self._num_open.total() >= 4 * limit:
             message = f"too many uploads at once: {limit} of a tenant and {4 * limit} in all are received at a time"
             raise BusyError(message, code="uploads_busy", retry_after_ms=_RETRY_MS)
@@ -91,6 +90,23 @@ class Uploads:
         finally:
             self._num_open[tenant] -= 1
             self._num_open += Counter()  # drops tenants with 0
+
+
+class Uploads:
+    """Receives the files of uploads."""
+
+    def __init__(self, files: Files, settings: GatewaySettings, yielder: LoopYielder) -> None:
+        self._files = files
+        self._settings = settings
+        self._yielder = yielder
+        self._slots = UploadSlots(files.settings.max_tenant_uploads)
+
+    async def receive(self, request: Request) -> str:
+        """Store the file of a form and return its id. Raises the error of a wrong form, limit or storage."""
+        caller, key = caller_of(request), idempotency_key_of(request)
+        with self._slots.taken(caller.tenant):
+            async with timed_upload(self._files.settings, self._settings.body_timeout_s, "file") as time:
+                return await self._receive(request, caller, key, time)
 
     async def _receive(self, request: Request, caller: ApiKey, key: str | None, time: UploadTime) -> str:
         form, fields = FormReader(request, self._yielder), dict[str, str]()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import signal
 import socket
 import struct
@@ -33,7 +32,7 @@ from penstock.gateway.request.socket_message import (
     parse_socket_message,
 )
 from penstock.queue.msgpack_codec import MAX_BYTES
-from penstock.runtime.process_memory import keep_large_blocks_apart
+from penstock.runtime.process_memory import keep_large_blocks_apart, limit_growth
 
 HEAD = struct.Struct(">BI")
 """Header of what is sent over the socket. Body: the index of its schema in `BodySchemas.bodies`, with IS_LIST for a
@@ -92,7 +91,7 @@ def main() -> None:
     gc.disable()  # A parsed body is a tree without cycles, so a collection would scan millions of values for nothing.
     gc.freeze()
     keep_large_blocks_apart()
-    _limit_memory()
+    limit_growth(MAX_GROWTH_BYTES)
     with socket.socket(fileno=sys.stdin.fileno()) as line:
         while (head := _receive(line, HEAD.size)) is not None:
             index, num_bytes = HEAD.unpack(head)
@@ -184,14 +183,6 @@ def _without_texts(raw: bytes) -> Iterator[bytes]:
         parts = plain[at : at + _WINDOW_BYTES].split(b'"')
         yield b'""'.join(parts[is_inside::2])
         is_inside ^= len(parts) % 2 == 0
-
-
-def _limit_memory() -> None:
-    """Limit this process's data memory to its present size plus MAX_GROWTH_BYTES."""
-    with open("/proc/self/statm") as statm:
-        num_pages = int(statm.read().split()[5])
-    limit = num_pages * os.sysconf("SC_PAGESIZE") + MAX_GROWTH_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _receive(line: socket.socket, num_bytes: int) -> bytearray | None:

@@ -121,7 +121,7 @@ async def read_json_body(request: Request, memory: BodyMemory, *, max_bytes: int
         raise RequestError(f"the body did not arrive within {timeout_s:g} s", code="body_timeout") from None
     except ClientDisconnect:
         raise RequestError("the body ended early", code="body_incomplete") from None
-    _check_kind(request)
+    check_kind(request)
     return body
 
 
@@ -150,7 +150,7 @@ async def _grow(memory: BodyMemory, num_bytes: int, num_whole: int, limit: async
     limit.reschedule(None if due_s is None else due_s + loop.time() - began_s)
 
 
-def _check_kind(request: Request) -> None:
+def check_kind(request: Request) -> None:
     """Refuse a body that is compressed or not declared as JSON.
 
     A browser lets a page of another site send other content types without a CORS preflight.
@@ -275,7 +275,7 @@ class _Child:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
-            process = await asyncio.to_thread(_spawn, theirs, arguments)
+            process = await asyncio.to_thread(spawn_on, theirs, [*_PARSER, *arguments])
         except OSError as error:
             ours.close()
             logger.warning("the parser process cannot be started", extra={"reason": str(error)})
@@ -311,15 +311,15 @@ class _Child:
             await asyncio.to_thread(self._process.wait, _REAP_TIMEOUT_S)
 
 
-def _spawn(line: socket.socket, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a parser process whose stdin is `line`, and close the gateway's copy of it.
+def spawn_on(line: socket.socket, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a process whose stdin is `line`, and close the gateway's copy of it.
 
     Both happen on one thread. If the caller closed the copy after a cancellation, its descriptor could belong to a
     client's connection by the time of the fork, and the process would inherit that.
     """
     with line:
         environment = os.environ | {"RUST_BACKTRACE": "0"}
-        return subprocess.Popen([*_PARSER, *arguments], stdin=line.fileno(), env=environment)
+        return subprocess.Popen(command, stdin=line.fileno(), env=environment)
 
 
 # From an HTTP request to a GenerationRequest.

@@ -34,10 +34,10 @@ from penstock.gateway.responses.record import PackedMessages, StoredResponse, ne
 from penstock.gateway.responses.tools import CalledTool
 from penstock.gateway.route_doc import NUMBER, RouteDoc, object_of
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.answer import answer_format
 from penstock.gateway.stream.flow import until_disconnected, while_connected
 from penstock.gateway.stream.writer import CallerGoneError
 from penstock.producer.client import AsyncClient
+from penstock.producer.client.building import answer_format
 from penstock.producer.client.request import names_of, with_defaults
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.msgpack_codec import MAX_BYTES
@@ -193,7 +193,7 @@ def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool:
     return StoredResponse(
         created_s=int(time.time()),
         background=options["background"],
-        format=answer_format(content, pool),
+        format=answer_format(content.tool_use, content.params, content.template_kwargs, pool),
         echo=options["echo"][:-1] + b"," + to_json({name: getattr(params, name) for name in SHOWN_SAMPLING})[1:],
         items=[(item_id, text.encode()) for item_id, text in options["items"]],
         messages=own,

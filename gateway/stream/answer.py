@@ -22,14 +22,12 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import lowered_max_tokens, pool_of
 from penstock.contract.output import Usage
-from penstock.contract.tools import reasoning_parser_for
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.request.generation import (
     GenerationRequest,
     ParsedBody,
     RequestBody,
-    RequestContent,
     StreamPosition,
     naming_prompt,
 )
@@ -58,10 +56,9 @@ from penstock.gateway.stream.writer import (
     EventWriter,
 )
 from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.building import no_call_format
+from penstock.producer.client.building import answer_format, require_tool_parser
 from penstock.producer.client.request import choose_pool
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
-from penstock.producer.openai.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.results import PackedResult
 from penstock.runtime.cooperative import LoopYielder
@@ -124,7 +121,7 @@ class AnswerPlan:
             check_num_jobs(content, self.generation.terms, record)
             check_logprobs(content, record, self._max_logprobs)
             if has_tools:
-                _require_tool_parser(record)
+                require_tool_parser(record)
 
     async def decide_replay(self, cut_at: StreamPosition) -> None:
         """Decide whether a resumed stream is read from its start, because later events depend on earlier chunks."""
@@ -148,7 +145,8 @@ class AnswerPlan:
         """
         if not self.dialect.parses_text:
             return PLAIN
-        return answer_format(self.generation.content, await self._record_of(pool))
+        content = self.generation.content
+        return answer_format(content.tool_use, content.params, content.template_kwargs, await self._record_of(pool))
 
     async def _record_of(self, pool: str) -> ServedPool | None:
         return self._pools.get(pool) or (await self.client.pools()).get(pool)
@@ -220,32 +218,6 @@ def _shown_names(names: Sequence[str]) -> str:
             break
         shown += f", {name}" if shown else name
     return shown
-
-
-def answer_format(content: RequestContent, record: ServedPool | None) -> AnswerFormat:
-    """Return how to parse the text of an answer from this pool.
-
-    Raises RequestError if the request offers tools and no parser exists for the model's calls.
-    """
-    use = content.tool_use
-    if content.params.structured_outputs is not None and use.tools is None:
-        return PLAIN
-    if use.tools is None:
-        return PLAIN if record is None else AnswerFormat("none", _reasoning_parser(content, record))
-    record = _require_tool_parser(record)
-    reasoning = _reasoning_parser(content, record)
-    return AnswerFormat(record.tool_parser, reasoning, one_call=not use.parallel, is_named=use.is_named)
-
-
-def _reasoning_parser(content: RequestContent, record: ServedPool) -> str:
-    return reasoning_parser_for(record.reasoning_parser, record.thinking_switches, content.template_kwargs)
-
-
-def _require_tool_parser(record: ServedPool | None) -> ServedPool:
-    """Return the pool's record if a parser exists for its model's tool calls; otherwise raise RequestError."""
-    if record is None or record.tool_parser not in CALL_FORMS:
-        raise no_call_format()
-    return record
 
 
 # The answers of the generation routes. Jobs live as long as the answer, and end if the caller disconnects.

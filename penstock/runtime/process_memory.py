@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 
 LARGE_BLOCK_BYTES = 256 << 10
 _M_MMAP_THRESHOLD = -3
@@ -29,3 +30,11 @@ def keep_large_blocks_apart() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
+def limit_growth(num_bytes: int) -> None:
+    """Limit this process's data memory to its present size plus so many bytes."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        num_pages = int(statm.read().split()[5])
+    limit = num_pages * os.sysconf("SC_PAGE_SIZE") + num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

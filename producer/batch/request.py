@@ -12,7 +12,7 @@ import io
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, cast
 
@@ -21,13 +21,15 @@ from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import ConfigError, RequestError
 from penstock.contract.job import SamplingParams
-from penstock.contract.named import UNKNOWN_FIELD
+from penstock.contract.named import UNKNOWN_FIELD, IgnoredFields
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.tasks import Embed
-from penstock.producer.batch.rows import NAMES_OF_RESPONSES, EmbeddingRow, QueuedRow, ResponseRow
+from penstock.producer.batch.rows import NAMES_OF_RESPONSES, EmbeddingRow, MessageRow, QueuedRow, ResponseRow
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
 from penstock.producer.openai.fields import only
 from penstock.producer.openai.generation_body import GenerationBody
+from penstock.producer.openai.messages import NO_TOOLS, ToolUse
+from penstock.queue.files.batch import MESSAGES_ENDPOINT
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -92,6 +94,12 @@ class BatchRequest:
     as_base64: bool = False
     response_echo: Mapping[str, Any] | None = None
     """The members of a response that repeat its request."""
+    tool_use: ToolUse = NO_TOOLS
+    """The tools of a message that the assistant may or must call."""
+    shows_thinking: bool = False
+    """Whether a message has thinking blocks."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Maps penstock's field names to those of a message's body, where they differ."""
 
 
 def request_of_line(fields: Mapping[str, Any]) -> BatchRequest:
@@ -125,6 +133,36 @@ def request_of(url: str, body: Mapping[str, Any]) -> BatchRequest:
     times = row.deadline_s, row.ttl_s
     listed = row.tags or (), row.metadata
     return BatchRequest(url, prompts[0], row.model, params, row.echoes, row.template_kwargs, *times, *listed)
+
+
+def message_request_of(body: Mapping[str, Any], *, ignores_unknown: bool = False) -> BatchRequest:
+    """Return the request of Anthropic's body. Raises RequestError for an invalid body.
+
+    With `ignores_unknown`, unknown fields of the body itself are dropped instead of refused.
+    """
+    context = IgnoredFields(MessageRow) if ignores_unknown else None
+    try:
+        row = MessageRow.model_validate_json(to_json(body, inf_nan_mode="constants"), context=context)
+    except ValidationError as error:
+        raise request_error(error) from None
+    try:
+        params = row.params()
+    except ValidationError as error:
+        raise request_error(error, row.names()) from None
+    return BatchRequest(
+        MESSAGES_ENDPOINT,
+        row.prompts()[0],
+        row.model,
+        params,
+        template_kwargs=row.template_kwargs,
+        deadline_s=row.deadline_s,
+        ttl_s=row.ttl_s,
+        tags=row.tags or (),
+        metadata=row.metadata,
+        tool_use=row.tool_use(),
+        shows_thinking=row.shows_thinking,
+        names=row.names(),
+    )
 
 
 def _embeddings_of(row: EmbeddingRow) -> BatchRequest:

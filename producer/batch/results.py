@@ -22,12 +22,16 @@ from typing import Any
 from penstock.contract.errors import BusyError, PenstockError, RequestError
 from penstock.contract.job import created_at, is_job_id
 from penstock.contract.output import Result
+from penstock.contract.pool import PoolRecord
+from penstock.producer.anthropic.message import WholeMessage
 from penstock.producer.batch import storage
 from penstock.producer.batch.outages import OnWait, outlast
 from penstock.producer.batch.records import BatchProgress
 from penstock.producer.batch.request import CHAT_URL, BatchRequest
 from penstock.producer.batch.rows import response_body
+from penstock.producer.client.building import answer_format
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
+from penstock.queue.files.batch import MESSAGES_ENDPOINT
 
 _KEPT = timedelta(days=8)
 """Longer than a job may wait for its deadline, and its result is kept by default."""
@@ -61,14 +65,26 @@ def error_row(row_id: str, custom_id: str, error: PenstockError) -> dict[str, An
     return {"id": row_id, "custom_id": custom_id, "response": None, "error": details}
 
 
-def body_of(request: BatchRequest, model: str, result: Result, max_total_tokens: int | None = None) -> dict[str, Any]:
-    """Return OpenAI's response object for a result. The same result always gives the same object.
+def body_of(request: BatchRequest, model: str, result: Result, record: PoolRecord | None = None) -> dict[str, Any]:
+    """Return the answer of the HTTP API for a result. The same result always gives the same object.
 
-    `max_total_tokens`: prompt and output together, to which `max_tokens` was lowered.
+    `record`: that of the pool. Its context is what `max_tokens` was lowered to.
     """
+    max_total_tokens = record.max_model_len or None if record else None
     if request.response_echo is not None:
         sampling = {name: getattr(request.params, name) for name in ("temperature", "top_p")}
         return response_body(model, request.response_echo, sampling, result)
+    if request.url == MESSAGES_ENDPOINT:
+        form = answer_format(request.tool_use, request.params, request.template_kwargs, record)
+        message = WholeMessage(
+            result.job_id,
+            model,
+            request.params,
+            form,
+            shows_thinking=request.shows_thinking,
+            max_total_tokens=max_total_tokens,
+        )
+        return message.object_of(result)
     made = ChatRenderer if request.url == CHAT_URL else CompletionRenderer
     renderer = made(
         job_id=result.job_id,

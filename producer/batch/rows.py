@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from penstock.contract.job import MAX_DEADLINE_S, MAX_METADATA, MAX_TAGS, MAX_TOKENS_LIMIT, Metadata, Tag
 from penstock.contract.output import Result, Usage
 from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Embedding, Pooling, TruncatedTokens
+from penstock.producer.anthropic.bodies import MessageBody
 from penstock.producer.openai.bodies import prompts_of
 from penstock.producer.openai.fields import WHOLE_NUMBER, Hint, OpenWire, Whole, Wire, at_most, only
 
@@ -42,6 +43,12 @@ class QueuedRow(Wire):
                 "duration", "must be above 0 and at most {limit} seconds", {"limit": MAX_DEADLINE_S}
             )
         return value
+
+
+class MessageRow(MessageBody, QueuedRow):
+    """A body of `/v1/messages` whose message is not streamed."""
+
+    stream: Annotated[Any, only(None, False)] = None
 
 
 def _inputs_of(value: object) -> list[str | list[int]]:

@@ -38,7 +38,8 @@ from penstock.producer.batch.results import (
 )
 from penstock.producer.batch.rows import embeddings_body
 from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.request import Prompt
+from penstock.producer.client.building import require_tool_parser
+from penstock.producer.client.request import Prompt, choose_pool
 from penstock.producer.client.tasks import output_of
 from penstock.queue.broker.producer import ServedPool
 from penstock.runtime.gather import try_all
@@ -215,16 +216,23 @@ async def _ask(
         **shared,
         "params": request.params,
         "chat_template_kwargs": request.template_kwargs,
+        "tools": request.tool_use.tools,
+        "tool_choice": request.tool_use.choice,
+        "parallel_tool_calls": request.tool_use.parallel,
         "lower_max_tokens": True,
         "idempotency_key": key,
     }
+    if request.tool_use.tools is not None:
+        # A model whose calls cannot be recognized must not spend tokens on them.
+        with suppress(NotFoundError, UnavailableError):
+            require_tool_parser(choose_pool((await client.pools()).values(), model))
     job = await client.submit(request.prompt, **options)
     on_submit()
     result = await _result_of(job)
     # The record may be gone by now.
     record = (await client.pools()).get(job.pool)
     name = model or (record.model if record else job.pool)
-    return job.id, body_of(request, name, result, record.max_model_len or None if record else None)
+    return job.id, body_of(request, name, result, record)
 
 
 async def _embed(

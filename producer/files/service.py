@@ -271,7 +271,20 @@ class Upload:
             await self._files.delete_garbage(object_of(self.file_id))
         return saved
 
-    def saved(self, name: str, purpose: str, life_ms: int) -> NewFile:
-        """Return the finished file for a script that saves it together with something else."""
-        self._is_over = True
+    @property
+    def digest(self) -> str:
+        """The digest of a finished file's content."""
+        return self._digest.hexdigest()
+
+    def new_file(self, name: str, purpose: str, life_ms: int) -> NewFile:
+        """Return the finished file for a script that saves it together with something else, if it succeeds."""
         return NewFile(self.file_id, name, purpose, self.num_bytes, life_ms)
+
+    def saved(self, name: str, purpose: str, life_ms: int) -> NewFile:
+        """Return the finished file for a script that saves it whatever happens to this process."""
+        self.settle()
+        return self.new_file(name, purpose, life_ms)
+
+    def settle(self) -> None:
+        """Note that a script has saved or dropped the file."""
+        self._is_over = True

@@ -47,6 +47,13 @@ class FilesSettings(Settings):
     max_batch_inputs: int = Field(default=50_000, ge=1)
     """Most texts of all rows of a batch of embeddings."""
 
+    max_message_batch_rows: int = Field(default=100_000, ge=1)
+    """Most requests of a message batch."""
+    max_message_batch_mib: int = Field(default=256, ge=1, le=4096)
+    """Largest body of a message batch in MiB."""
+    message_batch_days: float = Field(default=29.0, gt=0, le=3650)
+    """Days after the creation of a message batch for which its results are kept."""
+
     batch_lease_s: float = Field(default=6.0, ge=1, le=60)
     """Seconds after which another process goes on with a batch whose process is silent."""
 

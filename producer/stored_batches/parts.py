@@ -7,38 +7,21 @@ the present holder, and the script does not commit them.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
 
-from penstock.producer.batch.results import job_ids_of
 from penstock.producer.files.service import Files
+from penstock.producer.stored_batches.lines import KINDS, FinishedRow
 from penstock.queue.files.batch import BatchLease, Part, PartCounts
 from penstock.queue.files.batch_records import BatchRecords
-from penstock.queue.files.file import BATCH_OUTPUT, NewFile
+from penstock.queue.files.file import NewFile
 
-OUTPUT, ERROR = "output", "error"
-KINDS = (OUTPUT, ERROR)
 MAX_PART_ROWS = 512
 MAX_PART_BYTES = 4 << 20
 FIRST_PART_S, LONGEST_PART_S, PARTS_OF_RUN = 1.0, 60.0, 500
 """Seconds that a finished row waits for its part: at first, at most, and so many parts of the time that the batch has
 run. So a batch of a day has some thousands of parts, and the first rows of any batch appear at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRow:
-    """A row with its line for the output or the error file."""
-
-    number: int
-    row: Mapping[str, Any]
-
-    @property
-    def kind(self) -> str:
-        """Which file it belongs to."""
-        return OUTPUT if self.row["error"] is None else ERROR
 
 
 class PartWriter:
@@ -60,10 +43,9 @@ class PartWriter:
         """Add a finished row to the part that grows."""
         if not self._rows:
             self._oldest_s = asyncio.get_running_loop().time()
-        line = json.dumps(row.row, ensure_ascii=False).encode() + b"\n"
         self._rows.append(row)
-        self._lines[row.kind].append(line)
-        self._num_bytes += len(line)
+        self._lines[row.kind].append(row.line)
+        self._num_bytes += len(row.line)
 
     @property
     def is_due(self) -> bool:
@@ -105,21 +87,34 @@ class PartWriter:
                 await self._files.on_thread(write)
                 written.append(Part(name, kind, len(content)))
         for one in self._rows:
-            if one.kind == OUTPUT:
+            if one.outcome == "completed":
                 counts.completed += 1
-                counts.add(one.row["response"]["body"].get("usage") or {})
+                counts.add(one.usage)
             else:
                 counts.failed += 1
+                counts.stopped += one.outcome == "stopped"
         await self._batches.commit(self._lease, part, written, [one.number for one in self._rows], counts)
-        jobs = job_ids_of(dict(one.row) for one in self._rows)
+        jobs = [one.job_id for one in self._rows if one.job_id is not None]
         self.num_committed += len(self._rows)
         self._number += 1
         self._rows, self._lines, self._num_bytes = [], {kind: [] for kind in KINDS}, 0
         return jobs
 
 
+@dataclass(frozen=True, slots=True)
+class SavedOutput:
+    """How the files of a batch are saved."""
+
+    names: Mapping[str, str]
+    """Kind → what the name of its file has behind the batch's id."""
+    purpose: str
+    life_ms: int
+    record_life_ms: int
+    """How long the record of the batch is kept after its end."""
+
+
 async def save_joined(
-    files: Files, batches: BatchRecords, lease: BatchLease, *, tenant: str, status: str, life_ms: int
+    files: Files, batches: BatchRecords, lease: BatchLease, *, tenant: str, status: str, how: SavedOutput
 ) -> None:
     """Join the committed parts of a batch to its output and its error file, and end the batch with them.
 
@@ -136,5 +131,5 @@ async def save_joined(
             for part in of_kind:
                 await upload.append(part.name)
             await upload.finish()
-            saved[kind] = upload.saved(f"{lease.batch_id}_{kind}.jsonl", BATCH_OUTPUT, life_ms)
-        await batches.finish(lease, status, saved, files.settings.retention_ms)
+            saved[kind] = upload.saved(f"{lease.batch_id}_{how.names[kind]}.jsonl", how.purpose, how.life_ms)
+        await batches.finish(lease, status, saved, how.record_life_ms)

@@ -22,6 +22,8 @@ MAX_WINDOW_BYTES = 8 << 20
 """Bytes of the lines that are read and sorted at once, but for the last of them."""
 _BOM = b"\xef\xbb\xbf"
 _PROMPT_FIELDS = ("messages", "prompt", "input")
+_FIELDS_BEFORE_PROMPT = ("tools", "system")
+"""Fields of a row that the model reads before those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ def is_committed(rows: bytes | bytearray, number: int) -> bool:
 def _prompt_of(row: StoredRow) -> bytes:
     body = row.fields.get("body", {})
     given = next((body[name] for name in _PROMPT_FIELDS if name in body), "")
-    return to_json([body.get("model"), given])
+    return to_json([body.get("model"), *(body.get(name) for name in _FIELDS_BEFORE_PROMPT), given])
 
 
 def _lines(source: IO[bytes]) -> Iterator[tuple[int, bytes]]:

@@ -28,13 +28,13 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import SubmitOptions
 from penstock.contract.tenant import UNLIMITED, ApiKey
-from penstock.producer.batch.request import request_of_line
-from penstock.producer.batch.results import answer_row, error_row, row_id_of
+from penstock.producer.batch.results import row_id_of
 from penstock.producer.batch.runner import answer
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt, choose_pool
 from penstock.producer.files.service import Files
-from penstock.producer.stored_batches.parts import FinishedRow, PartWriter, save_joined
+from penstock.producer.stored_batches.lines import KINDS, OUTPUT, FinishedRow, format_of
+from penstock.producer.stored_batches.parts import PartWriter, SavedOutput, save_joined
 from penstock.producer.stored_batches.stored_input import (
     InputCheck,
     InputLimits,
@@ -44,9 +44,9 @@ from penstock.producer.stored_batches.stored_input import (
     is_committed,
 )
 from penstock.queue.broker.producer import ServedPool
-from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem
+from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem, is_of_messages
 from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
-from penstock.queue.files.file import object_of
+from penstock.queue.files.file import BATCH_OUTPUT, MESSAGE_RESULTS, object_of
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.gather import CALLS_AT_ONCE, try_all
 
@@ -147,6 +147,7 @@ class StoredBatchRun:
         self._client = client
         self._rows = RowClient(client, batch, lease)
         self._parts = PartWriter(files, batches, lease)
+        self._format = format_of(batch.batch_id, batch.spec)
         self._taken = bytearray()
         """A bit per row that is in a part or in the queue."""
         self._tasks: dict[asyncio.Task[None], StoredRow] = {}
@@ -193,11 +194,18 @@ class StoredBatchRun:
         return {CANCELLED_ROW: "cancelled", EXPIRED_ROW: "expired"}.get(self._stopped, "completed")
 
     async def _finish(self, ending: str) -> None:
-        life_s = self._batch.spec.output_life_s
-        life_ms = self._files.settings.retention_ms if life_s is None else 1000 * life_s
-        await save_joined(
-            self._files, self._batches, self._lease, tenant=self._batch.tenant, status=ending, life_ms=life_ms
-        )
+        how = self._output()
+        await save_joined(self._files, self._batches, self._lease, tenant=self._batch.tenant, status=ending, how=how)
+
+    def _output(self) -> SavedOutput:
+        retention_ms, life_s = self._files.settings.retention_ms, self._batch.spec.output_life_s
+        if not is_of_messages(self._batch.batch_id):
+            life_ms = retention_ms if life_s is None else 1000 * life_s
+            return SavedOutput({kind: kind for kind in KINDS}, BATCH_OUTPUT, life_ms, retention_ms)
+        # They live from the creation of the batch on. A retention of any length leaves the record as long.
+        age_ms = int(time.time() * 1000) - self._batch.times["created"]
+        life_ms = max(1, 1000 * (life_s or 0) - age_ms)
+        return SavedOutput({OUTPUT: "results"}, MESSAGE_RESULTS, life_ms, max(life_ms, retention_ms))
 
     # The check of the input.
 
@@ -333,21 +341,26 @@ class StoredBatchRun:
             self._failure = error
 
     async def _answer(self, row: StoredRow) -> None:
-        key = self._key_of(row)
+        key, names = self._key_of(row), dict[str, str]()
         try:
             # A check of megabytes would hold the event loop.
-            is_small = row.num_bytes <= MAX_BYTES_ON_LOOP
-            request = (
-                request_of_line(row.fields) if is_small else await self._files.on_thread(request_of_line, row.fields)
-            )
+            read, is_small = self._format.request_of, row.num_bytes <= MAX_BYTES_ON_LOOP
+            request = read(row.fields) if is_small else await self._files.on_thread(read, row.fields)
+            names.update(request.names)
             job_id, body = await self._with_retries(lambda: answer(self._rows, request, None, key, in_feed=False))
-            line = answer_row(key, row.custom_id, body, job_id)
+            finished = self._format.answered(row.number, row.custom_id, body, job_id)
         except (RequestError, JobFailedError) as error:
-            is_stopped = self._stopped and isinstance(error, JobCancelledError)
-            line = error_row(key, row.custom_id, self._stop_error() if is_stopped else error)
+            if self._stopped and isinstance(error, JobCancelledError):
+                finished = self._unanswered(row)
+            else:
+                finished = self._format.failed(row.number, row.custom_id, error, names)
         finally:
             self._rows.open_jobs.pop(key, None)
-        self._finished.put_nowait(FinishedRow(row.number, line))
+        self._finished.put_nowait(finished)
+
+    def _unanswered(self, row: StoredRow) -> FinishedRow:
+        reason = PenstockError(_STOPPED[self._stopped], code=self._stopped)
+        return self._format.stopped(row.number, row.custom_id, reason)
 
     async def _with_retries(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask until the queue takes the row: a limit of the tenant or of the pool, or an outage, fails no row."""
@@ -395,9 +408,6 @@ class StoredBatchRun:
     def _key_of(self, row: StoredRow) -> str:
         return row_id_of(self._batch.batch_id, row.custom_id)
 
-    def _stop_error(self) -> PenstockError:
-        return PenstockError(_STOPPED[self._stopped], code=self._stopped)
-
     async def _stop(self) -> None:
         """Cancel the jobs in the queue, keep what is answered by then, and give every other row its error."""
         # Rows that wait for the queue must not enter it any more.
@@ -419,8 +429,7 @@ class StoredBatchRun:
             await self._collect()
         await self._commit()
         for row in await self._patiently(self._left_rows):
-            key = self._key_of(row)
-            self._parts.add(FinishedRow(row.number, error_row(key, row.custom_id, self._stop_error())))
+            self._parts.add(self._unanswered(row))
             if self._parts.is_due:
                 await self._commit()
         await self._commit()

@@ -21,7 +21,10 @@ TIMES = (
 CANCELLED_ROW, EXPIRED_ROW = "batch_cancelled", "batch_expired"
 """Codes of the rows in an error file that were not answered before their batch was canceled or expired."""
 MAX_WINDOW_S = 30 * 86_400
-_BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
+MESSAGES_ENDPOINT = "/v1/messages"
+"""The endpoint of message batches."""
+_MESSAGE_PREFIX = "msgbatch_"
+_BATCH_ID = re.compile(r"(?:msg)?batch_[0-9a-f]{32}")
 _WINDOW = re.compile(r"(\d{1,4})([hd])")
 _UNITS = {"h": 3600, "d": 86_400}
 
@@ -31,9 +34,19 @@ def new_batch_id() -> str:
     return f"batch_{uuid_utils.uuid7().hex}"
 
 
+def new_message_batch_id() -> str:
+    """Return the id of a new message batch."""
+    return f"{_MESSAGE_PREFIX}{uuid_utils.uuid7().hex}"
+
+
 def is_batch_id(text: str) -> bool:
     """Return whether `text` has the form of a batch's id."""
     return _BATCH_ID.fullmatch(text) is not None
+
+
+def is_of_messages(batch_id: str) -> bool:
+    """Return whether an id is that of a message batch."""
+    return batch_id.startswith(_MESSAGE_PREFIX)
 
 
 def window_s(text: str) -> int:
@@ -60,6 +73,8 @@ class BatchSpec:
     """Seconds for which the output and the error file are kept; None: as long as other files."""
     key_id: str = ""
     """The API key on whose terms the rows run; empty without one."""
+    ignores_unknown: bool = False
+    """Whether unknown fields of a row of a message batch have no effect. Otherwise they fail it."""
 
     def encoded(self) -> str:
         """Return it as JSON."""
@@ -95,6 +110,8 @@ class BatchRecord:
     num_rows: int = 0
     num_completed: int = 0
     num_failed: int = 0
+    num_stopped: int = 0
+    """The failed rows that were not answered because the batch was canceled or its window ended."""
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -127,16 +144,20 @@ class PartCounts:
 
     completed: int = 0
     failed: int = 0
+    stopped: int = 0
+    """Those of the failed rows that were not answered because the batch ended early."""
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
 
     def add(self, usage: Mapping[str, Any]) -> None:
-        """Count the usage of an answer, in the shape of chats or of responses."""
-        self.input_tokens += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+        """Count the usage of an answer, in the shape of chats, of responses or of messages."""
+        # Messages count cached tokens apart from the others.
+        cached = usage.get("cache_read_input_tokens") or 0
+        self.input_tokens += cached + (usage.get("prompt_tokens") or usage.get("input_tokens") or 0)
         self.output_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-        self.cached_tokens += details.get("cached_tokens") or 0
+        self.cached_tokens += cached + (details.get("cached_tokens") or 0)
 
 
 @dataclass(slots=True)

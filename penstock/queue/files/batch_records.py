@@ -31,7 +31,7 @@ from penstock.queue.files.batch import (
     is_batch_id,
 )
 from penstock.queue.files.file import NewFile
-from penstock.queue.files.file_records import call_script, file_arguments, key_conflict, no_file
+from penstock.queue.files.file_records import call_script, file_arguments, key_conflict, no_file, upload_dropped
 
 _RETRY_MS = 60_000
 
@@ -53,6 +53,17 @@ class BatchEnd(NamedTuple):
     batch_id: str
     status: str
     tenant: str
+
+
+class CheckedRows(NamedTuple):
+    """The rows of a checked input, and within which limits they become a batch. A limit of 0 does not exist."""
+
+    total: int
+    window_ms: int
+    max_open: int
+    """Most open batches of the tenant."""
+    max_rows: int
+    """Most rows of its open batches that are not answered."""
 
 
 class BatchRecords:
@@ -92,12 +103,41 @@ class BatchRecords:
             case b"WRONG_PURPOSE":
                 message = f"input_file_id: the purpose of the file is {answer[1].decode()}; it must be batch"
                 raise RequestError(message, param="input_file_id")
-            case b"FULL":
-                message = f"the tenant has {max_open} open batches (PENSTOCK_FILES_MAX_TENANT_BATCHES); wait for one"
-                raise BusyError(message, code="too_many_batches", retry_after_ms=_RETRY_MS)
-            case b"CONFLICT":
-                raise key_conflict(f"batch {answer[1].decode()}")
-        return cast(str, answer[1].decode())
+        return _made(answer)
+
+    @retried
+    async def create_with_input(
+        self,
+        batch_id: str,
+        spec: BatchSpec,
+        upload: NewFile,
+        *,
+        tenant: str,
+        rows: CheckedRows,
+        key: str | None = None,
+        digest: str = "",
+    ) -> str:
+        """Make a batch together with its input, an upload whose object is whole and whose rows are checked.
+
+        Return its id: that of the batch that was made before with the same idempotency key and `digest`. If this batch
+        is not made, the upload is dropped. Raises BusyError for a limit, ConflictError for a key of another request,
+        and RequestError if the upload took too long.
+        """
+        answer = await call_script(
+            self._redis,
+            "create_with_input",
+            id=batch_id,
+            tenant=tenant,
+            file=upload.file_id,
+            input=file_arguments(upload),
+            request=spec.encoded(),
+            idem=keys.key_hash(key),
+            digest=digest,
+            **rows._asdict(),
+        )
+        if answer[0] == b"LOST":
+            raise upload_dropped()
+        return _made(answer)
 
     @retried
     async def find(self, batch_id: str, tenant: str | None = None) -> BatchRecord:
@@ -136,6 +176,16 @@ class BatchRecords:
     async def cancel(self, batch_id: str, tenant: str) -> None:
         """Begin to cancel a batch. Raises NotFoundError, and ConflictError if it has ended or is about to."""
         _check_change(batch_id, await call_script(self._redis, "cancel", id=batch_id, tenant=tenant))
+
+    @retried
+    async def delete(self, batch_id: str, tenant: str) -> None:
+        """Drop a batch that has ended, with its files. Raises NotFoundError, and ConflictError for an open one."""
+        answer = await call_script(self._redis, "delete_batch", id=batch_id, tenant=tenant)
+        if answer[0] == b"NOT_FOUND":
+            raise no_batch(batch_id)
+        if answer[0] == b"OPEN":
+            message = f"batch {batch_id} has not ended; cancel it or wait for its end, then delete it"
+            raise ConflictError(message, code="batch_open", param="batch_id")
 
     @retried
     async def pause(self, batch_id: str, tenant: str, *, paused: bool) -> None:
@@ -184,8 +234,7 @@ class BatchRecords:
         """Note that the input is valid, and return the status. Raises BusyError beyond the tenant's limit of rows."""
         answer = await self._held(lease, "start", total=num_rows, max_rows=max_rows)
         if answer[0] == b"FULL":
-            message = f"the tenant's open batches would have more than {max_rows} rows (PENSTOCK_FILES_MAX_TENANT_ROWS)"
-            raise BusyError(message, code="too_many_rows", retry_after_ms=_RETRY_MS)
+            raise _too_many_rows(max_rows)
         return cast(str, answer[1].decode())
 
     @retried
@@ -246,6 +295,24 @@ class BatchRecords:
         return answer
 
 
+def _made(answer: Sequence[Any]) -> str:
+    """Return the id of the batch that a script has made, or raise the error for its refusal."""
+    match answer[0]:
+        case b"FULL":
+            message = f"the tenant has {answer[1]} open batches (PENSTOCK_FILES_MAX_TENANT_BATCHES); wait for one"
+            raise BusyError(message, code="too_many_batches", retry_after_ms=_RETRY_MS)
+        case b"FULL_ROWS":
+            raise _too_many_rows(int(answer[1]))
+        case b"CONFLICT":
+            raise key_conflict(f"batch {answer[1].decode()}")
+    return cast(str, answer[1].decode())
+
+
+def _too_many_rows(max_rows: int) -> BusyError:
+    message = f"the tenant's open batches would have more than {max_rows} rows (PENSTOCK_FILES_MAX_TENANT_ROWS)"
+    return BusyError(message, code="too_many_rows", retry_after_ms=_RETRY_MS)
+
+
 def _check_change(batch_id: str, answer: Sequence[Any]) -> None:
     if answer[0] == b"NOT_FOUND":
         raise no_batch(batch_id)
@@ -268,6 +335,7 @@ def _record_of(batch_id: str, found: Mapping[bytes, bytes]) -> BatchRecord | Non
         num_rows=int(fields["total"]),
         num_completed=int(fields["completed"]),
         num_failed=int(fields["failed"]),
+        num_stopped=int(fields.get("stopped", "0")),
         input_tokens=int(fields["input_tokens"]),
         cached_tokens=int(fields["cached_tokens"]),
         output_tokens=int(fields["output_tokens"]),

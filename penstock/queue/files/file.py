@@ -11,6 +11,9 @@ BATCH = "batch"
 BATCH_OUTPUT = "batch_output"
 PURPOSES = ("assistants", BATCH, "evals", "fine-tune", "user_data", "vision")
 """Purposes of uploads. Only a file of the purpose `batch` can be the input of a batch."""
+MESSAGE_BATCH, MESSAGE_RESULTS = "message_batch", "message_batch_results"
+"""Purposes of the input and of the results of a message batch. `/v1/files` does not show such files."""
+OF_MESSAGE_BATCHES = frozenset((MESSAGE_BATCH, MESSAGE_RESULTS))
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 MAX_NAME_CHARS = 255
 

@@ -117,7 +117,7 @@ class FileRecords:
         if answer[0] == b"CONFLICT":
             raise key_conflict(f"file {answer[1].decode()}")
         if answer[0] != b"OK":
-            raise RequestError("the upload was dropped, because it stood still too long", code="upload_dropped")
+            raise upload_dropped()
         return cast(str, answer[1].decode())
 
     @retried
@@ -203,6 +203,11 @@ def file_arguments(file: NewFile) -> dict[str, Any]:
         "bytes": file.num_bytes,
         "life_ms": file.life_ms,
     }
+
+
+def upload_dropped() -> RequestError:
+    """Return the error for an upload whose lease ended before it was whole."""
+    return RequestError("the upload was dropped, because it stood still too long", code="upload_dropped")
 
 
 def key_conflict(made: str) -> ConflictError:

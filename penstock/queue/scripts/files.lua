@@ -5,6 +5,8 @@
 local F = string.sub(KEYS[1], 1, -8)
 local what, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
 local ALL, IDEM_MS, MAX_GARBAGE, MAX_UNTOLD, UNTOLD_MS = '*', 86400000, 500, 32, 259200000
+-- The purpose of an input that came with its batch. It ends with the batch.
+local OWN_INPUT = 'message_batch'
 local t = redis.call('TIME')
 local now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
 local does = {}
@@ -204,27 +206,67 @@ local function close(id, status)
   count('num_open', tenant, -1)
   count('rows_left', tenant, -tonumber(left))
   redis.call('HSET', F .. ':batch:' .. id, 'left', 0, 'waiting', '')
-  if redis.call('EXISTS', F .. ':file:' .. file) == 1 then redis.call('HINCRBY', F .. ':file:' .. file, 'readers', -1) end
+  local purpose, bytes = unpack(redis.call('HMGET', F .. ':file:' .. file, 'purpose', 'bytes'))
+  if purpose == OWN_INPUT then
+    drop_file(file, tenant, bytes)
+  elseif purpose then
+    redis.call('HINCRBY', F .. ':file:' .. file, 'readers', -1)
+  end
   redis.call('ZADD', F .. ':expiry', now + asked.life_ms, 'batch:' .. id)
   redis.call('ZADD', F .. ':untold', now, table.concat({id, status, tenant}, ' '))
 end
 
+local function make_batch(tenant, total)
+  redis.call('HSET', F .. ':batch:' .. asked.id, 'tenant', tenant, 'file', asked.file, 'request', asked.request,
+    'created_at', now, 'expires_at', now + asked.window_ms, 'token', 0, 'total', total, 'left', total,
+    'completed', 0, 'failed', 0, 'stopped', 0, 'input_tokens', 0, 'cached_tokens', 0, 'output_tokens', 0,
+    'paused', '', 'waiting', '')
+  redis.call('ZADD', F .. ':batches:' .. tenant, now, asked.id)
+  redis.call('ZADD', F .. ':open_batches', 0, asked.id)
+  redis.call('HINCRBY', F .. ':file:' .. asked.file, 'readers', 1)
+  count('num_open', tenant, 1)
+  count('rows_left', tenant, total)
+  note_idem(asked.id)
+end
+
 function does.create()
+  -- The answer of an earlier call may have been lost.
+  if redis.call('EXISTS', F .. ':batch:' .. asked.id) == 1 then return {'OK', asked.id, 0} end
   local before = made_before('batch')
   if before then return before end
   local tenant, purpose = unpack(redis.call('HMGET', F .. ':file:' .. asked.file, 'tenant', 'purpose'))
   if tenant ~= asked.tenant then return {'NO_FILE'} end
   if purpose ~= 'batch' then return {'WRONG_PURPOSE', purpose} end
   if asked.max_open > 0 and number_in('num_open', tenant) >= asked.max_open then return {'FULL', asked.max_open} end
-  redis.call('HSET', F .. ':batch:' .. asked.id, 'tenant', tenant, 'file', asked.file, 'request', asked.request,
-    'status', 'validating', 'created_at', now, 'expires_at', now + asked.window_ms, 'token', 0, 'total', 0, 'left', 0,
-    'completed', 0, 'failed', 0, 'input_tokens', 0, 'cached_tokens', 0, 'output_tokens', 0, 'paused', '', 'waiting', '')
-  redis.call('ZADD', F .. ':batches:' .. tenant, now, asked.id)
-  redis.call('ZADD', F .. ':open_batches', 0, asked.id)
-  redis.call('HINCRBY', F .. ':file:' .. asked.file, 'readers', 1)
-  count('num_open', tenant, 1)
-  note_idem(asked.id)
+  make_batch(tenant, 0)
+  redis.call('HSET', F .. ':batch:' .. asked.id, 'status', 'validating')
   return {'OK', asked.id, 0}
+end
+
+-- Makes a batch whose input, an upload that is whole and checked, becomes a file in the same step. So it has no need of
+-- `start`. The upload is dropped if the batch is not made.
+local function make_with_input()
+  local tenant = asked.tenant
+  local before = made_before('batch')
+  if before then return before end
+  if not redis.call('ZSCORE', F .. ':uploads', asked.input.id) then return {'LOST'} end
+  if asked.max_open > 0 and number_in('num_open', tenant) >= asked.max_open then return {'FULL', asked.max_open} end
+  if asked.max_rows > 0 and number_in('rows_left', tenant) + asked.total > asked.max_rows then
+    return {'FULL_ROWS', asked.max_rows}
+  end
+  end_upload(asked.input.id)
+  save_file(asked.input, tenant)
+  make_batch(tenant, asked.total)
+  set_status(asked.id, 'in_progress')
+  return {'OK', asked.id, 0}
+end
+
+function does.create_with_input()
+  -- The answer of an earlier call may have been lost.
+  if redis.call('EXISTS', F .. ':batch:' .. asked.id) == 1 then return {'OK', asked.id, 0} end
+  local answer = make_with_input()
+  if end_upload(asked.input.id) then discard(object_of(asked.input.id)) end
+  return answer
 end
 
 -- Gives the leases of batches that no process holds to the caller: first those that have waited longest. Answers also with
@@ -345,6 +387,19 @@ function does.cancel()
   return {'OK'}
 end
 
+-- Drops a batch that has ended, with its files.
+function does.delete_batch()
+  local tenant, status, output, errors = read_batch(asked.id, 'tenant', 'status', 'output_file', 'error_file')
+  if tenant ~= asked.tenant then return {'NOT_FOUND'} end
+  if redis.call('ZSCORE', F .. ':open_batches', asked.id) then return {'OPEN', status} end
+  for _, file in ipairs({output or '', errors or ''}) do
+    local bytes = redis.call('HGET', F .. ':file:' .. file, 'bytes')
+    if bytes then drop_file(file, tenant, bytes) end
+  end
+  drop_batch(asked.id)
+  return {'OK'}
+end
+
 function does.pause()
   local tenant = read_batch(asked.id, 'tenant')
   if tenant ~= asked.tenant then return {'NOT_FOUND'} end
@@ -372,7 +427,9 @@ function does.erase()
   end
   if #batches > asked.limit then return counted end
   for i = 1, math.min(asked.limit, #files) do
-    drop_file(files[i], asked.tenant, redis.call('HGET', F .. ':file:' .. files[i], 'bytes') or '0')
+    -- Some of them ended with their batches.
+    local bytes = redis.call('HGET', F .. ':file:' .. files[i], 'bytes')
+    if bytes then drop_file(files[i], asked.tenant, bytes) end
   end
   if asked.limit > 0 then
     for _, id in ipairs(redis.call('ZRANGE', F .. ':uploads', 0, -1)) do

@@ -1,0 +1,1 @@
+"""Anthropic's message batches: their bodies, split while they are stored, and their routes."""

@@ -1,0 +1,222 @@
+"""The body of a message batch, split into a line for each request while it arrives.
+
+Its command is `python -m penstock.gateway.message_batches.splitting MAX_ROWS`. A gateway starts this process for each
+large body, and sends the body to its stdin, a socket. What comes back are blocks with a HEAD: lines, and at last either
+the number of rows or a refusal.
+
+Only one request of the body is held at a time. It ends where its brackets are closed. A library parses it then, by the
+rules of `/v1/messages`. A streaming parser such as ijson would not do that: it replaces lone surrogates, refuses
+integers of more than 64 bits, and takes memory by the square of the nesting.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from penstock.contract.errors import RequestError, TooLargeError
+from penstock.runtime.process_memory import limit_growth
+
+MAX_ROW_BYTES = 16 << 20
+"""Largest request of a batch in bytes. The holder of a batch reads no longer line."""
+HEAD = struct.Struct(">cI")
+"""Header of a block of the answer: its kind, and its length in bytes."""
+LINES, END, REFUSAL = b"L", b"E", b"R"
+COUNT = struct.Struct(">Q")
+"""The content of the block END: the number of rows."""
+MAX_GROWTH_BYTES = 192 << 20
+"""Bytes of data memory that the process may allocate after its start. A body that needs more kills it."""
+_READ_BYTES = 256 << 10
+_BLANK = re.compile(rb"[ \t\r\n]*+")
+_OUTSIDE = re.compile(rb'(?:[^"{}\[\]]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
+"""What stands between two brackets: whole strings, and anything else."""
+_IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_QUOTE, _OPENING = ord('"'), frozenset(b"{[")
+_NEXT: dict[str, dict[bytes, str]] = {
+    "body": {b"{": "name"},
+    "name": {b'"requests"': "colon"},
+    "colon": {b":": "list"},
+    "list": {b"[": "first"},
+    "first": {b"{": "request", b"]": "close"},
+    "separator": {b",": "start", b"]": "close"},
+    "start": {b"{": "request"},
+    "close": {b"}": "end"},
+    "end": {},
+}
+"""What may come outside of the requests: the next token, and what follows it."""
+_IN_LIST = ("first", "separator", "start")
+_CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_MEMBERS = {"custom_id", "params"}
+
+
+class RequestSplitter:
+    """Makes a line with `custom_id` and `body` of each request of a body, which comes in pieces.
+
+    Its methods raise RequestError for a body that is no batch, and TooLargeError for a request that is too large.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._numbers = dict[str, int]()
+        self._held = bytearray()
+        """What has arrived of the token or request that is being read."""
+        self._expected = "body"
+        self._at = self._depth = 0
+        """Position in the request that is being read, and the number of its open brackets."""
+        self._is_in_string = False
+
+    @property
+    def num_rows(self) -> int:
+        """The number of requests that have ended."""
+        return len(self._numbers)
+
+    def push(self, piece: bytes | bytearray) -> bytes:
+        """Add a piece of the body, and return the lines of the requests that end in it."""
+        self._held += piece
+        lines = list[bytes]()
+        while True:
+            if self._expected == "request":
+                if not self._read_request():
+                    break
+                lines.append(self._line_of(self._taken(self._at)))
+                self._expected = "separator"
+            elif not self._read_token():
+                break
+        if len(self._held) > MAX_ROW_BYTES:
+            raise self._row_too_large()
+        return b"".join(lines)
+
+    def end(self) -> None:
+        """Note that the body has ended."""
+        if self._expected != "end":
+            raise RequestError("the body ends early: it is not valid JSON")
+        if not self._numbers:
+            raise RequestError("requests: must have at least 1 item", param="requests")
+
+    def _taken(self, num_bytes: int) -> bytes:
+        taken = bytes(self._held[:num_bytes])
+        del self._held[:num_bytes]
+        return taken
+
+    def _read_token(self) -> bool:
+        """Read what comes next outside of the requests. Return whether it was there."""
+        self._taken(_BLANK.match(self._held).end())  # type: ignore[union-attr]
+        if not self._held:
+            return False
+        for token, following in _NEXT[self._expected].items():
+            if self._held.startswith(token):
+                self._expected = following
+                if following == "request":
+                    self._at = self._depth = 0
+                else:
+                    self._taken(len(token))
+                return True
+            if token.startswith(self._held):
+                return False
+        if self._expected not in _IN_LIST:
+            raise RequestError("the body must be a JSON object with one member, the list requests", param="requests")
+        name = f"requests[{self.num_rows}]"
+        raise RequestError(f"{name}: the list must have objects, with commas between them", param=name)
+
+    def _read_request(self) -> bool:
+        """Read on in a request. Return whether it ends at `_at`."""
+        while True:
+            if self._is_in_string:
+                self._at = _IN_STRING.match(self._held, self._at).end()  # type: ignore[union-attr]
+                # A backslash at the end belongs to the next piece.
+                if self._at == len(self._held) or self._held[self._at] != _QUOTE:
+                    return False
+                self._at += 1
+                self._is_in_string = False
+            self._at = _OUTSIDE.match(self._held, self._at).end()  # type: ignore[union-attr]
+            if self._at == len(self._held):
+                return False
+            mark = self._held[self._at]
+            self._at += 1
+            if mark == _QUOTE:
+                self._is_in_string = True
+                continue
+            self._depth += 1 if mark in _OPENING else -1
+            if self._depth == 0:
+                return True
+
+    def _line_of(self, raw: bytes) -> bytes:
+        number = self.num_rows
+        name = f"requests[{number}]"
+        if number == self._max_rows:
+            message = f"requests: must have at most {number} items (PENSTOCK_FILES_MAX_MESSAGE_BATCH_ROWS)"
+            raise RequestError(message, param="requests")
+        try:
+            fields: dict[str, Any] = from_json(raw, allow_inf_nan=False)
+        except ValueError as error:
+            raise RequestError(f"{name}: not valid JSON: {str(error)[:200]}", param=name) from None
+        custom_id, params = fields.get("custom_id"), fields.get("params")
+        if not isinstance(custom_id, str) or _CUSTOM_ID.fullmatch(custom_id) is None:
+            message = f"{name}.custom_id: must be a string that matches the pattern ^[a-zA-Z0-9_-]{{1,64}}$"
+            raise RequestError(message, param=f"{name}.custom_id")
+        if custom_id in self._numbers:
+            message = f"{name}.custom_id: {custom_id} is also that of requests[{self._numbers[custom_id]}]"
+            raise RequestError(message, param=f"{name}.custom_id")
+        if not isinstance(params, dict):
+            raise RequestError(f"{name}.params: must be an object", param=f"{name}.params")
+        if unknown := fields.keys() - _MEMBERS:
+            param = f"{name}.{min(unknown)[:64]}"
+            raise RequestError(f"{param}: unknown field", code="unknown_field", param=param)
+        line = to_json({"custom_id": custom_id, "body": params}) + b"\n"
+        if len(raw) > MAX_ROW_BYTES or len(line) > MAX_ROW_BYTES:
+            raise self._row_too_large()
+        if b"Infinity" in line:
+            _check_numbers(line, name)
+        self._numbers[custom_id] = number
+        return line
+
+    def _row_too_large(self) -> TooLargeError:
+        name = f"requests[{self.num_rows}]"
+        return TooLargeError(f"{name}: larger than {MAX_ROW_BYTES} bytes", code="body_too_large", param=name)
+
+
+def _check_numbers(line: bytes, name: str) -> None:
+    """Refuse a request with a number such as 1e999, which the holder of the batch could not read again."""
+    try:
+        from_json(line, allow_inf_nan=False)
+    except ValueError:
+        raise RequestError(f"{name}.params: a number is too large", param=f"{name}.params") from None
+
+
+def main() -> None:
+    """Split one body."""
+    splitter = RequestSplitter(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the gateway, which ends this process.
+    os.nice(10)  # Large bodies must not take the cores from token streams.
+    gc.disable()  # A parsed request is a tree without cycles.
+    limit_growth(MAX_GROWTH_BYTES)
+    with socket.socket(fileno=sys.stdin.fileno()) as line:
+
+        def send(kind: bytes, content: bytes) -> None:
+            line.sendall(HEAD.pack(kind, len(content)) + content)
+
+        try:
+            while piece := line.recv(_READ_BYTES):
+                if lines := splitter.push(piece):
+                    send(LINES, lines)
+            splitter.end()
+            send(END, COUNT.pack(splitter.num_rows))
+        except RequestError as error:
+            refusal = {"message": error.message, "code": error.code, "param": error.param, "status": error.status}
+            send(REFUSAL, json.dumps(refusal).encode())
+        except (MemoryError, RecursionError):
+            refusal = {"message": "the body is too complex to parse", "code": "body_too_complex"}
+            send(REFUSAL, json.dumps(refusal).encode())
+
+
+if __name__ == "__main__":
+    main()
