@@ -24,6 +24,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import RequestError, TooLargeError
+from penstock.gateway.request.structure import check_structure
 from penstock.runtime.process_memory import limit_growth
 
 MAX_ROW_BYTES = 16 << 20
@@ -35,6 +36,8 @@ COUNT = struct.Struct(">Q")
 """The content of the block END: the number of rows."""
 MAX_GROWTH_BYTES = 192 << 20
 """Bytes of data memory that the process may allocate after its start. A body that needs more kills it."""
+PARSE_TIMEOUT_S = 20
+"""Seconds that one piece of a body may take. After that the process is killed."""
 _READ_BYTES = 256 << 10
 _BLANK = re.compile(rb"[ \t\r\n]*+")
 _OUTSIDE = re.compile(rb'(?:[^"{}\[\]]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
@@ -155,6 +158,7 @@ class RequestSplitter:
         if number == self._max_rows:
             message = f"requests: must have at most {number} items (PENSTOCK_FILES_MAX_MESSAGE_BATCH_ROWS)"
             raise RequestError(message, param="requests")
+        check_structure(raw)
         try:
             fields: dict[str, Any] = from_json(raw, allow_inf_nan=False)
         except ValueError as error:
@@ -206,15 +210,15 @@ def main() -> None:
 
         try:
             while piece := line.recv(_READ_BYTES):
-                if lines := splitter.push(piece):
+                signal.alarm(PARSE_TIMEOUT_S)
+                lines = splitter.push(piece)
+                signal.alarm(0)
+                if lines:
                     send(LINES, lines)
             splitter.end()
             send(END, COUNT.pack(splitter.num_rows))
         except RequestError as error:
             refusal = {"message": error.message, "code": error.code, "param": error.param, "status": error.status}
-            send(REFUSAL, json.dumps(refusal).encode())
-        except (MemoryError, RecursionError):
-            refusal = {"message": "the body is too complex to parse", "code": "body_too_complex"}
             send(REFUSAL, json.dumps(refusal).encode())
 
 

@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Self, cast
@@ -31,6 +31,7 @@ from penstock.gateway.request.socket_message import (
     encode_socket_message,
     parse_socket_message,
 )
+from penstock.gateway.request.structure import check_structure
 from penstock.queue.msgpack_codec import MAX_BYTES
 from penstock.runtime.process_memory import keep_large_blocks_apart, limit_growth
 
@@ -41,15 +42,8 @@ IS_LIST = 128
 """Added to the index: what follows is a list of bodies."""
 IS_MESSAGE = 127
 """In place of the index: what follows is a message of a WebSocket."""
-MAX_PARSED_BYTES = 128 << 20
-"""Limit in bytes on the memory of a body's parsed values, estimated with the values below."""
-BYTES_PER_VALUE = 72
-BYTES_PER_TEXT = 160
-BYTES_PER_CONTAINER = 400
-"""A container is an object or a list."""
 MAX_GROWTH_BYTES = 192 << 20
 """Bytes of data memory that this process may allocate after its start. A body that needs more kills the process."""
-_WINDOW_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,35 +148,6 @@ def _answer(raw: bytes, encode: Callable[[], bytes], refusal_of: Callable[[Penst
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{type(error).__name__} in {frame.name}, {os.path.basename(frame.filename)}:{frame.lineno}"
         return refusal_of(InvariantError(f"a body was not parsed: {place}"))
-
-
-def check_structure(raw: bytes) -> None:
-    """Raise TooLargeError if the parsed values of a body would take more than MAX_PARSED_BYTES.
-
-    The first estimate counts every comma and bracket. Only if it exceeds the limit, a second estimate leaves out the
-    characters inside strings.
-    """
-    if parsed_bytes(raw) > MAX_PARSED_BYTES and sum(map(parsed_bytes, _without_texts(raw))) > MAX_PARSED_BYTES:
-        message = f"the parsed values of the body take more than {MAX_PARSED_BYTES >> 20} MiB"
-        raise TooLargeError(message, code="body_too_complex")
-
-
-def parsed_bytes(text: bytes) -> int:
-    """Return an upper estimate, in bytes, of the memory of the values that begin in this part of a body."""
-    containers = text.count(b"{") + text.count(b"[")
-    return (
-        text.count(b",") * BYTES_PER_VALUE + text.count(b'"') // 2 * BYTES_PER_TEXT + containers * BYTES_PER_CONTAINER
-    )
-
-
-def _without_texts(raw: bytes) -> Iterator[bytes]:
-    """Yield a body in parts, without the characters between its quotes."""
-    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
-    is_inside = False
-    for at in range(0, len(plain), _WINDOW_BYTES):
-        parts = plain[at : at + _WINDOW_BYTES].split(b'"')
-        yield b'""'.join(parts[is_inside::2])
-        is_inside ^= len(parts) % 2 == 0
 
 
 def _receive(line: socket.socket, num_bytes: int) -> bytearray | None:

@@ -174,6 +174,8 @@ class StoredBatchRun:
             await self._patiently(lambda: self._batches.finalize(self._lease, ending))
         await self._patiently(lambda: self._finish(ending))
         await self._files.delete_garbage(f"parts/{self._batch.batch_id}/")
+        if is_of_messages(self._batch.batch_id):
+            await self._files.delete_garbage(object_of(self._batch.spec.input_file_id))
 
     async def _answered(self) -> str:
         """Let every row have a part, with its answer or its error. Return the state in which the batch ends."""

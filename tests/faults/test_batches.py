@@ -107,13 +107,63 @@ async def test_each_row_is_answered_once_whatever_becomes_of_the_holders(
             # Usage: each row ran once, in the counts of the batch as in those of the tenant.
             assert batch["usage"]["output_tokens"] == NUM_ROWS * DEFAULT_TOKENS
             assert batch["usage"]["input_tokens"] == NUM_ROWS * PROMPT_TOKENS
-            used = [name async for name in redis.scan_iter(f"{keys.prefix(POOL)}:usage:*")]
-            counts = [await redis.hgetall(name) for name in used]
-            jobs = sum(int(by) for of_day in counts for name, by in of_day.items() if name.endswith(b":jobs"))
-            assert jobs == NUM_ROWS
+            assert await num_jobs_used(redis) == NUM_ROWS
             assert await audit_files(redis) == []
     assert parts_in(tmp_path) == []
     await redis.aclose()
+
+
+async def results_of(http: httpx.AsyncClient, url: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (await http.get(url)).text.splitlines()]
+
+
+async def test_each_request_of_a_message_batch_is_answered_once_though_holder_and_node_die(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that a node had begun go on at another node, so they equal those of one that nothing interrupted."""
+    monkeypatch.setenv("PENSTOCK_FILES_URL", str(tmp_path))
+    monkeypatch.setenv("PENSTOCK_FILES_BATCH_LEASE_S", "1.5")
+    monkeypatch.setattr(fake_node, "SEQUENCES", 16)
+    num_rows = 150
+    params = {"model": MODEL, "max_tokens": DEFAULT_TOKENS, "messages": [{"role": "user", "content": "x"}]}
+    asked = [{"custom_id": f"r{number}", "params": params} for number in range(num_rows)]
+    redis = cast(Any, connect(redis_url))
+    holder, other = GatewayProcess(redis_url), GatewayProcess(redis_url)
+    with holder, other:
+        async with FakeNode(redis_url, step_s=0.02), httpx.AsyncClient(timeout=30) as http, asyncio.timeout(TIMEOUT_S):
+            path = "/v1/messages/batches"
+            batch = (await http.post(f"{holder.url}{path}", json={"requests": asked})).json()
+            token = await until_done(redis, batch["id"], 10)
+            mortal = FakeNode(redis_url, step_s=0.02)
+            await mortal.__aenter__()
+            await until_done(redis, batch["id"], 40)
+            await mortal.kill()
+            dying = holder_of([holder, other], token)
+            dying.kill()
+            url = (other if dying is holder else holder).url
+            while (batch := (await http.get(f"{url}{path}/{batch['id']}")).json())["processing_status"] != "ended":
+                assert batch["request_counts"]["processing"] == num_rows
+                await asyncio.sleep(0.1)
+            assert batch["request_counts"]["succeeded"] == num_rows, batch
+            results = await results_of(http, batch["results_url"])
+            assert sorted(one["custom_id"] for one in results) == sorted(one["custom_id"] for one in asked)
+            assert len({one["result"]["message"]["id"] for one in results}) == num_rows
+            whole = (await http.post(f"{url}/v1/messages", json=params)).json()
+            texts = {one["result"]["message"]["content"][0]["text"] for one in results}
+            assert texts == {whole["content"][0]["text"]}
+            assert await num_jobs_used(redis) == num_rows + 1
+            fields = await fields_of(redis, batch["id"])
+            assert int(fields[b"output_tokens"]) == num_rows * DEFAULT_TOKENS
+            assert await audit_files(redis) == []
+    assert parts_in(tmp_path) == []
+    await redis.aclose()
+
+
+async def num_jobs_used(redis: Any) -> int:
+    """Jobs in the usage of all tenants."""
+    used = [name async for name in redis.scan_iter(f"{keys.prefix(POOL)}:usage:*")]
+    counts = [await redis.hgetall(name) for name in used]
+    return sum(int(by) for of_day in counts for name, by in of_day.items() if name.endswith(b":jobs"))
 
 
 async def make_without_gateway(client: AsyncClient, folder: Path, num_rows: int) -> str:

@@ -20,8 +20,7 @@ export async function startBatches() {
   const { signal } = controller;
   while (!signal.aborted) {
     try {
-      const answer = await request(`v1/batches?limit=${SHOWN}`, { signal });
-      show(await answer.json());
+      show(await newest(signal));
       say("");
     } catch (error) {
       if (signal.aborted) return;
@@ -29,6 +28,46 @@ export async function startBatches() {
     }
     await sleep(POLL_MS, signal).catch(() => {});
   }
+}
+
+/** Return the newest batches of OpenAI's and of Anthropic's API. */
+async function newest(signal) {
+  const paths = [`v1/batches?limit=${SHOWN}`, `v1/messages/batches?limit=${SHOWN}`];
+  const answers = await Promise.all(paths.map(async (path) => (await request(path, { signal })).json()));
+  const [batches, ofMessages] = answers.map((answer) => answer.data);
+  const all = [...batches.map(ofOpenAi), ...ofMessages.map(ofAnthropic)];
+  all.sort((one, other) => other.created_at - one.created_at);
+  const hasMore = all.length > SHOWN || answers.some((answer) => answer.has_more);
+  return { data: all.slice(0, SHOWN), has_more: hasMore };
+}
+
+/** Add to a batch where it is and what it lets download. */
+function ofOpenAi(batch) {
+  const contents = {};
+  for (const kind of ["output", "error"]) {
+    if (batch[`${kind}_file_id`]) contents[kind] = `v1/files/${batch[`${kind}_file_id`]}/content`;
+  }
+  return { ...batch, path: `v1/batches/${batch.id}`, contents, mayRetry: Boolean(batch.error_file_id) };
+}
+
+/** Return a message batch in the shape of the others. Which of its requests failed is known at its end. */
+function ofAnthropic(batch) {
+  const { processing, succeeded, errored, canceled, expired } = batch.request_counts;
+  const isEnded = batch.processing_status === "ended";
+  const failed = errored + canceled + expired;
+  const ending = canceled ? "cancelled" : expired ? "expired" : "completed";
+  const path = `v1/messages/batches/${batch.id}`;
+  return {
+    ...batch,
+    path,
+    endpoint: "/v1/messages",
+    status: isEnded ? ending : batch.processing_status === "canceling" ? "cancelling" : "in_progress",
+    request_counts: {
+      total: processing + succeeded + failed, completed: isEnded ? succeeded : batch.answered, failed,
+    },
+    created_at: Date.parse(batch.created_at) / 1000,
+    contents: batch.results_url ? { output: `${path}/results` } : {},
+  };
 }
 
 export function stopBatches() {
@@ -164,7 +203,7 @@ class BatchView {
       failed ? `${number(failed)} failed` : "",
       batch.rows_per_second ? `${number(batch.rows_per_second, 1)} rows a second` : "",
       batch.expected_end_at ? `ends in about ${duration(Math.max(0, 1000 * batch.expected_end_at - Date.now()))}` : "",
-      batch.usage.total_tokens ? `${number(batch.usage.total_tokens)} tokens` : "",
+      batch.usage?.total_tokens ? `${number(batch.usage.total_tokens)} tokens` : "",
     ].filter(Boolean).join(" · ");
     const [first] = batch.errors?.data ?? [];
     this.note.textContent = [
@@ -176,20 +215,21 @@ class BatchView {
     this.buttons.pause.hidden = !isRunning || batch.paused;
     this.buttons.resume.hidden = !isRunning || !batch.paused;
     this.buttons.cancel.hidden = !isRunning;
-    this.buttons.output.hidden = !batch.output_file_id;
-    this.buttons.error.hidden = this.buttons.retry.hidden = !batch.error_file_id;
+    this.buttons.output.hidden = !batch.contents.output;
+    this.buttons.error.hidden = !batch.contents.error;
+    this.buttons.retry.hidden = !batch.mayRetry;
   }
 
   async act(what) {
     await this.tried(async () => {
-      const answer = await request(`v1/batches/${this.batch.id}/${what}`, { method: "POST" });
-      this.show(await answer.json());
+      const answer = await (await request(`${this.batch.path}/${what}`, { method: "POST" })).json();
+      this.show(answer.type === "message_batch" ? ofAnthropic(answer) : ofOpenAi(answer));
     });
   }
 
   async download(kind) {
     await this.tried(async () => {
-      const content = await contentOf(this.batch[`${kind}_file_id`]);
+      const content = await (await request(this.batch.contents[kind])).blob();
       const link = el("a", { href: URL.createObjectURL(content), download: `${this.batch.id}_${kind}.jsonl` });
       link.click();
       URL.revokeObjectURL(link.href);

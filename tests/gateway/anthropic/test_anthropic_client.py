@@ -87,7 +87,7 @@ def test_errors_are_the_clients_own_types(client: Any) -> None:
     assert wrong.value.type == "invalid_request_error"
     assert wrong.value.request_id == wrong.value.body["request_id"]
     with pytest.raises(anthropic.NotFoundError):
-        client.messages.batches.list()
+        client.messages.batches.retrieve("msgbatch_none")
     with pytest.raises(anthropic.NotFoundError):
         client.messages.count_tokens(model="nobody", messages=asked("hi")["messages"])
 

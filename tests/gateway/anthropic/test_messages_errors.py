@@ -113,7 +113,7 @@ def test_unknown_model_is_not_found(http: httpx.Client) -> None:
 
 
 def test_other_paths_and_methods_are_refused_in_the_same_shape(http: httpx.Client) -> None:
-    refusal(http.post("/v1/messages/batches", json={}), 404, "not_found_error")
+    refusal(http.post("/v1/messages/none", json={}), 404, "not_found_error")
     refusal(http.get("/v1/messages"), 405, "invalid_request_error")
 
 
