@@ -13,8 +13,12 @@ import httpx
 import pytest
 from fakes import fake_node
 from fakes.fake_node import DEFAULT_TOKENS, MODEL, POOL, PROMPT_TOKENS, FakeNode
+from fakes.processes.node_process import NodeProcess
+from fakes.processes.reference_engine import reference_choice
 from faults.tools.processes import GatewayProcess
+from faults.tools.work import PROMPT
 
+from penstock.contract.job import SamplingParams
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
 from penstock.producer.files.settings import FilesSettings
@@ -113,55 +117,56 @@ async def test_each_row_is_answered_once_whatever_becomes_of_the_holders(
     await redis.aclose()
 
 
-async def results_of(http: httpx.AsyncClient, url: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (await http.get(url)).text.splitlines()]
-
-
-async def test_each_request_of_a_message_batch_is_answered_once_though_holder_and_node_die(
+async def test_requests_of_a_message_batch_go_on_token_by_token_though_node_and_holder_are_killed(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts that a node had begun go on at another node, so they equal those of one that nothing interrupted."""
+    """Each text equals that of a run without faults, which its job's id determines."""
     monkeypatch.setenv("PENSTOCK_FILES_URL", str(tmp_path))
     monkeypatch.setenv("PENSTOCK_FILES_BATCH_LEASE_S", "1.5")
-    monkeypatch.setattr(fake_node, "SEQUENCES", 16)
-    num_rows = 150
-    params = {"model": MODEL, "max_tokens": DEFAULT_TOKENS, "messages": [{"role": "user", "content": "x"}]}
-    asked = [{"custom_id": f"r{number}", "params": params} for number in range(num_rows)]
-    redis = cast(Any, connect(redis_url))
-    holder, other = GatewayProcess(redis_url), GatewayProcess(redis_url)
-    with holder, other:
-        async with FakeNode(redis_url, step_s=0.02), httpx.AsyncClient(timeout=30) as http, asyncio.timeout(TIMEOUT_S):
-            path = "/v1/messages/batches"
-            batch = (await http.post(f"{holder.url}{path}", json={"requests": asked})).json()
-            token = await until_done(redis, batch["id"], 10)
-            mortal = FakeNode(redis_url, step_s=0.02)
-            await mortal.__aenter__()
-            await until_done(redis, batch["id"], 40)
-            await mortal.kill()
-            dying = holder_of([holder, other], token)
-            dying.kill()
-            url = (other if dying is holder else holder).url
-            while (batch := (await http.get(f"{url}{path}/{batch['id']}")).json())["processing_status"] != "ended":
-                assert batch["request_counts"]["processing"] == num_rows
-                await asyncio.sleep(0.1)
-            assert batch["request_counts"]["succeeded"] == num_rows, batch
-            results = await results_of(http, batch["results_url"])
-            assert sorted(one["custom_id"] for one in results) == sorted(one["custom_id"] for one in asked)
-            assert len({one["result"]["message"]["id"] for one in results}) == num_rows
-            whole = (await http.post(f"{url}/v1/messages", json=params)).json()
-            texts = {one["result"]["message"]["content"][0]["text"] for one in results}
-            assert texts == {whole["content"][0]["text"]}
-            assert await num_jobs_used(redis) == num_rows + 1
-            fields = await fields_of(redis, batch["id"])
-            assert int(fields[b"output_tokens"]) == num_rows * DEFAULT_TOKENS
-            assert await audit_files(redis) == []
+    num_rows, num_tokens, path = 40, 150, "/v1/messages/batches"
+    params = {"model": "durable", "max_tokens": num_tokens, "messages": [{"role": "user", "content": PROMPT}]}
+    asked = [{"custom_id": "short", "params": {**params, "max_tokens": 5}}]
+    asked += [{"custom_id": f"r{number}", "params": params} for number in range(num_rows - 1)]
+    node: dict[str, Any] = {"pool": "durable", "lease_ms": 3000, "stream_interval_ms": 0, "step_s": 0.02}
+    redis, gateways = cast(Any, connect(redis_url)), [GatewayProcess(redis_url) for _ in range(2)]
+    with gateways[0], gateways[1], NodeProcess(redis_url, **node) as mortal:
+        async with httpx.AsyncClient(timeout=30) as http, asyncio.timeout(TIMEOUT_S):
+            batch = (await http.post(f"{gateways[0].url}{path}", json={"requests": asked})).json()
+            token = await until_done(redis, batch["id"], 1)
+            mortal.kill()
+            holder = holder_of(gateways, token)
+            holder.kill()
+            url = next(one.url for one in gateways if one is not holder)
+            with NodeProcess(redis_url, **node):
+                while (batch := (await http.get(f"{url}{path}/{batch['id']}")).json())["processing_status"] != "ended":
+                    assert batch["request_counts"]["processing"] == num_rows
+                    await asyncio.sleep(0.1)
+                results = [json.loads(line) for line in (await http.get(batch["results_url"])).text.splitlines()]
+                fields, num_jobs = await fields_of(redis, batch["id"]), await num_jobs_used(redis, "durable")
+                num_moved = 0
+                for one in results:
+                    job = (await http.get(f"{url}/v1/jobs/{one['result']['message']['id'][4:]}")).json()
+                    num_moved += job["ledger"]["num_past_leases"]
+        assert await audit_files(redis) == []
+    assert batch["request_counts"]["succeeded"] == num_rows == num_jobs, batch
+    assert num_moved > 0, "the node was killed in the middle of some requests"
+    assert sorted(one["custom_id"] for one in results) == sorted(one["custom_id"] for one in asked)
+    num_output_tokens = 0
+    for one in results:
+        message = one["result"]["message"]
+        sampling = SamplingParams(max_tokens=5 if one["custom_id"] == "short" else num_tokens)
+        expected = reference_choice(message["id"].removeprefix("msg_"), sampling, list(PROMPT.encode()))
+        assert message["content"][0]["text"] == expected.text
+        assert message["usage"]["output_tokens"] == len(expected.token_ids)
+        num_output_tokens += len(expected.token_ids)
+    assert int(fields[b"output_tokens"]) == num_output_tokens
     assert parts_in(tmp_path) == []
     await redis.aclose()
 
 
-async def num_jobs_used(redis: Any) -> int:
+async def num_jobs_used(redis: Any, pool: str = POOL) -> int:
     """Jobs in the usage of all tenants."""
-    used = [name async for name in redis.scan_iter(f"{keys.prefix(POOL)}:usage:*")]
+    used = [name async for name in redis.scan_iter(f"{keys.prefix(pool)}:usage:*")]
     counts = [await redis.hgetall(name) for name in used]
     return sum(int(by) for of_day in counts for name, by in of_day.items() if name.endswith(b":jobs"))
 
