@@ -56,7 +56,15 @@ CLIENTS = (
     Client(
         "ai-sdk", "Vercel AI SDK (Node)", "ai_sdk_checks.mjs", f"default model class (responses) and `.chat()`: {_ALL}"
     ),
-    Client("anthropic", "anthropic (Python)", "anthropic_checks.py", f"messages and count_tokens: {_ALL}"),
+    Client(
+        "anthropic", "anthropic (Python)", "anthropic_checks.py", f"messages, count_tokens and message batches: {_ALL}"
+    ),
+    Client(
+        "anthropic-node",
+        "@anthropic-ai/sdk (Node)",
+        "anthropic_checks.mjs",
+        "messages, whole and streamed; message batches: create, list, retrieve, results, cancel, delete; errors",
+    ),
     Client("langchain", "LangChain", "langchain_checks.py", f"`ChatOpenAI` over chat and responses: {_ALL}"),
     Client("pydantic-ai", "pydantic-ai", "pydantic_ai_checks.py", f"agents over chat and responses: {_ALL}"),
     Client("openai-agents", "openai-agents", "openai_agents_checks.py", f"agents over responses and chat: {_ALL}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import anthropic
@@ -76,6 +77,41 @@ def output_format_is_followed() -> None:
     asked = {**GREEDY, "max_tokens": 200, "extra_body": {"temperature": 0, "output_config": config}}
     message = client.messages.create(messages=user(ASK_RIVER), **asked)
     River.model_validate(json.loads(message.content[0].text))
+
+
+@check
+def message_batch_has_the_results_of_messages() -> None:
+    params = {"model": MODEL, "max_tokens": 24, "messages": user(QUESTION), "temperature": 0}
+    wrong = {**params, "model": "absent"}
+    batch = client.messages.batches.create(
+        requests=[{"custom_id": "one", "params": params}, {"custom_id": "two", "params": wrong}]
+    )
+    assert batch.processing_status == "in_progress" and batch.request_counts.processing == 2
+    assert batch.id in [one.id for one in client.messages.batches.list(limit=1)]
+    while (batch := client.messages.batches.retrieve(batch.id)).processing_status != "ended":
+        time.sleep(0.2)
+    results = {one.custom_id: one.result for one in client.messages.batches.results(batch.id)}
+    whole = client.messages.create(messages=user(QUESTION), **GREEDY)
+    assert results["one"].message.content[0].text == whole.content[0].text
+    assert results["two"].error.error.type == "not_found_error"
+    assert (batch.request_counts.succeeded, batch.request_counts.errored) == (1, 1)
+    assert client.messages.batches.delete(batch.id).id == batch.id
+    error_of(anthropic.NotFoundError, lambda: client.messages.batches.retrieve(batch.id))
+
+
+@check
+def message_batch_is_cancelled() -> None:
+    params = {"model": MODEL, "max_tokens": LONG_STORY_TOKENS, "messages": user(STORY)}
+    batch = client.messages.batches.create(requests=[{"custom_id": "one", "params": params}])
+    error_of(anthropic.ConflictError, lambda: client.messages.batches.delete(batch.id))
+    assert client.messages.batches.cancel(batch.id).processing_status == "canceling"
+    while (batch := client.messages.batches.retrieve(batch.id)).processing_status != "ended":
+        time.sleep(0.2)
+    assert [one.result.type for one in client.messages.batches.results(batch.id)] == ["canceled"]
+    wrong = [{"custom_id": "a b", "params": params}]
+    assert "custom_id" in str(
+        error_of(anthropic.BadRequestError, lambda: client.messages.batches.create(requests=wrong))
+    )
 
 
 @check
