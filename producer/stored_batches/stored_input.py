@@ -125,6 +125,10 @@ class RowReader:
             num_bytes += row.num_bytes
         return sorted(rows, key=_prompt_of)
 
+    def in_order(self) -> Iterator[StoredRow]:
+        """Yield the next rows in the order of the input."""
+        return self._rows
+
     def close(self) -> None:
         """Close the input."""
         self._source.close()

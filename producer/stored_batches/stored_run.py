@@ -443,13 +443,12 @@ class StoredBatchRun:
 
         def read() -> list[StoredRow]:
             with storage.reader(object_of(self._batch.spec.input_file_id)) as source:
-                reader, rows = RowReader(source, committed), list[StoredRow]()
-                while found := reader.window(MAX_WINDOW):
-                    for row in found:
-                        # There may be 200 MB of them.
-                        is_wanted = self._key_of(row) in with_bodies
-                        rows.append(row if is_wanted else StoredRow(row.number, row.custom_id, {}, 0))
-                return sorted(rows, key=lambda row: row.number)
+                rows = list[StoredRow]()
+                for row in RowReader(source, committed).in_order():
+                    # There may be 256 MB of them.
+                    is_wanted = self._key_of(row) in with_bodies
+                    rows.append(row if is_wanted else StoredRow(row.number, row.custom_id, {}, 0))
+                return rows
 
         return await self._files.on_thread(read)
 
