@@ -152,31 +152,36 @@ writer is files.lua. Its functions are named here; `close` ends a batch.
 
     key                      type    functions                            content; lifetime
     F:storage                string  storage                              id of the storage that has the contents
-    F:file:<id>              hash    save, finish; delete, expire         the record of a stored file
-    F:files:<tenant>         zset    save, finish; delete, expire         ids of the tenant's files, by creation
+    F:file:<id>              hash    save, finish, create_with_input;     the record of a stored file
+                                     delete, expire, close, delete_batch
+    F:files:<tenant>         zset    as F:file                            ids of the tenant's files, by creation
     F:upload:<id>            hash    upload; save, end_upload, finish,    tenant and bytes of an upload
-                                     expire
-    F:uploads                zset    upload, keep_upload; save, finish,   ids of the uploads, by when each is dropped
-                                     end_upload, expire                   unless its gateway renews it
-    F:stored, F:num_files    hash    save, finish; delete, expire         tenant → bytes, number of its files; `*`: all
-    F:uploading,             hash    upload; save, end_upload, finish,    tenant → bytes and number of its uploads; `*`:
-    F:num_uploads                    expire                               all
-    F:expiry                 zset    save, finish, close; delete, expire  `file:<id>`, `batch:<id>` by when it ends
+                                     expire, create_with_input
+    F:uploads                zset    upload, keep_upload; as F:upload     ids of the uploads, by when each is dropped
+                                                                          unless its gateway renews it
+    F:stored, F:num_files    hash    as F:file                            tenant → bytes, number of its files; `*`: all
+    F:uploading,             hash    as F:upload                          tenant → bytes and number of its uploads; `*`:
+    F:num_uploads                                                         all
+    F:expiry                 zset    save, finish, close; delete, expire, `file:<id>`, `batch:<id>` by when it ends
+                                     delete_batch
     F:garbage                zset    save, delete, end_upload, expire,    objects of the storage that are to be deleted
-                                     finish; forget
-    F:idem:<tenant>:<hash>   string  save, create                         id and digest of what a key made; 24 h
-    F:batch:<id>             hash    create, take, keep, start, fail,     the record of a batch, until it expires
-                                     commit, finalize, finish, cancel,
-                                     pause; expire
-    F:batches:<tenant>       zset    create; expire                       ids of the tenant's batches, by creation
-    F:open_batches           zset    create, take, keep, release; close   ids of the open batches, by the time at which
-                                                                          any process may take it
+                                     finish, create_with_input, close,
+                                     delete_batch; forget
+    F:idem:<tenant>:<hash>   string  save, create, create_with_input      id and digest of what a key made; 24 h
+    F:batch:<id>             hash    create, create_with_input, take,     the record of a batch, until it expires
+                                     keep, start, fail, commit, finalize,
+                                     finish, cancel, pause; expire,
+                                     delete_batch
+    F:batches:<tenant>       zset    create, create_with_input; expire,   ids of the tenant's batches, by creation
+                                     delete_batch
+    F:open_batches           zset    create, create_with_input, take,     ids of the open batches, by the time at which
+                                     keep, release; close                 any process may take it
     F:untold                 zset    close; told                          `<id> <status> <tenant>` of ended batches of
                                                                           which no webhook endpoint is told yet
     F:parts:<batch>          list    commit; finish                       `<name> <kind> <bytes>` per committed part
     F:rows:<batch>           string  commit; finish                       a bit per row: whether a part has it
-    F:num_open, F:rows_left  hash    create, start, commit; close         tenant → its open batches, and their rows that
-                                                                          no part has; `*`: all
+    F:num_open, F:rows_left  hash    create, create_with_input, start,    tenant → its open batches, and their rows that
+                                     commit; close                        no part has; `*`: all
 """
 
 from __future__ import annotations

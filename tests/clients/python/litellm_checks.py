@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from typing import Any
 
+import httpx
 from clients.python.checks import (
     API,
     KEY,
@@ -88,6 +90,20 @@ def chat_is_bridged_to_responses() -> None:
 def anthropic_provider_answers() -> None:
     answer = complete(model=f"anthropic/{MODEL}", api_base=URL, messages=user(QUESTION))
     assert answer.choices[0].message.content
+
+
+@check
+def message_batch_is_retrieved_with_its_results() -> None:
+    """litellm makes no message batches, but retrieves them in OpenAI's shape."""
+    params = {"model": MODEL, "max_tokens": 24, "messages": user(QUESTION)}
+    made = httpx.post(f"{URL}/v1/messages/batches", json={"requests": [{"custom_id": "one", "params": params}]}).json()
+    asked: Any = {"custom_llm_provider": "anthropic", "api_base": URL, "api_key": KEY}
+    while (batch := litellm.retrieve_batch(made["id"], **asked)).status != "completed":
+        time.sleep(0.2)
+    assert batch.request_counts.completed == 1
+    content: Any = litellm.file_content(batch.output_file_id, **asked)
+    (line,) = map(json.loads, content.text.splitlines())
+    assert line["custom_id"] == "one" and line["response"]["body"]["choices"][0]["message"]["content"]
 
 
 @check

@@ -69,6 +69,21 @@ def test_a_file_is_answered_downloaded_and_its_failed_rows_are_tried_again(
         assert scroll_width(page) <= width
 
 
+def test_a_message_batch_is_shown_and_its_results_are_downloaded(
+    page: Page, batch_url: str, engine: EchoEngine
+) -> None:
+    params = {"model": MODEL, "max_tokens": 50, "messages": [{"role": "user", "content": "a text"}]}
+    requests = [{"custom_id": f"m{number}", "params": params} for number in range(3)]
+    requests.append({"custom_id": "wrong", "params": {**params, "temperature": -1}})
+    made = httpx.post(f"{batch_url}/v1/messages/batches", json={"requests": requests}).json()
+    page.goto(f"{batch_url}/#batches")
+    batch = page.locator(".batch", has_text=made["id"])
+    expect(batch.locator(".badge")).to_have_text("completed")
+    expect(batch).to_contain_text("/v1/messages · 3 of 4 rows answered · 1 failed")
+    results = {one["custom_id"]: one["result"]["type"] for one in downloaded(page, batch, "Download the output")}
+    assert results == {"m0": "succeeded", "m1": "succeeded", "m2": "succeeded", "wrong": "errored"}
+
+
 def test_a_batch_is_paused_resumed_and_canceled(page: Page, batch_url: str, engine: EchoEngine) -> None:
     engine.step_s = 0.2
     page.goto(f"{batch_url}/#batches")

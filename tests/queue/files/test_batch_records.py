@@ -9,8 +9,8 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, ConflictError, InvariantError, NotFoundError
 from penstock.queue import keys
-from penstock.queue.files.batch import BatchLease, BatchSpec, Part, PartCounts, new_batch_id
-from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
+from penstock.queue.files.batch import BatchLease, BatchSpec, Part, PartCounts, new_batch_id, new_message_batch_id
+from penstock.queue.files.batch_records import BatchRecords, BatchTakenError, CheckedRows
 from penstock.queue.files.file import NewFile, new_file_id
 from penstock.queue.files.file_records import FileLimits, FileRecords
 from penstock.queue.files.records_audit import audit_files
@@ -175,12 +175,49 @@ async def test_the_audit_finds_what_no_record_explains(redis: Any) -> None:
     ]
 
 
+async def with_input(redis: Redis, tenant: str = "ann", **limits: int) -> tuple[BatchRecords, str]:
+    """Make a batch together with its input, an upload of 10 bytes and 20 rows."""
+    files, batches, file_id = FileRecords(redis), BatchRecords(redis), new_file_id()
+    await files.begin_upload(file_id, tenant, 10)
+    spec = BatchSpec(file_id, "/v1/messages", "24h", output_life_s=9)
+    rows = CheckedRows(20, DAY_MS, limits.get("max_open", 0), limits.get("max_rows", 0))
+    upload = NewFile(file_id, "input", "message_batch", 10, 0)
+    return batches, await batches.create_with_input(new_message_batch_id(), spec, upload, tenant=tenant, rows=rows)
+
+
+async def test_a_batch_with_its_input_begins_and_ends_in_one_step_each(redis: Any) -> None:
+    batches, batch_id = await with_input(redis)
+    record = await batches.find(batch_id)
+    assert (record.status, record.num_rows, await batches.num_rows_left()) == ("in_progress", 20, 20)
+    with pytest.raises(ConflictError, match="has not ended"):
+        await batches.delete(batch_id, "ann")
+    for limit in ({"max_open": 1}, {"max_rows": 39}):
+        with pytest.raises(BusyError):
+            await with_input(redis, **limit)
+    assert await audit_files(redis) == []
+    (lease,), _ = await batches.take(5, 6.0, 0.0)
+    await commit(batches, lease, 0, range(20))
+    output = new_file_id()
+    await FileRecords(redis).begin_upload(output, "ann", 100)
+    await batches.finish(lease, "completed", {"output": NewFile(output, "o", "batch_output", 100, DAY_MS)}, DAY_MS)
+    held = await FileRecords(redis).held_by("ann")
+    assert (held.num_batches, held.num_files, held.num_bytes) == (1, 1, 100), "the input has ended with the batch"
+    with pytest.raises(NotFoundError):
+        await batches.delete(batch_id, "bob")
+    await batches.delete(batch_id, "ann")
+    assert await FileRecords(redis).held_by("ann") == (0, 0, 0)
+    assert await audit_files(redis) == []
+    _, garbage = await FileRecords(redis).expire(10)
+    assert {f"files/{output}", f"files/{record.spec.input_file_id}"} <= {*garbage}
+
+
 async def test_all_of_a_tenant_is_erased_also_an_open_batch(redis: Any) -> None:
     batches, lease = await taken(redis)
     await commit(batches, lease, 0, range(5))
     kept, files = await stored_file(redis, tenant="bob"), FileRecords(redis)
     await files.begin_upload(new_file_id(), "ann", 30, FileLimits())
     assert await files.held_by("ann") == (1, 1, 10)
+    await with_input(redis)
     await files.erase("ann")
     assert await files.held_by("ann") == (0, 0, 0)
     await batches.keep([lease], 6.0, 1.0)
