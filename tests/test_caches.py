@@ -79,6 +79,7 @@ BY_ID = {
 """Tables of all tenants, keyed by names that penstock or the operator makes, or that say nothing of a tenant."""
 
 OF_ONE_REQUEST = {
+    "gateway.message_batches.splitting:_numbers",
     "gateway.openai.encoder:_frames",
     "gateway.openai.encoder:_num_prompt_tokens",
     "gateway.openai.encoder:_prompt_ids",
