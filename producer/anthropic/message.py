@@ -135,15 +135,15 @@ class WholeMessage:
         job_id: str,
         model: str,
         params: SamplingParams,
-        form: AnswerFormat,
+        answer_format: AnswerFormat,
         *,
         shows_thinking: bool,
         max_total_tokens: int | None,
     ) -> None:
-        """`form`: how to parse the text. `max_total_tokens`: prompt and output, to which `max_tokens` is lowered."""
+        """`max_total_tokens`: prompt and output together, to which `max_tokens` is lowered."""
         self._head = message_of(job_id, model)
         self._params = params
-        self._form = form
+        self._answer_format = answer_format
         self._shows_thinking = shows_thinking
         self._max_total_tokens = max_total_tokens
 
@@ -156,7 +156,7 @@ class WholeMessage:
         choice = result.choices[0]
         text, stop = without_stop(choice.text, choice.finish_reason, self._params.stop)
         parts = list[ParsedText]()
-        for more in self._form.parts_of(text, is_cut=is_cut(choice.finish_reason)):
+        for more in self._answer_format.parts_of(text, is_cut=is_cut(choice.finish_reason)):
             parts += more
             yield b""
         parsed = joined(parts)
