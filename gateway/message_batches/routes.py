@@ -138,7 +138,7 @@ class MessageBatchRoutes:
                 key=key,
                 digest=upload.digest,
             )
-            upload.settle()
+            upload.note_saved()
             if made != batch_id:
                 await self._files.delete_garbage(object_of(upload.file_id))
         return await self._object_of(request, made)

@@ -282,9 +282,9 @@ class Upload:
 
     def saved(self, name: str, purpose: str, life_ms: int) -> NewFile:
         """Return the finished file for a script that saves it whatever happens to this process."""
-        self.settle()
+        self.note_saved()
         return self.new_file(name, purpose, life_ms)
 
-    def settle(self) -> None:
+    def note_saved(self) -> None:
         """Note that a script has saved or dropped the file."""
         self._is_over = True

@@ -29,6 +29,7 @@ from clients.python.river import ASK_LENGTH, ASK_RIVER, LENGTH_TOOL, River, leng
 # Otherwise litellm fetches a list of prices when it is imported.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 import litellm
+from litellm.llms.anthropic.files.handler import AnthropicFilesHandler
 
 GREEDY = {"model": f"openai/{MODEL}", "api_base": API, "api_key": KEY, "temperature": 0, "max_tokens": 24}
 
@@ -94,14 +95,18 @@ def anthropic_provider_answers() -> None:
 
 @check
 def message_batch_is_retrieved_with_its_results() -> None:
-    """litellm makes no message batches, but retrieves them in OpenAI's shape."""
+    """litellm makes no message batches, but retrieves them and their results in OpenAI's shape.
+
+    `litellm.file_content` of 1.83 asks Anthropic's Files API for the results, which has none of them.
+    """
     params = {"model": MODEL, "max_tokens": 24, "messages": user(QUESTION)}
     made = httpx.post(f"{URL}/v1/messages/batches", json={"requests": [{"custom_id": "one", "params": params}]}).json()
     asked: Any = {"custom_llm_provider": "anthropic", "api_base": URL, "api_key": KEY}
     while (batch := litellm.retrieve_batch(made["id"], **asked)).status != "completed":
         time.sleep(0.2)
     assert batch.request_counts.completed == 1
-    content: Any = litellm.file_content(batch.output_file_id, **asked)
+    wanted: Any = {"file_id": batch.output_file_id}
+    content: Any = AnthropicFilesHandler().file_content(False, wanted, api_base=URL, api_key=KEY)
     (line,) = map(json.loads, content.text.splitlines())
     assert line["custom_id"] == "one" and line["response"]["body"]["choices"][0]["message"]["content"]
 

@@ -175,14 +175,13 @@ async def test_the_audit_finds_what_no_record_explains(redis: Any) -> None:
     ]
 
 
-async def with_input(redis: Redis, tenant: str = "ann", **limits: int) -> tuple[BatchRecords, str]:
+async def with_input(redis: Redis, *, max_open: int = 0, max_rows: int = 0) -> tuple[BatchRecords, str]:
     """Make a batch together with its input, an upload of 10 bytes and 20 rows."""
     files, batches, file_id = FileRecords(redis), BatchRecords(redis), new_file_id()
-    await files.begin_upload(file_id, tenant, 10)
-    spec = BatchSpec(file_id, "/v1/messages", "24h", output_life_s=9)
-    rows = CheckedRows(20, DAY_MS, limits.get("max_open", 0), limits.get("max_rows", 0))
+    await files.begin_upload(file_id, "ann", 10)
+    spec, rows = BatchSpec(file_id, "/v1/messages", "24h", output_life_s=9), CheckedRows(20, DAY_MS, max_open, max_rows)
     upload = NewFile(file_id, "input", "message_batch", 10, 0)
-    return batches, await batches.create_with_input(new_message_batch_id(), spec, upload, tenant=tenant, rows=rows)
+    return batches, await batches.create_with_input(new_message_batch_id(), spec, upload, tenant="ann", rows=rows)
 
 
 async def test_a_batch_with_its_input_begins_and_ends_in_one_step_each(redis: Any) -> None:
@@ -191,9 +190,10 @@ async def test_a_batch_with_its_input_begins_and_ends_in_one_step_each(redis: An
     assert (record.status, record.num_rows, await batches.num_rows_left()) == ("in_progress", 20, 20)
     with pytest.raises(ConflictError, match="has not ended"):
         await batches.delete(batch_id, "ann")
-    for limit in ({"max_open": 1}, {"max_rows": 39}):
-        with pytest.raises(BusyError):
-            await with_input(redis, **limit)
+    with pytest.raises(BusyError, match="1 open batches"):
+        await with_input(redis, max_open=1)
+    with pytest.raises(BusyError, match="more than 39 rows"):
+        await with_input(redis, max_rows=39)
     assert await audit_files(redis) == []
     (lease,), _ = await batches.take(5, 6.0, 0.0)
     await commit(batches, lease, 0, range(20))
