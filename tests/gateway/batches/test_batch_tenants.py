@@ -90,6 +90,31 @@ def test_tenants_see_only_their_own(clients: dict[str, httpx.Client], engine: Ec
     assert bob.get("/v1/usage").json()["data"] == []
 
 
+def test_tenants_see_only_their_own_message_batches(clients: dict[str, httpx.Client], engine: EchoEngine) -> None:
+    ann, bob, path = clients["ann"], clients["bob"], "/v1/messages/batches"
+    params = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+    body = {"requests": [{"custom_id": "a", "params": params}]}
+    batch = ann.post(path, json=body).json()
+    until_s = time.monotonic() + 20
+    while (batch := ann.get(f"{path}/{batch['id']}").json())["processing_status"] != "ended":
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    one = f"{path}/{batch['id']}"
+    assert (ann.get(f"{one}/results").status_code, bob.get(f"{one}/results").status_code) == (200, 404)
+    asked = [("GET", one), ("DELETE", one), *(("POST", f"{one}/{what}") for what in ("cancel", "pause", "resume"))]
+    assert {bob.request(method, url).status_code for method, url in asked} == {404}
+    assert bob.get(path).json()["data"] == [] and bob.get(path, params={"after_id": batch["id"]}).status_code == 400
+    # A key without the model fails the request, not the batch.
+    cid = clients["cid"]
+    batch = cid.post(path, json=body).json()
+    while (batch := cid.get(f"{path}/{batch['id']}").json())["processing_status"] != "ended":
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    error = json.loads(cid.get(batch["results_url"]).text)["result"]["error"]["error"]
+    assert error["type"] == "not_found_error" and "echo" not in error["message"].partition(";")[2]
+    assert ann.delete(one).status_code == 200
+
+
 def test_a_rate_limit_fails_no_row(clients: dict[str, httpx.Client], engine: EchoEngine) -> None:
     bob = clients["bob"]
     began_s = time.monotonic()
