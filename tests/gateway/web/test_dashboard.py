@@ -305,7 +305,9 @@ def test_theme_follows_the_system_until_the_button_chooses(page: Page, url: str,
 def test_phone_shows_all_without_horizontal_scrolling(page: Page, url: str, engine: EchoEngine) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     chat = Playground(page, url)
+    page.get_by_role("button", name="Settings").click()
     chat.choose(MODEL)
+    page.get_by_role("button", name="Settings").click()
     chat.ask("x" * 90 + "\n```\n" + "y" * 120 + "\n```")
     chat.wait_end()
     assert scroll_width(page) == 360
