@@ -82,13 +82,13 @@ class AnswerView {
     this.thinking.hidden = !reasoning;
     this.thoughts.appendData(reasoning.slice(this.thoughts.length));
     this.figures.textContent = figureWords(this.turn);
+    this.text.ariaBusy = this.thinking.ariaBusy = String(isRunning);
+    this.buttons.hidden = isRunning;
+    if (!isRunning) this.showCalls();
     this.element.dispatchEvent(new CustomEvent("grown", { bubbles: true }));
     this.text.getBoundingClientRect(); // ends the layout, so that its time counts
     const pauseMs = PAUSE_FACTOR * (performance.now() - startedAt);
     this.pauseMs = Math.min(MAX_RENDER_MS, Math.max(RENDER_MS, pauseMs));
-    this.text.ariaBusy = this.thinking.ariaBusy = String(isRunning);
-    this.buttons.hidden = isRunning;
-    if (!isRunning) this.showCalls();
   }
 
   /** Show the calls, each with a field for its result if the conversation ends with them. */
