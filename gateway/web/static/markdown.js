@@ -4,7 +4,9 @@ import markdownIt from "./markdown-it.js";
 import Prism from "./prism.js";
 import { copyButton, el } from "./dom.js";
 
-const MAX_HIGHLIGHTED = 50_000; // characters; a longer text of code is shown without colors
+// Some of the expressions that find colors take quadratic time. Longer code, and longer lines, get none.
+const MAX_COLORED = 20_000;
+const MAX_COLORED_LINE = 500;
 const LANGUAGES = { console: "bash", golang: "go", rs: "rust", jsonc: "json", "c++": "cpp", "c#": "csharp" };
 const HEADINGS = { h1: "h3", h2: "h4", h3: "h5" }; // h1 and h2 are those of the page and of the turn
 const ALIGNMENTS = { "text-align:center": "center", "text-align:right": "right" };
@@ -137,9 +139,11 @@ function imageLink(token) {
 /** Return a block of code, with colors if the language is known, and a button that copies it. */
 export function codeBlock(text, language) {
   const name = LANGUAGES[language.toLowerCase()] ?? language.toLowerCase();
-  const grammar = Object.hasOwn(Prism.languages, name) && text.length <= MAX_HIGHLIGHTED ? Prism.languages[name] : undefined;
-  const isGrammar = typeof grammar === "object";
-  const code = el("code", {}, ...(isGrammar ? Prism.tokenize(text, grammar).map(coloredNode) : [text]));
+  // `Prism.languages` has functions too.
+  const isKnown = Object.hasOwn(Prism.languages, name) && typeof Prism.languages[name] === "object";
+  const isShort = text.length <= MAX_COLORED && !text.split("\n").some((line) => line.length > MAX_COLORED_LINE);
+  const code = el("code", {},
+    ...(isKnown && isShort ? Prism.tokenize(text, Prism.languages[name]).map(coloredNode) : [text]));
   return el("figure", { className: "code" },
     el("figcaption", {}, el("span", {}, language), copyButton("Copy", () => text)), el("pre", { tabIndex: 0 }, code));
 }

@@ -62,7 +62,7 @@ def test_files_are_not_sent_again_until_they_change(http: httpx.Client) -> None:
 
 VENDORED = {
     "/web/markdown-it.js": "40ee4f75f35a4c8d24f1d7a902f4c56a26da8bd9eec5bb02ad4a672d6ba05525",
-    "/web/prism.js": "c46494a24bec7edc7b45f5efd1d51f4f2991364e73fdea68e2b508fc8fdae615",
+    "/web/prism.js": "d5721f43615cba7c7dc4a5290f35c3db0e0626dd8fa416a9e0b6c172514a020d",
 }
 """The files of other projects, and their SHA-256. gateway/web/vendor/README.md says where they are from."""
 
