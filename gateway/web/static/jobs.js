@@ -92,8 +92,8 @@ class JobView {
   constructor({ id }) {
     this.badge = el("span", { className: "badge" });
     this.line = el("p", { className: "load" });
-    this.problem = el("p", { className: "status error" });
-    this.problem.setAttribute("role", "status");
+    this.status = el("p", { className: "status" });
+    this.status.setAttribute("role", "status");
     this.details = el("div", { className: "job-details", hidden: true });
     this.buttons = {
       open: button("Open", () => this.toggle()),
@@ -103,7 +103,7 @@ class JobView {
     this.buttons.open.setAttribute("aria-expanded", "false");
     this.id = id;
     this.element = el("article", { className: "panel batch" }, el("h2", {}, id, " ", this.badge), this.line,
-      this.details, this.problem, el("div", { className: "row" }, ...Object.values(this.buttons)));
+      this.details, this.status, el("div", { className: "row" }, ...Object.values(this.buttons)));
   }
 
   show(job) {
@@ -145,18 +145,23 @@ class JobView {
   act(method, what) {
     return this.tried(async () => {
       const answer = await (await request(`v1/jobs/${encodeURIComponent(this.id)}${what}`, { method })).json();
-      if (answer.retry_of) this.problem.textContent = `The retry is the job ${answer.id}.`;
+      if (answer.retry_of) this.say(`The retry is the job ${answer.id}.`);
       again();
     });
   }
 
   async tried(action) {
-    this.problem.textContent = "";
+    this.say("");
     try {
       await action();
     } catch (error) {
-      this.problem.textContent = wordsOf(error);
+      this.say(wordsOf(error), "error");
     }
+  }
+
+  say(text, kind = "") {
+    this.status.textContent = text;
+    this.status.className = `status ${kind}`;
   }
 }
 
