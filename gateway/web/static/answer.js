@@ -138,7 +138,8 @@ export function stopAnswer(turn) {
   endAs(turn, "stopped", "Stopped");
   if (!turn.response) return Promise.resolve();
   const path = `v1/responses/${encodeURIComponent(turn.response)}/cancel`;
-  return request(path, { method: "POST" }).catch(() => {});
+  // It outlives a page that is left at this moment, as the deletions below do.
+  return request(path, { method: "POST", keepalive: true }).catch(() => {});
 }
 
 /** Delete the stored responses of turns. Return how many could not be deleted; the gateway drops those after a day. */
@@ -146,7 +147,7 @@ export async function deleteResponses(turns) {
   const ids = turns.map((turn) => turn.response).filter(Boolean);
   const deleted = await Promise.all(ids.map(async (id) => {
     try {
-      await request(`v1/responses/${encodeURIComponent(id)}`, { method: "DELETE" });
+      await request(`v1/responses/${encodeURIComponent(id)}`, { method: "DELETE", keepalive: true });
     } catch (error) {
       return error.status === 404;
     }

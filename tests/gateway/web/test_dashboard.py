@@ -237,7 +237,7 @@ def test_page_shows_states_waits_backlog_and_shares_of_engine_time(page: Page, s
             re.compile(r"batch, background\d+(\.\d)? m?s125 %")
         )
         expect(pool.locator(".tiles")).to_contain_text("Background backlog5 min")
-        for tile in ("Preemptions5", "Swaps among them4", "Prompt tokens from the cache25 %"):
+        for tile in ("Preemptions5", "Preemptions by swap4", "Prefix cache hits25 %"):
             expect(pool.locator(".tiles")).to_contain_text(tile)
         times = pool.locator(".panel", has_text="Times of the last hour")
         expect(times).to_contain_text("Of 100 jobs that nodes took")
