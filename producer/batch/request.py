@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import shutil
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -201,6 +202,16 @@ def lines_of(path: Path) -> Iterator[InputLine]:
     """Yield the lines of a file that `survey_of` has checked."""
     for number, raw in _raw_lines(path):
         yield _parse(number, raw)
+
+
+def plain_copy(path: Path, target: Path) -> Path:
+    """Return `path`, or `target` with its decompressed content. Raises RequestError if it is damaged."""
+    with path.open("rb") as file:
+        if not file.read(len(_ZSTANDARD)).startswith((_GZIP, _ZSTANDARD)):
+            return path
+    with _plain(path) as source, target.open("wb") as copy:
+        shutil.copyfileobj(source, copy)
+    return target
 
 
 def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
