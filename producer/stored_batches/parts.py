@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.producer.batch.results import job_ids_of
 from penstock.producer.files.service import Files
 from penstock.queue.files.batch import BatchLease, Part, PartCounts
@@ -34,6 +35,7 @@ class FinishedRow:
 
     number: int
     row: Mapping[str, Any]
+    """A failed one also has the number of its line in the input, as `line`."""
 
     @property
     def kind(self) -> str:
@@ -116,6 +118,23 @@ class PartWriter:
         self._number += 1
         self._rows, self._lines, self._num_bytes = [], {kind: [] for kind in KINDS}, 0
         return jobs
+
+
+async def parts_content(files: Files, parts: Sequence[Part], start: int, end: int) -> AsyncGenerator[bytes, None]:
+    """Yield the bytes of joined parts from `start` to before `end`.
+
+    Raises UnavailableError if a part is gone: the batch has ended meanwhile, and its file has the same bytes.
+    """
+    try:
+        for part in parts:
+            if start < part.num_bytes and end > 0:
+                async with aclosing(files.object_content(part.name, max(0, start), min(end, part.num_bytes))) as blocks:
+                    async for block in blocks:
+                        yield block
+            start, end = start - part.num_bytes, end - part.num_bytes
+    except NotFoundError:
+        message = "the batch ends at this moment; its rows are in a file soon"
+        raise UnavailableError(message, code="files_unavailable", retry_after_ms=1000) from None
 
 
 async def save_joined(

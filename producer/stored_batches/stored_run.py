@@ -13,8 +13,9 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from penstock.contract.errors import (
     BusyError,
@@ -59,6 +60,8 @@ MAX_WINDOW_BYTES = 32 << 20
 MAX_BYTES_ON_LOOP = 64 << 10
 STOP_WAIT_S = 10.0
 """Seconds that canceled jobs of a batch may take to end. Rows whose jobs take longer count as not answered."""
+KEY_TTL_S = 2.0
+"""Seconds for which the API key of a batch is remembered."""
 _TICK_S = 0.25
 _RETRY_S = 2.0
 _JITTER = 0.2
@@ -78,10 +81,13 @@ class _StoppedError(Exception):
 class RowClient:
     """Submits the jobs of a batch's rows: as its tenant, on the terms of its key, and only under a valid lease."""
 
-    def __init__(self, client: AsyncClient, batch: BatchRecord, lease: BatchLease) -> None:
+    def __init__(self, client: AsyncClient, batches: BatchRecords, batch: BatchRecord, lease: BatchLease) -> None:
         self._client = client
+        self._batches = batches
         self._batch = batch
         self._lease = lease
+        self._key: ApiKey | None = None
+        self._key_until_s = 0.0
         self.open_jobs: dict[str, list[AsyncJob]] = {}
         """The jobs whose rows are not finished, by the key of the row. A row of embeddings has a job for each text."""
         self.pools_used: set[str] = set()
@@ -113,7 +119,10 @@ class RowClient:
         key_id = self._batch.spec.key_id
         if not key_id:
             return None
-        key = (await self._client.api_keys()).get(key_id)
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._key_until_s:
+            self._key, self._key_until_s = await self._batches.key(key_id), now_s + KEY_TTL_S
+        key = self._key
         if key is None or key.is_revoked:
             message = f"the API key {key_id} of the batch is revoked, so no further rows are submitted"
             raise UnavailableError(message, code="key_revoked", retry_after_ms=5000)
@@ -145,7 +154,7 @@ class StoredBatchRun:
         self._batch = batch
         self._share = share
         self._client = client
-        self._rows = RowClient(client, batch, lease)
+        self._rows = RowClient(client, batches, batch, lease)
         self._parts = PartWriter(files, batches, lease)
         self._taken = bytearray()
         """A bit per row that is in a part or in the queue."""
@@ -344,7 +353,7 @@ class StoredBatchRun:
             line = answer_row(key, row.custom_id, body, job_id)
         except (RequestError, JobFailedError) as error:
             is_stopped = self._stopped and isinstance(error, JobCancelledError)
-            line = error_row(key, row.custom_id, self._stop_error() if is_stopped else error)
+            line = self._error_of(row, self._stop_error() if is_stopped else error)
         finally:
             self._rows.open_jobs.pop(key, None)
         self._finished.put_nowait(FinishedRow(row.number, line))
@@ -395,6 +404,9 @@ class StoredBatchRun:
     def _key_of(self, row: StoredRow) -> str:
         return row_id_of(self._batch.batch_id, row.custom_id)
 
+    def _error_of(self, row: StoredRow, error: PenstockError) -> dict[str, Any]:
+        return {"line": row.line, **error_row(self._key_of(row), row.custom_id, error)}
+
     def _stop_error(self) -> PenstockError:
         return PenstockError(_STOPPED[self._stopped], code=self._stopped)
 
@@ -419,8 +431,7 @@ class StoredBatchRun:
             await self._collect()
         await self._commit()
         for row in await self._patiently(self._left_rows):
-            key = self._key_of(row)
-            self._parts.add(FinishedRow(row.number, error_row(key, row.custom_id, self._stop_error())))
+            self._parts.add(FinishedRow(row.number, self._error_of(row, self._stop_error())))
             if self._parts.is_due:
                 await self._commit()
         await self._commit()
@@ -437,7 +448,7 @@ class StoredBatchRun:
                     for row in found:
                         # There may be 200 MB of them.
                         is_wanted = self._key_of(row) in with_bodies
-                        rows.append(row if is_wanted else StoredRow(row.number, row.custom_id, {}, 0))
+                        rows.append(row if is_wanted else replace(row, fields={}, num_bytes=0))
                 return sorted(rows, key=lambda row: row.number)
 
         return await self._files.on_thread(read)

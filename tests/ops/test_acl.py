@@ -56,6 +56,7 @@ RUNS = {
         "delete_response",
         "outbox",
         "webhooks",
+        "files",
     ),
     "node": ("join", "heartbeat", "take", "emit", "finish", "give_back", "leave", "sweep", "declare_dead"),
 }

@@ -17,6 +17,7 @@ from penstock.contract.errors import (
     PenstockError,
     RequestError,
 )
+from penstock.contract.tenant import ApiKey
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
@@ -66,9 +67,19 @@ class BatchRecords:
 
     @retried
     async def create(
-        self, batch_id: str, tenant: str, spec: BatchSpec, *, window_ms: int, max_open: int, key: str | None = None
+        self,
+        batch_id: str,
+        tenant: str,
+        spec: BatchSpec,
+        *,
+        window_ms: int,
+        max_open: int,
+        key: str | None = None,
+        terms: ApiKey | None = None,
     ) -> str:
         """Make a batch and return its id: that of the batch that was made before with the same idempotency key.
+
+        `terms`: the API key on whose terms the rows run. Its terms are noted if no release has noted them yet.
 
         Raises NotFoundError for its file, RequestError for a file of another purpose, BusyError if the tenant has
         `max_open` open batches, and ConflictError for a key of another request.
@@ -85,6 +96,8 @@ class BatchRecords:
             max_open=max_open,
             idem=keys.key_hash(key),
             digest=keys.key_hash(request),
+            terms="" if terms is None else terms.public_json(),
+            key_id=spec.key_id,
         )
         match answer[0]:
             case b"NO_FILE":
@@ -142,6 +155,13 @@ class BatchRecords:
         """Let no further rows of a batch into the queue, or let them again. Raises what `cancel` raises."""
         mark = "1" if paused else ""
         _check_change(batch_id, await call_script(self._redis, "pause", id=batch_id, tenant=tenant, paused=mark))
+
+    @retried
+    async def key(self, key_id: str) -> ApiKey | None:
+        """Return an API key without its digest; None if there is none."""
+        with translated():
+            found = await self._redis.hget(keys.key_terms(), key_id)
+        return None if found is None else ApiKey.of_public_json(found)
 
     @retried
     async def num_rows_left(self) -> int:

@@ -41,7 +41,7 @@ class _Seen:
 async def audit_files(redis: Redis) -> list[Finding] | None:
     """Return all violations, or None if there are neither files nor batches. Raises UnavailableError."""
     first = await _look(redis)
-    if not first.names:
+    if not first.names - {"keys"}:
         return None
     once, again = set(_findings(first)), set(_findings(await _look(redis)))
     return sorted(once & again)

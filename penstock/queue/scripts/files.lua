@@ -223,6 +223,10 @@ function does.create()
   redis.call('ZADD', F .. ':open_batches', 0, asked.id)
   redis.call('HINCRBY', F .. ':file:' .. asked.file, 'readers', 1)
   count('num_open', tenant, 1)
+  -- What a change of the key has noted is newer than what the caller knows.
+  if asked.terms ~= '' and redis.call('HEXISTS', F .. ':keys', asked.key_id) == 0 then
+    redis.call('HSET', F .. ':keys', asked.key_id, asked.terms)
+  end
   note_idem(asked.id)
   return {'OK', asked.id, 0}
 end
