@@ -209,7 +209,7 @@ def submit(
     name = "stdin.jsonl" if input == "-" else Path(input).name
     with Server(base_url, api_key) as server, _prepared(input, model, retry_of) as (path, endpoint):
         body: dict[str, Any] = {"endpoint": endpoint, "completion_window": completion_window}
-        body["input_file_id"] = server.upload(path, name, key=key)
+        body["input_file_id"] = server.upload(path, name, key=f"{key}:file")
         print(server.create(body | ({"metadata": given} if given else {}), key=key)["id"])
 
 

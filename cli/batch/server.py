@@ -150,7 +150,7 @@ class Server:
     def _check(self, answer: httpx.Response) -> None:
         if not answer.is_error:
             return
-        status, message = answer.status_code, _message_of(answer)
+        status, (message, param) = answer.status_code, _problem_of(answer)
         if status in _GONE:
             raise UnavailableError(f"{self.url}: {message}", code="server_away", retry_after_ms=_pause_ms_of(answer))
         if status == 429:
@@ -160,7 +160,7 @@ class Server:
             raise UnauthorizedError(message, param="api_key")
         if status >= 500:
             raise PenstockError(f"{self.url}: {message}")
-        raise _REFUSALS.get(status, RequestError)(message)
+        raise _REFUSALS.get(status, RequestError)(message, param=param)
 
 
 def _part(batch_id: str) -> str:
@@ -170,12 +170,13 @@ def _part(batch_id: str) -> str:
     return batch_id
 
 
-def _message_of(answer: httpx.Response) -> str:
+def _problem_of(answer: httpx.Response) -> tuple[str, str | None]:
+    """Return the message of an error, and the field that it names."""
     try:
         error = answer.json()["error"]
-        return str(error["message"])
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        return f"HTTP {answer.status_code}: {answer.text[:_MAX_BODY_CHARS].strip() or 'no text'}"
+        return str(error["message"]), error.get("param")
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+        return f"HTTP {answer.status_code}: {answer.text[:_MAX_BODY_CHARS].strip() or 'no text'}", None
 
 
 def _pause_ms_of(answer: httpx.Response) -> int:

@@ -180,6 +180,30 @@ def test_cancel_keeps_answers_and_names_the_other_rows(api: openai.OpenAI, engin
     assert api.files.delete(batch.input_file_id).deleted
 
 
+def test_rows_of_a_running_batch_can_be_read(api: openai.OpenAI, http: httpx.Client, engine: EchoEngine) -> None:
+    rows = [row(f"fast{i}", "x") for i in range(5)] + [row("wrong", "x", temperature=-1)]
+    engine.step_s = 0.03
+    batch = make(api, [*rows[:3], "", *rows[3:], row("slow", "y" * 200)])
+    path = f"/v1/batches/{batch.id}"
+    assert http.get(f"{path}/output").content == b""
+    wait_for(api, batch.id, lambda one: (counts := one.request_counts) is not None and counts.completed == 5)
+    some, failed = http.get(f"{path}/output"), http.get(f"{path}/errors").json()
+    assert {json.loads(line)["custom_id"] for line in some.text.splitlines()} == {f"fast{i}" for i in range(5)}
+    assert (failed["line"], failed["custom_id"]) == (7, "wrong")
+    start = {"range": f"bytes={len(some.content)}-"}
+    nothing = http.get(f"{path}/output", headers=start)
+    assert (nothing.status_code, nothing.json()["error"]["code"]) == (416, "range_not_satisfiable")
+    assert http.get(f"{path}/output", headers={"range": "bytes=3-9"}).content == some.content[3:10]
+    engine.step_s = 0.0
+    done = ended(api, batch.id)
+    rest = http.get(f"{path}/output", headers=start)
+    whole = api.files.content(str(done.output_file_id)).content
+    assert (rest.status_code, some.content + rest.content) == (206, whole)
+    assert http.get(f"{path}/output").content == whole
+    assert http.get(f"{path}/errors").content == api.files.content(str(done.error_file_id)).content
+    assert http.get("/v1/batches/none/output").status_code == 404
+
+
 def test_a_batch_expires(api: openai.OpenAI, engine: EchoEngine, redis_url: str) -> None:
     engine.step_s = 0.02
     batch = make(api, [row(f"r{i}", "y" * 200) for i in range(80)])
