@@ -23,6 +23,7 @@ from penstock.queue.files.file import StoredFile
 
 MAX_LIMIT = 10_000
 DEFAULT_LIMIT = 1000
+LOST = "the storage has lost the content of this file"
 _READ_AT_ONCE = 500
 Read = Callable[[int, int], AsyncGenerator[bytes, None]]
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
@@ -64,8 +65,8 @@ def file_object(file: StoredFile) -> dict[str, Any]:
         "expires_at": None if file.expires_ms is None else file.expires_ms // 1000,
         "filename": file.name,
         "purpose": file.purpose,
-        "status": "processed",
-        "status_details": None,
+        "status": "error" if file.is_lost else "processed",
+        "status_details": LOST if file.is_lost else None,
     }
 
 

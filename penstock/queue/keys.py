@@ -152,7 +152,7 @@ writer is files.lua. Its functions are named here; `close` ends a batch.
 
     key                      type    functions                            content; lifetime
     F:storage                string  storage                              id of the storage that has the contents
-    F:file:<id>              hash    save, finish; delete, expire         the record of a stored file
+    F:file:<id>              hash    save, finish, lose; delete, expire   the record of a stored file
     F:files:<tenant>         zset    save, finish; delete, expire         ids of the tenant's files, by creation
     F:upload:<id>            hash    upload; save, end_upload, finish,    tenant and bytes of an upload
                                      expire

@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import ConfigError, RequestError
-from penstock.contract.job import SamplingParams
+from penstock.contract.job import MAX_CUSTOM_ID_CHARS, SamplingParams
 from penstock.contract.named import UNKNOWN_FIELD
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.tasks import Embed
@@ -35,7 +35,6 @@ COMPLETIONS_URL = "/v1/completions"
 EMBEDDINGS_URL = "/v1/embeddings"
 RESPONSES_URL = "/v1/responses"
 
-MAX_CUSTOM_ID_CHARS = 256
 MAX_LINE_BYTES = 16 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"

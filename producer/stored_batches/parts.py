@@ -16,7 +16,7 @@ from typing import Any
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.producer.batch.results import job_ids_of
 from penstock.producer.files.service import Files
-from penstock.queue.files.batch import BatchLease, Part, PartCounts
+from penstock.queue.files.batch import BatchLease, Part, PartCounts, RowProblem
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file import BATCH_OUTPUT, NewFile
 
@@ -137,9 +137,19 @@ async def parts_content(files: Files, parts: Sequence[Part], start: int, end: in
         raise UnavailableError(message, code="files_unavailable", retry_after_ms=1000) from None
 
 
-async def save_joined(
-    files: Files, batches: BatchRecords, lease: BatchLease, *, tenant: str, status: str, life_ms: int
-) -> None:
+@dataclass(frozen=True, slots=True)
+class BatchEnding:
+    """How a batch ends."""
+
+    tenant: str
+    status: str
+    life_ms: int
+    """Milliseconds for which its files are kept."""
+    problems: Sequence[RowProblem] = ()
+    """Why it failed."""
+
+
+async def save_joined(files: Files, batches: BatchRecords, lease: BatchLease, ending: BatchEnding) -> None:
     """Join the committed parts of a batch to its output and its error file, and end the batch with them.
 
     A file without any line is not made.
@@ -151,9 +161,9 @@ async def save_joined(
             if not of_kind:
                 continue
             num_bytes = sum(part.num_bytes for part in of_kind)
-            upload = await uploads.enter_async_context(await files.begin(tenant, num_bytes, limited=False))
+            upload = await uploads.enter_async_context(await files.begin(ending.tenant, num_bytes, limited=False))
             for part in of_kind:
                 await upload.append(part.name)
             await upload.finish()
-            saved[kind] = upload.saved(f"{lease.batch_id}_{kind}.jsonl", BATCH_OUTPUT, life_ms)
-        await batches.finish(lease, status, saved, files.settings.retention_ms)
+            saved[kind] = upload.saved(f"{lease.batch_id}_{kind}.jsonl", BATCH_OUTPUT, ending.life_ms)
+        await batches.finish(lease, ending.status, saved, files.settings.retention_ms, ending.problems)

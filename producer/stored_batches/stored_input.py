@@ -12,7 +12,8 @@ from typing import IO, Any
 
 from pydantic_core import from_json, to_json
 
-from penstock.producer.batch.request import EMBEDDINGS_URL, MAX_CUSTOM_ID_CHARS, MAX_LINE_BYTES
+from penstock.contract.job import MAX_CUSTOM_ID_CHARS
+from penstock.producer.batch.request import EMBEDDINGS_URL, MAX_LINE_BYTES
 from penstock.producer.files.storage import storage_errors
 from penstock.queue.files.batch import RowProblem
 

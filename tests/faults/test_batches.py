@@ -23,7 +23,7 @@ from penstock.contract.tenant import Terms
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
 from penstock.producer.files.settings import FilesSettings
-from penstock.producer.stored_batches.stored_run import KEY_TTL_S
+from penstock.producer.stored_batches.row_client import KEY_TTL_S
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.files.batch import BatchSpec, new_batch_id

@@ -211,8 +211,7 @@ class BatchRecords:
     @retried
     async def fail(self, lease: BatchLease, problems: Sequence[RowProblem], life_ms: int) -> None:
         """End a batch whose input is wrong."""
-        errors = json.dumps([asdict(problem) for problem in problems])
-        await self._held(lease, "fail", errors=errors, life_ms=life_ms)
+        await self._held(lease, "fail", errors=_encoded(problems), life_ms=life_ms)
 
     @retried
     async def commit(
@@ -230,10 +229,18 @@ class BatchRecords:
         await self._held(lease, "finalize", ending=ending)
 
     @retried
-    async def finish(self, lease: BatchLease, status: str, files: Mapping[str, NewFile], life_ms: int) -> None:
+    async def finish(
+        self,
+        lease: BatchLease,
+        status: str,
+        files: Mapping[str, NewFile],
+        life_ms: int,
+        problems: Sequence[RowProblem] = (),
+    ) -> None:
         """End a batch and save its files, by kind (`output`, `error`)."""
         given = {kind: file_arguments(file) for kind, file in files.items()}
-        await self._held(lease, "finish", status=status, files=given, life_ms=life_ms)
+        errors = _encoded(problems) if problems else ""
+        await self._held(lease, "finish", status=status, files=given, life_ms=life_ms, errors=errors)
 
     @retried
     async def committed_rows(self, batch_id: str) -> bytes:
@@ -298,3 +305,7 @@ def _record_of(batch_id: str, found: Mapping[bytes, bytes]) -> BatchRecord | Non
         waiting=fields["waiting"],
         rows_per_s=float(fields.get("rate", "0")),
     )
+
+
+def _encoded(problems: Sequence[RowProblem]) -> str:
+    return json.dumps([asdict(problem) for problem in problems])

@@ -204,6 +204,32 @@ def test_rows_of_a_running_batch_can_be_read(api: openai.OpenAI, http: httpx.Cli
     assert http.get("/v1/batches/none/output").status_code == 404
 
 
+def test_a_lost_input_fails_its_batch_and_keeps_its_answers(
+    api: openai.OpenAI, http: httpx.Client, engine: EchoEngine, folder: Path, redis_url: str
+) -> None:
+    def lose(file_id: str) -> None:
+        (path,) = folder.glob(f"*/files/{file_id}")
+        path.unlink()
+
+    engine.step_s = 0.03
+    batch = make(api, [*(row(f"fast{i}", "x") for i in range(3)), row("slow", "y" * 200)])
+    wait_for(api, batch.id, lambda one: (counts := one.request_counts) is not None and counts.completed == 3)
+    lose(batch.input_file_id)
+    with sync_redis.Redis.from_url(redis_url) as redis:
+        # Another holder reads the input anew.
+        redis.hincrby(f"{F}:batch:{batch.id}", "token", 1)
+        redis.zadd(f"{F}:open_batches", {batch.id: 0})
+    file_id = upload(api, [row("a", "x")])
+    lose(file_id)
+    unread = api.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
+    for one in (ended(api, batch.id), ended(api, unread.id)):
+        assert one.status == "failed" and one.failed_at is not None and one.errors is not None and one.errors.data
+        assert [problem.code for problem in one.errors.data] == ["input_lost"]
+    assert lines_of(api, api.batches.retrieve(batch.id).output_file_id).keys() == {f"fast{i}" for i in range(3)}
+    # What runs of it ends before another test.
+    engine.step_s = 0.0
+
+
 def test_a_batch_expires(api: openai.OpenAI, engine: EchoEngine, redis_url: str) -> None:
     engine.step_s = 0.02
     batch = make(api, [row(f"r{i}", "y" * 200) for i in range(80)])
