@@ -23,7 +23,7 @@ from penstock.producer.batch.results import LOCKED_RETRY_MS, row_id_of
 STDOUT = "-"
 
 
-class Rows(Protocol):
+class GrowingRows(Protocol):
     """One of the two files of a batch."""
 
     def grow(self, server: Server) -> None:
@@ -78,7 +78,7 @@ class _Saved:
 
 
 @contextmanager
-def opened_rows(name: str, batch_id: str, kind: str) -> Iterator[Rows]:
+def opened_rows(name: str, batch_id: str, kind: str) -> Iterator[GrowingRows]:
     """Open a file for the `output` or the `errors` of a batch. Without rows, a list of errors is not published.
 
     Raises RequestError if the file has rows of something else, and BusyError while another command writes it.

@@ -116,7 +116,7 @@ class StoredBatchRun:
         except NotFoundError as error:
             if error.code != "no_object" or await self._patiently(self._has_input):
                 raise
-            # Nobody can know the rows that were not answered. Those that were are worth keeping.
+            # Which rows were not answered is lost with the input. Those that were are kept.
             await self._patiently(lambda: self._finish("failed", [INPUT_LOST]))
 
     async def _has_input(self) -> bool:

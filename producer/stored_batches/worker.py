@@ -1,6 +1,6 @@
 """Stored batches in a Celery worker: its process takes leases of them as gateways do.
 
-`celery_app.py` names this step by a text, because this package is built on that one.
+`celery_app.py` names this step by a text, because this package imports that of the Celery app.
 """
 
 from __future__ import annotations
