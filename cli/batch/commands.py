@@ -373,7 +373,8 @@ def _conclude_stored(found: Mapping[str, Any], output: str = STDOUT, errors: str
     counts, state = found["request_counts"], found["status"]
     num_tokens = found["usage"]["output_tokens"]
     summary = f"{state}: {counts['completed']} answered, {counts['failed']} failed, {num_tokens} tokens"
-    print(summary + ("" if output == STDOUT else f": {output}"), file=sys.stderr)
+    name = output if state in ENDED else f"{output}.partial"
+    print(summary + ("" if output == STDOUT else f": {name}"), file=sys.stderr)
     for problem in (found["errors"] or {}).get("data", ()):
         line = "" if problem["line"] is None else f"line {problem['line']}: "
         write_text(f"{line}{problem['message']}\n", sys.stderr)

@@ -175,7 +175,7 @@ def storage_id() -> str:
     (storage,) = {
         one["Key"].split("/")[1] for one in boto3.client("s3").list_objects_v2(Bucket="penstock-test")["Contents"]
     }
-    return storage
+    return str(storage)
 
 
 def test_orphans_of_a_bucket_are_deleted(http: httpx.Client, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
