@@ -16,9 +16,14 @@ import pytest
 from fakes import fake_node
 from fakes.fake_node import DEFAULT_TOKENS, MODEL, POOL, PROMPT_TOKENS, FakeNode
 from fakes.processes.python_process import PythonProcess
+from fakes.processes.reference_engine import reference_tokens, text_of
+from faults import batches
+from faults.tools.backlog_entries import Requests
+from faults.tools.batch_kills import Ended, Line, problems_of
 from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import free_port
 
+from penstock.contract.job import SamplingParams
 from penstock.contract.tenant import Terms
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
@@ -245,3 +250,31 @@ async def test_a_death_at_each_call_of_the_script_loses_no_row(
         redis = cast(Any, connect(redis_url))
         assert await audit_files(redis) == []
         await redis.aclose()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "found"), [((), []), (("--plant", "lost"), ["1 rows are missing: ['row-1999']"])])
+async def test_the_campaign_finds_what_is_planted(words: Sequence[str], found: list[str]) -> None:
+    kills = "0" if words else "2"
+    given = ["--rows", "2000", "--kills", kills, "--every", "2", "--freeze-s", "11", *words]
+    assert await batches.run(batches.parser().parse_args(given)) == found
+
+
+def test_rows_that_are_not_answered_once_are_noticed() -> None:
+    requests = Requests("p", 4, max_tokens=2)
+    right = text_of(reference_tokens("", SamplingParams(**requests.sampling), requests.prompt(0)))
+    lines = [
+        Line("row-0", right, 2),
+        Line("row-1", "wrong", 2),
+        Line("row-2", None),
+        Line("row-2", None),
+        Line("x", ""),
+    ]
+    assert problems_of(requests, Ended("completed", {}, lines, 6)) == [
+        "1 rows are missing: ['row-3']",
+        "1 rows are repeated: ['row-2']",
+        "1 rows are strange: ['x']",
+        "2 rows are failed: ['row-2', 'row-2']",
+        "1 rows are wrong: ['row-1']",
+        "the batch counts 6 output tokens, its rows 4",
+    ]
