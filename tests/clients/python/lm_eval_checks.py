@@ -36,7 +36,7 @@ def logprob_of(text: str, start: int) -> float:
     with urllib.request.urlopen(request) as answer:
         found = json.load(answer)["choices"][0]["logprobs"]
     pairs = zip(found["text_offset"], found["token_logprobs"], strict=True)
-    return sum(value for at, value in pairs if start <= at < len(text))
+    return float(sum(value for at, value in pairs if start <= at < len(text)))
 
 
 @check
