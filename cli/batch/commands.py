@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.batch.progress import ShownProgress, shown_progress
-from penstock.cli.batch.results import STDOUT, opened_rows
-from penstock.cli.batch.server import ENDED, Server, patiently, progress_of, wait
+from penstock.cli.batch.server import ENDED, STDOUT, Server, patiently, progress_of, wait
 from penstock.cli.command_line import App
 from penstock.cli.options import DURABILITY_HELP, RedisUrl
 from penstock.cli.output import (
@@ -34,8 +33,10 @@ from penstock.contract.errors import ConfigError, RequestError
 from penstock.contract.job import Durability
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import DEFAULT_IN_FLIGHT, MAX_IN_FLIGHT, Batch, BatchProgress
-from penstock.producer.batch.request import InputLine, lines_of, plain_copy, survey_of
 from penstock.runtime.settings import redis_url_of
+
+if TYPE_CHECKING:
+    from penstock.producer.batch.request import InputLine
 
 EXIT_ROWS_FAILED = 1
 _STDIN = "/dev/stdin"
@@ -209,7 +210,7 @@ def submit(
     name = "stdin.jsonl" if input == "-" else Path(input).name
     with Server(base_url, api_key) as server, _prepared(input, model, retry_of) as (path, endpoint):
         body: dict[str, Any] = {"endpoint": endpoint, "completion_window": completion_window}
-        body["input_file_id"] = server.upload(path, name, key=f"{key}:file")
+        body["input_file_id"] = server.upload(path, name, key=key)
         print(server.create(body | ({"metadata": given} if given else {}), key=key)["id"])
 
 
@@ -323,6 +324,8 @@ def results(
         penstock batch results BATCH_ID results.jsonl
         penstock batch results BATCH_ID results.jsonl --wait
     """
+    from penstock.cli.batch.results import opened_rows
+
     if timeout is not None and not follow:
         raise RequestError("timeout: only with --wait", param="timeout")
     if errors is None and output != STDOUT:
@@ -414,6 +417,8 @@ def _pair(text: str) -> tuple[str, str]:
 @contextmanager
 def _prepared(source: str, model: str | None, retry_of: str | None) -> Iterator[tuple[Path, str]]:
     """Yield a plain file with the checked lines of an input, and the url of its rows."""
+    from penstock.producer.batch.request import lines_of, plain_copy, survey_of
+
     name = _STDIN if source == "-" else source
     with (
         storage.local_copy(name, param="input") as packed,
@@ -433,6 +438,8 @@ def _prepared(source: str, model: str | None, retry_of: str | None) -> Iterator[
 
 def _changed(path: Path, target: Path, model: str | None, retry_of: str | None) -> Path:
     """Write the rows that an error file lists (None: all), with `model` in those that name none."""
+    from penstock.producer.batch.request import lines_of
+
     wanted = None if retry_of is None else _failed_in(retry_of)
     num_rows = 0
     with target.open("w", encoding="utf-8") as file:

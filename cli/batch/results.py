@@ -14,13 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from penstock.cli.batch.server import Server
+from penstock.cli.batch.server import STDOUT, Server
 from penstock.contract.errors import BusyError, RequestError
 from penstock.producer.batch import storage
 from penstock.producer.batch.request import MAX_LINE_BYTES
 from penstock.producer.batch.results import LOCKED_RETRY_MS, row_id_of
-
-STDOUT = "-"
 
 
 class GrowingRows(Protocol):

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 DEFAULT_URL = "http://127.0.0.1:8000"
 URL_VARIABLES = ("PENSTOCK_URL", "OPENAI_BASE_URL")
 KEY_VARIABLES = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")
+STDOUT = "-"
+"""Stands for a file of results."""
 ENDED = frozenset(("completed", "failed", "expired", "cancelled"))
 CONNECT_S, ANSWER_S, UPLOADED_S = 10.0, 60.0, 600.0
 """Seconds for a connection, for the next byte of an answer, and for the answer to an upload."""

@@ -94,7 +94,8 @@ class BatchRecords:
             request=request,
             window_ms=window_ms,
             max_open=max_open,
-            idem=keys.key_hash(key),
+            # Apart from those of files: a caller may give both the same key.
+            idem=keys.key_hash(None if key is None else f"batch {key}"),
             digest=keys.key_hash(request),
             terms="" if terms is None else terms.public_json(),
             key_id=spec.key_id,

@@ -265,11 +265,14 @@ def test_pause_and_resume(api: openai.OpenAI, engine: EchoEngine) -> None:
 
 
 def test_a_key_makes_one_batch_and_pages_list_all(api: openai.OpenAI) -> None:
-    file = upload(api, [row("a", "x")])
     with_key: Any = {"extra_headers": {"Idempotency-Key": "one-batch"}}
+    content = json.dumps(row("a", "x")).encode()
+    # The same key is another one for files.
+    file = api.files.create(file=("rows.jsonl", content), purpose="batch", **with_key).id
     first = api.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h", **with_key)
     again = api.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h", **with_key)
     assert again.id == first.id
+    assert api.files.create(file=("rows.jsonl", content), purpose="batch", **with_key).id == file
     with pytest.raises(openai.ConflictError, match="Idempotency-Key"):
         api.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h", metadata={"a": "b"}, **with_key)
     second = make(api, [row("a", "x")])
