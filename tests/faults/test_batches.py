@@ -218,6 +218,26 @@ async def test_a_known_model_without_a_node_waits_for_one(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pool", ["threads", "prefork"])
+async def test_a_worker_that_is_stopped_gives_its_batches_back(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: str
+) -> None:
+    monkeypatch.setenv("PENSTOCK_FILES_URL", str(tmp_path / "files"))
+    words, log = [pool if word == "threads" else word for word in WORKER], tmp_path / "log"
+    async with FakeNode(redis_url, step_s=0.05), AsyncClient(redis_url) as client, asyncio.timeout(TIMEOUT_S):
+        batch_id = await make_without_gateway(client, tmp_path / "files", NUM_ROWS)
+        with process(*words, log=log, PENSTOCK_REDIS_URL=redis_url) as worker:
+            while not (await client.batches.find(batch_id)).num_completed:
+                await asyncio.sleep(0.05)
+            worker.terminate()
+            assert await asyncio.to_thread(worker.wait, TIMEOUT_S) == 0
+        # Not after a lease only.
+        leases, _ = await client.batches.take(5, 5.0, asyncio.get_running_loop().time())
+        assert [lease.token for lease in leases] == [2]
+        assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_a_death_at_each_call_of_the_script_loses_no_row(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
