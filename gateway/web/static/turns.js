@@ -54,7 +54,7 @@ class AnswerView {
     this.element = el("article", { className: "turn answer" },
       el("h2", { className: "who" }, turn.model), this.thinking, this.text, this.calls, this.status,
       el("footer", {}, this.figures, this.buttons));
-    if (turn.state === "running") this.say("Waiting for the first token…");
+    if (turn.state === "running") this.say(turn.firstMs ? "" : "Waiting for the first token…");
     else this.say(turn.note, turn.state);
     this.renderNow();
   }
