@@ -77,7 +77,7 @@ class Api:
         raise AssertionError(f"{method} {path} is not answered: {last}")
 
 
-class Door(Protocol):
+class Entry(Protocol):
     """A way to submit a batch, to follow it and to read its result."""
 
     requests: Requests
@@ -92,7 +92,7 @@ class Door(Protocol):
 
 
 @dataclass(slots=True)
-class OpenAIDoor:
+class OpenAIEntry:
     """`/v1/files` and `/v1/batches`."""
 
     requests: Requests
@@ -159,7 +159,7 @@ class BatchRun:
     """A batch that runs, and what is done to its processes meanwhile."""
 
     fleet: Fleet
-    door: Door
+    entry: Entry
     rng: random.Random
     killed: Counter[str] = field(default_factory=Counter)
     peak_bytes: int = 0
@@ -173,18 +173,18 @@ class BatchRun:
         """
         async with httpx.AsyncClient(timeout=120) as http, asyncio.TaskGroup() as tasks:
             api, memory = Api(self.fleet, http), tasks.create_task(self._watch_memory())
-            batch_id = await self.door.create(api)
+            batch_id = await self.entry.create(api)
             if plant:
                 await self._plant(batch_id, plant)
             freeze_at = self.rng.randrange(num_kills) if num_kills else -1
             for number in range(num_kills):
                 await asyncio.sleep(self.rng.uniform(0.3, 1.7) * every_s)
-                assert await self.door.ended(api, batch_id) is None, f"the batch has ended after {number} kills"
+                assert await self.entry.ended(api, batch_id) is None, f"the batch has ended after {number} kills"
                 if number == freeze_at:
                     await self._freeze_holder(batch_id, freeze_s)
                 else:
                     await self._kill_one()
-            while (ended := await self.door.ended(api, batch_id)) is None:
+            while (ended := await self.entry.ended(api, batch_id)) is None:
                 await asyncio.sleep(1)
             memory.cancel()
         return ended
@@ -210,13 +210,13 @@ class BatchRun:
 
     async def _plant(self, batch_id: str, what: str) -> None:
         """Set the mark of a row that no part has, or clear that of one that a part has. Then let another holder run."""
-        least = self.door.requests.number * _PLANT_AFTER
+        least = self.entry.requests.number * _PLANT_AFTER
         await self._when(lambda: int(self._field(batch_id, "completed") or 0) >= least)
         holder = await self._when(lambda: self._holder(batch_id))
         holder.signal(signal.SIGSTOP)
         with self.fleet.redis.client() as redis:
             name, is_done = f"{F}:rows:{batch_id}", int(what == "doubled")
-            at = 0 if is_done else self.door.requests.number - 1
+            at = 0 if is_done else self.entry.requests.number - 1
             assert redis.getbit(name, at) == is_done
             redis.setbit(name, at, 1 - is_done)
         await self.fleet.kill_gateway_at(self.fleet.gateways.index(holder))
