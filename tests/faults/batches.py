@@ -16,7 +16,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -24,7 +24,7 @@ from unittest import mock
 import boto3  # type: ignore[import-untyped]
 from faults.tools.backlog_entries import Requests
 from faults.tools.backlog_view import audited
-from faults.tools.batch_kills import BatchRun, OpenAIEntry, problems_of, used_bytes
+from faults.tools.batch_kills import BatchRun, CommandEntry, Entry, OpenAIEntry, problems_of, used_bytes
 from faults.tools.redis_process import RedisProcess, free_port
 from faults.tools.report import Measurement, record
 from faults.tools.soak_kills import Fleet
@@ -34,7 +34,7 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.files.records_audit import audit_files
 
 POOL = "batches"
-ENTRIES = {"openai": OpenAIEntry}
+ENTRIES: dict[str, Callable[[Requests], Entry]] = {"openai": OpenAIEntry, "command": CommandEntry}
 STORAGES = ("folder", "s3")
 DAY_MS = 86_400_000
 MAX_BYTES = 200 << 20
