@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,7 +24,9 @@ from penstock.queue.files.file_records import no_file
 
 MAX_LIMIT = 10_000
 DEFAULT_LIMIT = 1000
+LOST = "the storage has lost the content of this file"
 _READ_AT_ONCE = 500
+Read = Callable[[int, int], AsyncGenerator[bytes, None]]
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _MULTIPART = {
     "requestBody": {
@@ -63,8 +66,8 @@ def file_object(file: StoredFile) -> dict[str, Any]:
         "expires_at": None if file.expires_ms is None else file.expires_ms // 1000,
         "filename": file.name,
         "purpose": file.purpose,
-        "status": "processed",
-        "status_details": None,
+        "status": "error" if file.is_lost else "processed",
+        "status_details": LOST if file.is_lost else None,
     }
 
 
@@ -118,12 +121,7 @@ class FileRoutes:
     async def retrieve_file_content(self, request: Request, file_id: str) -> Response:
         """Return a file's content, or the part of it that a Range header names."""
         file = await self._find(request, file_id)
-        wanted = request.headers.get("range")
-        start, end = (0, file.num_bytes) if wanted is None else range_of(wanted, file.num_bytes)
-        if start >= end and wanted is not None:
-            raise RangeError(f"range: the file has {file.num_bytes} bytes", param="range")
-        await self._files.storage()
-        return FileContent(self._files, file, start, end, is_part=wanted is not None)
+        return await content_of(self._files, request, file)
 
     async def delete_file(self, request: Request, file_id: str) -> dict[str, Any]:
         """Delete a file. An open batch's input cannot be deleted."""
@@ -151,24 +149,23 @@ class FileContent(StreamingResponse):
     """
 
     def __init__(
-        self,
-        files: Files,
-        file: StoredFile,
-        start: int,
-        end: int,
-        *,
-        is_part: bool,
-        media_type: str = "application/octet-stream",
+        self, name: str, num_bytes: int, request: Request, read: Read, *, media_type: str = "application/octet-stream"
     ) -> None:
-        name = re.sub(r"[^ !#-\[\]-~]", "_", file.name)
+        """`read` yields the bytes from a first to before a last one. Raises RangeError."""
+        wanted = request.headers.get("range")
+        is_part = wanted is not None
+        start, end = (0, num_bytes) if wanted is None else range_of(wanted, num_bytes)
+        if is_part and start >= end:
+            raise RangeError(f"range: the file has {num_bytes} bytes", param="range")
+        name = re.sub(r"[^ !#-\[\]-~]", "_", name)
         headers = {
             "Content-Length": str(end - start),
             "Accept-Ranges": "bytes",
             "Content-Disposition": f'attachment; filename="{name}"',
         }
         if is_part:
-            headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.num_bytes}"
-        self._content = files.content(file, start, end)
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{num_bytes}"
+        self._content = read(start, end)
         status = 206 if is_part else 200
         super().__init__(self._pieces(), status, headers, media_type=media_type)
 
@@ -182,6 +179,16 @@ class FileContent(StreamingResponse):
             yield self._first
             async for piece in content:
                 yield piece
+
+
+async def content_of(
+    files: Files, request: Request, file: StoredFile, media_type: str = "application/octet-stream"
+) -> FileContent:
+    """Return the answer with a file's content. Raises UnavailableError if it is not stored here, and RangeError."""
+    read = partial(files.content, file)
+    content = FileContent(file.name, file.num_bytes, request, read, media_type=media_type)
+    await files.storage()
+    return content
 
 
 def query_of(request: Request, *known: str) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ from penstock.contract.errors import NotFoundError
 from penstock.gateway.anthropic.routes import ids_of_page, list_of
 from penstock.gateway.batches.routes import progress_of
 from penstock.gateway.errors import soon
-from penstock.gateway.files.routes import FileContent, query_of
+from penstock.gateway.files.routes import content_of, query_of
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.message_batches.bodies import BatchBodies
 from penstock.gateway.request.reading import caller_of, idempotency_key_of
@@ -63,7 +63,8 @@ def batch_object(batch: BatchRecord, base_url: str, now_s: float) -> dict[str, A
         counts = {
             "processing": 0,
             "succeeded": batch.num_completed,
-            "errored": batch.num_failed - batch.num_stopped,
+            # A batch fails if the storage has lost its input. Which requests were not answered is lost then.
+            "errored": batch.num_rows - batch.num_completed - batch.num_stopped,
             "canceled": stopped.get("cancelled", 0),
             "expired": stopped.get("expired", 0),
         }
@@ -137,6 +138,7 @@ class MessageBatchRoutes:
                 rows=rows,
                 key=key,
                 digest=upload.digest,
+                terms=caller if caller.key_id else None,
             )
             upload.note_saved()
             if made != batch_id:
@@ -184,7 +186,6 @@ class MessageBatchRoutes:
         if batch.is_open:
             message = f"batch {batch_id} has not ended, so it has no results yet"
             raise NotFoundError(message, code="no_results", param="batch_id")
-        await self._files.storage()
         try:
             async with soon():
                 file = await self._files.find(batch.output_file_id or "", batch.tenant)
@@ -192,7 +193,7 @@ class MessageBatchRoutes:
             days = f"{self._files.settings.message_batch_days:g}"
             message = f"the results of batch {batch_id} are gone: they are kept for {days} days after its creation"
             raise NotFoundError(message, code="no_results", param="batch_id") from None
-        return FileContent(self._files, file, 0, file.num_bytes, is_part=False, media_type="application/x-jsonl")
+        return await content_of(self._files, request, file, "application/x-jsonl")
 
     async def _paused(self, request: Request, batch_id: str, *, paused: bool) -> dict[str, Any]:
         await self._records.pause(_checked_id(batch_id), caller_of(request).tenant, paused=paused)

@@ -152,14 +152,16 @@ writer is files.lua. Its functions are named here; `close` ends a batch.
 
     key                      type    functions                            content; lifetime
     F:storage                string  storage                              id of the storage that has the contents
-    F:file:<id>              hash    save, finish, create_with_input;     the record of a stored file
+    F:file:<id>              hash    save, finish, create_with_input,     the record of a stored file
+                                     lose; delete, expire, close,
+                                     delete_batch
+    F:files:<tenant>         zset    save, finish, create_with_input;     ids of the tenant's files, by creation
                                      delete, expire, close, delete_batch
-    F:files:<tenant>         zset    as F:file                            ids of the tenant's files, by creation
     F:upload:<id>            hash    upload; save, end_upload, finish,    tenant and bytes of an upload
                                      expire, create_with_input
     F:uploads                zset    upload, keep_upload; as F:upload     ids of the uploads, by when each is dropped
                                                                           unless its gateway renews it
-    F:stored, F:num_files    hash    as F:file                            tenant → bytes, number of its files; `*`: all
+    F:stored, F:num_files    hash    as F:files                           tenant → bytes, number of its files; `*`: all
     F:uploading,             hash    as F:upload                          tenant → bytes and number of its uploads; `*`:
     F:num_uploads                                                         all
     F:expiry                 zset    save, finish, close; delete, expire, `file:<id>`, `batch:<id>` by when it ends
@@ -182,6 +184,8 @@ writer is files.lua. Its functions are named here; `close` ends a batch.
     F:rows:<batch>           string  commit; finish                       a bit per row: whether a part has it
     F:num_open, F:rows_left  hash    create, create_with_input, start,    tenant → its open batches, and their rows that
                                      commit; close                        no part has; `*`: all
+    F:keys                   hash    create, create_with_input; KeyStore, id of an API key → its record without the
+                                     TenantBroker                         digest, for processes that run batches
 """
 
 from __future__ import annotations
@@ -459,6 +463,11 @@ def batch_parts(batch_id: str) -> str:
 def batch_rows(batch_id: str) -> str:
     """String: a bit per row of a batch that a part has."""
     return f"{prefix(FILES)}:rows:{batch_id}"
+
+
+def key_terms() -> str:
+    """Hash: the records of API keys without their digests, by id."""
+    return f"{prefix(FILES)}:keys"
 
 
 def rows_left() -> str:

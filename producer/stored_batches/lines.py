@@ -12,6 +12,7 @@ from penstock.contract.problems import rename
 from penstock.producer.anthropic.message import error_body, message_of_error, status_of
 from penstock.producer.batch.request import BatchRequest, message_request_of, request_of_line
 from penstock.producer.batch.results import answer_row, error_row, row_id_of
+from penstock.producer.stored_batches.stored_input import StoredRow
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, MESSAGES_ENDPOINT, BatchSpec
 
 OUTPUT, ERROR = "output", "error"
@@ -36,18 +37,18 @@ class FinishedRow:
 
 
 class LineFormat(Protocol):
-    """One API's rows. `number` is that of the row in its input."""
+    """One API's rows."""
 
     def request_of(self, fields: Mapping[str, Any]) -> BatchRequest:
         """Return the request of an input line. Raises RequestError."""
 
-    def answered(self, number: int, custom_id: str, body: Mapping[str, Any], job_id: str) -> FinishedRow:
+    def answered(self, row: StoredRow, body: Mapping[str, Any], job_id: str) -> FinishedRow:
         """Return an answered row."""
 
-    def failed(self, number: int, custom_id: str, error: PenstockError, names: Mapping[str, str]) -> FinishedRow:
+    def failed(self, row: StoredRow, error: PenstockError, names: Mapping[str, str]) -> FinishedRow:
         """Return a failed row. `names` maps penstock's field names to those of the request, where they differ."""
 
-    def stopped(self, number: int, custom_id: str, reason: PenstockError) -> FinishedRow:
+    def stopped(self, row: StoredRow, reason: PenstockError) -> FinishedRow:
         """Return a row that was not answered before its batch was canceled or its window ended."""
 
 
@@ -66,21 +67,22 @@ class OpenAiLines:
         """Return the request of an input line. Raises RequestError."""
         return request_of_line(fields)
 
-    def answered(self, number: int, custom_id: str, body: Mapping[str, Any], job_id: str) -> FinishedRow:
+    def answered(self, row: StoredRow, body: Mapping[str, Any], job_id: str) -> FinishedRow:
         """Return an answered row."""
-        row = answer_row(row_id_of(self._batch_id, custom_id), custom_id, dict(body), job_id)
-        return FinishedRow(number, OUTPUT, _line(row), "completed", job_id, body.get("usage") or {})
+        line = _line(answer_row(row_id_of(self._batch_id, row.custom_id), row.custom_id, dict(body), job_id))
+        return FinishedRow(row.number, OUTPUT, line, "completed", job_id, body.get("usage") or {})
 
-    def failed(self, number: int, custom_id: str, error: PenstockError, names: Mapping[str, str]) -> FinishedRow:
+    def failed(self, row: StoredRow, error: PenstockError, names: Mapping[str, str]) -> FinishedRow:
         """Return a failed row."""
-        return FinishedRow(number, ERROR, self._error_line(custom_id, error), "failed")
+        return FinishedRow(row.number, ERROR, self._error_line(row, error), "failed")
 
-    def stopped(self, number: int, custom_id: str, reason: PenstockError) -> FinishedRow:
+    def stopped(self, row: StoredRow, reason: PenstockError) -> FinishedRow:
         """Return a row that was not answered."""
-        return FinishedRow(number, ERROR, self._error_line(custom_id, reason), "stopped")
+        return FinishedRow(row.number, ERROR, self._error_line(row, reason), "stopped")
 
-    def _error_line(self, custom_id: str, error: PenstockError) -> bytes:
-        return _line(error_row(row_id_of(self._batch_id, custom_id), custom_id, error))
+    def _error_line(self, row: StoredRow, error: PenstockError) -> bytes:
+        failed = error_row(row_id_of(self._batch_id, row.custom_id), row.custom_id, error)
+        return _line({"line": row.line, **failed})
 
 
 class MessageLines:
@@ -93,21 +95,23 @@ class MessageLines:
         """Return the request of an input line. Raises RequestError."""
         return message_request_of(fields["body"], ignores_unknown=self._spec.ignores_unknown)
 
-    def answered(self, number: int, custom_id: str, body: Mapping[str, Any], job_id: str) -> FinishedRow:
+    def answered(self, row: StoredRow, body: Mapping[str, Any], job_id: str) -> FinishedRow:
         """Return an answered row."""
-        line = _result_line(custom_id, {"type": "succeeded", "message": body})
-        return FinishedRow(number, OUTPUT, line, "completed", job_id, body["usage"])
+        line = _result_line(row.custom_id, {"type": "succeeded", "message": body})
+        return FinishedRow(row.number, OUTPUT, line, "completed", job_id, body["usage"])
 
-    def failed(self, number: int, custom_id: str, error: PenstockError, names: Mapping[str, str]) -> FinishedRow:
+    def failed(self, row: StoredRow, error: PenstockError, names: Mapping[str, str]) -> FinishedRow:
         """Return a failed row."""
         rename(error, names)
         details = error_body(message_of_error(error), status_of(error), None)
-        return FinishedRow(number, OUTPUT, _result_line(custom_id, {"type": "errored", "error": details}), "failed")
+        return FinishedRow(
+            row.number, OUTPUT, _result_line(row.custom_id, {"type": "errored", "error": details}), "failed"
+        )
 
-    def stopped(self, number: int, custom_id: str, reason: PenstockError) -> FinishedRow:
+    def stopped(self, row: StoredRow, reason: PenstockError) -> FinishedRow:
         """Return a row that was not answered."""
-        line = _result_line(custom_id, {"type": _STOPPED_RESULTS[reason.code]})
-        return FinishedRow(number, OUTPUT, line, "stopped")
+        line = _result_line(row.custom_id, {"type": _STOPPED_RESULTS[reason.code]})
+        return FinishedRow(row.number, OUTPUT, line, "stopped")
 
 
 def _result_line(custom_id: str, result: Mapping[str, Any]) -> bytes:

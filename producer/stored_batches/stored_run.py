@@ -11,10 +11,11 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar, Unpack
+from typing import TypeVar
 
 from penstock.contract.errors import (
     BusyError,
@@ -26,15 +27,14 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
-from penstock.contract.job import SubmitOptions
-from penstock.contract.tenant import UNLIMITED, ApiKey
 from penstock.producer.batch.results import row_id_of
 from penstock.producer.batch.runner import answer
-from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.request import Prompt, choose_pool
+from penstock.producer.client import AsyncClient
+from penstock.producer.client.request import choose_pool
 from penstock.producer.files.service import Files
 from penstock.producer.stored_batches.lines import KINDS, OUTPUT, FinishedRow, format_of
-from penstock.producer.stored_batches.parts import PartWriter, SavedOutput, save_joined
+from penstock.producer.stored_batches.parts import BatchEnding, PartWriter, save_joined
+from penstock.producer.stored_batches.row_client import RowClient, require_lease
 from penstock.producer.stored_batches.stored_input import (
     InputCheck,
     InputLimits,
@@ -43,9 +43,8 @@ from penstock.producer.stored_batches.stored_input import (
     checked_input,
     is_committed,
 )
-from penstock.queue.broker.producer import ServedPool
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem, is_of_messages
-from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
+from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file import BATCH_OUTPUT, MESSAGE_RESULTS, object_of
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.gather import CALLS_AT_ONCE, try_all
@@ -68,62 +67,12 @@ _STOPPED = {
     CANCELLED_ROW: "the batch was cancelled before this request was answered",
     EXPIRED_ROW: "the completion window of the batch ended before this request was answered",
 }
+INPUT_LOST = RowProblem("input_lost", "the storage has lost the input file", param="input_file_id")
 T = TypeVar("T")
 
 
 class _StoppedError(Exception):
     """The batch is canceled, or its window is over, before its input is checked."""
-
-
-class RowClient:
-    """Submits the jobs of a batch's rows: as its tenant, on the terms of its key, and only under a valid lease."""
-
-    def __init__(self, client: AsyncClient, batch: BatchRecord, lease: BatchLease) -> None:
-        self._client = client
-        self._batch = batch
-        self._lease = lease
-        self.open_jobs: dict[str, list[AsyncJob]] = {}
-        """The jobs whose rows are not finished, by the key of the row. A row of embeddings has a job for each text."""
-        self.pools_used: set[str] = set()
-
-    async def submit(self, prompt: Prompt, /, **options: Unpack[SubmitOptions]) -> AsyncJob:
-        """Submit a row's job. Raises UnavailableError while the key of the batch may not be used."""
-        # A holder that slept through its lease must not run rows that the next holder has stored and acknowledged.
-        require_lease(self._lease)
-        key = await self.key()
-        if key is not None:
-            options["model"] = key.model_of(options.get("model") or "") or None
-            options["hides_models"] = bool(key.models)
-        options["tenant"] = self._batch.tenant
-        options["terms"] = UNLIMITED if key is None else key.metered_terms
-        options["needs_reader"] = False
-        job = await self._client.submit(prompt, **options)
-        # What runner.py appends tells jobs of one row apart.
-        row_key = (options.get("idempotency_key") or "").partition(":")[0]
-        self.open_jobs.setdefault(row_key, []).append(job)
-        self.pools_used.add(job.pool)
-        return job
-
-    async def pools(self) -> Mapping[str, ServedPool]:
-        """Return the served pools."""
-        return await self._client.pools()
-
-    async def key(self) -> ApiKey | None:
-        """Return the batch's API key; None if it was made without one. Raises UnavailableError for a revoked one."""
-        key_id = self._batch.spec.key_id
-        if not key_id:
-            return None
-        key = (await self._client.api_keys()).get(key_id)
-        if key is None or key.is_revoked:
-            message = f"the API key {key_id} of the batch is revoked, so no further rows are submitted"
-            raise UnavailableError(message, code="key_revoked", retry_after_ms=5000)
-        return key
-
-
-def require_lease(lease: BatchLease) -> None:
-    """Raise BatchTakenError if another process may hold the batch by now."""
-    if lease.is_lost or asyncio.get_running_loop().time() >= lease.valid_until_s:
-        raise BatchTakenError(f"the lease of {lease.batch_id} is over")
 
 
 class StoredBatchRun:
@@ -145,7 +94,7 @@ class StoredBatchRun:
         self._batch = batch
         self._share = share
         self._client = client
-        self._rows = RowClient(client, batch, lease)
+        self._rows = RowClient(client, batches, batch, lease)
         self._parts = PartWriter(files, batches, lease)
         self._format = format_of(batch.batch_id, batch.spec)
         self._taken = bytearray()
@@ -163,6 +112,19 @@ class StoredBatchRun:
 
     async def run(self) -> None:
         """Run the batch to its end. Raises BatchTakenError if another process has it."""
+        try:
+            await self._run()
+        except NotFoundError as error:
+            if error.code != "no_object" or await self._patiently(self._has_input):
+                raise
+            # Which rows were not answered is lost with the input. Those that were are kept.
+            await self._patiently(lambda: self._finish("failed", [INPUT_LOST]))
+
+    async def _has_input(self) -> bool:
+        storage = await self._files.storage()
+        return await self._files.on_thread(storage.exists, object_of(self._batch.spec.input_file_id))
+
+    async def _run(self) -> None:
         if self._lease.status == "validating":
             with suppress(_StoppedError):
                 if not await self._start():
@@ -195,19 +157,18 @@ class StoredBatchRun:
             raise InvariantError(f"{num_rows} of {self._batch.num_rows} rows of {self._batch.batch_id} are committed")
         return {CANCELLED_ROW: "cancelled", EXPIRED_ROW: "expired"}.get(self._stopped, "completed")
 
-    async def _finish(self, ending: str) -> None:
-        how = self._output()
-        await save_joined(self._files, self._batches, self._lease, tenant=self._batch.tenant, status=ending, how=how)
-
-    def _output(self) -> SavedOutput:
+    async def _finish(self, ending: str, problems: Sequence[RowProblem] = ()) -> None:
         retention_ms, life_s = self._files.settings.retention_ms, self._batch.spec.output_life_s
-        if not is_of_messages(self._batch.batch_id):
+        if is_of_messages(self._batch.batch_id):
+            # They live from the creation of the batch on. A retention of any length leaves the record as long.
+            age_ms = int(time.time() * 1000) - self._batch.times["created"]
+            life_ms = max(1, 1000 * (life_s or 0) - age_ms)
+            saved = (MESSAGE_RESULTS, {OUTPUT: "results"}, life_ms, max(life_ms, retention_ms))
+        else:
             life_ms = retention_ms if life_s is None else 1000 * life_s
-            return SavedOutput({kind: kind for kind in KINDS}, BATCH_OUTPUT, life_ms, retention_ms)
-        # They live from the creation of the batch on. A retention of any length leaves the record as long.
-        age_ms = int(time.time() * 1000) - self._batch.times["created"]
-        life_ms = max(1, 1000 * (life_s or 0) - age_ms)
-        return SavedOutput({OUTPUT: "results"}, MESSAGE_RESULTS, life_ms, max(life_ms, retention_ms))
+            saved = (BATCH_OUTPUT, {kind: kind for kind in KINDS}, life_ms, retention_ms)
+        end = BatchEnding(self._batch.tenant, ending, *saved, problems)
+        await save_joined(self._files, self._batches, self._lease, end)
 
     # The check of the input.
 
@@ -350,19 +311,19 @@ class StoredBatchRun:
             request = read(row.fields) if is_small else await self._files.on_thread(read, row.fields)
             names.update(request.names)
             job_id, body = await self._with_retries(lambda: answer(self._rows, request, None, key, in_feed=False))
-            finished = self._format.answered(row.number, row.custom_id, body, job_id)
+            finished = self._format.answered(row, body, job_id)
         except (RequestError, JobFailedError) as error:
             if self._stopped and isinstance(error, JobCancelledError):
                 finished = self._unanswered(row)
             else:
-                finished = self._format.failed(row.number, row.custom_id, error, names)
+                finished = self._format.failed(row, error, names)
         finally:
             self._rows.open_jobs.pop(key, None)
         self._finished.put_nowait(finished)
 
     def _unanswered(self, row: StoredRow) -> FinishedRow:
         reason = PenstockError(_STOPPED[self._stopped], code=self._stopped)
-        return self._format.stopped(row.number, row.custom_id, reason)
+        return self._format.stopped(row, reason)
 
     async def _with_retries(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask until the queue takes the row: a limit of the tenant or of the pool, or an outage, fails no row."""
@@ -447,7 +408,7 @@ class StoredBatchRun:
                 for row in RowReader(source, committed).in_order():
                     # There may be 256 MB of them.
                     is_wanted = self._key_of(row) in with_bodies
-                    rows.append(row if is_wanted else StoredRow(row.number, row.custom_id, {}, 0))
+                    rows.append(row if is_wanted else replace(row, fields={}, num_bytes=0))
                 return rows
 
         return await self._files.on_thread(read)

@@ -16,7 +16,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -24,7 +24,7 @@ from unittest import mock
 import boto3  # type: ignore[import-untyped]
 from faults.tools.backlog_entries import Requests
 from faults.tools.backlog_view import audited
-from faults.tools.batch_kills import BatchRun, OpenAIDoor, problems_of, used_bytes
+from faults.tools.batch_kills import BatchRun, CommandEntry, Entry, OpenAIEntry, problems_of, used_bytes
 from faults.tools.redis_process import RedisProcess, free_port
 from faults.tools.report import Measurement, record
 from faults.tools.soak_kills import Fleet
@@ -34,7 +34,7 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.files.records_audit import audit_files
 
 POOL = "batches"
-DOORS = {"openai": OpenAIDoor}
+ENTRIES: dict[str, Callable[[Requests], Entry]] = {"openai": OpenAIEntry, "command": CommandEntry}
 STORAGES = ("folder", "s3")
 DAY_MS = 86_400_000
 MAX_BYTES = 200 << 20
@@ -78,7 +78,7 @@ async def run(args: argparse.Namespace) -> list[str]:
             try:
                 await fleet.start()
                 idle_bytes, begun_s = used_bytes(fleet), time.monotonic()
-                batch = BatchRun(fleet, DOORS[args.door](requests), rng)
+                batch = BatchRun(fleet, ENTRIES[args.entry](requests), rng)
                 ended = await batch.run(
                     num_kills=args.kills, every_s=args.every, freeze_s=args.freeze_s, plant=args.plant
                 )
@@ -97,7 +97,7 @@ async def run(args: argparse.Namespace) -> list[str]:
         "Redis MiB above idle": grown >> 20,
         "seconds": round(took_s),
     }
-    row = f"{args.door}, {args.storage}"
+    row = f"{args.entry}, {args.storage}"
     print(f"{time.strftime('%H:%M:%S')} {row}: {measurements} {ended.status} {ended.counts}")
     print("\n".join(f"  VIOLATION {problem}" for problem in found) or "  nothing violated", flush=True)
     if args.record and not found:
@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     one = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     one.add_argument("--record", action="store_true", help="write the measurements to ops/bench/results/faults.md")
-    one.add_argument("--door", choices=DOORS, default="openai")
+    one.add_argument("--entry", choices=ENTRIES, default="openai")
     one.add_argument("--storage", choices=STORAGES, default="folder")
     one.add_argument("--rows", type=int, default=50_000)
     one.add_argument("--kills", type=int, default=20)

@@ -6,11 +6,16 @@ import asyncio
 import json
 import random
 import re
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import httpx
@@ -58,14 +63,18 @@ class Api:
         self._http = http
         self._number = 0
 
+    @property
+    def url(self) -> str:
+        """The URL of a gateway, which the one that replaces it keeps."""
+        self._number += 1
+        return self._fleet.gateways[self._number % len(self._fleet.gateways)].url
+
     async def __call__(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Call until a gateway answers with a status below 500. Raises for other statuses from 400."""
         until_s, last = time.monotonic() + _PATIENCE_S, "no call"
         while time.monotonic() < until_s:
-            self._number += 1
-            gateway = self._fleet.gateways[self._number % len(self._fleet.gateways)]
             try:
-                answer = await self._http.request(method, f"{gateway.url}{path}", **options)
+                answer = await self._http.request(method, f"{self.url}{path}", **options)
             except httpx.HTTPError as error:
                 last = repr(error)
             else:
@@ -77,7 +86,7 @@ class Api:
         raise AssertionError(f"{method} {path} is not answered: {last}")
 
 
-class Door(Protocol):
+class Entry(Protocol):
     """A way to submit a batch, to follow it and to read its result."""
 
     requests: Requests
@@ -90,9 +99,13 @@ class Door(Protocol):
         """Return the ended batch; None while it runs."""
         ...
 
+    def kill(self) -> str:
+        """Kill the process that reads the result, and return its name; an empty one if there is none."""
+        ...
+
 
 @dataclass(slots=True)
-class OpenAIDoor:
+class OpenAIEntry:
     """`/v1/files` and `/v1/batches`."""
 
     requests: Requests
@@ -121,6 +134,64 @@ class OpenAIDoor:
                 content = await api("GET", f"/v1/files/{file_id}/content")
                 lines += [_line_of(json.loads(line)) for line in content.text.splitlines()]
         return Ended(batch["status"], batch["request_counts"], lines, batch["usage"]["output_tokens"])
+
+    def kill(self) -> str:
+        """There is no reading process."""
+        return ""
+
+
+@dataclass(slots=True)
+class CommandEntry(OpenAIEntry):
+    """`penstock batch submit`, and `penstock batch results --wait`, which is killed and starts again."""
+
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="batch-command-")))
+    _reader: subprocess.Popen[bytes] | None = None
+    _words: tuple[str, ...] = ()
+
+    async def create(self, api: Api) -> str:
+        """Submit the rows by the command, until a gateway answers it."""
+        source = self.folder / "rows.jsonl"
+        source.write_text("".join(json.dumps(self._row(index)) + "\n" for index in range(self.requests.number)))
+        until_s = time.monotonic() + _PATIENCE_S
+        while True:
+            words = ("submit", str(source), "--idempotency-key", "batch", "--base-url", api.url)
+            done = await asyncio.to_thread(self._run, words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            if done.returncode == 0:
+                batch_id = done.stdout.decode().split()[-1]
+                self._words = ("results", batch_id, str(self.folder / "out.jsonl"), "--wait", "--base-url", api.url)
+                return batch_id
+            assert time.monotonic() < until_s, done.stderr.decode()
+
+    async def ended(self, api: Api, batch_id: str) -> Ended | None:
+        """Return the ended batch once the command has ended; None while it runs."""
+        self._reader = self._reader or self._start(self._words)
+        if (code := self._reader.poll()) is None:
+            return None
+        assert code in {0, 1}, f"the command has ended with {code}"
+        batch = (await api("GET", f"/v1/batches/{batch_id}")).json()
+        lines: list[Line] = []
+        for name in ("out.jsonl", "out.jsonl.errors.jsonl"):
+            if (path := self.folder / name).exists():
+                lines += [_line_of(json.loads(line)) for line in path.read_text().splitlines()]
+        shutil.rmtree(self.folder)
+        return Ended(batch["status"], batch["request_counts"], lines, batch["usage"]["output_tokens"])
+
+    def kill(self) -> str:
+        """Kill the command. The next look at the batch starts it again."""
+        if self._reader is None or self._reader.poll() is not None:
+            return ""
+        self._reader.kill()
+        self._reader.wait()
+        self._reader = None
+        return "reading command"
+
+    @staticmethod
+    def _start(words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-m", "penstock", "batch", *words], **options)
+
+    @staticmethod
+    def _run(words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run([sys.executable, "-m", "penstock", "batch", *words], check=False, **options)
 
 
 def _line_of(row: dict[str, Any]) -> Line:
@@ -159,7 +230,7 @@ class BatchRun:
     """A batch that runs, and what is done to its processes meanwhile."""
 
     fleet: Fleet
-    door: Door
+    entry: Entry
     rng: random.Random
     killed: Counter[str] = field(default_factory=Counter)
     peak_bytes: int = 0
@@ -173,25 +244,29 @@ class BatchRun:
         """
         async with httpx.AsyncClient(timeout=120) as http, asyncio.TaskGroup() as tasks:
             api, memory = Api(self.fleet, http), tasks.create_task(self._watch_memory())
-            batch_id = await self.door.create(api)
+            batch_id = await self.entry.create(api)
             if plant:
                 await self._plant(batch_id, plant)
             freeze_at = self.rng.randrange(num_kills) if num_kills else -1
             for number in range(num_kills):
                 await asyncio.sleep(self.rng.uniform(0.3, 1.7) * every_s)
-                assert await self.door.ended(api, batch_id) is None, f"the batch has ended after {number} kills"
+                assert await self.entry.ended(api, batch_id) is None, f"the batch has ended after {number} kills"
                 if number == freeze_at:
                     await self._freeze_holder(batch_id, freeze_s)
                 else:
                     await self._kill_one()
-            while (ended := await self.door.ended(api, batch_id)) is None:
+            while (ended := await self.entry.ended(api, batch_id)) is None:
                 await asyncio.sleep(1)
             memory.cancel()
         return ended
 
     async def _kill_one(self) -> None:
-        kind = self.rng.choice(("gateway", "gateway", "node", "redis"))
-        fleet = self.fleet
+        kind, fleet = self.rng.choice(("gateway", "gateway", "node", "redis", "reader")), self.fleet
+        if kind == "reader":
+            kind = self.entry.kill() or "gateway"
+        if kind not in {"gateway", "node", "redis"}:
+            self.killed[kind] += 1
+            return
         await {"gateway": fleet.kill_gateway, "node": fleet.kill_node, "redis": fleet.kill_redis}[kind](self.rng)
         self.killed[kind] += 1
 
@@ -210,13 +285,13 @@ class BatchRun:
 
     async def _plant(self, batch_id: str, what: str) -> None:
         """Set the mark of a row that no part has, or clear that of one that a part has. Then let another holder run."""
-        least = self.door.requests.number * _PLANT_AFTER
+        least = self.entry.requests.number * _PLANT_AFTER
         await self._when(lambda: int(self._field(batch_id, "completed") or 0) >= least)
         holder = await self._when(lambda: self._holder(batch_id))
         holder.signal(signal.SIGSTOP)
         with self.fleet.redis.client() as redis:
             name, is_done = f"{F}:rows:{batch_id}", int(what == "doubled")
-            at = 0 if is_done else self.door.requests.number - 1
+            at = 0 if is_done else self.entry.requests.number - 1
             assert redis.getbit(name, at) == is_done
             redis.setbit(name, at, 1 - is_done)
         await self.fleet.kill_gateway_at(self.fleet.gateways.index(holder))
