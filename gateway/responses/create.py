@@ -37,8 +37,7 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.flow import until_disconnected, while_connected
 from penstock.gateway.stream.writer import CallerGoneError
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.building import answer_format
-from penstock.producer.client.request import names_of, with_defaults
+from penstock.producer.client.request import answer_format, names_of, with_defaults
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.msgpack_codec import MAX_BYTES
 

@@ -56,8 +56,7 @@ from penstock.gateway.stream.writer import (
     EventWriter,
 )
 from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.building import answer_format, require_tool_parser
-from penstock.producer.client.request import choose_pool
+from penstock.producer.client.request import answer_format, choose_pool, require_tool_parser
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.results import PackedResult

@@ -29,7 +29,7 @@ from penstock.producer.batch.outages import OnWait, outlast
 from penstock.producer.batch.records import BatchProgress
 from penstock.producer.batch.request import CHAT_URL, BatchRequest
 from penstock.producer.batch.rows import response_body
-from penstock.producer.client.building import answer_format
+from penstock.producer.client.request import answer_format
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 from penstock.queue.files.batch import MESSAGES_ENDPOINT
 

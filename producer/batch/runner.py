@@ -38,8 +38,7 @@ from penstock.producer.batch.results import (
 )
 from penstock.producer.batch.rows import embeddings_body
 from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.building import require_tool_parser
-from penstock.producer.client.request import Prompt, choose_pool
+from penstock.producer.client.request import Prompt, choose_pool, require_tool_parser
 from penstock.producer.client.tasks import output_of
 from penstock.queue.broker.producer import ServedPool
 from penstock.runtime.gather import try_all

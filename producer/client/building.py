@@ -1,7 +1,4 @@
-"""Apply `tool_choice` to a job: constrain its text to calls, and the calls to their functions' schemas.
-
-Also how the text of such a job's answer is parsed.
-"""
+"""Apply `tool_choice` to a job: constrain its text to calls, and the calls to their functions' schemas."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import JobDef
 from penstock.contract.pool import PoolRecord
 from penstock.contract.problems import problem_of
-from penstock.contract.sampling import SamplingParams, StructuredOutputs
+from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tools import (
     CallFormName,
     ReasoningParserName,
@@ -26,9 +23,6 @@ from penstock.contract.tools import (
     closed,
     reasoning_parser_for,
 )
-from penstock.producer.openai.messages import ToolUse
-from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
-from penstock.producer.openai.tool_calls import CALL_FORMS
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_OBJECT = {"type": "object"}
@@ -106,35 +100,8 @@ def no_call_format() -> RequestError:
     return RequestError(message, param="tools")
 
 
-def answer_format(
-    tool_use: ToolUse, params: SamplingParams, template_kwargs: str | None, record: PoolRecord | None
-) -> AnswerFormat:
-    """Return how to parse the text of an answer from the pool of this record.
-
-    Raises RequestError if the request offers tools and no parser exists for the model's calls.
-    """
-    if tool_use.tools is None:
-        if record is None or params.structured_outputs is not None:
-            return PLAIN
-        return AnswerFormat("none", _reasoning_parser(record, template_kwargs))
-    record = require_tool_parser(record)
-    reasoning = _reasoning_parser(record, template_kwargs)
-    return AnswerFormat(record.tool_parser, reasoning, one_call=not tool_use.parallel, is_named=tool_use.is_named)
-
-
-def require_tool_parser(record: PoolRecord | None) -> PoolRecord:
-    """Return the pool's record if a parser exists for its model's tool calls; otherwise raise RequestError."""
-    if record is None or record.tool_parser not in CALL_FORMS:
-        raise no_call_format()
-    return record
-
-
-def _reasoning_parser(record: PoolRecord, template_kwargs: str | None) -> str:
-    return reasoning_parser_for(record.reasoning_parser, record.thinking_switches, template_kwargs)
-
-
 def _formats_of(record: PoolRecord, job: JobDef) -> dict[str, Any]:
-    reasoning = _reasoning_parser(record, job.chat_template_kwargs)
+    reasoning = reasoning_parser_for(record.reasoning_parser, record.thinking_switches, job.chat_template_kwargs)
     if record.tool_parser not in get_args(CallFormName) or reasoning not in get_args(ReasoningParserName):
         raise no_call_format()
     return {"form": record.tool_parser, "reasoning": reasoning}

@@ -28,7 +28,11 @@ from penstock.contract.pool import PoolRecord
 from penstock.contract.priority import default_class
 from penstock.contract.problems import request_error
 from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed
-from penstock.producer.client.building import with_choice
+from penstock.contract.tools import reasoning_parser_for
+from penstock.producer.client.building import no_call_format, with_choice
+from penstock.producer.openai.messages import ToolUse
+from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
+from penstock.producer.openai.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.job_cost import call_bytes, num_prompt_ids, prompt_bytes, tool_bytes
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
@@ -291,3 +295,33 @@ def _duration_ms(duration_s: float | None, name: str) -> int | None:
     if not isinstance(duration_s, (int, float)) or not 0 < duration_s <= MAX_DEADLINE_S:
         raise RequestError(f"{name} must be above 0 and at most {MAX_DEADLINE_S} seconds", param=name)
     return math.ceil(1000 * duration_s)
+
+
+# How the text of an answer is parsed.
+
+
+def answer_format(
+    tool_use: ToolUse, params: SamplingParams, template_kwargs: str | None, record: PoolRecord | None
+) -> AnswerFormat:
+    """Return how to parse the text of an answer from the pool of this record.
+
+    Raises RequestError if the request offers tools and no parser exists for the model's calls.
+    """
+    if tool_use.tools is None:
+        if record is None or params.structured_outputs is not None:
+            return PLAIN
+        return AnswerFormat("none", _reasoning_parser(record, template_kwargs))
+    record = require_tool_parser(record)
+    reasoning = _reasoning_parser(record, template_kwargs)
+    return AnswerFormat(record.tool_parser, reasoning, one_call=not tool_use.parallel, is_named=tool_use.is_named)
+
+
+def require_tool_parser(record: PoolRecord | None) -> PoolRecord:
+    """Return the pool's record if a parser exists for its model's tool calls; otherwise raise RequestError."""
+    if record is None or record.tool_parser not in CALL_FORMS:
+        raise no_call_format()
+    return record
+
+
+def _reasoning_parser(record: PoolRecord, template_kwargs: str | None) -> str:
+    return reasoning_parser_for(record.reasoning_parser, record.thinking_switches, template_kwargs)
