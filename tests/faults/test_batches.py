@@ -165,7 +165,7 @@ async def test_requests_of_a_message_batch_go_on_token_by_token_though_node_and_
         assert await audit_files(redis) == []
     assert batch["request_counts"]["succeeded"] == num_rows == num_jobs, batch
     assert num_moved > 0, "the node was killed in the middle of some requests"
-    assert sorted(one["custom_id"] for one in results) == sorted(one["custom_id"] for one in asked)
+    assert sorted(one["custom_id"] for one in results) == sorted(str(one["custom_id"]) for one in asked)
     num_output_tokens = 0
     for one in results:
         message = one["result"]["message"]
