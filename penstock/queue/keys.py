@@ -148,44 +148,39 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:doorbell:<node>          a node's doorbell: an empty message, the id of a canceled job, or `profile`
 
 Stored files and batches belong to no pool. F stands for `penstock:{.files}`; no pool can have that name. Their only
-writer is files.lua. Its functions are named here; `close` ends a batch.
+writer is files.lua. Its functions are named here; `close` ends a batch. `create` stands for
+create_with_input too, which also saves a file and ends its upload, and `delete` for delete_batch.
 
     key                      type    functions                            content; lifetime
     F:storage                string  storage                              id of the storage that has the contents
-    F:file:<id>              hash    save, finish, create_with_input,     the record of a stored file
-                                     lose; delete, expire, close,
-                                     delete_batch
-    F:files:<tenant>         zset    save, finish, create_with_input;     ids of the tenant's files, by creation
-                                     delete, expire, close, delete_batch
+    F:file:<id>              hash    save, finish, create, lose; delete,  the record of a stored file
+                                     expire, close
+    F:files:<tenant>         zset    as F:file, without lose              ids of the tenant's files, by creation
     F:upload:<id>            hash    upload; save, end_upload, finish,    tenant and bytes of an upload
-                                     expire, create_with_input
+                                     expire, create
     F:uploads                zset    upload, keep_upload; as F:upload     ids of the uploads, by when each is dropped
                                                                           unless its gateway renews it
     F:stored, F:num_files    hash    as F:files                           tenant → bytes, number of its files; `*`: all
     F:uploading,             hash    as F:upload                          tenant → bytes and number of its uploads; `*`:
     F:num_uploads                                                         all
-    F:expiry                 zset    save, finish, close; delete, expire, `file:<id>`, `batch:<id>` by when it ends
-                                     delete_batch
+    F:expiry                 zset    save, finish, close; delete, expire  `file:<id>`, `batch:<id>` by when it ends
     F:garbage                zset    save, delete, end_upload, expire,    objects of the storage that are to be deleted
-                                     finish, create_with_input, close,
-                                     delete_batch; forget
-    F:idem:<tenant>:<hash>   string  save, create, create_with_input      id and digest of what a key made; 24 h
-    F:batch:<id>             hash    create, create_with_input, take,     the record of a batch, until it expires
-                                     keep, start, fail, commit, finalize,
-                                     finish, cancel, pause; expire,
-                                     delete_batch
-    F:batches:<tenant>       zset    create, create_with_input; expire,   ids of the tenant's batches, by creation
-                                     delete_batch
-    F:open_batches           zset    create, create_with_input, take,     ids of the open batches, by the time at which
-                                     keep, release; close                 any process may take it
+                                     finish, create, close; forget
+    F:idem:<tenant>:<hash>   string  save, create                         id and digest of what a key made; 24 h
+    F:batch:<id>             hash    create, take, keep, start, fail,     the record of a batch, until it expires
+                                     commit, finalize, finish, cancel,
+                                     pause; expire, delete
+    F:batches:<tenant>       zset    create; expire, delete               ids of the tenant's batches, by creation
+    F:open_batches           zset    create, take, keep, release; close   ids of the open batches, by the time at which
+                                                                          any process may take it
     F:untold                 zset    close; told                          `<id> <status> <tenant>` of ended batches of
                                                                           which no webhook endpoint is told yet
     F:parts:<batch>          list    commit; finish                       `<name> <kind> <bytes>` per committed part
     F:rows:<batch>           string  commit; finish                       a bit per row: whether a part has it
-    F:num_open, F:rows_left  hash    create, create_with_input, start,    tenant → its open batches, and their rows that
-                                     commit; close                        no part has; `*`: all
-    F:keys                   hash    create, create_with_input; KeyStore, id of an API key → its record without the
-                                     TenantBroker                         digest, for processes that run batches
+    F:num_open, F:rows_left  hash    create, start, commit; close         tenant → its open batches, and their rows that
+                                                                          no part has; `*`: all
+    F:keys                   hash    create; KeyStore, TenantBroker       id of an API key → its record without the
+                                                                          digest, for processes that run batches
 """
 
 from __future__ import annotations
