@@ -83,6 +83,9 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     held = (stats.kv_blocks_total - stats.kv_blocks_free) * stats.block_size
     text = "Share of the held blocks' slots that store a token; the rest is fragmentation."
     yield gauge("penstock_engine_page_utilization_ratio", text, stats.kv_tokens_used / held if held else 1.0)
+    lookups = stats.prefix_lookup_tokens
+    text = "Share of the prompt tokens that the prefix cache had, since the engine's start."
+    yield gauge("penstock_engine_prefix_hit_ratio", text, stats.prefix_hit_tokens / lookups if lookups else 0.0)
     text = "Bytes of the KV cache, by where it is."
     caches = GaugeMetricFamily("penstock_engine_kv_cache_bytes", text, labels=("tier",))
     caches.add_metric(("device",), stats.kv_blocks_total * stats.block_bytes)

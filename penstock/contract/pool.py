@@ -270,6 +270,13 @@ class NodePressure(EngineLoad):
     pace_spreads: tuple[float, ...] = ()
     """Standard errors of the logarithms of both paces."""
     preemptions_per_s: float = 0.0
+    prefix_hit_rate: float | None = None
+    """Share of the prompt tokens of the last minute that the prefix cache had; None if no prompt began."""
+    gpu_utilization: float | None = None
+    """Share of the driver's last sample period in which a kernel ran on the GPU; None: unknown, or no GPU."""
+    gpu_memory_used_bytes: int = 0
+    """Memory of the GPU that is in use, by any process."""
+    gpu_memory_total_bytes: int = 0
     recent_engine_ms: tuple[float, ...] = ()
     """Milliseconds of the engine's steps in the last minute, per level of the jobs; empty if it is not known."""
     num_steps: int = 0
