@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import asdict
 from typing import Any, Unpack
 
 from penstock.contract.adapters import AdapterRef
@@ -48,15 +47,14 @@ from penstock.gpu_node.engine.scheduler.faults import is_slow
 from penstock.gpu_node.engine.scheduler.memory_trace import MemoryTrace
 from penstock.gpu_node.engine.scheduler.running import StepOutcome
 from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
+from penstock.gpu_node.engine.search.searches import Searches
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel, check_request
 from penstock.gpu_node.engine.speculative.draft_budget import speculation_of
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.structured.guide import late_rows
-from penstock.gpu_node.engine.structured.lanes import GrammarCounts
-from penstock.gpu_node.engine.timings import EngineProfiler, InFlightSteps, StepTimings
-from penstock.gpu_node.model.protocol import FAILED_TOKEN, LoadedModel, Logprobs, StepPlan, StepResult
-from penstock.runtime.process_memory import resident_bytes
+from penstock.gpu_node.engine.timings import EngineProfiler, InFlightSteps, StepTimings, engine_stats
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan, StepResult
 
 log = logging.getLogger(__package__)
 
@@ -105,6 +103,7 @@ class Engine:
         self._ended_early: list[LiveChoice] = []
         self._in_flight, self._prefill_reports = InFlightSteps(), PrefillReports(self._live)
         self._timers, self._num_named = RequestTimers(), 0
+        self._searches = Searches(self._scheduler, self.tokenizer, config.block_size)
         self._logprobs: Logprobs | None = None
         self._stall_after_s = config.stall_after_s
         self._last_step: tuple[list[Choice], float] = [], 0.0
@@ -212,6 +211,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks; does nothing for an unknown id."""
         self._timers.end(request_id)
+        self._searches.drop(request_id)
         if (request := self._requests.pop(request_id, None)) is None:
             return
         self._ended_early = [ended for ended in self._ended_early if ended.request is not request]
@@ -230,7 +230,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Return whether `step` has anything to do."""
-        return bool(self._requests) or len(self._in_flight) > 0
+        return bool(self._requests or self._searches) or len(self._in_flight) > 0
 
     def wait(self) -> None:
         """Block until `step` would not wait. The step that it then submits includes requests added meanwhile."""
@@ -256,6 +256,8 @@ class Engine:
             self._launch_error = error  # The next call raises it, so that the outputs of this one are not lost.
         self._memory_trace.watch()
         outputs = self._outputs_of(outcome)
+        if self._searches:
+            outputs = self._searches.release(outputs)
         if self._timers:
             self._timers.note_outputs(outputs)
         return outputs
@@ -289,7 +291,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return a snapshot of memory, queues and counters."""
         counts, timings = self._guides.counts, self._timings
-        return engine_stats(self._memory, self._scheduler, timings, counts, self._served.model, self._block_size)
+        sizes = self._served.model, self._block_size
+        return engine_stats(self._memory, self._scheduler, timings, counts, *sizes, self._searches.shared)
 
     def memory_trail(self) -> list[str]:
         """Return the latest memory records as text, one line each, the oldest first."""
@@ -320,6 +323,7 @@ class Engine:
         self._live |= still_open
         if request.asked.reports_prefill and request.first is not None:
             self._prefill_reports.watch(request.first)
+        self._searches.add(request)
         for seq in still_open:
             self._policy.added(seq)
         if still_open:
@@ -340,7 +344,11 @@ class Engine:
             raise
         self._last_step = completed.step.seqs, completed.age_ms
         late, was_slow = late_rows(completed.plan.sampling.masks), self._is_slow(completed.step, result)
+        if self._searches:
+            late = self._searches.take_samples(completed.step, result, late)
         outcome = self._scheduler.commit(completed.step, result.tokens, late, is_slow=was_slow)
+        if self._searches:
+            self._advance_searches()
         if outcome.faulty is not None:
             self._scheduler.remove(outcome.faulty)
             self._fail(outcome.faulty)
@@ -370,9 +378,25 @@ class Engine:
 
     def _fail(self, faulty: Choice | None) -> None:
         """End a choice that the scheduler has dropped, with an error in the next outputs."""
+        if faulty is not None and (request := self._searches.fail(faulty)) is not None:
+            self._close_search(request)
         if faulty is not None and (choice := self._live.pop(faulty, None)) is not None:
             choice.output.fail()
             self._ended_early.append(choice)
+
+    def _advance_searches(self) -> None:
+        """Choose the next tokens of beams, and close the searches that have ended."""
+        before = self._searches.num_tokens
+        for request in self._searches.advance():
+            self._close_search(request)
+        self._timings.decode_tokens += self._searches.num_tokens - before
+
+    def _close_search(self, request: LiveRequest) -> None:
+        """Close the choices of a search that has ended. Its outputs follow."""
+        for choice in request.live.values():
+            self._live.pop(choice.seq, None)
+        request.live.clear()
+        self._close(request)
 
     def _launch(self) -> None:
         """Schedule and submit the next step, and the steps that can be planned before it is done."""
@@ -427,58 +451,11 @@ class Engine:
             self._policy.ended(choice.seq, choice.output.num_tokens)
         self._live.pop(choice.seq, None)
         del request.live[choice.seq.choice]
-        if request.live:
-            return None
+        return None if request.live else self._close(request)
+
+    def _close(self, request: LiveRequest) -> Usage:
+        """Close a request whose choices have all ended. Return its usage."""
         request_id = request.asked.request_id
         del self._requests[request_id]
         usage = self._finished_usage[request_id] = request.usage()
         return usage
-
-
-def engine_stats(
-    memory: KvCacheManager,
-    scheduler: Scheduler,
-    timings: StepTimings,
-    grammars: GrammarCounts,
-    model: LoadedModel,
-    block_size: int,
-) -> EngineStats:
-    """Return a snapshot of memory, queues and counters."""
-    device, host, hits = memory.device, memory.host, scheduler.prefix_hits
-    return EngineStats(
-        kv_blocks_total=device.num_total,
-        kv_blocks_free=device.num_free,
-        kv_blocks_cached=device.num_cached,
-        kv_evictions=device.num_evictions,
-        block_size=block_size,
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.queues.num_waiting,
-        num_preemptions=scheduler.num_preemptions,
-        prefix_lookup_tokens=hits.lookup_tokens,
-        prefix_hit_tokens=hits.hit_tokens,
-        swap_hit_tokens=hits.host_tokens,
-        kv_tokens_used=memory.num_held * block_size - scheduler.num_tokens_unused,
-        swap_blocks_total=host.num_total,
-        swap_blocks_free=host.num_free,
-        swap_blocks_cached=host.num_cached,
-        swap_evictions=host.num_evictions,
-        swapped_out_blocks=memory.num_out,
-        swapped_in_blocks=memory.num_in,
-        num_swapped=len(scheduler.queues.swapped),
-        num_swaps=scheduler.num_swaps,
-        drafted_tokens=scheduler.drafts.num_drafted,
-        accepted_tokens=scheduler.drafts.num_accepted,
-        max_step_tokens=scheduler.max_step_tokens,
-        process_bytes=resident_bytes(),
-        kind_seconds=scheduler.background.engine_time.seconds,
-        level_seconds=scheduler.background.engine_time.level_seconds,
-        step_costs_ms=scheduler.background.engine_time.step_costs_ms,
-        background_held_back=scheduler.background.num_held_back,
-        background_due=scheduler.background.is_due,
-        arithmetic=model.arithmetic,
-        block_bytes=model.runner.cache_sizes.block_bytes,
-        weight_bytes=model.runner.placement.weight_bytes,
-        gpu_uuid=model.runner.placement.gpu_uuid,
-        **timings.stats(),
-        **asdict(grammars),
-    )

@@ -153,6 +153,10 @@ class EngineStats(EngineLoad):
     """
 
     steps: int
+    search_blocks_needed: int = 0
+    """Blocks that beams and the choices of `best_of` would have held without sharing, a sum over steps."""
+    search_blocks_held: int = 0
+    """Blocks that they held. 1 - this ÷ `search_blocks_needed` is the share that sharing saved."""
     copied_blocks: int = 0
     """Blocks copied: for forks, swaps, and prefixes that moved between device and host."""
     copy_ms: float = 0.0

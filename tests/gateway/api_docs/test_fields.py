@@ -231,7 +231,7 @@ def sent_to(endpoint: str, name: str, effect: str) -> tuple[list[Any], list[Any]
     if effect == REFUSED:
         return [None], [NOT_NEUTRAL, "text"], {}
     path = endpoint.removeprefix("batch: ")
-    if effect.startswith("only") and (path, name) != ("/v1/completions", "best_of"):
+    if effect.startswith("only"):
         accepted = [json.loads(value.strip("`")) for value in effect.removeprefix("only ").split(" or ")]
         return [None, *accepted], [NOT_NEUTRAL, "text"], {}
     sent = OF_ENDPOINT.get((path, name)) or SENT[name]
