@@ -54,7 +54,7 @@ def http_url(demo_file: Path) -> Iterator[str]:
 
 
 def test_readme_has_examples_of_every_interface() -> None:
-    assert [sum(name == page for name, _ in EXAMPLES) for page in PAGES] == [1, 9, 8]
+    assert [sum(name == page for name, _ in EXAMPLES) for page in PAGES] == [1, 10, 8]
     assert all(any(found in example for found in (HTTP_URL, MODEL, *LOCAL_REDIS)) for _, example in EXAMPLES)
 
 
