@@ -100,7 +100,7 @@ async def until_taken(job: AsyncJob) -> None:
 async def test_a_search_of_a_killed_node_begins_anew_on_another(redis: Redis, redis_url: str, model: Path) -> None:
     """The search takes seconds on the first node, so the kill comes in its midst."""
     options = BEAMS | {"max_tokens": 1200, "beam_width": 8, "n": 2}
-    settings = {"model": model, "dtype": "bfloat16", "pool": "moved", "lease_ms": 3000}
+    settings: dict[str, Any] = {"model": model, "dtype": "bfloat16", "pool": "moved", "lease_ms": 3000}
     async with AsyncClient(redis_url) as client:
         with NodeProcess(redis_url, name="first", **settings) as node:
             job = await client.submit(PROMPT, model="moved", **options)

@@ -297,7 +297,7 @@ async def test_round_robin_gives_tenants_equal_turns_within_one_job(queue: Queue
     turns = dict.fromkeys(names, 0)
     while sum(turns.values()) < num_each * num_tenants:
         room = [400 * 7] * NUM_LEVELS, [7] * NUM_LEVELS
-        answer = await node.take(*map(tuple, room), kv_total=KV_TOTAL, slots_total=SLOTS_TOTAL, hold_ms=1.0)  # type: ignore[arg-type]
+        answer = await node.take(*map(tuple, room), kv_total=KV_TOTAL, slots_total=SLOTS_TOTAL, hold_ms=1.0)
         assert answer.jobs
         for taken in answer.jobs:
             turns[taken.tenant] += 1

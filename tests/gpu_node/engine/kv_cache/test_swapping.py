@@ -261,7 +261,13 @@ def test_swap_space_is_on_unless_the_operator_sizes_the_kv_cache(
     """By default it holds as much as the KV cache, within a quarter of the free memory."""
 
     def blocks(**settings: Any) -> tuple[int, int]:
-        plain = {"dtype": "bfloat16", "num_threads": 1, "max_num_seqs": 2, "max_model_len": 64, "weight_cache": False}
+        plain: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "num_threads": 1,
+            "max_num_seqs": 2,
+            "max_model_len": 64,
+            "weight_cache": False,
+        }
         stats = Engine(str(tiny_model), **plain | settings).stats()
         return stats.kv_blocks_total, stats.swap_blocks_total
 

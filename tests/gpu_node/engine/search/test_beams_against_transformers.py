@@ -49,7 +49,9 @@ def score(folder: Path, prompt: list[int], beam: tuple[int, ...], length_penalty
     ids = torch.tensor([[*prompt, *beam]])
     with torch.inference_mode():
         values = model_of(folder)(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    return float(values.gather(1, ids[0, len(prompt) :, None]).sum()) / len(beam) ** length_penalty
+    total = float(values.gather(1, ids[0, len(prompt) :, None]).sum())
+    divisor: float = len(beam) ** length_penalty
+    return total / divisor
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,10 @@ def alone(make_engine: MakeEngine) -> dict[str, list[list[tuple[int, ...]]]]:
     found = {}
     for name, params in (("beams", BEAMS), ("best_of", BEST_OF)):
         engine = make_engine(enable_prefix_caching=False)
-        whole = [engine.add_request(prompt, params, request_id="0") and drain(engine) for prompt in prompts()]
+        whole = []
+        for prompt in prompts():
+            engine.add_request(prompt, params, request_id="0")
+            whole.append(drain(engine))
         found[name] = [[tuple(tokens_of(outputs, "0", i)) for i in range(params.n)] for outputs in whole]
         check_idle(engine)
     return found

@@ -168,7 +168,13 @@ def test_engine_counts_eager_steps_by_reason(tiny_model: Path) -> None:
 def test_engine_without_graphs_computes_the_same_tokens(tiny_model: Path) -> None:
     generations, eager_steps = [], []
     for enforce_eager in (False, True):
-        settings = {"runner": "gpu", "dtype": "float32", "max_num_seqs": 2, "max_model_len": 64, "num_kv_blocks": 8}
+        settings: dict[str, Any] = {
+            "runner": "gpu",
+            "dtype": "float32",
+            "max_num_seqs": 2,
+            "max_model_len": 64,
+            "num_kv_blocks": 8,
+        }
         engine = Engine(str(tiny_model), enforce_eager=enforce_eager, **settings)
         params = SamplingParams(max_tokens=3, ignore_eos=True, seed=1)
         generations.append([one.token_ids for one in engine.generate(["A prompt.", "Another one"], params)])
