@@ -10,6 +10,7 @@
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
 #   make backlog     long backlogs: accepted, and each job ends once (half an hour); BACKLOG="kills --requests 2000"
+#   make batches     a batch of 50,000 rows, everything that runs it is killed; BATCHES="--storage s3 --rows 5000"
 #   make webhooks    10,000 ends of jobs are told to failing receivers, while gateways are killed; WEBHOOKS="--jobs 1000"
 #   make clients     run official clients and load tools against `penstock serve` (minutes); CLIENT="litellm openai", --newer
 #   make hostile     attacks of one tenant on another, each measured (minutes); HOSTILE="grammar choice --rounds 2"
@@ -47,7 +48,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog webhooks hostile mutants bench bench-peers bench-gpu gpu-venv lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches webhooks hostile mutants bench bench-peers bench-gpu gpu-venv lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -93,6 +94,9 @@ soak: $(STAMP)
 
 backlog: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.backlog $(BACKLOG)
+
+batches: $(STAMP)
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.batches $(BATCHES)
 
 webhooks: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.webhooks $(WEBHOOKS)

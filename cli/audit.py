@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -11,15 +12,20 @@ import typer
 
 from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray
+from penstock.contract.errors import ConfigError, UnavailableError
+from penstock.runtime.cache_folders import state_folder
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
+    from penstock.producer.files.settings import FilesSettings
     from penstock.queue.broker.audit import Finding
 
 
 EXIT_FOUND = 1
 FILES = "stored files"
 """What stands for the pool in the findings of stored files and batches."""
+CONTENTS = "stored contents"
+"""The same for the objects of the storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,9 @@ def audit(
 ) -> None:
     """Recompute every set, index and sum in Redis from the jobs, stored files and batches.
 
-    Exit code 1 if any finding remains. Those of files and batches are not repaired.
+    The contents of stored files are compared with their records, where PENSTOCK_FILES_URL (by default the folder of
+    `penstock serve`) shows them. A repair deletes contents without a record that are older than an hour, and marks
+    files whose content is gone. Records of files and batches are not repaired. Exit code 1 if any finding remains.
 
     Examples:
         penstock audit
@@ -57,6 +65,7 @@ def audit(
 
 async def audit_pools(redis_url: str, pools: list[str] | None, *, repair: bool = False) -> AsyncIterator[PoolAudit]:
     """Yield the findings of each of these pools (None: of all pools)."""
+    from penstock.producer.files.storage_audit import audit_storage
     from penstock.queue.broker.admin import AdminBroker
     from penstock.queue.broker.audit import audit
     from penstock.queue.broker.connection import connect
@@ -69,6 +78,21 @@ async def audit_pools(redis_url: str, pools: list[str] | None, *, repair: bool =
             yield PoolAudit(pool, found, await audit(broker, pool) if found and repair else found)
         if not pools and (found_files := await audit_files(redis)) is not None:
             yield PoolAudit(FILES, found_files, found_files)
+            try:
+                if (of_contents := await audit_storage(redis, _files_settings(), repair=repair)) is not None:
+                    yield PoolAudit(CONTENTS, *of_contents)
+            except (ConfigError, UnavailableError) as error:
+                print(f"{CONTENTS}: not compared: {error.message}", file=sys.stderr)
+
+
+def _files_settings() -> FilesSettings:
+    """Return the settings of stored files, by default with the folder of `penstock serve`."""
+    from penstock.producer.files.settings import FilesSettings
+
+    settings = FilesSettings.load()
+    if settings.url is None and (folder := state_folder() / "files").is_dir():
+        return settings.model_copy(update={"url": str(folder)})
+    return settings
 
 
 def audit_lines(audited: PoolAudit, *, repair: bool) -> Iterator[str]:
@@ -80,7 +104,8 @@ def audit_lines(audited: PoolAudit, *, repair: bool) -> Iterator[str]:
         for finding in audited.left:
             yield f"{audited.pool}: {finding}"
     if not audited.left:
-        yield f"{audited.pool}: all keys match the {'records' if audited.pool == FILES else 'jobs'}"
+        matching = {FILES: "all keys match the records", CONTENTS: "all contents match the records"}
+        yield f"{audited.pool}: {matching.get(audited.pool, 'all keys match the jobs')}"
 
 
 async def _show(redis_url: str, pools: list[str] | None, *, repair: bool) -> int:

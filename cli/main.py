@@ -68,7 +68,7 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
     "Ask": (
         CommandEntry("chat", "penstock.cli.chat:chat", "Chat with a served model in the terminal"),
         CommandEntry("submit", "penstock.cli.submit:submit", "Submit one prompt and print its answer"),
-        CommandEntry("batch", "penstock.cli.batch:app", "Answer a file of requests"),
+        CommandEntry("batch", "penstock.cli.batch.commands:app", "Answer a file of requests"),
     ),
     "Look": (
         CommandEntry("jobs", "penstock.cli.jobs:app", "List, show, cancel or follow jobs"),

@@ -91,7 +91,7 @@ OF_ONE_REQUEST = {
     "gpu_node.engine.structured.schema.facts:ranges",
     "queue.broker.admin:jobs",
     "producer.stored_batches.stored_input:models",
-    "producer.stored_batches.stored_run:open_jobs",
+    "producer.stored_batches.row_client:open_jobs",
     "contract.pool:adapters",
     "contract.pool:jobs_by_tenant",
     "contract.pool:sampling_defaults",

@@ -22,7 +22,7 @@ ANSWERING = (
     "producer.client",
     "producer.openai",
     "producer.files",
-    "producer.batch.stored",
+    "producer.stored_batches",
     "contract",
     "queue",
 )

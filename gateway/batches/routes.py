@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from pydantic import Field, ValidationError
 from starlette.routing import Route
 
@@ -13,14 +15,15 @@ from penstock.contract.errors import RequestError
 from penstock.contract.named import Named
 from penstock.contract.problems import request_error
 from penstock.gateway.errors import soon
-from penstock.gateway.files.routes import ids_after, limit_of, page_of, query_of
+from penstock.gateway.files.routes import FileContent, content_of, ids_after, limit_of, page_of, query_of
 from penstock.gateway.files.upload import MAX_LIFE_S
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.request.reading import RequestReader, caller_of, idempotency_key_of
 from penstock.producer.batch.request import ROWS
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
-from penstock.queue.files.batch import BatchRecord, BatchSpec, new_batch_id, window_s
+from penstock.producer.stored_batches.parts import ERROR, OUTPUT, parts_content
+from penstock.queue.files.batch import BatchRecord, BatchSpec, is_batch_id, new_batch_id, window_s
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 _TIMES = (*("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"),)
@@ -101,6 +104,8 @@ class BatchRoutes:
         self.router.add_api_route(f"{one}/cancel", self.cancel_batch, methods=["POST"])
         self.router.add_api_route(f"{one}/pause", self.pause_batch, methods=["POST"])
         self.router.add_api_route(f"{one}/resume", self.resume_batch, methods=["POST"])
+        self.router.add_api_route(f"{one}/output", self.retrieve_output)
+        self.router.add_api_route(f"{one}/errors", self.retrieve_errors)
 
     async def create_batch(self, request: Request) -> dict[str, Any]:
         """Make a batch of the rows of a stored file, each a request of the same endpoint.
@@ -126,6 +131,7 @@ class BatchRoutes:
             window_ms=1000 * window_s(body.completion_window),
             max_open=self._files.settings.max_tenant_batches,
             key=key,
+            terms=caller if caller.key_id else None,
         )
         return await self._shown(batch_id, caller.tenant)
 
@@ -156,6 +162,31 @@ class BatchRoutes:
     async def resume_batch(self, request: Request, batch_id: str) -> dict[str, Any]:
         """Let the rows of a paused batch into the queue again."""
         return await self._paused(request, batch_id, paused=False)
+
+    async def retrieve_output(self, request: Request, batch_id: str) -> Response:
+        """Return the answered rows, also while the batch runs. Rows are only ever appended, so a Range goes on."""
+        return await self._rows(request, batch_id, OUTPUT)
+
+    async def retrieve_errors(self, request: Request, batch_id: str) -> Response:
+        """Return the failed rows, also while the batch runs. Rows are only ever appended, so a Range goes on."""
+        return await self._rows(request, batch_id, ERROR)
+
+    async def _rows(self, request: Request, batch_id: str, kind: str) -> Response:
+        tenant = caller_of(request).tenant
+        async with soon():
+            # Before the record: parts that go meanwhile are in a file that it names.
+            parts = await self._records.parts(batch_id) if is_batch_id(batch_id) else []
+            batch = await self._records.find(batch_id, tenant)
+        file_id = batch.output_file_id if kind == OUTPUT else batch.error_file_id
+        if file_id is not None:
+            return await content_of(self._files, request, await self._files.find(file_id, tenant))
+        of_kind = [] if not batch.is_open else [part for part in parts if part.kind == kind]
+        num_bytes = sum(part.num_bytes for part in of_kind)
+        content = FileContent(
+            f"{batch_id}_{kind}.jsonl", num_bytes, request, partial(parts_content, self._files, of_kind)
+        )
+        await self._files.storage()
+        return content
 
     async def _paused(self, request: Request, batch_id: str, *, paused: bool) -> dict[str, Any]:
         tenant = caller_of(request).tenant

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,7 +23,9 @@ from penstock.queue.files.file import StoredFile
 
 MAX_LIMIT = 10_000
 DEFAULT_LIMIT = 1000
+LOST = "the storage has lost the content of this file"
 _READ_AT_ONCE = 500
+Read = Callable[[int, int], AsyncGenerator[bytes, None]]
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _MULTIPART = {
     "requestBody": {
@@ -62,8 +65,8 @@ def file_object(file: StoredFile) -> dict[str, Any]:
         "expires_at": None if file.expires_ms is None else file.expires_ms // 1000,
         "filename": file.name,
         "purpose": file.purpose,
-        "status": "processed",
-        "status_details": None,
+        "status": "error" if file.is_lost else "processed",
+        "status_details": LOST if file.is_lost else None,
     }
 
 
@@ -117,12 +120,7 @@ class FileRoutes:
     async def retrieve_file_content(self, request: Request, file_id: str) -> Response:
         """Return a file's content, or the part of it that a Range header names."""
         file = await self._find(request, file_id)
-        wanted = request.headers.get("range")
-        start, end = (0, file.num_bytes) if wanted is None else range_of(wanted, file.num_bytes)
-        if start >= end and wanted is not None:
-            raise RangeError(f"range: the file has {file.num_bytes} bytes", param="range")
-        await self._files.storage()
-        return FileContent(self._files, file, start, end, is_part=wanted is not None)
+        return await content_of(self._files, request, file)
 
     async def delete_file(self, request: Request, file_id: str) -> dict[str, Any]:
         """Delete a file. An open batch's input cannot be deleted."""
@@ -141,16 +139,22 @@ class FileContent(StreamingResponse):
     An error of the storage cuts it off, so that no client takes a part for the whole.
     """
 
-    def __init__(self, files: Files, file: StoredFile, start: int, end: int, *, is_part: bool) -> None:
-        name = re.sub(r"[^ !#-\[\]-~]", "_", file.name)
+    def __init__(self, name: str, num_bytes: int, request: Request, read: Read) -> None:
+        """`read` yields the bytes from a first to before a last one. Raises RangeError."""
+        wanted = request.headers.get("range")
+        is_part = wanted is not None
+        start, end = (0, num_bytes) if wanted is None else range_of(wanted, num_bytes)
+        if is_part and start >= end:
+            raise RangeError(f"range: the file has {num_bytes} bytes", param="range")
+        name = re.sub(r"[^ !#-\[\]-~]", "_", name)
         headers = {
             "Content-Length": str(end - start),
             "Accept-Ranges": "bytes",
             "Content-Disposition": f'attachment; filename="{name}"',
         }
         if is_part:
-            headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.num_bytes}"
-        self._content = files.content(file, start, end)
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{num_bytes}"
+        self._content = read(start, end)
         status = 206 if is_part else 200
         super().__init__(self._pieces(), status, headers, media_type="application/octet-stream")
 
@@ -164,6 +168,13 @@ class FileContent(StreamingResponse):
             yield self._first
             async for piece in content:
                 yield piece
+
+
+async def content_of(files: Files, request: Request, file: StoredFile) -> FileContent:
+    """Return the answer with a file's content. Raises UnavailableError if it is not stored here, and RangeError."""
+    content = FileContent(file.name, file.num_bytes, request, partial(files.content, file))
+    await files.storage()
+    return content
 
 
 def query_of(request: Request, *known: str) -> Mapping[str, str]:

@@ -157,6 +157,7 @@ class SubmitJob:
             check_logprobs(content, record, self._max_logprobs)
         options = submit_options(generation)
         options["idempotency_key"] = _idempotency_key_of(generation)
+        options["custom_id"] = body.options.get("custom_id")
         return content.prompts[0], options
 
     async def _waiting(self, submitted: Submitted, tenant: str) -> dict[str, int | None]:

@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import MAX_MESSAGES, QueueFields, QueueOptions
+from penstock.contract.job import MAX_CUSTOM_ID_CHARS, MAX_MESSAGES, QueueFields, QueueOptions
 from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER
 from penstock.contract.sampling import JOBS, Endpoint, SamplingParams, TokenId
 from penstock.contract.tools import MAX_TOOLS
@@ -26,7 +26,7 @@ from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.request.generation import HeldBody, QueuedBody, RequestBody
 from penstock.gateway.responses.body import ResponseBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
-from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, MAX_CUSTOM_ID_CHARS
+from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL
 from penstock.producer.openai.fields import given_options, max_items, only, with_option_fields
 from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls
 

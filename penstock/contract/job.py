@@ -82,6 +82,7 @@ def checked_durability(name: str | None) -> Durability | None:
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Tag = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TAG_CHARS, pattern=TAG_PATTERN)]
 """A name by which its tenant's jobs can be listed."""
+MAX_CUSTOM_ID_CHARS = 256
 Metadata = dict[
     Annotated[str, StringConstraints(min_length=1, max_length=MAX_METADATA_KEY_CHARS), AfterValidator(encodable)],
     Annotated[str, StringConstraints(max_length=MAX_METADATA_VALUE_CHARS), AfterValidator(encodable)],
@@ -154,6 +155,11 @@ class JobDef(CheckedInput):
     tags: Annotated[tuple[Tag, ...], Field(max_length=MAX_TAGS)] = ()
     metadata: Annotated[Metadata, Field(max_length=MAX_METADATA)] | None = None
     """The caller's own notes, shown with the job."""
+    custom_id: (
+        Annotated[str, StringConstraints(min_length=1, max_length=MAX_CUSTOM_ID_CHARS), AfterValidator(encodable)]
+        | None
+    ) = None
+    """The caller's name of the job, shown with it."""
     retry_of: Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)] | None = None
     """The ended job of the same pool whose request this one repeats."""
     webhooks: Annotated[tuple[EndpointId, ...], Field(max_length=MAX_WEBHOOKS)] = ()
@@ -362,6 +368,7 @@ class SubmitOptions(JobOptions, total=False):
     response: the record of a stored response, which is stored in the same step as the job.
     hides_models: errors do not list what is served; for a caller that may use only some models.
     retry_of: the ended job whose request this one repeats; see `AsyncClient.retry`.
+    custom_id: your own name of the job, up to 256 characters, which is shown with it.
     """
 
     job_id: str | None
@@ -369,6 +376,7 @@ class SubmitOptions(JobOptions, total=False):
     response: ResponseRecord | None
     hides_models: bool
     retry_of: str | None
+    custom_id: str | None
 
 
 OPTIONS_OF_QUEUE = SubmitOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic_core import from_json
 
 from penstock.contract.errors import ForbiddenError, NotFoundError, RequestError, UnauthorizedError
 from penstock.contract.named import NAME_PATTERN
@@ -125,6 +126,15 @@ class ApiKey(BaseModel):
         if len(self.models) > 1:
             raise RequestError(f"model must be named; this API key may use: {listed}", param="model")
         return listed
+
+    def public_json(self) -> str:
+        """Return the record as JSON without its digest, for processes that only need the terms."""
+        return self.model_dump_json(exclude={"digest"})
+
+    @classmethod
+    def of_public_json(cls, data: bytes) -> ApiKey:
+        """Return what `public_json` gave, with an empty digest."""
+        return cls.model_validate({"digest": "", **from_json(data)})
 
     @property
     def metered_terms(self) -> Terms:

@@ -152,7 +152,7 @@ writer is files.lua. Its functions are named here; `close` ends a batch.
 
     key                      type    functions                            content; lifetime
     F:storage                string  storage                              id of the storage that has the contents
-    F:file:<id>              hash    save, finish; delete, expire         the record of a stored file
+    F:file:<id>              hash    save, finish, lose; delete, expire   the record of a stored file
     F:files:<tenant>         zset    save, finish; delete, expire         ids of the tenant's files, by creation
     F:upload:<id>            hash    upload; save, end_upload, finish,    tenant and bytes of an upload
                                      expire
@@ -177,6 +177,8 @@ writer is files.lua. Its functions are named here; `close` ends a batch.
     F:rows:<batch>           string  commit; finish                       a bit per row: whether a part has it
     F:num_open, F:rows_left  hash    create, start, commit; close         tenant → its open batches, and their rows that
                                                                           no part has; `*`: all
+    F:keys                   hash    create; KeyStore, TenantBroker       id of an API key → its record without the
+                                                                          digest, for processes that run batches
 """
 
 from __future__ import annotations
@@ -454,6 +456,11 @@ def batch_parts(batch_id: str) -> str:
 def batch_rows(batch_id: str) -> str:
     """String: a bit per row of a batch that a part has."""
     return f"{prefix(FILES)}:rows:{batch_id}"
+
+
+def key_terms() -> str:
+    """Hash: the records of API keys without their digests, by id."""
+    return f"{prefix(FILES)}:keys"
 
 
 def rows_left() -> str:

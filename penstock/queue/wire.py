@@ -20,6 +20,8 @@ from penstock.contract.tools import few_calls
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.msgpack_codec import WireError, checked_map, pack, unpack_all
 
+CUSTOM_ID = ""
+"""Name of the custom_id among a job's stored metadata. The caller's own names are not empty."""
 R = TypeVar("R")
 
 

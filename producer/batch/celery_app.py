@@ -16,6 +16,8 @@ from penstock.runtime.settings import redis_url_of
 
 KEY_PREFIX = "penstock:celery:"
 """Prefix of all of Celery's Redis keys. Keys of the job queue have braces after `penstock:`, so none collide."""
+STORED_BATCHES = "penstock.producer.stored_batches.worker:RunsBatches"
+"""Celery's name for the step with which a worker runs stored batches. Only workers import it."""
 _MAX_RESTORE_CHECK_S = 5
 """Most seconds between two checks for unacknowledged tasks past their visibility timeout."""
 
@@ -50,6 +52,8 @@ def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:
     app.conf.update(_options(settings))
     # Tasks that users add to this app have leases too, because all its workers hold them.
     add_to(app, QUEUE, jobs_url, settings, leased=None)
+    if settings.stored_batches:
+        app.steps["worker"].add(STORED_BATCHES)
     return app
 
 

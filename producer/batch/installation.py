@@ -68,6 +68,12 @@ class PenstockTasks:
         return self.app.signature(name, kwargs=given, immutable=immutable)
 
 
+def tasks_of(app: Celery) -> PenstockTasks | None:
+    """Return penstock's tasks of an app; None if it has none."""
+    installed: PenstockTasks | None = getattr(app, _INSTALLED, None)
+    return installed
+
+
 def install(
     app: Celery, *, redis_url: str | None = None, queue: str = QUEUE, settings: CelerySettings | None = None
 ) -> PenstockTasks:
@@ -78,8 +84,7 @@ def install(
     which only workers need; by default it is found as clients find it. Of `settings`, `task_lease_s` and those of the
     metrics apply. Raises ConflictError if the tasks are installed with another queue or Redis.
     """
-    installed: PenstockTasks | None = getattr(app, _INSTALLED, None)
-    if installed is not None:
+    if (installed := tasks_of(app)) is not None:
         if installed.queue != queue or redis_url not in (None, installed.redis_url):
             raise ConflictError("this Celery app has penstock's tasks with another queue or redis_url", param="queue")
         return installed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import shutil
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import ConfigError, RequestError
-from penstock.contract.job import SamplingParams
+from penstock.contract.job import MAX_CUSTOM_ID_CHARS, SamplingParams
 from penstock.contract.named import UNKNOWN_FIELD
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.tasks import Embed
@@ -34,7 +35,6 @@ COMPLETIONS_URL = "/v1/completions"
 EMBEDDINGS_URL = "/v1/embeddings"
 RESPONSES_URL = "/v1/responses"
 
-MAX_CUSTOM_ID_CHARS = 256
 MAX_LINE_BYTES = 16 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -201,6 +201,16 @@ def lines_of(path: Path) -> Iterator[InputLine]:
     """Yield the lines of a file that `survey_of` has checked."""
     for number, raw in _raw_lines(path):
         yield _parse(number, raw)
+
+
+def plain_copy(path: Path, target: Path) -> Path:
+    """Return `path`, or `target` with its decompressed content. Raises RequestError if it is damaged."""
+    with path.open("rb") as file:
+        if not file.read(len(_ZSTANDARD)).startswith((_GZIP, _ZSTANDARD)):
+            return path
+    with _plain(path) as source, target.open("wb") as copy:
+        shutil.copyfileobj(source, copy)
+    return target
 
 
 def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:

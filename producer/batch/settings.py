@@ -21,6 +21,8 @@ class CelerySettings(Settings):
     """Seconds after which Celery queues an unrenewed task again, by the clocks of the workers' machines."""
     soft_shutdown_s: float = Field(default=5.0, ge=0)
     """Seconds that running tasks get to finish when a worker is stopped at once. The others return to the queue."""
+    stored_batches: bool = True
+    """Whether a worker also runs the batches of `/v1/batches`. It needs PENSTOCK_FILES_URL, as gateways have it."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port for a worker's Prometheus metrics; 0: a free port, named in the log. Default: metrics are off."""
     metrics_host: str = "127.0.0.1"

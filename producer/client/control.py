@@ -360,6 +360,7 @@ class JobControl:
     ) -> Submitted:
         prompt, options = retry_options(status.job_id, request, tags=status.tags, metadata=status.metadata)
         options |= {
+            "custom_id": status.custom_id,
             "webhooks": await self._webhooks.known_of(status.webhooks, status.tenant),
             "priority": status.priority,
             "background": status.is_background,

@@ -14,8 +14,8 @@ from penstock.queue.broker.jobs import JobStatus
 def job_object(status: JobStatus) -> dict[str, Any]:
     """Return a job's state and ledger, without its result.
 
-    `max_tokens` is present if the context lowered it, `retry_of` if the job repeats another one, and `webhooks` if it
-    names endpoints.
+    `max_tokens` is present if the context lowered it, `retry_of` if the job repeats another one, `webhooks` if it names
+    endpoints, and `custom_id` if it was submitted with one.
     """
     shown = {
         "id": status.job_id,
@@ -32,7 +32,12 @@ def job_object(status: JobStatus) -> dict[str, Any]:
         "ledger": ledger_object(status.ledger),
     }
     webhooks = list(status.webhooks) or None
-    given = {"max_tokens": status.max_tokens, "retry_of": status.retry_of, "webhooks": webhooks}
+    given = {
+        "custom_id": status.custom_id,
+        "max_tokens": status.max_tokens,
+        "retry_of": status.retry_of,
+        "webhooks": webhooks,
+    }
     return shown | {name: value for name, value in given.items() if value is not None}
 
 

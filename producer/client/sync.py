@@ -28,6 +28,7 @@ from penstock.producer.client.run import Answered, Run, RunStep, next_prompts
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.tasks import CountOptions, EmbedOptions, TaskCallOptions, TokenizeOptions
+from penstock.producer.client.webhooks import SyncWebhooks
 from penstock.queue.broker.completions import Completion
 from penstock.queue.broker.job_lists import JobPage
 from penstock.queue.broker.producer import JobStatus, ServedPool, Submitted
@@ -161,6 +162,7 @@ class Client:
         self._client = AsyncClient(redis_url, tenant=tenant, settings=settings)
         self._loop = LoopThread()
         self.control = Control(self._client.control, self._loop)
+        self.webhooks = SyncWebhooks(self._client.webhooks, self._loop.call)
         self._finalizer = weakref.finalize(self, _close, self._loop, self._client)
         try:
             self._loop.call(self._client.connect())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
 from redis.asyncio import Redis
@@ -32,6 +32,7 @@ SUBSCRIBED_TTL_S = 2.0
 MAX_REMEMBERED = 4096
 MAX_PAGE = 100
 _REDELIVERED_AT_ONCE = 100
+T = TypeVar("T")
 
 
 class Webhooks:
@@ -206,6 +207,69 @@ class Webhooks:
             if endpoint_id not in known:
                 message = f"webhooks: no webhook endpoint {endpoint_id!r}; create it with POST /v1/webhook_endpoints"
                 raise RequestError(message, code="webhook_endpoint_not_found", param="webhooks")
+
+
+class Caller(Protocol):
+    """Runs a coroutine to its end."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return the coroutine's result."""
+
+
+class SyncWebhooks:
+    """Webhook endpoints for synchronous callers, as `Client.webhooks`; see `Webhooks`, whose methods it has."""
+
+    def __init__(self, webhooks: Webhooks, call: Caller) -> None:
+        self._webhooks = webhooks
+        self._call = call
+
+    def create(
+        self, url: str, *, name: str, event_types: Iterable[EventType], tenant: str | None = None
+    ) -> tuple[WebhookEndpoint, str]:
+        """Register an endpoint. Return it with its signing secret, which cannot be read again later."""
+        return self._call(self._webhooks.create(url, name=name, event_types=event_types, tenant=tenant))
+
+    def all(self, *, tenant: str | None = None) -> list[WebhookEndpoint]:
+        """Return all endpoints, oldest first."""
+        return self._call(self._webhooks.all(tenant=tenant))
+
+    def get(self, endpoint_id: str, *, tenant: str | None = None) -> WebhookEndpoint:
+        """Return an endpoint."""
+        return self._call(self._webhooks.get(endpoint_id, tenant=tenant))
+
+    def update(self, endpoint_id: str, changes: Mapping[str, Any], *, tenant: str | None = None) -> WebhookEndpoint:
+        """Change `url`, `name`, `event_types` or `status` of an endpoint, and return it."""
+        return self._call(self._webhooks.update(endpoint_id, changes, tenant=tenant))
+
+    def delete(self, endpoint_id: str, *, tenant: str | None = None) -> None:
+        """Delete an endpoint and its deliveries."""
+        self._call(self._webhooks.delete(endpoint_id, tenant=tenant))
+
+    def rotate_secret(
+        self, endpoint_id: str, *, keep_old: bool = False, tenant: str | None = None
+    ) -> tuple[WebhookEndpoint, str]:
+        """Give an endpoint a new signing secret, and return both. With `keep_old`, the old one is valid for a day."""
+        return self._call(self._webhooks.rotate_secret(endpoint_id, keep_old=keep_old, tenant=tenant))
+
+    def deliveries(
+        self,
+        endpoint_id: str,
+        state: DeliveryState = "dead",
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        tenant: str | None = None,
+    ) -> DeliveryPage:
+        """Return a page of deliveries of an endpoint: `pending`, `dead` or `delivered` ones."""
+        return self._call(self._webhooks.deliveries(endpoint_id, state, after=after, limit=limit, tenant=tenant))
+
+    def delivery(self, endpoint_id: str, event_id: str, *, tenant: str | None = None) -> Delivery:
+        """Return one delivery."""
+        return self._call(self._webhooks.delivery(endpoint_id, event_id, tenant=tenant))
+
+    def redeliver(self, endpoint_id: str, event_ids: Sequence[str] | None = None, *, tenant: str | None = None) -> int:
+        """Deliver ended deliveries once more, by default all dead ones. Return their number."""
+        return self._call(self._webhooks.redeliver(endpoint_id, event_ids, tenant=tenant))
 
 
 def _checked(fields: Mapping[str, Any]) -> WebhookEndpoint:

@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import ParamSpec, Self, TypeVar
 
 from penstock.contract.errors import BusyError, NotFoundError, PenstockError, TooLargeError, UnavailableError
@@ -128,12 +128,18 @@ class Files:
 
     async def content(self, file: StoredFile, start: int, end: int) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of a file from `start` to before `end`. Raises NotFoundError if the storage lacks it."""
-        storage = await self.storage()
         try:
-            source = await self.on_thread(storage.reader, file.object_name)
+            async with aclosing(self.object_content(file.object_name, start, end)) as blocks:
+                async for block in blocks:
+                    yield block
         except NotFoundError:
             # Deleted meanwhile, or lost by the storage.
             raise no_file(file.file_id) from None
+
+    async def object_content(self, name: str, start: int, end: int) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of an object from `start` to before `end`. Raises NotFoundError if the storage lacks it."""
+        storage = await self.storage()
+        source = await self.on_thread(storage.reader, name)
 
         def read(at: int) -> bytes:
             with storage_errors():

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from penstock.contract.errors import BusyError, ConfigError, NotFoundError, PenstockError, UnavailableError
 from penstock.runtime.cache_folders import flush_entry
@@ -26,7 +26,7 @@ BLOCK_BYTES = 1 << 20
 """Bytes that are read or written at once."""
 _MARK = "penstock-storage"
 """Object that each storage has. A folder that is not mounted does not show it."""
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
 _RETRY_MS = 5_000
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -57,6 +57,14 @@ def _unreachable(error: Exception) -> UnavailableError:
     return UnavailableError(message, code="files_unavailable", retry_after_ms=_RETRY_MS)
 
 
+class Listed(NamedTuple):
+    """An object in a listing."""
+
+    num_bytes: int
+    modified_s: float
+    """Unix time of its last change; now if the store does not say."""
+
+
 class ObjectWriter(Protocol):
     """A new object while it is written."""
 
@@ -75,7 +83,7 @@ class _FileWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._partial = path.with_name(path.name + _PARTIAL)
+        self._partial = path.with_name(path.name + PARTIAL)
         with storage_errors():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = open(self._partial, "wb", opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
@@ -203,8 +211,14 @@ class Storage:
                     self._fs.rm(path.rstrip("/"), recursive=True)
                 return
             if self._is_folder:
-                Path(path + _PARTIAL).unlink(missing_ok=True)
+                Path(path + PARTIAL).unlink(missing_ok=True)
             self._fs.rm_file(path)
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is an object of this name."""
+        with storage_errors():
+            self._fs.invalidate_cache()
+            return bool(self._fs.exists(self._path(name)))
 
     def free_bytes(self) -> int | None:
         """Return the free bytes of a folder's disk; None for a store."""
@@ -213,20 +227,25 @@ class Storage:
         with storage_errors():
             return shutil.disk_usage(self._root).free
 
-    def older_names(self, folder: str, age_s: float) -> list[str]:
-        """Return the names in a folder, without the folder, of objects that are older than so many seconds."""
+    def listing(self, folder: str) -> dict[str, Listed]:
+        """Return the objects in a folder and the folders in it, by name without the folder.
+
+        Unfinished objects of a folder on a disk are among them, with `.partial` at the end of their names.
+        """
         with storage_errors():
             self._fs.invalidate_cache()
+            path = self._path(folder)
             try:
-                found = self._fs.ls(self._path(folder), detail=True)
+                found = self._fs.find(path, detail=True)
             except FileNotFoundError:
-                return []
-            names = []
-            for one in found:
-                name = one["name"].rstrip("/").rpartition("/")[2].removesuffix(_PARTIAL)
-                if time.time() - _modified_s(one) > age_s:
-                    names.append(name)
-            return sorted(set(names))
+                return {}
+            begin = f"{path}/"
+            return {name.removeprefix(begin): Listed(one["size"], _modified_s(one)) for name, one in found.items()}
+
+    def older_names(self, folder: str, age_s: float) -> list[str]:
+        """Return the names in a folder, without the folder, of objects that are older than so many seconds."""
+        found = self.listing(folder).items()
+        return sorted({name.removesuffix(PARTIAL) for name, one in found if time.time() - one.modified_s > age_s})
 
 
 def _modified_s(entry: dict[str, Any]) -> float:

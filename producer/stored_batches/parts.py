@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.producer.batch.results import job_ids_of
 from penstock.producer.files.service import Files
-from penstock.queue.files.batch import BatchLease, Part, PartCounts
+from penstock.queue.files.batch import BatchLease, Part, PartCounts, RowProblem
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file import BATCH_OUTPUT, NewFile
 
@@ -34,6 +35,7 @@ class FinishedRow:
 
     number: int
     row: Mapping[str, Any]
+    """A failed one also has the number of its line in the input, as `line`."""
 
     @property
     def kind(self) -> str:
@@ -118,9 +120,36 @@ class PartWriter:
         return jobs
 
 
-async def save_joined(
-    files: Files, batches: BatchRecords, lease: BatchLease, *, tenant: str, status: str, life_ms: int
-) -> None:
+async def parts_content(files: Files, parts: Sequence[Part], start: int, end: int) -> AsyncGenerator[bytes, None]:
+    """Yield the bytes of joined parts from `start` to before `end`.
+
+    Raises UnavailableError if a part is gone: the batch has ended meanwhile, and its file has the same bytes.
+    """
+    try:
+        for part in parts:
+            if start < part.num_bytes and end > 0:
+                async with aclosing(files.object_content(part.name, max(0, start), min(end, part.num_bytes))) as blocks:
+                    async for block in blocks:
+                        yield block
+            start, end = start - part.num_bytes, end - part.num_bytes
+    except NotFoundError:
+        message = "the batch ends at this moment; its rows are in a file soon"
+        raise UnavailableError(message, code="files_unavailable", retry_after_ms=1000) from None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEnding:
+    """How a batch ends."""
+
+    tenant: str
+    status: str
+    life_ms: int
+    """Milliseconds for which its files are kept."""
+    problems: Sequence[RowProblem] = ()
+    """Why it failed."""
+
+
+async def save_joined(files: Files, batches: BatchRecords, lease: BatchLease, ending: BatchEnding) -> None:
     """Join the committed parts of a batch to its output and its error file, and end the batch with them.
 
     A file without any line is not made.
@@ -132,9 +161,9 @@ async def save_joined(
             if not of_kind:
                 continue
             num_bytes = sum(part.num_bytes for part in of_kind)
-            upload = await uploads.enter_async_context(await files.begin(tenant, num_bytes, limited=False))
+            upload = await uploads.enter_async_context(await files.begin(ending.tenant, num_bytes, limited=False))
             for part in of_kind:
                 await upload.append(part.name)
             await upload.finish()
-            saved[kind] = upload.saved(f"{lease.batch_id}_{kind}.jsonl", BATCH_OUTPUT, life_ms)
-        await batches.finish(lease, status, saved, files.settings.retention_ms)
+            saved[kind] = upload.saved(f"{lease.batch_id}_{kind}.jsonl", BATCH_OUTPUT, ending.life_ms)
+        await batches.finish(lease, ending.status, saved, files.settings.retention_ms, ending.problems)

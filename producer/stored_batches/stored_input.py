@@ -12,7 +12,8 @@ from typing import IO, Any
 
 from pydantic_core import from_json, to_json
 
-from penstock.producer.batch.request import EMBEDDINGS_URL, MAX_CUSTOM_ID_CHARS, MAX_LINE_BYTES
+from penstock.contract.job import MAX_CUSTOM_ID_CHARS
+from penstock.producer.batch.request import EMBEDDINGS_URL, MAX_LINE_BYTES
 from penstock.producer.files.storage import storage_errors
 from penstock.queue.files.batch import RowProblem
 
@@ -32,6 +33,8 @@ class StoredRow:
     custom_id: str
     fields: Mapping[str, Any]
     num_bytes: int
+    line: int
+    """The number of its line in the input, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +131,12 @@ class RowReader:
         self._source.close()
 
     def _left(self, committed: bytes | bytearray) -> Iterator[StoredRow]:
-        for number, (_, raw) in enumerate(_lines(self._source)):
+        for number, (line, raw) in enumerate(_lines(self._source)):
             if is_committed(committed, number):
                 continue
             try:
                 fields = from_json(raw, allow_inf_nan=False)
-                yield StoredRow(number, fields["custom_id"], fields, len(raw))
+                yield StoredRow(number, fields["custom_id"], fields, len(raw), line)
             except (ValueError, KeyError, TypeError):
                 # The input was checked, and an object never changes.
                 continue

@@ -11,10 +11,11 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar
 
 from penstock.contract.errors import (
     BusyError,
@@ -26,15 +27,14 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
-from penstock.contract.job import SubmitOptions
-from penstock.contract.tenant import UNLIMITED, ApiKey
 from penstock.producer.batch.request import request_of_line
 from penstock.producer.batch.results import answer_row, error_row, row_id_of
 from penstock.producer.batch.runner import answer
-from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.request import Prompt, choose_pool
+from penstock.producer.client import AsyncClient
+from penstock.producer.client.request import choose_pool
 from penstock.producer.files.service import Files
-from penstock.producer.stored_batches.parts import FinishedRow, PartWriter, save_joined
+from penstock.producer.stored_batches.parts import BatchEnding, FinishedRow, PartWriter, save_joined
+from penstock.producer.stored_batches.row_client import RowClient, require_lease
 from penstock.producer.stored_batches.stored_input import (
     InputCheck,
     InputLimits,
@@ -43,9 +43,8 @@ from penstock.producer.stored_batches.stored_input import (
     checked_input,
     is_committed,
 )
-from penstock.queue.broker.producer import ServedPool
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem
-from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
+from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file import object_of
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.gather import CALLS_AT_ONCE, try_all
@@ -68,62 +67,12 @@ _STOPPED = {
     CANCELLED_ROW: "the batch was cancelled before this request was answered",
     EXPIRED_ROW: "the completion window of the batch ended before this request was answered",
 }
+INPUT_LOST = RowProblem("input_lost", "the storage has lost the input file", param="input_file_id")
 T = TypeVar("T")
 
 
 class _StoppedError(Exception):
     """The batch is canceled, or its window is over, before its input is checked."""
-
-
-class RowClient:
-    """Submits the jobs of a batch's rows: as its tenant, on the terms of its key, and only under a valid lease."""
-
-    def __init__(self, client: AsyncClient, batch: BatchRecord, lease: BatchLease) -> None:
-        self._client = client
-        self._batch = batch
-        self._lease = lease
-        self.open_jobs: dict[str, list[AsyncJob]] = {}
-        """The jobs whose rows are not finished, by the key of the row. A row of embeddings has a job for each text."""
-        self.pools_used: set[str] = set()
-
-    async def submit(self, prompt: Prompt, /, **options: Unpack[SubmitOptions]) -> AsyncJob:
-        """Submit a row's job. Raises UnavailableError while the key of the batch may not be used."""
-        # A holder that slept through its lease must not run rows that the next holder has stored and acknowledged.
-        require_lease(self._lease)
-        key = await self.key()
-        if key is not None:
-            options["model"] = key.model_of(options.get("model") or "") or None
-            options["hides_models"] = bool(key.models)
-        options["tenant"] = self._batch.tenant
-        options["terms"] = UNLIMITED if key is None else key.metered_terms
-        options["needs_reader"] = False
-        job = await self._client.submit(prompt, **options)
-        # What runner.py appends tells jobs of one row apart.
-        row_key = (options.get("idempotency_key") or "").partition(":")[0]
-        self.open_jobs.setdefault(row_key, []).append(job)
-        self.pools_used.add(job.pool)
-        return job
-
-    async def pools(self) -> Mapping[str, ServedPool]:
-        """Return the served pools."""
-        return await self._client.pools()
-
-    async def key(self) -> ApiKey | None:
-        """Return the batch's API key; None if it was made without one. Raises UnavailableError for a revoked one."""
-        key_id = self._batch.spec.key_id
-        if not key_id:
-            return None
-        key = (await self._client.api_keys()).get(key_id)
-        if key is None or key.is_revoked:
-            message = f"the API key {key_id} of the batch is revoked, so no further rows are submitted"
-            raise UnavailableError(message, code="key_revoked", retry_after_ms=5000)
-        return key
-
-
-def require_lease(lease: BatchLease) -> None:
-    """Raise BatchTakenError if another process may hold the batch by now."""
-    if lease.is_lost or asyncio.get_running_loop().time() >= lease.valid_until_s:
-        raise BatchTakenError(f"the lease of {lease.batch_id} is over")
 
 
 class StoredBatchRun:
@@ -145,7 +94,7 @@ class StoredBatchRun:
         self._batch = batch
         self._share = share
         self._client = client
-        self._rows = RowClient(client, batch, lease)
+        self._rows = RowClient(client, batches, batch, lease)
         self._parts = PartWriter(files, batches, lease)
         self._taken = bytearray()
         """A bit per row that is in a part or in the queue."""
@@ -162,6 +111,19 @@ class StoredBatchRun:
 
     async def run(self) -> None:
         """Run the batch to its end. Raises BatchTakenError if another process has it."""
+        try:
+            await self._run()
+        except NotFoundError as error:
+            if error.code != "no_object" or await self._patiently(self._has_input):
+                raise
+            # Which rows were not answered is lost with the input. Those that were are kept.
+            await self._patiently(lambda: self._finish("failed", [INPUT_LOST]))
+
+    async def _has_input(self) -> bool:
+        storage = await self._files.storage()
+        return await self._files.on_thread(storage.exists, object_of(self._batch.spec.input_file_id))
+
+    async def _run(self) -> None:
         if self._lease.status == "validating":
             with suppress(_StoppedError):
                 if not await self._start():
@@ -192,12 +154,11 @@ class StoredBatchRun:
             raise InvariantError(f"{num_rows} of {self._batch.num_rows} rows of {self._batch.batch_id} are committed")
         return {CANCELLED_ROW: "cancelled", EXPIRED_ROW: "expired"}.get(self._stopped, "completed")
 
-    async def _finish(self, ending: str) -> None:
+    async def _finish(self, ending: str, problems: Sequence[RowProblem] = ()) -> None:
         life_s = self._batch.spec.output_life_s
         life_ms = self._files.settings.retention_ms if life_s is None else 1000 * life_s
-        await save_joined(
-            self._files, self._batches, self._lease, tenant=self._batch.tenant, status=ending, life_ms=life_ms
-        )
+        end = BatchEnding(self._batch.tenant, ending, life_ms, problems)
+        await save_joined(self._files, self._batches, self._lease, end)
 
     # The check of the input.
 
@@ -344,7 +305,7 @@ class StoredBatchRun:
             line = answer_row(key, row.custom_id, body, job_id)
         except (RequestError, JobFailedError) as error:
             is_stopped = self._stopped and isinstance(error, JobCancelledError)
-            line = error_row(key, row.custom_id, self._stop_error() if is_stopped else error)
+            line = self._error_of(row, self._stop_error() if is_stopped else error)
         finally:
             self._rows.open_jobs.pop(key, None)
         self._finished.put_nowait(FinishedRow(row.number, line))
@@ -395,6 +356,9 @@ class StoredBatchRun:
     def _key_of(self, row: StoredRow) -> str:
         return row_id_of(self._batch.batch_id, row.custom_id)
 
+    def _error_of(self, row: StoredRow, error: PenstockError) -> dict[str, Any]:
+        return {"line": row.line, **error_row(self._key_of(row), row.custom_id, error)}
+
     def _stop_error(self) -> PenstockError:
         return PenstockError(_STOPPED[self._stopped], code=self._stopped)
 
@@ -419,8 +383,7 @@ class StoredBatchRun:
             await self._collect()
         await self._commit()
         for row in await self._patiently(self._left_rows):
-            key = self._key_of(row)
-            self._parts.add(FinishedRow(row.number, error_row(key, row.custom_id, self._stop_error())))
+            self._parts.add(FinishedRow(row.number, self._error_of(row, self._stop_error())))
             if self._parts.is_due:
                 await self._commit()
         await self._commit()
@@ -437,7 +400,7 @@ class StoredBatchRun:
                     for row in found:
                         # There may be 200 MB of them.
                         is_wanted = self._key_of(row) in with_bodies
-                        rows.append(row if is_wanted else StoredRow(row.number, row.custom_id, {}, 0))
+                        rows.append(row if is_wanted else replace(row, fields={}, num_bytes=0))
                 return sorted(rows, key=lambda row: row.number)
 
         return await self._files.on_thread(read)

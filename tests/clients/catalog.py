@@ -119,6 +119,13 @@ CLIENTS = (
         python="python3.12",
     ),
     Client(
+        "lm-eval",
+        "lm-evaluation-harness",
+        "lm_eval_checks.py",
+        "tasks from local files over completions: choices by log-probabilities, and greedy answers",
+        installs_in_seconds=False,
+    ),
+    Client(
         "vllm-bench",
         "`vllm bench serve`",
         "vllm_bench_checks.py",

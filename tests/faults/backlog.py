@@ -121,7 +121,8 @@ def told(row: str, measurements: dict[str, Measurement], found: list[str], args:
 
 async def due(args: argparse.Namespace) -> list[str]:
     """Let many delayed jobs fall due in one second beside chats."""
-    requests, job_ids, refused = Requests(POOL, args.requests, max_tokens=4), list[str](), Counter[str]()
+    requests = Requests(POOL, args.requests, max_tokens=4, is_reference=not args.demo)
+    job_ids, refused = list[str](), Counter[str]()
     async with serving(POOL, args) as url, connect(url) as redis:
         gateway = await asyncio.to_thread(GatewayProcess(url).wait_ready)
         chats = Chats(gateway.url, POOL, args.chats)
@@ -161,7 +162,8 @@ async def due(args: argparse.Namespace) -> list[str]:
     measurements |= {"chats": num_chats, "bytes a job": round(state_bytes), "all ended after s": round(took_s)}
     measurements |= {"ended/s beside chats": round(released / args.part_s)}
     measurements |= {f"slow in Redis, {part}": what for part, what in blocked.items()}
-    told(f"{args.requests} delayed jobs due in one second", measurements, found, args)
+    model = ", demo model" if args.demo else ""
+    told(f"{args.requests} delayed jobs due in one second{model}", measurements, found, args)
     return found
 
 
@@ -305,7 +307,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--chats", type=float, default=4.0, help="chats a second")
     one.add_argument("--later-ms", type=float, default=25.0, help="by which half of the first tokens may come later")
     one.add_argument("--redis-mib", type=int, default=512)
-    one.set_defaults(run=due, demo=False)
+    one.add_argument("--demo", action="store_true", help="with the demo model")
+    one.set_defaults(run=due)
     one = commands.add_parser("memory", help="results fill Redis until a reader frees them")
     one.add_argument("--requests", type=int, default=200_000)
     one.add_argument("--redis-mib", type=int, default=1024)

@@ -274,7 +274,7 @@ MUTANTS = (
         "stored_bytes.py",
     ),
     Mutant(
-        "memory that greedy tenants leave", "queue", "* alone / (percent - alone))", "* 10 * alone)", "stored_bytes.py"
+        "memory that greedy tenants leave", "queue", "most * free * math.min(1, 2 * free)", "most", "stored_bytes.py"
     ),
     Mutant("a key's own share", "submit", "memory_share_of(memory_percent,", "memory_share_of(0,", "stored_bytes.py"),
     Mutant("a queued job reserves nothing", "take", "  reserve_output(job)\n", "", "stored_bytes.py"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,21 +15,36 @@ import httpx
 import pytest
 from fakes import fake_node
 from fakes.fake_node import DEFAULT_TOKENS, MODEL, POOL, PROMPT_TOKENS, FakeNode
+from fakes.processes.python_process import PythonProcess
+from fakes.processes.reference_engine import reference_tokens, text_of
+from faults import batches
+from faults.tools.backlog_entries import Requests
+from faults.tools.batch_kills import Ended, Line, problems_of
 from faults.tools.processes import GatewayProcess
+from faults.tools.redis_process import free_port
 
+from penstock.contract.job import SamplingParams
+from penstock.contract.tenant import Terms
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
 from penstock.producer.files.settings import FilesSettings
+from penstock.producer.stored_batches.row_client import KEY_TTL_S
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.files.batch import BatchSpec, new_batch_id
 from penstock.queue.files.records_audit import audit_files
+from penstock.queue.tenants.key_store import KeyStore
+from tests.producer.batch.conftest import process
 
 pytestmark = pytest.mark.timeout(240)
 
 NUM_ROWS = 600
 TIMEOUT_S = 90.0
 F = "penstock:{.files}"
+WORKER = (
+    *(sys.executable, "-m", "celery", "-A", "penstock.producer.batch.app", "worker", "--pool", "threads"),
+    *("--concurrency", "2", "--loglevel", "INFO", "--without-mingle", "--without-gossip"),
+)
 
 
 def rows() -> list[dict[str, Any]]:
@@ -37,8 +54,8 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-async def make(http: httpx.AsyncClient, url: str) -> str:
-    content = "\n".join(map(json.dumps, rows())).encode()
+async def make(http: httpx.AsyncClient, url: str, num_rows: int = NUM_ROWS) -> str:
+    content = "\n".join(map(json.dumps, rows()[:num_rows])).encode()
     form = {"data": {"purpose": "batch"}, "files": {"file": ("rows.jsonl", content)}}
     file = (await http.post(f"{url}/v1/files", **cast(Any, form))).json()
     body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
@@ -116,6 +133,51 @@ async def test_each_row_is_answered_once_whatever_becomes_of_the_holders(
     await redis.aclose()
 
 
+async def test_a_worker_goes_on_when_no_gateway_is_left(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on the terms of a key, until it is revoked. A command that waits outlives the gateway that it asked."""
+    monkeypatch.setenv("PENSTOCK_FILES_URL", str(tmp_path / "files"))
+    monkeypatch.setenv("PENSTOCK_FILES_BATCH_LEASE_S", "1")
+    redis, port, num_rows, log = cast(Any, connect(redis_url)), free_port(), 100, tmp_path / "log"
+    store, batch_ids = KeyStore(redis), list[str]()
+    made = [await store.add("ann", ["infer"], Terms(jobs_per_minute=60_000)) for _ in range(2)]
+    env = os.environ | {"PENSTOCK_URL": f"http://127.0.0.1:{port}/v1", "PENSTOCK_API_KEY": made[0][0]}
+    async with FakeNode(redis_url, step_s=0.005), AsyncClient(redis_url) as client, asyncio.timeout(TIMEOUT_S):
+        records = client.batches
+        with GatewayProcess(redis_url, port=port) as gateway:
+            for secret, _ in made:
+                async with httpx.AsyncClient(timeout=30, headers={"authorization": f"Bearer {secret}"}) as http:
+                    batch_ids.append(await make(http, gateway.url, num_rows))
+                await records.pause(batch_ids[-1], "ann", paused=True)
+            waiting = PythonProcess("-m", "penstock", "batch", "wait", batch_ids[0], env=env)
+            await until_done(redis, batch_ids[1], 0, 1)
+            with process(*WORKER, log=log, PENSTOCK_REDIS_URL=redis_url):
+                while "this worker takes batches" not in log.read_text():
+                    await asyncio.sleep(0.05)
+                gateway.kill()
+                await records.pause(batch_ids[0], "ann", paused=False)
+                assert await ended(client, batch_ids[0])
+                await store.revoke(made[1][1].key_id)
+                await asyncio.sleep(KEY_TTL_S)
+                before = (await records.find(batch_ids[1])).num_completed
+                await records.pause(batch_ids[1], "ann", paused=False)
+                while "is revoked" not in (await records.find(batch_ids[1])).waiting:
+                    await asyncio.sleep(0.05)
+                await records.cancel(batch_ids[1], "ann")
+                while (stopped := await records.find(batch_ids[1])).status != "cancelled":
+                    await asyncio.sleep(0.05)
+        assert (stopped.num_completed, stopped.num_failed) == (before, num_rows - before)
+        with GatewayProcess(redis_url, port=port):
+            answer = await asyncio.to_thread(waiting.communicate, timeout=TIMEOUT_S)
+        assert (waiting.returncode, answer[0]) == (0, "completed\n"), answer
+        done = await records.find(batch_ids[0])
+        assert (done.num_completed, done.num_failed) == (num_rows, 0)
+        assert "Traceback" not in log.read_text()
+        assert await audit_files(redis) == []
+    await redis.aclose()
+
+
 async def make_without_gateway(client: AsyncClient, folder: Path, num_rows: int) -> str:
     """Store an input and make its batch by the services themselves, so that no gateway holds it yet."""
     files = Files(FilesSettings(url=str(folder)), client.files)
@@ -156,6 +218,26 @@ async def test_a_known_model_without_a_node_waits_for_one(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pool", ["threads", "prefork"])
+async def test_a_worker_that_is_stopped_gives_its_batches_back(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: str
+) -> None:
+    monkeypatch.setenv("PENSTOCK_FILES_URL", str(tmp_path / "files"))
+    words, log = [pool if word == "threads" else word for word in WORKER], tmp_path / "log"
+    async with FakeNode(redis_url, step_s=0.05), AsyncClient(redis_url) as client, asyncio.timeout(TIMEOUT_S):
+        batch_id = await make_without_gateway(client, tmp_path / "files", NUM_ROWS)
+        with process(*words, log=log, PENSTOCK_REDIS_URL=redis_url) as worker:
+            while not (await client.batches.find(batch_id)).num_completed:
+                await asyncio.sleep(0.05)
+            worker.terminate()
+            assert await asyncio.to_thread(worker.wait, TIMEOUT_S) == 0
+        # Not after a lease only.
+        leases, _ = await client.batches.take(5, 5.0, asyncio.get_running_loop().time())
+        assert [lease.token for lease in leases] == [2]
+        assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_a_death_at_each_call_of_the_script_loses_no_row(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
@@ -188,3 +270,31 @@ async def test_a_death_at_each_call_of_the_script_loses_no_row(
         redis = cast(Any, connect(redis_url))
         assert await audit_files(redis) == []
         await redis.aclose()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "found"), [((), []), (("--plant", "lost"), ["1 rows are missing: ['row-1999']"])])
+async def test_the_campaign_finds_what_is_planted(words: Sequence[str], found: list[str]) -> None:
+    kills = "0" if words else "2"
+    given = ["--rows", "2000", "--kills", kills, "--every", "2", "--freeze-s", "11", *words]
+    assert await batches.run(batches.parser().parse_args(given)) == found
+
+
+def test_rows_that_are_not_answered_once_are_noticed() -> None:
+    requests = Requests("p", 4, max_tokens=2)
+    right = text_of(reference_tokens("", SamplingParams(**requests.sampling), requests.prompt(0)))
+    lines = [
+        Line("row-0", right, 2),
+        Line("row-1", "wrong", 2),
+        Line("row-2", None),
+        Line("row-2", None),
+        Line("x", ""),
+    ]
+    assert problems_of(requests, Ended("completed", {}, lines, 6)) == [
+        "1 rows are missing: ['row-3']",
+        "1 rows are repeated: ['row-2']",
+        "1 rows are strange: ['x']",
+        "2 rows are failed: ['row-2', 'row-2']",
+        "1 rows are wrong: ['row-1']",
+        "the batch counts 6 output tokens, its rows 4",
+    ]

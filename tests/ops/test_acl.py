@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
 import subprocess
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import redis as sync_redis
+from fakes import fake_node
 from fakes.acl_users import ACL, ROLES, all_rules, confined, rules_of, serving, url_of
 from fakes.queue.harness import CONFIG, POOL, FakeNode, P, Queue, new_job
 from redis.asyncio import Redis
@@ -27,6 +30,9 @@ from penstock.contract.tenant import UNLIMITED
 from penstock.contract.usage import UsageQuery
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.webhooks import Webhooks
+from penstock.producer.files.service import Files
+from penstock.producer.files.settings import FilesSettings
+from penstock.producer.stored_batches.holder import BatchHolder
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
@@ -36,7 +42,9 @@ from penstock.queue.broker.pools import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.queue.broker.profiles import TRACE, ProfileBroker, ProfileSummary
 from penstock.queue.broker.usage import UsageBroker
+from penstock.queue.files.batch import BatchSpec, new_batch_id
 from penstock.queue.tenants.key_store import KeyStore
+from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.embedded_redis import find_redis_server
 from tests.source_tree import ROOT
 
@@ -56,6 +64,7 @@ RUNS = {
         "delete_response",
         "outbox",
         "webhooks",
+        "files",
     ),
     "node": ("join", "heartbeat", "take", "emit", "finish", "give_back", "leave", "sweep", "declare_dead"),
 }
@@ -355,6 +364,41 @@ async def test_secrets_of_webhooks_are_the_gateways_and_the_operators(server: Pa
     assert await clients["watcher"].acl_log() == []
     assert {role for role in ROLES if may(server, role, "HGETALL", keys.WEBHOOK_SECRETS)} == {"gateway", "admin"}
     assert {role for role in ROLES if may(server, role, *EVAL, "HGETALL", keys.WEBHOOK_SECRETS)} == {"gateway", "admin"}
+
+
+async def test_a_worker_runs_a_batch_on_the_terms_of_a_key_that_it_cannot_read(
+    server: Path, clients: dict[str, Redis], tmp_path: Path
+) -> None:
+    _, key = await KeyStore(clients["admin"]).add("acme", ["infer"], UNLIMITED)
+    settings = FilesSettings(url=str(tmp_path), batch_lease_s=1)
+    row = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "hello", "max_tokens": 2}}
+    content = json.dumps(row).encode()
+    async with (
+        fake_node.FakeNode(url_of(server, "node")),
+        AsyncClient(url_of(server, "gateway")) as gateway,
+        AsyncClient(url_of(server, "worker")) as worker,
+    ):
+        files = Files(settings, gateway.files)
+        async with await files.begin("acme", len(content)) as upload:
+            await upload.write(content)
+            file_id = await upload.save("rows.jsonl", "batch", 86_400_000)
+        spec = BatchSpec(file_id, "/v1/completions", "24h", key_id=key.key_id)
+        batch_id = await gateway.batches.create(
+            new_batch_id(), "acme", spec, window_ms=86_400_000, max_open=0, terms=key
+        )
+        of_worker = Files(settings, worker.files)
+        holder = asyncio.create_task(BatchHolder(worker, of_worker, worker.batches).run())
+        while (batch := await gateway.batches.find(batch_id)).is_open:
+            await asyncio.sleep(0.05)
+        await cancel_until_done([holder])
+        assert (batch.status, batch.num_completed) == ("completed", 1)
+        found = await worker.batches.key(key.key_id)
+        assert found is not None and (found.tenant, found.digest) == ("acme", "")
+        files.close()
+        of_worker.close()
+    usage = await UsageBroker(clients["admin"]).per_owner(UsageQuery())
+    assert [owner[1] for owner in usage] == [key.key_id], usage
+    assert await clients["watcher"].acl_log() == []
 
 
 async def test_only_the_operator_asks_for_a_profile_and_the_node_answers(clients: dict[str, Redis]) -> None:

@@ -23,6 +23,7 @@ import pytest
 import redis
 import yaml
 from fakes.acl_users import refusals_in
+from fakes.command import run_command
 from faults.tools.redis_process import free_port
 from fixtures.otlp_collector import OtlpCollector
 from fixtures.tiny_model import make_tiny_model
@@ -134,6 +135,7 @@ class Host:
             ("6379", str(self.redis_port)),
             ("8000", str(self.gateway_port)),
             ("/etc/penstock/", f"{ROOT}/ops/"),
+            ("/files", f"{self._folder}/files"),
             ("/run/secrets/", f"{self._folder}/secrets/"),
             ("/opt/penstock/ops/", f"{ROOT}/ops/"),
             *(() if self._knows_read_only_keys else (("%R~", "~"),)),
@@ -246,6 +248,15 @@ def assert_batch(host: Host) -> None:
     results = [json.loads(line) for line in (host.data / "out.jsonl").read_text().splitlines()]
     assert {row["custom_id"] for row in results} == {"0", "1", "2"}
     assert {row["response"]["body"]["usage"]["completion_tokens"] for row in results} == {4}
+    url = {
+        "PENSTOCK_URL": f"http://127.0.0.1:{host.gateway_port}",
+        "PENSTOCK_API_KEY": host.first_key.read_text().strip(),
+    }
+    stored = run_command("batch", "submit", str(host.data / "in.jsonl"), "--model", "tiny", **url)
+    assert stored.returncode == 0, stored.stderr
+    done = run_command("batch", "results", stored.stdout.strip(), str(host.data / "stored.jsonl"), "--wait", **url)
+    assert done.returncode == 0, done.stderr + host.log("gateway")
+    assert '"this worker takes batches"' in host.log("worker")
 
 
 def assert_only_the_admin_may_list_keys(host: Host) -> None:
@@ -339,6 +350,23 @@ def test_redis_does_not_start_without_a_password_that_it_can_read(url: str, tmp_
 
 def test_worker_keeps_unfinished_batches_on_its_volume() -> None:
     assert SERVICES["worker"]["environment"]["XDG_STATE_HOME"].startswith(f"{SERVICES['worker']['working_dir']}/")
+
+
+def test_gateways_the_worker_and_the_admin_see_the_same_stored_files() -> None:
+    services = [SERVICES["gateway"], SERVICES["worker"], ACL_SERVICES["admin"]]
+    assert {service["environment"]["PENSTOCK_FILES_URL"] for service in services} == {"${FILES_URL:-/files}"}
+    for service in services:
+        assert "${FILES_DIR:-files}:/files" in service["volumes"]
+    # A new volume gets the owner that the folder has in the image.
+    assert re.search(r"install --directory --owner penstock --group penstock .* /files$", DOCKERFILE, re.MULTILINE)
+    assert "[gateway,batch,s3,tracing]" in DOCKERFILE
+    assert "files" in COMPOSE["volumes"]
+
+
+def test_the_worker_runs_many_tasks_in_one_process() -> None:
+    words = SERVICES["worker"]["command"]
+    assert words[words.index("--pool") + 1] == "threads"
+    assert int(words[words.index("--concurrency") + 1]) >= 16
 
 
 def test_both_profiles_run_the_same_node() -> None:

@@ -230,7 +230,7 @@ async function contentOf(fileId) {
 async function smallText(fileId) {
   const { bytes } = await (await request(`v1/files/${fileId}`)).json();
   if (bytes > MAX_RETRY_BYTES) {
-    throw new RowError(`The file has more than ${MAX_RETRY_BYTES >> 20} MiB: use \`penstock batch retry\` instead.`);
+    throw new RowError(`The file has more than ${MAX_RETRY_BYTES >> 20} MiB: use \`penstock batch submit --retry-of\` instead.`);
   }
   return (await contentOf(fileId)).text();
 }

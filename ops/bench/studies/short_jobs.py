@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,6 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from fixtures.tiny_model import make_tiny_model
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -171,20 +170,41 @@ WHOLE_HEAD = """
 |---|---|---|---|---|---|"""
 
 
-async def measure_whole(num_jobs: int, kinds: Sequence[str]) -> None:
-    """Print the rows of whole jobs: `client.generate` of prompts of 30 tokens, with an output token each."""
+def measure_whole(num_jobs: int, kinds: Sequence[str]) -> None:
+    """Print the rows of whole jobs: prompts of 30 tokens, with an output token or an embedding each.
+
+    The client has a process of its own, which imports what a user's process would. What else this process has imported
+    would make Python's garbage collection slower.
+    """
     print(WHOLE_HEAD)
-    for kind in kinds:
+    for row in kinds:
+        kind, _, task = row.partition(",")
         with durable_redis() as server, _node(server.url, kind) as pid:
-            async with AsyncClient(server.url) as client:
-                await _generate(client, _prompts(200))
-                prompts = _prompts(num_jobs)
-                pids = {"redis": redis_pid(server), "node": pid, "client": os.getpid()}
+            what = "embed" if task else "generate"
+            argv = [sys.executable, "-m", __spec__.name, what, "--url", server.url, "--jobs", str(num_jobs)]
+            with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+                assert client.stdin is not None and client.stdout is not None and client.stdout.readline()
+                pids = {"redis": redis_pid(server), "node": pid, "client": client.pid}
                 with CpuMeter(pids) as meter:
-                    await _generate(client, prompts)
+                    print("begin", file=client.stdin, flush=True)
+                    client.stdout.readline()
+                client.stdin.close()
         ms = {name: us / num_jobs / 1e3 for name, us in meter.spent_us.items()}
         cells = " | ".join(f"{ms[name]:.2f}" for name in ("client", "node loop", "node engine", "redis"))
-        print(f"| {kind} | {num_jobs / meter.wall_s:,.0f} | {cells} |", flush=True)
+        print(f"| {row} | {num_jobs / meter.wall_s:,.0f} | {cells} |", flush=True)
+
+
+async def run_client(what: str, url: str, num_jobs: int) -> None:
+    """Say when the client is warm. After a line of input, send the jobs, say so, and wait for the end of input."""
+    async with AsyncClient(url) as client:
+        run = _generate if what == "generate" else _embed
+        await run(client, _prompts(200))
+        prompts = _prompts(num_jobs)
+        print("warm", flush=True)
+        sys.stdin.readline()
+        await run(client, prompts)
+        print("done", flush=True)
+        sys.stdin.read()
 
 
 @contextmanager
@@ -194,6 +214,8 @@ def _node(redis_url: str, kind: str) -> Iterator[int]:
         with node(redis_url, 0.0) as (pid, _):
             yield pid
         return
+    from fixtures.tiny_model import make_tiny_model  # imports transformers
+
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(Path(folder))
         argv = ("penstock", "node", folder, "--redis-url", redis_url, "--dtype", "bfloat16")
@@ -209,6 +231,10 @@ def _prompts(num_jobs: int) -> list[list[int]]:
 async def _generate(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> None:
     results = await client.generate(prompts, max_tokens=1, ignore_eos=True)
     assert all(len(result.choices[0].token_ids) == 1 for result in results)
+
+
+async def _embed(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> None:
+    assert len(await client.embed(prompts)) == len(prompts)
 
 
 QUEUES = ("celery", "taskiq", "dramatiq", "arq")
@@ -271,11 +297,15 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2000)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--cases", nargs="+", help="tenants:waiting")
-    parser.add_argument("--engines", nargs="+", default=["clock", "tiny"])
+    parser.add_argument("--engines", nargs="+", default=["clock", "tiny", "tiny, embeddings"])
+    parser.add_argument("--url", help="of Redis, for `generate` and `embed`, which `whole` starts")
     options = parser.parse_args()
     cases = [_case_of(one) for one in options.cases] if options.cases else CASES
+    if options.url:
+        asyncio.run(run_client(options.what[0], options.url, options.jobs))
+        return
     if "whole" in options.what:
-        asyncio.run(measure_whole(options.jobs, options.engines))
+        measure_whole(options.jobs, options.engines)
     if "peers" in options.what:
         asyncio.run(measure_peers(options.jobs, options.turns))
     if "queue" in options.what:

@@ -36,6 +36,7 @@ _INVARIANT_OF = {
     "stray": "I5",
     "wrong_score": "I5",
     "wrong_sum": "I5",
+    "wrong_size": "I5",
     "wrong_ledger": "I5",
     "would_vanish": "I1",
     "no_terminal_chunk": "I1",

@@ -25,7 +25,7 @@ from penstock.contract.output import (
     state_of,
 )
 from penstock.contract.priority import NUM_PRIORITIES, Priority, class_of_level, is_background
-from penstock.queue import keys
+from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.job_cost import Ahead
@@ -66,6 +66,8 @@ class JobStatus:
     job's end; until then this is what the context leaves at most."""
     tags: tuple[str, ...] = ()
     metadata: Mapping[str, str] | None = None
+    custom_id: str | None = None
+    """The caller's name of the job."""
     accepted_ms: int = 0
     retry_of: str | None = None
     """The id of the job whose request this one repeats."""
@@ -86,10 +88,12 @@ def status_of(
     """Return a job's state from STATUS_FIELDS of its record.
 
     `now_ms`: Redis's time. `num_chunks`: the length of its log, while the record does not say it. `num_ahead`: the jobs
-    queued before it. `metadata`: as JSON. Raises ValueError for a damaged record.
+    queued before it. `metadata`: as JSON, with the custom_id. Raises ValueError for a damaged record.
     """
     ledger, level = ledger_of(fields), int(fields["level"])
     begins_ms = ledger.queued_ms
+    notes: dict[str, str] = {} if metadata is None else json.loads(metadata)
+    custom_id = notes.pop(wire.CUSTOM_ID, None)
     state = shown_state(ledger.state, is_cancelled=fields["cancel"] == "1", begins_ms=begins_ms, now_ms=now_ms)
     return JobStatus(
         *(job_id, state, class_of_level(level), is_background(level), int(fields["chunks"] or num_chunks)),
@@ -101,7 +105,8 @@ def status_of(
         large_result_bytes=large_result_bytes_of(fields),
         max_tokens=_lowered_limit(fields["limits"], ledger.usage),
         tags=tuple(filter(None, (fields[f"tag{number}"] for number in range(1, MAX_TAGS + 1)))),
-        metadata=None if metadata is None else json.loads(metadata),
+        metadata=notes or None,
+        custom_id=custom_id,
         accepted_ms=int(fields["accepted"] or ledger.queued_ms),
         retry_of=f"{pool_of(job_id)}.{fields['retry_of']}" if fields["retry_of"] else None,
         webhooks=tuple(fields["webhooks"].split()),

@@ -92,7 +92,8 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
     if trace:
         # Added after the hash, since the same request of another trace is still the same request.
         request = with_members(request, [("trace", [pack(trace)])])
-    metadata = json.dumps(job.metadata, separators=(",", ":"), ensure_ascii=False) if job.metadata else ""
+    notes = {**(job.metadata or {}), **({} if job.custom_id is None else {wire.CUSTOM_ID: job.custom_id})}
+    metadata = json.dumps(notes, separators=(",", ":"), ensure_ascii=False) if notes else ""
     row = (
         *(job.id, job.level, job.num_sequences, submission.cost, body, job.deadline_ms or 0),
         *(int(submission.channel), int(job.requires_reader), keys.key_hash(job.idempotency_key)),

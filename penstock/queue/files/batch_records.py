@@ -17,6 +17,7 @@ from penstock.contract.errors import (
     PenstockError,
     RequestError,
 )
+from penstock.contract.tenant import ApiKey
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
@@ -66,9 +67,19 @@ class BatchRecords:
 
     @retried
     async def create(
-        self, batch_id: str, tenant: str, spec: BatchSpec, *, window_ms: int, max_open: int, key: str | None = None
+        self,
+        batch_id: str,
+        tenant: str,
+        spec: BatchSpec,
+        *,
+        window_ms: int,
+        max_open: int,
+        key: str | None = None,
+        terms: ApiKey | None = None,
     ) -> str:
         """Make a batch and return its id: that of the batch that was made before with the same idempotency key.
+
+        `terms`: the API key on whose terms the rows run. Its terms are noted if no release has noted them yet.
 
         Raises NotFoundError for its file, RequestError for a file of another purpose, BusyError if the tenant has
         `max_open` open batches, and ConflictError for a key of another request.
@@ -83,8 +94,11 @@ class BatchRecords:
             request=request,
             window_ms=window_ms,
             max_open=max_open,
-            idem=keys.key_hash(key),
+            # Apart from those of files: a caller may give both the same key.
+            idem=keys.key_hash(None if key is None else f"batch {key}"),
             digest=keys.key_hash(request),
+            terms="" if terms is None else terms.public_json(),
+            key_id=spec.key_id,
         )
         match answer[0]:
             case b"NO_FILE":
@@ -144,6 +158,13 @@ class BatchRecords:
         _check_change(batch_id, await call_script(self._redis, "pause", id=batch_id, tenant=tenant, paused=mark))
 
     @retried
+    async def key(self, key_id: str) -> ApiKey | None:
+        """Return an API key without its digest; None if there is none."""
+        with translated():
+            found = await self._redis.hget(keys.key_terms(), key_id)
+        return None if found is None else ApiKey.of_public_json(found)
+
+    @retried
     async def num_rows_left(self) -> int:
         """Return how many rows of all open batches are in no part yet."""
         with translated():
@@ -191,8 +212,7 @@ class BatchRecords:
     @retried
     async def fail(self, lease: BatchLease, problems: Sequence[RowProblem], life_ms: int) -> None:
         """End a batch whose input is wrong."""
-        errors = json.dumps([asdict(problem) for problem in problems])
-        await self._held(lease, "fail", errors=errors, life_ms=life_ms)
+        await self._held(lease, "fail", errors=_encoded(problems), life_ms=life_ms)
 
     @retried
     async def commit(
@@ -210,10 +230,18 @@ class BatchRecords:
         await self._held(lease, "finalize", ending=ending)
 
     @retried
-    async def finish(self, lease: BatchLease, status: str, files: Mapping[str, NewFile], life_ms: int) -> None:
+    async def finish(
+        self,
+        lease: BatchLease,
+        status: str,
+        files: Mapping[str, NewFile],
+        life_ms: int,
+        problems: Sequence[RowProblem] = (),
+    ) -> None:
         """End a batch and save its files, by kind (`output`, `error`)."""
         given = {kind: file_arguments(file) for kind, file in files.items()}
-        await self._held(lease, "finish", status=status, files=given, life_ms=life_ms)
+        errors = _encoded(problems) if problems else ""
+        await self._held(lease, "finish", status=status, files=given, life_ms=life_ms, errors=errors)
 
     @retried
     async def committed_rows(self, batch_id: str) -> bytes:
@@ -278,3 +306,7 @@ def _record_of(batch_id: str, found: Mapping[bytes, bytes]) -> BatchRecord | Non
         waiting=fields["waiting"],
         rows_per_s=float(fields.get("rate", "0")),
     )
+
+
+def _encoded(problems: Sequence[RowProblem]) -> str:
+    return json.dumps([asdict(problem) for problem in problems])

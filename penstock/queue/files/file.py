@@ -26,6 +26,8 @@ class StoredFile:
     num_bytes: int
     created_ms: int
     expires_ms: int | None
+    is_lost: bool = False
+    """Whether an audit has found that the storage lost its content."""
 
     @property
     def object_name(self) -> str:

@@ -18,7 +18,7 @@ UPLOAD_LEASE_MS = 600_000
 """Milliseconds after which an upload that its gateway no longer renews is dropped."""
 _RETRY_MS = 60_000
 _ERASED_AT_ONCE = 200
-_FIELDS = ("tenant", "name", "purpose", "bytes", "created", "expires")
+_FIELDS = ("tenant", "name", "purpose", "bytes", "created", "expires", "lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +193,10 @@ class FileRecords:
         """Return those of these ids that no record names."""
         return [one.decode() for one in (await call_script(self._redis, "unknown", ids=list(file_ids)))[1]]
 
+    async def mark_lost(self, file_ids: Sequence[str]) -> None:
+        """Note that the storage has lost the contents of these files."""
+        await call_script(self._redis, "lose", ids=list(file_ids))
+
 
 def file_arguments(file: NewFile) -> dict[str, Any]:
     """Return a new file as files.lua takes it."""
@@ -222,4 +226,5 @@ def _file_of(file_id: str, fields: Mapping[str, str]) -> StoredFile | None:
         int(fields["bytes"]),
         int(fields["created"]),
         int(fields["expires"]) if fields["expires"] else None,
+        is_lost=fields.get("lost") == "1",
     )

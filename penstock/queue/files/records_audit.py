@@ -16,6 +16,7 @@ from penstock.queue import keys
 from penstock.queue.broker.audit import Finding
 from penstock.queue.broker.connection import translated
 from penstock.queue.files.batch import OPEN_STATES
+from penstock.queue.files.file import object_of
 
 _SUMS = ("stored", "num_files", "uploading", "num_uploads", "num_open", "rows_left")
 _ALL = "*"
@@ -41,7 +42,7 @@ class _Seen:
 async def audit_files(redis: Redis) -> list[Finding] | None:
     """Return all violations, or None if there are neither files nor batches. Raises UnavailableError."""
     first = await _look(redis)
-    if not first.names:
+    if not first.names - {"keys"}:
         return None
     once, again = set(_findings(first)), set(_findings(await _look(redis)))
     return sorted(once & again)
@@ -59,6 +60,35 @@ async def _look(redis: Redis) -> _Seen:
             elif kind == b"zset":
                 seen.members[name] = {one.decode() for one in await client.zrange(key, 0, -1)}
     return seen
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The objects of the storage that records name, with their bytes."""
+
+    files: dict[str, int]
+    """Without those that are marked as lost."""
+    parts: dict[str, int]
+    """The committed parts of open batches."""
+    open_batches: frozenset[str]
+
+
+async def contents_of(redis: Redis) -> Contents:
+    """Return what the storage should have. Raises UnavailableError."""
+    seen, client = await _look(redis), cast(Any, redis)
+    files = {
+        object_of(file_id): int(fields["bytes"])
+        for file_id, fields in seen.of_kind("file")
+        if fields.get("lost") != "1"
+    }
+    parts: dict[str, int] = {}
+    open_batches = [batch_id for batch_id, fields in seen.of_kind("batch") if fields["status"] in OPEN_STATES]
+    for batch_id in open_batches:
+        with translated():
+            for one in await client.lrange(keys.batch_parts(batch_id), 0, -1):
+                name, _, num_bytes = one.decode().split(" ")
+                parts[name] = int(num_bytes)
+    return Contents(files, parts, frozenset(open_batches))
 
 
 class _Wanted:

@@ -174,6 +174,14 @@ function does.forget()
   return {'OK'}
 end
 
+-- The storage has lost the contents of these files.
+function does.lose()
+  for _, id in ipairs(asked.ids) do
+    if redis.call('EXISTS', F .. ':file:' .. id) == 1 then redis.call('HSET', F .. ':file:' .. id, 'lost', 1) end
+  end
+  return {'OK'}
+end
+
 -- Which of these ids belong to nothing: not to a file, an upload or an open batch, nor to garbage.
 function does.unknown()
   local unknown = {}
@@ -215,6 +223,7 @@ function does.create()
   local tenant, purpose = unpack(redis.call('HMGET', F .. ':file:' .. asked.file, 'tenant', 'purpose'))
   if tenant ~= asked.tenant then return {'NO_FILE'} end
   if purpose ~= 'batch' then return {'WRONG_PURPOSE', purpose} end
+  if redis.call('HGET', F .. ':file:' .. asked.file, 'lost') == '1' then return {'NO_FILE'} end
   if asked.max_open > 0 and number_in('num_open', tenant) >= asked.max_open then return {'FULL', asked.max_open} end
   redis.call('HSET', F .. ':batch:' .. asked.id, 'tenant', tenant, 'file', asked.file, 'request', asked.request,
     'status', 'validating', 'created_at', now, 'expires_at', now + asked.window_ms, 'token', 0, 'total', 0, 'left', 0,
@@ -223,6 +232,10 @@ function does.create()
   redis.call('ZADD', F .. ':open_batches', 0, asked.id)
   redis.call('HINCRBY', F .. ':file:' .. asked.file, 'readers', 1)
   count('num_open', tenant, 1)
+  -- What a change of the key has noted is newer than what the caller knows.
+  if asked.terms ~= '' and redis.call('HEXISTS', F .. ':keys', asked.key_id) == 0 then
+    redis.call('HSET', F .. ':keys', asked.key_id, asked.terms)
+  end
   note_idem(asked.id)
   return {'OK', asked.id, 0}
 end
@@ -323,6 +336,7 @@ function does.finish()
   if status == asked.status and token == tostring(asked.token) then return {'OK'} end
   if not is_held(asked.id, asked.token) then return {'LOST'} end
   local tenant = read_batch(asked.id, 'tenant')
+  if asked.errors ~= '' then redis.call('HSET', F .. ':batch:' .. asked.id, 'errors', asked.errors) end
   for kind, file in pairs(asked.files) do
     end_upload(file.id)
     save_file(file, tenant)

@@ -77,6 +77,7 @@ class TenantBroker:
         with translated():
             if found := await self._keys_of(tenant):
                 await self._redis.hdel(keys.API_KEYS, *found)
+                await self._redis.hdel(keys.key_terms(), *found)
             # Before the jobs, so that no batch submits further rows and no endpoint is told of the ends.
             await FileRecords(self._redis).erase(tenant)
             endpoints = EndpointStore(self._redis)

@@ -1,4 +1,7 @@
-"""Storage of API keys in `penstock:keys`. An operator writes it and gateways read it."""
+"""Storage of API keys in `penstock:keys`. An operator writes it and gateways read it.
+
+A copy without digests is among the keys of batches, because workers run batches on the terms of an API key.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +78,8 @@ class KeyStore:
             }
         )
         with translated():
+            # Not as a transaction, to which a gateway that makes the first key has no right.
+            await self._redis.hset(keys.key_terms(), key_id, record.public_json())
             await self._redis.hset(keys.API_KEYS, key_id, record.model_dump_json())
         return key, record
 
@@ -121,6 +126,7 @@ class KeyStore:
             new = changed(record)
             pipe.multi()
             pipe.hset(keys.API_KEYS, key_id, new.model_dump_json())
+            pipe.hset(keys.key_terms(), key_id, new.public_json())
             return new
 
         with translated():

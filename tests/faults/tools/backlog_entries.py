@@ -56,8 +56,8 @@ class Requests:
         return {"max_tokens": self.max_tokens, "temperature": 0.0}
 
     def prompt(self, index: int) -> list[int]:
-        """Return the prompt of one request."""
-        return [*_PROMPT, FIRST_TOKEN_ID + index]
+        """Return the prompt of one request. Its token ids stay within the vocabulary of the demo model."""
+        return [*_PROMPT, *(FIRST_TOKEN_ID + digits for digits in divmod(index, 10_000))]
 
     def is_right(self, index: int, text: str) -> bool:
         """Whether a text can be the answer to that request."""

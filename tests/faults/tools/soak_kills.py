@@ -86,7 +86,10 @@ class Fleet:
 
     async def kill_gateway(self, rng: random.Random) -> None:
         """Send SIGKILL to a gateway and replace it."""
-        place = rng.randrange(len(self.gateways))
+        await self.kill_gateway_at(rng.randrange(len(self.gateways)))
+
+    async def kill_gateway_at(self, place: int) -> None:
+        """Send SIGKILL to the gateway at this place and replace it."""
         self.gateways[place].close()
         self.gateways[place] = await self._start_gateway(place)
 

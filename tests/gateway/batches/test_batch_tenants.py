@@ -78,8 +78,8 @@ def test_tenants_see_only_their_own(clients: dict[str, httpx.Client], engine: Ec
     assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 3)
     for path in (f"/v1/files/{file_id}", f"/v1/files/{file_id}/content", f"/v1/batches/{batch['id']}"):
         assert (ann.get(path).status_code, bob.get(path).status_code) == (200, 404), path
-    output = f"/v1/files/{batch['output_file_id']}/content"
-    assert (ann.get(output).status_code, bob.get(output).status_code) == (200, 404)
+    for output in (f"/v1/files/{batch['output_file_id']}/content", f"/v1/batches/{batch['id']}/output"):
+        assert (ann.get(output).status_code, bob.get(output).status_code) == (200, 404)
     assert bob.delete(f"/v1/files/{file_id}").status_code == 404
     assert make(bob, file_id).status_code == 404
     for action in ("cancel", "pause", "resume"):

@@ -180,6 +180,56 @@ def test_cancel_keeps_answers_and_names_the_other_rows(api: openai.OpenAI, engin
     assert api.files.delete(batch.input_file_id).deleted
 
 
+def test_rows_of_a_running_batch_can_be_read(api: openai.OpenAI, http: httpx.Client, engine: EchoEngine) -> None:
+    rows = [row(f"fast{i}", "x") for i in range(5)] + [row("wrong", "x", temperature=-1)]
+    engine.step_s = 0.03
+    batch = make(api, [*rows[:3], "", *rows[3:], row("slow", "y" * 200)])
+    path = f"/v1/batches/{batch.id}"
+    assert http.get(f"{path}/output").content == b""
+    wait_for(api, batch.id, lambda one: (counts := one.request_counts) is not None and counts.completed == 5)
+    some, failed = http.get(f"{path}/output"), http.get(f"{path}/errors").json()
+    assert {json.loads(line)["custom_id"] for line in some.text.splitlines()} == {f"fast{i}" for i in range(5)}
+    assert (failed["line"], failed["custom_id"]) == (7, "wrong")
+    start = {"range": f"bytes={len(some.content)}-"}
+    nothing = http.get(f"{path}/output", headers=start)
+    assert (nothing.status_code, nothing.json()["error"]["code"]) == (416, "range_not_satisfiable")
+    assert http.get(f"{path}/output", headers={"range": "bytes=3-9"}).content == some.content[3:10]
+    engine.step_s = 0.0
+    done = ended(api, batch.id)
+    rest = http.get(f"{path}/output", headers=start)
+    whole = api.files.content(str(done.output_file_id)).content
+    assert (rest.status_code, some.content + rest.content) == (206, whole)
+    assert http.get(f"{path}/output").content == whole
+    assert http.get(f"{path}/errors").content == api.files.content(str(done.error_file_id)).content
+    assert http.get("/v1/batches/none/output").status_code == 404
+
+
+def test_a_lost_input_fails_its_batch_and_keeps_its_answers(
+    api: openai.OpenAI, http: httpx.Client, engine: EchoEngine, folder: Path, redis_url: str
+) -> None:
+    def lose(file_id: str) -> None:
+        (path,) = folder.glob(f"*/files/{file_id}")
+        path.unlink()
+
+    engine.step_s = 0.03
+    batch = make(api, [*(row(f"fast{i}", "x") for i in range(3)), row("slow", "y" * 200)])
+    wait_for(api, batch.id, lambda one: (counts := one.request_counts) is not None and counts.completed == 3)
+    lose(batch.input_file_id)
+    with sync_redis.Redis.from_url(redis_url) as redis:
+        # Another holder reads the input anew.
+        redis.hincrby(f"{F}:batch:{batch.id}", "token", 1)
+        redis.zadd(f"{F}:open_batches", {batch.id: 0})
+    file_id = upload(api, [row("a", "x")])
+    lose(file_id)
+    unread = api.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
+    for one in (ended(api, batch.id), ended(api, unread.id)):
+        assert one.status == "failed" and one.failed_at is not None and one.errors is not None and one.errors.data
+        assert [problem.code for problem in one.errors.data] == ["input_lost"]
+    assert lines_of(api, api.batches.retrieve(batch.id).output_file_id).keys() == {f"fast{i}" for i in range(3)}
+    # What runs of it ends before another test.
+    engine.step_s = 0.0
+
+
 def test_a_batch_expires(api: openai.OpenAI, engine: EchoEngine, redis_url: str) -> None:
     engine.step_s = 0.02
     batch = make(api, [row(f"r{i}", "y" * 200) for i in range(80)])
@@ -215,11 +265,14 @@ def test_pause_and_resume(api: openai.OpenAI, engine: EchoEngine) -> None:
 
 
 def test_a_key_makes_one_batch_and_pages_list_all(api: openai.OpenAI) -> None:
-    file = upload(api, [row("a", "x")])
     with_key: Any = {"extra_headers": {"Idempotency-Key": "one-batch"}}
+    content = json.dumps(row("a", "x")).encode()
+    # The same key is another one for files.
+    file = api.files.create(file=("rows.jsonl", content), purpose="batch", **with_key).id
     first = api.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h", **with_key)
     again = api.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h", **with_key)
     assert again.id == first.id
+    assert api.files.create(file=("rows.jsonl", content), purpose="batch", **with_key).id == file
     with pytest.raises(openai.ConflictError, match="Idempotency-Key"):
         api.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h", metadata={"a": "b"}, **with_key)
     second = make(api, [row("a", "x")])

@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 import redis as sync_redis
+from fakes.command import run_command
 
 from penstock.contract.errors import UnavailableError
 from penstock.producer.client import AsyncClient
@@ -252,3 +253,37 @@ def test_a_full_disk_refuses_by_name(api: openai.OpenAI, folder: Path, monkeypat
     with pytest.raises(openai.RateLimitError, match="PENSTOCK_FILES_MIN_FREE_MIB"):
         api.files.create(file=("a", b"x"), purpose="batch")
     assert stored(folder) == []
+
+
+def test_the_audit_compares_a_folder_with_the_records(api: openai.OpenAI, folder: Path, redis_url: str) -> None:
+    kept, lost, cut = (api.files.create(file=("a", content), purpose="batch").id for content in (b"a", b"b", b"cut"))
+    path = next(folder.glob(f"*/files/{kept}"))
+    path.with_name(lost).unlink()
+    path.with_name(cut).write_bytes(b"c")
+    old, young, part = (
+        path.with_name(f"file-{'0' * 32}"),
+        path.with_name(f"file-{'1' * 32}"),
+        path.parents[1] / "parts/x/y",
+    )
+    part.parent.mkdir(parents=True, exist_ok=True)
+    for stray in (old, young, part):
+        stray.write_bytes(b"x")
+    for stray in (old, part):
+        os.utime(stray, (time.time() - 7200,) * 2)
+    found = run_command("audit", "--redis-url", redis_url, PENSTOCK_FILES_URL=str(folder))
+    contents = [line for line in found.stdout.splitlines() if line.startswith("stored contents")]
+    assert (found.returncode, sorted(line.split(": ", 2)[1] for line in contents)) == (
+        1,
+        ["I5 missing", "I5 stray", "I5 stray", "I5 wrong_size"],
+    )
+    mended = run_command("audit", "--redis-url", redis_url, "--repair", PENSTOCK_FILES_URL=str(folder))
+    # A content of another size is no orphan, and nothing can restore it.
+    assert mended.returncode == 1 and mended.stdout.count("wrong_size") == 2
+    assert (old.exists(), young.exists(), part.exists(), path.exists()) == (False, True, False, True)
+    assert [api.files.retrieve(one).status for one in (kept, lost)] == ["processed", "error"]
+    young.unlink()
+    api.files.delete(cut)
+    whole = run_command("audit", "--redis-url", redis_url, PENSTOCK_FILES_URL=str(folder))
+    assert (whole.returncode, whole.stdout.splitlines()[-1]) == (0, "stored contents: all contents match the records")
+    elsewhere = run_command("audit", "--redis-url", redis_url, PENSTOCK_FILES_URL=str(folder / "elsewhere"))
+    assert (elsewhere.returncode, "stored contents: not compared: " in elsewhere.stderr) == (0, True)

@@ -13,6 +13,7 @@ from typing import Any
 import boto3  # type: ignore[import-untyped]
 import httpx
 import pytest
+from fakes.command import run_command
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 
 from penstock.producer.client import AsyncClient
@@ -140,11 +141,46 @@ def test_an_outage_pauses_a_batch_and_loses_nothing(
     assert objects() == {"penstock-storage", f"files/{file_id}", f"files/{batch['output_file_id']}"}
 
 
-def test_orphans_of_a_bucket_are_deleted(http: httpx.Client, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = objects()
+def test_the_audit_compares_a_bucket_with_the_records(
+    http: httpx.Client, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, lost = upload(http, b"kept"), upload(http, b"lost")
+    storage = storage_id()
+    s3 = boto3.client("s3")
+    s3.delete_object(Bucket="penstock-test", Key=f"here/{storage}/files/{lost}")
+    strays = (f"files/file-{'0' * 32}", "parts/batch_0/00000001-000000.output")
+    for name in strays:
+        s3.put_object(Bucket="penstock-test", Key=f"here/{storage}/{name}", Body=b"x")
+    # Young objects may be about to get their records.
+    said = run_command("audit", "--redis-url", redis_url).stdout
+    assert f"I5 missing: storage files/{lost}" in said and "stray" not in said
+    monkeypatch.setattr("penstock.producer.files.storage_audit.ORPHAN_AGE_S", -1.0)
+    found = run_command("audit", "--redis-url", redis_url)
+    assert found.returncode == 1
+    for name in (strays[0], "parts/batch_0/"):
+        assert f"I5 stray: storage {name}: no record of it" in found.stdout
+    mended = run_command("audit", "--redis-url", redis_url, "--repair")
+    assert mended.returncode == 0, mended.stdout
+    assert "stored contents: all contents match the records" in mended.stdout
+    assert not objects() & set(strays) and f"files/{kept}" in objects()
+    shown = http.get(f"/v1/files/{lost}").json()
+    assert (shown["status"], shown["status_details"]) == ("error", "the storage has lost the content of this file")
+    assert http.get(f"/v1/files/{lost}/content").json()["error"]["code"] == "file_not_found"
+    body = {"input_file_id": lost, "endpoint": CHAT, "completion_window": "24h"}
+    assert http.post("/v1/batches", json=body).json()["error"]["code"] == "file_not_found"
+    assert http.delete(f"/v1/files/{lost}").is_success and http.delete(f"/v1/files/{kept}").is_success
+
+
+def storage_id() -> str:
     (storage,) = {
         one["Key"].split("/")[1] for one in boto3.client("s3").list_objects_v2(Bucket="penstock-test")["Contents"]
     }
+    return str(storage)
+
+
+def test_orphans_of_a_bucket_are_deleted(http: httpx.Client, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = objects()
+    storage = storage_id()
     boto3.client("s3").put_object(Bucket="penstock-test", Key=f"here/{storage}/files/file-{'0' * 32}", Body=b"x")
     monkeypatch.setattr("penstock.producer.files.service.ORPHAN_AGE_S", -1.0)
 

@@ -67,8 +67,10 @@ def ended(client: httpx.Client, path: str) -> dict[str, Any]:
 
 def test_jobs_have_tags_and_metadata_and_are_listed_by_them(callers: Callers) -> None:
     http = callers["acme"]
-    job_id = submitted(http, tags=["http:1", "eu"], metadata={"order": "4711"})
+    job_id = submitted(http, tags=["http:1", "eu"], metadata={"order": "4711"}, custom_id="row 17")
     job = http.get(f"/v1/jobs/{job_id}").json()
+    (of_list,) = http.get("/v1/jobs", params={"tag": "http:1"}).json()["data"]
+    assert job["custom_id"] == of_list["custom_id"] == "row 17"
     assert (job["state"], job["tags"], job["metadata"]) == ("scheduled", ["http:1", "eu"], {"order": "4711"})
     assert listed(http, tag="http:1", state="scheduled,running") == [job_id]
     assert listed(http, tag="http:1", priority="batch", background="true") == [job_id]
@@ -81,7 +83,7 @@ def test_jobs_have_tags_and_metadata_and_are_listed_by_them(callers: Callers) ->
     answer = http.post("/v1/chat/completions", json={**chat, "tags": ["http:chat"]})
     assert answer.status_code == 200, answer.text
     (found,) = http.get("/v1/jobs", params={"tag": "http:chat"}).json()["data"]
-    assert (found["state"], found["metadata"]) == ("succeeded", {"of": "chat"})
+    assert (found["state"], found["metadata"], "custom_id" in found) == ("succeeded", {"of": "chat"}, False)
     assert listed(http, tag="http:chat", state="done") == [found["id"]]
 
 

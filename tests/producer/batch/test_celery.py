@@ -49,7 +49,7 @@ PENSTOCK = (sys.executable, "-m", "penstock")
 
 @contextmanager
 def worker(
-    url: str, *, visibility_timeout_s: int = 2, log: Path | None = None, **env: str
+    url: str, *words: str, visibility_timeout_s: int = 2, log: Path | None = None, **env: str
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a worker as compose does."""
     settings = {
@@ -59,7 +59,7 @@ def worker(
     }
     # Metrics of several processes are a mode that prometheus_client takes when it is imported.
     forked = "PENSTOCK_CELERY_METRICS_PORT" not in env
-    with process(*WORKER, *QUIET, log=log, forked=forked, **settings, **env) as running:
+    with process(*WORKER, *QUIET, *words, log=log, forked=forked, **settings, **env) as running:
         yield running
 
 
@@ -195,10 +195,11 @@ def has_tasks(url: str) -> bool:
         return bool(client.exists("penstock:celery:penstock-batch", "penstock:celery:unacked"))
 
 
-def test_stopped_worker_returns_its_task_at_once(app: Celery, served_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_stopped_worker_returns_its_task_at_once(app: Celery, served_url: str, tmp_path: Path, pool: str) -> None:
     rows = [chat_row(f"row-{i}", max_tokens=100) for i in range(100)]
     task = send_file(app, tmp_path, rows)
-    with worker(served_url, visibility_timeout_s=3600, REMAP_SIGTERM="SIGQUIT") as first:
+    with worker(served_url, "--pool", pool, visibility_timeout_s=3600, REMAP_SIGTERM="SIGQUIT") as first:
         wait_for_lines(tmp_path / "out.jsonl.partial", 10, first)
         first.terminate()
         first.communicate(timeout=20)

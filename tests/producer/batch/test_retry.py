@@ -17,7 +17,7 @@ import typer
 import zstandard
 from fsspec.implementations.memory import MemoryFileSystem
 
-from penstock.cli import batch as command
+from penstock.cli.batch import commands, progress
 from penstock.contract.errors import RequestError
 from penstock.producer.batch import outages
 from penstock.producer.batch.outages import is_outage
@@ -127,7 +127,7 @@ def test_a_retry_of_an_unfinished_batch_is_refused(tmp_path: Path) -> None:
 
 def test_a_log_gets_lines_with_rate_and_expected_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 100.0)
-    lines = command.BatchLines(io.StringIO())
+    lines = progress.BatchLines(io.StringIO())
     assert lines.line(100.0, 0.0) == "batch"
     lines.update(BatchProgress(5000, 1000, 0))
     lines.update(BatchProgress(5000, 1900, 100, waiting="the queue is full"))
@@ -139,9 +139,9 @@ def test_a_log_gets_lines_with_rate_and_expected_end(monkeypatch: pytest.MonkeyP
 def test_a_run_without_a_terminal_speaks_while_it_runs(
     served_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "FIRST_LINES_S", 0.02)
+    monkeypatch.setattr(progress, "FIRST_LINES_S", 0.02)
     source = write_rows(tmp_path / "in.jsonl", [chat_row(f"{number}", max_tokens=60) for number in range(100)])
-    command.run(str(source), str(tmp_path / "out.jsonl"), in_flight=8, redis_url=served_url)
+    commands.run(str(source), str(tmp_path / "out.jsonl"), in_flight=8, redis_url=served_url)
     lines = capsys.readouterr().err.splitlines()
     assert any(re.match(r"batch: \d+ of 100 rows done, 0 failed, [\d.]+ rows/s, expected end ", line) for line in lines)
     assert lines[-1].startswith("100 answered, 0 failed")
@@ -170,7 +170,7 @@ def test_a_store_that_is_away_is_waited_for(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(outages, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(command, "FIRST_LINES_S", 0.01)
+    monkeypatch.setattr(progress, "FIRST_LINES_S", 0.01)
     fsspec.register_implementation("away", AwayFileSystem, clobber=True)
     store = fsspec.filesystem("away")
     store.pipe("/in.jsonl", text_of([chat_row("good"), chat_row("bad", n=99)]))
@@ -183,7 +183,7 @@ def test_a_store_that_is_away_is_waited_for(
     assert len(reasons) == 3 and "away://in.jsonl is unreachable" in reasons[0]
 
     with pytest.raises(typer.Exit):
-        command.run(batch.input, batch.output, redis_url=served_url)
+        commands.run(batch.input, batch.output, redis_url=served_url)
     said = capsys.readouterr().err
     assert "away://in.jsonl is unreachable" in said and "1 answered, 1 failed" in said
     AwayFileSystem.num_refusals = 0

@@ -9,7 +9,7 @@ import pytest
 from faults.tools.redis_process import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.producer.batch.celery_app import make_app
+from penstock.producer.batch.celery_app import STORED_BATCHES, make_app
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import GENERATE, RUN_FILE
 from tests.producer.batch.conftest import chat_row, kill_group, wait_for_lines
@@ -88,5 +88,5 @@ def test_waiting_and_running_tasks_are_those_of_the_moment(served_url: str, tmp_
 
 def test_without_a_port_nothing_is_served_and_no_folder_is_made(served_url: str, tmp_path: Path) -> None:
     app = make_app(CelerySettings.load(), served_url)
-    assert app.steps["worker"] == set()
+    assert app.steps["worker"] == {STORED_BATCHES}
     app.close()

@@ -33,11 +33,13 @@ async def states(client: AsyncClient, *job_ids: str) -> list[str]:
 async def test_a_retry_is_a_new_job_with_the_same_request_class_and_tags(
     client: AsyncClient, told_node: FakeNode
 ) -> None:
-    options: dict[str, Any] = {"tags": ["run:1"], "metadata": {"a": "b"}, "priority": Priority.INTERACTIVE}
+    notes: dict[str, Any] = {"tags": ["run:1"], "metadata": {"a": "b"}, "custom_id": "row-1"}
+    options = {**notes, "priority": Priority.INTERACTIVE}
     old = await failed(client, told_node, background=False, **options)
     retried = await client.control.retry(old)
     status = await client.status(retried.job_id)
     assert (status.retry_of, status.tags, status.metadata) == (old, ("run:1",), {"a": "b"})
+    assert status.custom_id == "row-1"
     assert (status.priority, status.is_background, status.state) == (Priority.INTERACTIVE, False, "queued")
     assert await client._redis.get(keys.request(old)) == await client._redis.get(keys.request(retried.job_id))
     # A job has one retry.

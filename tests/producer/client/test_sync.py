@@ -19,7 +19,7 @@ import pytest
 from fakes.fake_node import FakeNode, fake_text, fake_tokens
 from fakes.processes.python_process import run_python
 
-from penstock.contract.errors import JobCancelledError, RequestError, UnavailableError
+from penstock.contract.errors import JobCancelledError, NotFoundError, RequestError, UnavailableError
 from penstock.producer.client import Client
 from tests.producer.client.conftest import node_on_thread
 
@@ -154,6 +154,20 @@ def test_stream_collected_during_a_call_blocks_no_other_call(client: Client, mon
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", start_with_a_collection)
     del stream, abandoned
     assert job.cancel() == "cancelling"
+
+
+def test_webhook_endpoints_are_kept_by_a_synchronous_client(client: Client) -> None:
+    endpoint, secret = client.webhooks.create("https://hook.example/", name="a", event_types=["job.failed"])
+    assert client.webhooks.update(endpoint.id, {"name": "b"}).name == "b"
+    assert client.webhooks.rotate_secret(endpoint.id, keep_old=True)[1] != secret
+    assert [one.name for one in client.webhooks.all()] == [client.webhooks.get(endpoint.id).name] == ["b"]
+    assert client.webhooks.deliveries(endpoint.id, "pending").deliveries == []
+    assert client.webhooks.redeliver(endpoint.id) == 0
+    for ask in (lambda: client.webhooks.delivery(endpoint.id, "evt_0"), lambda: client.webhooks.get("none")):
+        with pytest.raises(NotFoundError):
+            ask()
+    client.webhooks.delete(endpoint.id)
+    assert client.webhooks.all() == []
 
 
 def test_interpreter_exits_although_the_client_is_open(redis_url: str, node: FakeNode) -> None:

@@ -173,6 +173,7 @@ async def test_refused_backlog_decays_as_the_nodes_work(queue: Queue) -> None:
 
 async def test_batch_is_refused_at_80_percent_and_all_at_90(queue: Queue) -> None:
     await queue.node()
+    await queue.redis.set("another", bytes(16 << 20))
     used = (await queue.redis.info("memory"))["used_memory"]
     for share, fine in ((0.95, ()), (0.85, (0, 1)), (0.5, (0, 1, 2))):
         await queue.redis.config_set("maxmemory", int(used / share))

@@ -1,0 +1,221 @@
+"""A gateway's files and batches over HTTP, for `penstock batch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from penstock.contract.errors import (
+    BusyError,
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    PenstockError,
+    RequestError,
+    TooLargeError,
+    UnauthorizedError,
+    UnavailableError,
+)
+from penstock.producer.batch.records import BatchProgress
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import httpx
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+URL_VARIABLES = ("PENSTOCK_URL", "OPENAI_BASE_URL")
+KEY_VARIABLES = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")
+STDOUT = "-"
+"""Stands for a file of results."""
+ENDED = frozenset(("completed", "failed", "expired", "cancelled"))
+CONNECT_S, ANSWER_S, UPLOADED_S = 10.0, 60.0, 600.0
+"""Seconds for a connection, for the next byte of an answer, and for the answer to an upload."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
+_MAX_BODY_CHARS = 200
+_REFUSALS = {401: UnauthorizedError, 404: NotFoundError, 409: ConflictError, 413: TooLargeError}
+_GONE = (502, 503, 504)
+_RANGE_BEHIND_END = 416
+T = TypeVar("T")
+
+
+def address_of(base_url: str | None) -> str:
+    """Return the given URL of a server, else that of the environment, without `/v1`. Raises ConfigError."""
+    found = base_url or next((os.environ[name] for name in URL_VARIABLES if os.environ.get(name)), DEFAULT_URL)
+    url = found.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"base_url must begin with http:// or https://, not {found[:64]!r}", param="base_url")
+    return url
+
+
+class Server:
+    """One gateway, or several behind one address.
+
+    Raises UnavailableError while it cannot be reached, BusyError for a limit, and RequestError for what it refuses.
+    """
+
+    def __init__(self, base_url: str | None, api_key: str | None) -> None:
+        try:
+            import httpx
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{error.name} is not installed: pip install 'penstock[batch]'") from error
+        self.url = address_of(base_url)
+        key = api_key or next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
+        timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"base_url: {error}", param="base_url") from None
+        except UnicodeEncodeError:
+            raise ConfigError("api_key must be ASCII text", param="api_key") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._http.close()
+
+    def upload(self, path: Path, name: str, *, key: str) -> str:
+        """Store a file as the input of a batch, and return its id. `key`: a repeated call with it stores nothing."""
+        with path.open("rb") as file:
+            answer = self._ask(
+                "POST",
+                "/v1/files",
+                data={"purpose": "batch"},
+                files={"file": (name, file)},
+                headers={"Idempotency-Key": key},
+                timeout=UPLOADED_S,
+            )
+        return str(answer["id"])
+
+    def create(self, body: Mapping[str, Any], *, key: str) -> dict[str, Any]:
+        """Make a batch. `key`: a repeated call with it returns the same batch."""
+        return self._ask("POST", "/v1/batches", json=body, headers={"Idempotency-Key": key})
+
+    def batch(self, batch_id: str) -> dict[str, Any]:
+        """Return a batch."""
+        return self._ask("GET", f"/v1/batches/{_part(batch_id)}")
+
+    def change(self, batch_id: str, action: str) -> dict[str, Any]:
+        """Let a batch `cancel`, `pause` or `resume`, and return it."""
+        return self._ask("POST", f"/v1/batches/{_part(batch_id)}/{action}")
+
+    def batches(self, limit: int) -> Iterator[dict[str, Any]]:
+        """Yield batches, newest first."""
+        after: dict[str, str] = {}
+        while limit > 0:
+            page = self._ask("GET", "/v1/batches", params={"limit": min(limit, 100), **after})
+            yield from page["data"]
+            limit -= len(page["data"])
+            if not page["has_more"]:
+                return
+            after = {"after": page["last_id"]}
+
+    @contextmanager
+    def rows(self, batch_id: str, kind: str, start: int) -> Iterator[Iterator[bytes]]:
+        """Yield the bytes from `start` on of a batch's `output` or `errors`: those that there are already."""
+        headers = {"Range": f"bytes={start}-", "Accept-Encoding": "identity"}
+        with self._reached(), self._http.stream("GET", f"/v1/batches/{batch_id}/{kind}", headers=headers) as answer:
+            if answer.status_code == _RANGE_BEHIND_END:
+                yield iter(())
+                return
+            if answer.is_error:
+                answer.read()
+            self._check(answer)
+            yield answer.iter_raw()
+
+    def _ask(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        with self._reached():
+            answer = self._http.request(method, path, **options)
+        self._check(answer)
+        try:
+            return dict(answer.json())
+        except (ValueError, TypeError):
+            raise RequestError(f"{self.url} is no gateway of penstock: it answers {path} without JSON") from None
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        import httpx
+
+        try:
+            yield
+        except httpx.TransportError as error:
+            message = f"{self.url} does not answer: {error or type(error).__name__}"
+            raise UnavailableError(message, code="server_away") from error
+
+    def _check(self, answer: httpx.Response) -> None:
+        if not answer.is_error:
+            return
+        status, (message, param) = answer.status_code, _problem_of(answer)
+        if status in _GONE:
+            raise UnavailableError(f"{self.url}: {message}", code="server_away", retry_after_ms=_pause_ms_of(answer))
+        if status == 429:
+            raise BusyError(message, retry_after_ms=_pause_ms_of(answer))
+        if status == 401:
+            message = f"api_key: {self.url} refuses it ({message}); give --api-key or {KEY_VARIABLES[0]}"
+            raise UnauthorizedError(message, param="api_key")
+        if status >= 500:
+            raise PenstockError(f"{self.url}: {message}")
+        raise _REFUSALS.get(status, RequestError)(message, param=param)
+
+
+def _part(batch_id: str) -> str:
+    """Return an id as a part of a path. Raises NotFoundError for what cannot be one."""
+    if not batch_id.replace("_", "").isalnum() or not batch_id.isascii():
+        raise NotFoundError(f"no batch {batch_id[:64]!r}", code="batch_not_found", param="batch_id")
+    return batch_id
+
+
+def _problem_of(answer: httpx.Response) -> tuple[str, str | None]:
+    """Return the message of an error, and the field that it names."""
+    try:
+        error = answer.json()["error"]
+        return str(error["message"]), error.get("param")
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+        return f"HTTP {answer.status_code}: {answer.text[:_MAX_BODY_CHARS].strip() or 'no text'}", None
+
+
+def _pause_ms_of(answer: httpx.Response) -> int:
+    text = answer.headers.get("Retry-After", "")
+    return 1000 * int(text) if text.isdecimal() and len(text) < 6 else 1000
+
+
+def patiently(call: Callable[[], T], on_wait: Callable[[str], None], until_s: float | None) -> T:
+    """Return what `call` returns, repeated while the server is away or busy, until `until_s` (monotonic)."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return call()
+        except (UnavailableError, BusyError) as error:
+            on_wait(error.message)
+            wait(pause_s, until_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def wait(pause_s: float, until_s: float | None) -> None:
+    """Sleep. Raises UnavailableError instead if `until_s` (monotonic) comes before the end of the pause."""
+    if until_s is not None and time.monotonic() + pause_s > until_s:
+        raise UnavailableError("the batch has not ended within --timeout", code="batch_open")
+    time.sleep(pause_s)
+
+
+def progress_of(batch: Mapping[str, Any]) -> BatchProgress:
+    """Return the progress of a batch as `batch run` shows it."""
+    counts, usage = batch["request_counts"], batch["usage"]
+    waiting = "paused" if batch["paused"] else batch["waiting"] or ""
+    if batch["status"] in ("validating", "finalizing", "cancelling"):
+        waiting = waiting or str(batch["status"])
+    return BatchProgress(
+        counts["total"],
+        counts["completed"],
+        counts["failed"],
+        usage["input_tokens"],
+        usage["output_tokens"],
+        waiting=waiting,
+    )

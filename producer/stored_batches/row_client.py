@@ -1,0 +1,76 @@
+"""Submits the rows of one batch: as its tenant, on the terms of its API key, and only under a valid lease."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Unpack
+
+from penstock.contract.errors import UnavailableError
+from penstock.contract.job import SubmitOptions
+from penstock.contract.tenant import UNLIMITED, ApiKey
+from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.client.request import Prompt
+from penstock.queue.broker.producer import ServedPool
+from penstock.queue.files.batch import BatchLease, BatchRecord
+from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
+
+KEY_TTL_S = 2.0
+"""Seconds for which the API key of a batch is remembered."""
+
+
+class RowClient:
+    """The `Submitter` of a batch's rows."""
+
+    def __init__(self, client: AsyncClient, batches: BatchRecords, batch: BatchRecord, lease: BatchLease) -> None:
+        self._client = client
+        self._batches = batches
+        self._batch = batch
+        self._lease = lease
+        self._key: ApiKey | None = None
+        self._key_until_s = 0.0
+        self.open_jobs: dict[str, list[AsyncJob]] = {}
+        """The jobs whose rows are not finished, by the key of the row. A row of embeddings has a job for each text."""
+        self.pools_used: set[str] = set()
+
+    async def submit(self, prompt: Prompt, /, **options: Unpack[SubmitOptions]) -> AsyncJob:
+        """Submit a row's job. Raises UnavailableError while the key of the batch may not be used."""
+        # A holder that slept through its lease must not run rows that the next holder has stored and acknowledged.
+        require_lease(self._lease)
+        key = await self.key()
+        if key is not None:
+            options["model"] = key.model_of(options.get("model") or "") or None
+            options["hides_models"] = bool(key.models)
+        options["tenant"] = self._batch.tenant
+        options["terms"] = UNLIMITED if key is None else key.metered_terms
+        options["needs_reader"] = False
+        job = await self._client.submit(prompt, **options)
+        # What runner.py appends tells jobs of one row apart.
+        row_key = (options.get("idempotency_key") or "").partition(":")[0]
+        self.open_jobs.setdefault(row_key, []).append(job)
+        self.pools_used.add(job.pool)
+        return job
+
+    async def pools(self) -> Mapping[str, ServedPool]:
+        """Return the served pools."""
+        return await self._client.pools()
+
+    async def key(self) -> ApiKey | None:
+        """Return the batch's API key; None if it was made without one. Raises UnavailableError for a revoked one."""
+        key_id = self._batch.spec.key_id
+        if not key_id:
+            return None
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._key_until_s:
+            self._key, self._key_until_s = await self._batches.key(key_id), now_s + KEY_TTL_S
+        key = self._key
+        if key is None or key.is_revoked:
+            message = f"the API key {key_id} of the batch is revoked, so no further rows are submitted"
+            raise UnavailableError(message, code="key_revoked", retry_after_ms=5000)
+        return key
+
+
+def require_lease(lease: BatchLease) -> None:
+    """Raise BatchTakenError if another process may hold the batch by now."""
+    if lease.is_lost or asyncio.get_running_loop().time() >= lease.valid_until_s:
+        raise BatchTakenError(f"the lease of {lease.batch_id} is over")
