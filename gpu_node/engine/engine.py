@@ -211,7 +211,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks; does nothing for an unknown id."""
         self._timers.end(request_id)
-        self._searches.drop(request_id)
+        if self._searches.is_active:
+            self._searches.drop(request_id)
         if (request := self._requests.pop(request_id, None)) is None:
             return
         self._ended_early = [ended for ended in self._ended_early if ended.request is not request]
@@ -230,7 +231,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Return whether `step` has anything to do."""
-        return bool(self._requests or self._searches) or len(self._in_flight) > 0
+        return bool(self._requests or self._searches.is_active) or len(self._in_flight) > 0
 
     def wait(self) -> None:
         """Block until `step` would not wait. The step that it then submits includes requests added meanwhile."""
@@ -256,9 +257,9 @@ class Engine:
             self._launch_error = error  # The next call raises it, so that the outputs of this one are not lost.
         self._memory_trace.watch()
         outputs = self._outputs_of(outcome)
-        if self._searches:
+        if self._searches.is_active:
             outputs = self._searches.release(outputs)
-        if self._timers:
+        if self._timers.running:
             self._timers.note_outputs(outputs)
         return outputs
 
@@ -323,7 +324,8 @@ class Engine:
         self._live |= still_open
         if request.asked.reports_prefill and request.first is not None:
             self._prefill_reports.watch(request.first)
-        self._searches.add(request)
+        if request.asked.params.withholds_output:
+            self._searches.add(request)
         for seq in still_open:
             self._policy.added(seq)
         if still_open:
@@ -344,17 +346,17 @@ class Engine:
             raise
         self._last_step = completed.step.seqs, completed.age_ms
         late, was_slow = late_rows(completed.plan.sampling.masks), self._is_slow(completed.step, result)
-        if self._searches:
+        if self._searches.is_active:
             late = self._searches.take_samples(completed.step, result, late)
         outcome = self._scheduler.commit(completed.step, result.tokens, late, is_slow=was_slow)
-        if self._searches:
+        if self._searches.is_active:
             self._advance_searches()
         if outcome.faulty is not None:
             self._scheduler.remove(outcome.faulty)
             self._fail(outcome.faulty)
         self._logprobs = result.logprobs
         self._prefill_reports.note_completed(completed)
-        if self._timers:
+        if self._timers.running:
             self._timers.note_completed(completed)
         note_prompt_tokens(completed.step, completed.plan, result)
         self._timings.note_completed(completed, result, len(outcome.token_ids))

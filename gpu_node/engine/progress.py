@@ -87,26 +87,24 @@ class _Timer:
 
 
 class RequestTimers:
-    """Times of the requests that ask for them. Without such requests, a step costs nothing here."""
+    """Times of the requests that ask for them. Without such requests, a step only looks at `running`."""
 
     def __init__(self) -> None:
-        self._running: dict[str, _Timer] = {}
+        self.running: dict[str, _Timer] = {}
+        """The timers of requests that have not ended."""
         self._ended: dict[str, _Timer] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._running)
 
     def add(self, request_id: str) -> None:
         """Time a request that is being queued."""
         self._ended.pop(request_id, None)
-        self._running[request_id] = _Timer(time.perf_counter())
+        self.running[request_id] = _Timer(time.perf_counter())
 
     def note_completed(self, completed: InFlightStep) -> None:
         """Note a completed step with each timed request in it."""
         now_s, step = time.perf_counter(), completed.step
         num_computed: dict[str, int] = {}
         for seq, start, end in zip(step.seqs, step.starts.tolist(), step.ends.tolist(), strict=True):
-            if (timer := self._running.get(seq.request_id)) is None:
+            if (timer := self.running.get(seq.request_id)) is None:
                 continue
             num_computed[seq.request_id] = num_computed.get(seq.request_id, 0) + end - start
             if timer.begun_s is None:
@@ -114,13 +112,13 @@ class RequestTimers:
             timer.cached_tokens = max(timer.cached_tokens, seq.cached_tokens or 0)
             timer.num_preemptions[seq.choice] = seq.num_preemptions
         for request_id, count in num_computed.items():
-            self._running[request_id].steps.append((now_s, completed.age_ms, count))
+            self.running[request_id].steps.append((now_s, completed.age_ms, count))
 
     def note_outputs(self, outputs: Sequence[StepOutput]) -> None:
         """Note first tokens and ends."""
         now_s = time.perf_counter()
         for output in outputs:
-            if (timer := self._running.get(output.request_id)) is None:
+            if (timer := self.running.get(output.request_id)) is None:
                 continue
             if output.token_ids and timer.first_token_s is None:
                 timer.first_token_s = now_s
@@ -130,7 +128,7 @@ class RequestTimers:
 
     def end(self, request_id: str) -> None:
         """Note that a request has ended or was aborted; does nothing for a request without times."""
-        if (timer := self._running.pop(request_id, None)) is None:
+        if (timer := self.running.pop(request_id, None)) is None:
             return
         timer.ended_s = time.perf_counter()
         self._ended[request_id] = timer
@@ -139,5 +137,5 @@ class RequestTimers:
 
     def timings(self, request_id: str) -> RequestTimings | None:
         """Return the times of a request so far; None for a request that is not timed, or whose times are dropped."""
-        timer = self._running.get(request_id) or self._ended.get(request_id)
+        timer = self.running.get(request_id) or self._ended.get(request_id)
         return None if timer is None else timer.timings()

@@ -107,6 +107,8 @@ class LiveRequest:
         # Converting a long tuple takes milliseconds of the engine's thread, copying an array microseconds.
         prompt = np.array(self.asked.prompt_token_ids, dtype=np.int32)
         if params.withholds_output:
+            if len(resume) == params.n and all(one.finish_reason is not None for one in resume):
+                return
             resume = ()  # Choices are ranked when all are complete, so they begin anew.
         for choice in range(params.num_sequences):
             resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)

@@ -151,12 +151,14 @@ def _mean_logprob(outputs: Items[StepOutput]) -> float:
 
 
 class Searches:
-    """The requests of an engine that hold their outputs back. Without any, a step only asks whether there is one."""
+    """The requests of an engine that hold their outputs back. Without any, a step only reads `is_active`."""
 
     def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, block_size: int) -> None:
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._block_size = block_size
+        self.is_active = False
+        """Whether there is any such request, or outputs of one that has ended."""
         self._beams: dict[str, LiveBeams] = {}
         self._best_of: dict[str, BestOf] = {}
         self._to_advance: list[LiveBeams] = []
@@ -165,22 +167,21 @@ class Searches:
         self.num_tokens = 0
         """Tokens that beams have computed, those that no result contains included."""
 
-    def __bool__(self) -> bool:
-        return bool(self._beams or self._best_of or self._ended)
-
     def add(self, request: LiveRequest) -> None:
-        """Hold the outputs of a request back if it is a search."""
-        params, request_id = request.asked.params, request.asked.request_id
-        if params.use_beam_search:
+        """Hold the outputs of a request back until all of its choices are complete."""
+        request_id = request.asked.request_id
+        if request.asked.params.use_beam_search:
             self._beams[request_id] = LiveBeams(request)
-        elif params.withholds_output:
+        else:
             self._best_of[request_id] = BestOf(request)
+        self.is_active = True
 
     def drop(self, request_id: str) -> None:
         """Forget a request that is aborted."""
         self._beams.pop(request_id, None)
         self._best_of.pop(request_id, None)
         self._ended = [one for one in self._ended if one.request.asked.request_id != request_id]
+        self.is_active = bool(self._beams or self._best_of or self._ended)
 
     def take_samples(self, step: Step, result: StepResult, late: Items[int]) -> Items[int]:
         """Take the candidates of a computed step's beams, and park these. Return `late` with the beams' samples.
@@ -236,6 +237,7 @@ class Searches:
         ended, self._ended = self._ended, []
         for live in ended:
             released += self._whole(live.request, live.outputs(self._tokenizer), live.request.usage())
+        self.is_active = bool(self._beams or self._best_of)
         return released
 
     def _end(self, live: LiveBeams) -> LiveRequest:

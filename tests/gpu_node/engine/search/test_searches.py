@@ -142,6 +142,10 @@ def test_a_node_that_takes_over_skips_what_is_logged(make_engine: MakeEngine) ->
             choice.token_ids for choice in whole.choices[1:]
         ]
         assert outputs[-1].usage is not None
+        resume = [ResumedChoice(one.token_ids, one.text, one.finish_reason) for one in whole.choices]
+        engine.add(EngineRequest("y", prompts()[2], params, seed=seed, resume=resume))
+        assert drain(engine) == []
+        check_idle(engine)
 
 
 def test_a_search_can_be_aborted_at_any_step(make_engine: MakeEngine) -> None:
