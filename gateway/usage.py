@@ -1,4 +1,4 @@
-"""`GET /v1/usage`: the tokens that API keys used, per day or hour and pool, as JSON or CSV.
+"""`GET /v1/usage`: the tokens that API keys used, per day or hour and pool, as JSON or CSV. `GET /v1/key`: who calls.
 
 A key sees its own usage, and an admin's key that of all keys.
 """
@@ -95,14 +95,24 @@ def _documented() -> dict[str, Any]:
     return {"parameters": parameters, "responses": {"200": {"content": content}}}
 
 
+_KEY_ANSWER = object_of(object={"const": "key"}, id=_OPTIONAL_TEXT, tenant=TEXT, scopes=list_of(TEXT))
+
+
 class UsageRoutes:
-    """The route of the report."""
+    """The routes of the report and of the caller's key."""
 
     def __init__(self, client: AsyncClient, yielder: LoopYielder) -> None:
         self._client = client
         self._yielder = yielder
         self.router = APIRouter()
         self.router.add_api_route("/v1/usage", self.usage, response_class=Response, openapi_extra=_documented())
+        answer = {"responses": {"200": {"content": {_JSON: {"schema": _KEY_ANSWER}}}}}
+        self.router.add_api_route("/v1/key", self.key, openapi_extra=answer)
+
+    async def key(self, request: Request) -> dict[str, Any]:
+        """Return the tenant, the scopes and the id of the caller's API key. Without a key, the id is null."""
+        caller = caller_of(request)
+        return {"object": "key", "id": caller.key_id or None, "tenant": caller.tenant, "scopes": sorted(caller.scopes)}
 
     async def usage(self, request: Request) -> Response:
         """Return the tokens that the caller's API key used: a row for each day or hour and pool with usage.

@@ -99,7 +99,7 @@ async def photograph(url: str, victim: subprocess.Popen[bytes]) -> None:
         chat = await browser.new_page(viewport={"width": PHONE, "height": HEIGHT}, color_scheme="dark")
         await ask(chat, url)
         victim.kill()
-        await board.get_by_text("moved from").first.wait_for()
+        await board.get_by_text("its node was lost").first.wait_for()
         await chat.wait_for_selector(".answer .said[aria-busy=false]", timeout=90_000)
         image = await combined(browser, [await chat.screenshot(), await board.screenshot()])
         Image.open(BytesIO(image)).quantize(NUM_COLORS).save(OUTPUT, optimize=True)

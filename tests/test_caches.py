@@ -100,6 +100,7 @@ OF_ONE_REQUEST = {
     "contract.pool:adapters",
     "contract.pool:jobs_by_tenant",
     "contract.pool:sampling_defaults",
+    "contract.pool:times_of_hour",
     "contract.pool:troubles",
 }
 """Tables that one request, connection or record has."""

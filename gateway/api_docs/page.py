@@ -26,15 +26,18 @@ _PATH_VALUES = {"model": f"${MODEL}"}
 """Values of path parameters in the examples. A path with other parameters has no example."""
 _JSON = "application/json"
 _STYLE = """
+:root{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1c2430;background:#fff}
 pre{background:#f3f5f8;padding:.8rem;overflow-x:auto;border-radius:4px}code{font-size:.9em}
-table{border-collapse:collapse;width:100%}td,th{text-align:left;vertical-align:top;padding:.3rem .6rem .3rem 0;
+body,td{overflow-wrap:break-word}h2,h3,td:first-child{overflow-wrap:anywhere}
+table{border-collapse:collapse;width:100%;table-layout:fixed}
+td,th{text-align:left;vertical-align:top;padding:.3rem .6rem .3rem 0;
 border-bottom:1px solid #dde3ea}section{border-top:2px solid #dde3ea;margin-top:2rem}.method{color:#0b62a8}
 summary{cursor:pointer}nav li{list-style:none}
 @media(prefers-color-scheme:dark){body{color:#dde3ea;background:#14181d}pre{background:#1f262e}.method{color:#7cb8ea}}
 """
 _INTRODUCTION = f"""<p>The examples run in a shell. Set these variables first. Without API keys, any key will do.</p>
-<pre>export {URL}=http://127.0.0.1:8000
+<pre tabindex="0">export {URL}=http://127.0.0.1:8000
 export {KEY}=pk-...
 export {MODEL}=...   # an id from GET /v1/models</pre>
 <p>The same description for programs: <a href="openapi.json">openapi.json</a>.</p>"""
@@ -76,7 +79,7 @@ def _section(document: dict[str, Any], path: str, method: str, operation: dict[s
     if body:
         parts.append(f"<details open><summary>Fields of the body</summary>{_table(_fields(body))}</details>")
     if example := _example(path, method, operation, body):
-        parts.append(f'<p>Example:</p><pre class="example">{escape(example)}</pre>')
+        parts.append(f'<p>Example:</p><pre class="example" tabindex="0">{escape(example)}</pre>')
     return "".join([*parts, "</section>"])
 
 

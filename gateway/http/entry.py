@@ -107,6 +107,7 @@ READING_SCOPES: Mapping[str, tuple[KeyScope, ...]] = {
     "/health/nodes": ("admin",),
     "/dashboard": ("admin",),
     "/v1/usage": ("infer", "admin"),
+    "/v1/key": ("infer", "admin"),
     "/v1/jobs": ("infer", "admin"),
     "/v1/jobs/events": ("infer", "admin"),
     "/v1/jobs/events/cursor": ("infer", "admin"),

@@ -34,14 +34,17 @@ async def open_jobs(
 ) -> AsyncIterator[list[AsyncJob]]:
     """Submit all jobs of a request, or none, and yield them. If an error ends the block, the jobs are canceled.
 
-    Two kinds of jobs are released instead of canceled. A job with an idempotency key may be shared with another
-    caller. The caller of a stream that `has_begun` may resume it, if its events have ids. The queue ends such a job
-    after its grace time without a reader, unless it needs none.
+    Three kinds of jobs are released instead of canceled. A job with an idempotency key may be shared with another
+    caller. A job with a reader grace waits for its readers. The caller of a stream that `has_begun` may resume it, if
+    its events have ids. The queue ends such a job after its grace time without a reader, unless it needs none.
     """
     jobs: list[AsyncJob] = []
     names, event_ids = generation.content.names, generation.event_ids
     is_shared = (
-        generation.idempotency_key is not None or generation.cut_at is not None or not generation.requires_reader
+        generation.idempotency_key is not None
+        or generation.cut_at is not None
+        or not generation.requires_reader
+        or generation.queueing.get("reader_grace_s") is not None
     )
     try:
         if generation.cut_at is not None:

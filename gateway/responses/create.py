@@ -168,7 +168,7 @@ class CreateResponse:
             event_ids=record.stored,
             # A caller waits for a response whose stream is read from its start.
             background=record.background and not body.stream,
-            needs_reader=not record.background,
+            needs_reader=not record.background or generation.queueing.get("reader_grace_s") is not None,
             response=stored if record.stored else None,
         )
         return generation, record

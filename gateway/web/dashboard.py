@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from penstock.contract.errors import BusyError, UnavailableError
-from penstock.contract.pool import LiveNode, PoolActivity, QueueState
+from penstock.contract.pool import JOB_TIMES, LiveNode, PoolActivity, QueueState
 from penstock.contract.priority import NUM_LEVELS, is_background, level_label
 from penstock.gateway.metrics import TIMES_WINDOW_S, GatewayMetrics, RecentTimes
 from penstock.producer.client import AsyncClient
@@ -36,10 +36,15 @@ _OF_NODE = (
     *("node_id", "draining", "troubles", "num_jobs", "num_running", "num_waiting", "max_num_seqs", "mean_batch"),
     *("kv_blocks_total", "kv_blocks_free", "kv_blocks_cached", "block_size"),
     *("swap_blocks_total", "swap_blocks_free", "swap_blocks_cached"),
-    *("prefill_tokens", "decode_tokens", "num_preemptions", "step_ms_p50", "step_ms_p99"),
+    *("prefill_tokens", "decode_tokens", "num_preemptions", "num_swaps", "step_ms_p50", "step_ms_p99"),
+    *("prefix_lookup_tokens", "prefix_hit_tokens", "prefix_hit_rate"),
+    *("gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"),
 )
 """The fields of a pressure record that the dashboard shows."""
-_SUMMED = ("kv_blocks_total", "kv_blocks_free", "kv_blocks_cached", "num_jobs", "num_preemptions")
+_SUMMED = (
+    *("kv_blocks_total", "kv_blocks_free", "kv_blocks_cached", "num_jobs", "num_preemptions", "num_swaps"),
+    *("prefix_lookup_tokens", "prefix_hit_tokens"),
+)
 """The fields that it shows as sums over all nodes of a pool."""
 
 
@@ -66,6 +71,7 @@ def pool_of(record: ServedPool, activity: PoolActivity) -> dict[str, Any]:
         "num_nodes": len(activity.nodes),
         "nodes": [_node(node) for node in activity.nodes[:MAX_NODES]],
         "totals": {name: _sum(activity.nodes, name) for name in _SUMMED},
+        "last_hour": _last_hour(activity.nodes),
         "events": [
             {"at_ms": event.at_ms, "kind": event.kind, "node": event.node_id, "job": event.job_id}
             | {"from": event.source, "reason": event.reason}
@@ -83,6 +89,30 @@ def _times(recent: RecentTimes) -> dict[str, Any]:
     count, values = recent.percentiles(_PERCENTS)
     percentiles = zip(_PERCENTS, values, strict=False)
     return {"count": count, **{f"p{percent}_ms": round(1000 * value, 2) for percent, value in percentiles}}
+
+
+def _last_hour(nodes: Sequence[LiveNode]) -> dict[str, Any]:
+    """Return percentiles of the jobs' times in the last hour, over all nodes, by interpolation in histograms."""
+    return {
+        name: _percentiles([node.pressure.times_of_hour.get(name, ()) for node in nodes], bounds)
+        for name, bounds in JOB_TIMES.items()
+    }
+
+
+def _percentiles(of_nodes: Sequence[Sequence[int]], bounds: Sequence[float]) -> dict[str, Any]:
+    # A node of another release may have other buckets.
+    counts = [sum(each) for each in zip(*(one for one in of_nodes if len(one) == len(bounds) + 1), strict=True)]
+    total = sum(counts)
+    found: dict[str, Any] = {"count": total}
+    for percent in _PERCENTS if total else ():
+        rank, below = total * percent / 100, 0
+        for index, count in enumerate(counts):
+            if below + count >= rank:
+                low, high = bounds[index - 1] if index else 0.0, bounds[min(index, len(bounds) - 1)]
+                found[f"p{percent}_ms"] = round(1000 * (low + max(0.0, high - low) * (rank - below) / count), 2)
+                break
+            below += count
+    return found
 
 
 def _classes(queue: QueueState) -> list[dict[str, Any]]:

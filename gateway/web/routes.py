@@ -28,8 +28,9 @@ _TYPES = {
 }
 _FILES = {
     path.name: path.read_bytes()
-    for path in files("penstock.gateway.web").joinpath("static").iterdir()
-    if path.is_file()
+    for folder in ("static", "vendor")
+    for path in files("penstock.gateway.web").joinpath(folder).iterdir()
+    if path.name.rpartition(".")[2] in _TYPES
 }
 _ETAGS = {name: f'"{hashlib.sha256(content).hexdigest()[:16]}"' for name, content in _FILES.items()}
 ASSET_PATHS = frozenset(f"/web/{name}" for name in _FILES)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.contract.output import FinishReason, Outcome, Usage
+from penstock.contract.pool import JOB_TIMES, SECONDS, TOKEN_SECONDS
 from penstock.contract.priority import NUM_PRIORITIES
-from penstock.runtime.histogram import Histogram
+from penstock.runtime.histogram import Histogram, sum_of
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -55,10 +56,6 @@ class JobTrace:
     """Whether the spans before the first output are recorded."""
 
 
-SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 600.0, 3600.0)
-"""Upper bounds of the histograms of whole jobs and of their parts."""
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
-"""Upper bounds of the histograms of the time of a token."""
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
@@ -138,11 +135,32 @@ class ClassMetrics:
     """Ended jobs by the reason: a finish reason, or the state of a job that is not done."""
 
 
+HOUR_S = 3600.0
+SAMPLE_S = 60.0
+"""Seconds between two samples of the histograms whose gain in an hour is reported. That hour may be a minute longer."""
+
+
 class JobMetrics:
     """Histograms of a node's jobs. Tasks, which need no engine, are left out."""
 
     def __init__(self) -> None:
         self.classes = [ClassMetrics() for _ in range(NUM_PRIORITIES)]
+        self._samples = deque[tuple[float, dict[str, list[int]]]]()
+
+    def times_of_hour(self, now_s: float) -> dict[str, tuple[int, ...]]:
+        """Return the counts of `JOB_TIMES` for the last hour, over all classes. Call it more often than `SAMPLE_S`."""
+        counts = {name: sum_of(getattr(one, name) for one in self.classes).counts for name in JOB_TIMES}
+        samples = self._samples
+        if not samples or now_s - samples[-1][0] >= SAMPLE_S:
+            samples.append((now_s, counts))
+        while len(samples) > 1 and now_s - samples[1][0] >= HOUR_S:
+            samples.popleft()
+        # Within its first hour, a node reports all.
+        before = samples[0][1] if now_s - samples[0][0] >= HOUR_S else {}
+        return {
+            name: tuple(new - old for new, old in zip(values, before.get(name, [0] * len(values)), strict=True))
+            for name, values in counts.items()
+        }
 
     def taken(self, priority: int, times: JobTimes) -> None:
         """Count a job that this node has just taken."""

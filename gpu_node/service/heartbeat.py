@@ -44,6 +44,7 @@ class NodeSnapshot:
     num_tokenizer_failures: int
     predicted_outputs: tuple[tuple[int, int, int], ...]
     """Predicted output lengths; see `NodePressure`."""
+    times_of_hour: dict[str, tuple[int, ...]]
     unsent_bytes: int
     max_unsent_bytes: int
     gpu: GpuLoad | None
@@ -69,6 +70,7 @@ async def take_snapshot(
         hears_doorbell=inbox.hears_doorbell,
         num_tokenizer_failures=inbox.num_tokenizer_failures,
         predicted_outputs=ledger.predicted_outputs,
+        times_of_hour=ledger.counts.jobs.times_of_hour(time.monotonic()),
         unsent_bytes=ledger.unsent_bytes,
         max_unsent_bytes=outbox.max_unsent_bytes,
         gpu=load,
@@ -230,6 +232,7 @@ class Heartbeat:
             mean_batch=decode_per_s / steps_per_s if steps_per_s else 0.0,
             draining=self.draining,
             predicted_outputs=snapshot.predicted_outputs,
+            times_of_hour=snapshot.times_of_hour,
             troubles=self._health.look(self._health_sample(snapshot, now_s)),
         )
 

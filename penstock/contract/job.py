@@ -53,6 +53,8 @@ MAX_MESSAGES = 4096
 MAX_PARTICIPANT_NAME_CHARS = 256
 """Characters of the `name` of a message."""
 MAX_DEADLINE_S = 7 * 24 * 3600
+MAX_READER_GRACE_S = 600
+"""Longest time for which a job that needs a reader may be without one. sweep.lua forgets readers after that time."""
 _UUID7_PATTERN = r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 JOB_ID_PATTERN = rf"^[A-Za-z0-9_-]{{1,64}}(~[0-9]{{1,4}})?\.{_UUID7_PATTERN}$"
 
@@ -143,7 +145,9 @@ class JobDef(CheckedInput):
     not_before_ms: int | None = Field(default=None, ge=0, le=1000 * MAX_DEADLINE_S)
     background: bool = True
     needs_reader: bool | None = None
-    """Whether the job is canceled when it loses all its readers; None: only if it is not a background job."""
+    """Whether the job is canceled when it loses all its readers; None: a foreground job, or one with a reader grace."""
+    reader_grace_ms: int | None = Field(default=None, ge=1_000, le=1000 * MAX_READER_GRACE_S)
+    """How long a job that needs a reader may be without one; None: the pool's setting."""
     max_wait_ms: int | None = Field(default=None, ge=1, le=1000 * MAX_DEADLINE_S)
     """The longest expected wait in the queue with which a foreground job is accepted; None: the pool's limit."""
     in_feed: bool = True
@@ -240,7 +244,9 @@ class JobDef(CheckedInput):
     @property
     def requires_reader(self) -> bool:
         """Whether the job is canceled when it loses all its readers."""
-        return not self.background if self.needs_reader is None else self.needs_reader
+        if self.needs_reader is None:
+            return not self.background or self.reader_grace_ms is not None
+        return self.needs_reader
 
     @property
     def pool(self) -> str:
@@ -282,6 +288,7 @@ class QueueFields(BaseModel):
     not_before_s: Annotated[float | None, Option({RESPONSES: None, **_ONLY_ANSWERS})] = None
     return_progress: Annotated[bool | None, Option(_ONLY_ANSWERS)] = None
     max_wait_s: Annotated[float | None, Option(_ONLY_ANSWERS)] = None
+    reader_grace_s: Annotated[float | None, Option({OPENAI: None, **_ONLY_ANSWERS})] = None
     background: Annotated[bool | None, Option({OPENAI: None, **_ONLY_ANSWERS})] = None
     queue_without_node: Annotated[bool | None, Option(_ONLY_JOBS)] = None
     durability: Annotated[Durability | None, Option({OPENAI: None, **_ONLY_ANSWERS})] = None
@@ -301,6 +308,7 @@ class QueueOptions(TypedDict, total=False):
     not_before_s: float | None
     return_progress: bool
     max_wait_s: float | None
+    reader_grace_s: float | None
     background: bool
     queue_without_node: bool | None
     durability: Durability | None
@@ -326,6 +334,8 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     background: no caller waits for this job: it goes after all foreground work, may wait for as long as it takes, and
         goes on without a reader. A foreground job is canceled soon after its last reader has left.
     needs_reader: cancel the job soon after its last reader has left; by default only a foreground job.
+    reader_grace_s: cancel the job when it had no reader for so many seconds (1 to 600), also a background job; by
+        default a job that needs a reader has the pool's `reattach_grace_ms`.
     in_feed: list the job's end among the tenant's completions (the default), where `completions` finds it.
     return_progress: let `AsyncJob.waiting` tell how far the prompt is computed.
     queue_without_node: queue the job even while its pool has no live node; by default the client's setting.

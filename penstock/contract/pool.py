@@ -71,6 +71,18 @@ class EngineLoad:
     """The runner and the formats of weights and KV cache with which it computes."""
 
 
+SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 600.0, 3600.0)
+"""Upper bounds of the histograms of whole jobs and of their parts."""
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+"""Upper bounds of the histograms of the time of a token."""
+JOB_TIMES: Mapping[str, tuple[float, ...]] = {
+    "queue_s": SECONDS,
+    "first_token_s": SECONDS,
+    "inter_token_s": TOKEN_SECONDS,
+}
+"""The times of jobs that a node reports for the last hour, and the bounds of their histograms: from the submission
+until a node took the job, from the submission until the first token, and between two outputs of a choice."""
+
 # The open jobs of a pool by state and level.
 
 WaitState = Literal["queued", "scheduled", "awaiting_tokens"]
@@ -287,6 +299,8 @@ class NodePressure(EngineLoad):
     draining: bool = False
     predicted_outputs: tuple[tuple[int, int, int], ...] = ()
     """(bit length of prompt tokens, bit length of max_tokens, output tokens that 9 of 10 such choices stay within)."""
+    times_of_hour: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """How many times of the last hour were in each bucket of a histogram, by the names and bounds of `JOB_TIMES`."""
     troubles: dict[str, str] = field(default_factory=dict)
     """Parts of the node that are unhealthy, or were so recently → the reason."""
 

@@ -260,7 +260,7 @@ class SamplingParams(CheckedInput):
     stop: Annotated[
         tuple[StopString, ...],
         Option(
-            {RESPONSES: None, MESSAGES: "stop_sequences"},
+            {MESSAGES: "stop_sequences"},
             one_is_enough=True,
             flag="End the answer before this text. Repeat it for several.",
         ),

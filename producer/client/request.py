@@ -14,6 +14,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
 from penstock.contract.job import (
     MAX_DEADLINE_S,
+    MAX_READER_GRACE_S,
     OPTIONS_OF_QUEUE,
     JobDef,
     JobKey,
@@ -47,6 +48,7 @@ _ARGUMENT_OF = {
     "deadline_ms": "deadline_s",
     "ttl_ms": "ttl_s",
     "max_wait_ms": "max_wait_s",
+    "reader_grace_ms": "reader_grace_s",
 }
 """Fields of a job to the arguments that callers pass for them."""
 
@@ -164,6 +166,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
             ttl_ms=_duration_ms(options.get("ttl_s"), "ttl_s"),
             not_before_ms=_not_before_ms(options),
             max_wait_ms=_max_wait_ms(options),
+            reader_grace_ms=_reader_grace_ms(options),
             **{form: value},
             **of_job,
         )
@@ -283,6 +286,17 @@ def _max_wait_ms(options: SubmitOptions) -> int | None:
         message = "max_wait_s limits the wait of foreground work; a background job waits for as long as it takes"
         raise RequestError(message, param="max_wait_s")
     return _duration_ms(max_wait_s, "max_wait_s")
+
+
+def _reader_grace_ms(options: SubmitOptions) -> int | None:
+    grace_s = options.get("reader_grace_s")
+    if grace_s is None:
+        return None
+    if options.get("needs_reader") is False:
+        raise RequestError("reader_grace_s: a job with needs_reader=False waits for no reader", param="reader_grace_s")
+    if not isinstance(grace_s, (int, float)) or not 1 <= grace_s <= MAX_READER_GRACE_S:
+        raise RequestError(f"reader_grace_s must be from 1 to {MAX_READER_GRACE_S} seconds", param="reader_grace_s")
+    return math.ceil(1000 * grace_s)
 
 
 def _duration_ms(duration_s: float | None, name: str) -> int | None:

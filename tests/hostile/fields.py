@@ -127,6 +127,7 @@ LIMITS: dict[str, tuple[int, Limited]] = {
     "ttl": (job.MAX_DEADLINE_S, lambda v: {"ttl_s": v}),
     "ttl of a response": (job.MAX_DEADLINE_S, lambda v: _response(ttl_s=v)),
     "deadline of a response": (job.MAX_DEADLINE_S, lambda v: _response(deadline_s=v)),
+    "reader grace": (job.MAX_READER_GRACE_S, lambda v: _response(background=True, reader_grace_s=v)),
     "log-probabilities of a response": (MAX_LOGPROBS, lambda v: _response(top_logprobs=v)),
     "tools of a response": (
         tools.MAX_TOOLS,

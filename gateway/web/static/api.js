@@ -33,15 +33,20 @@ export class ApiError extends Error {
 /** The connection ended before the answer did. */
 export class LostError extends Error {}
 
-/** Send a request, with the API key if there is one. Throws ApiError or LostError. */
+/** Send a request, with the API key if there is one. Throws ApiError or LostError. A 401 asks for a key. */
 export async function request(path, { headers = {}, ...options } = {}) {
   const key = apiKey.get();
   const authorization = key ? { Authorization: `Bearer ${key}` } : {};
   const response = await fetch(path, { ...options, headers: { ...authorization, ...headers } }).catch((error) => {
     throw options.signal?.aborted ? error : new LostError("the gateway cannot be reached");
   });
-  if (!response.ok) throw await ApiError.of(response);
-  return response;
+  if (response.ok) return response;
+  const error = await ApiError.of(response);
+  // The page's frame asks for a key, unless another request has brought a new one meanwhile.
+  if (error.status === 401 && key === apiKey.get()) {
+    dispatchEvent(new CustomEvent("keyneeded", { detail: wordsOf(error) }));
+  }
+  throw error;
 }
 
 /** Yield the events of a stream as {id, data}. Throws LostError if the connection breaks or stays silent. */

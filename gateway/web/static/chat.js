@@ -1,21 +1,36 @@
-// The playground: a conversation with one of the served models.
+// The playground: conversations with the served models. Their turns are kept in the browser (conversations.js).
 
-import { answerTo, cancelJob } from "./answer.js";
-import { request, wordsOf } from "./api.js";
-import { byId, el } from "./dom.js";
-import { lasting } from "./storage.js";
-import { AnswerTurn, UserTurn } from "./turns.js";
+import { deleteResponses, inputOf, newAnswer, noteFailure, randomId, readAnswer, stopAnswer } from "./answer.js";
+import { LostError, apiKey, request, sleep, wordsOf } from "./api.js";
+import { ask } from "./ask.js";
+import { ConversationList } from "./conversation_list.js";
+import { openStore } from "./conversations.js";
+import { byId, download } from "./dom.js";
+import { SettingError, forgetSettings, loadModels, requestFields, startSettings } from "./settings.js";
+import { ofTab } from "./storage.js";
+import { viewOf } from "./turns.js";
 
-const PARAMETERS = "penstock-parameters";
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const DRAFT = "penstock-draft";
 const NEAR_END_PX = 80;
+const SAVE_MS = 1_000;
+const MAX_TITLE_CHARS = 60;
+const LOOK_MS = 2_000;
+const NOT_KEPT = "This browser keeps no conversations for this page: they are lost when you leave it.";
 
-let turns = [];
+let store; // of the key's tenant
+let starting = Promise.resolve(); // the newest call of startTenant
+let channel; // tells other tabs what changed in that store
+let conversation; // the one that is shown; it is not stored before its first message
+let turns = []; // its turns
+let views = new Map(); // turn → its view
 let isAtEnd = true; // whether the reader has not scrolled away from the newest text
-let running; // {abort, job} of the answer that streams now
+const known = new Map(); // id → conversation; one object for each, whoever changes it
+const readers = new Map(); // conversation → {turn, controller} of the answer that is read
 const view = Object.fromEntries(
-  ["turns", "composer", "prompt", "send", "stop", "clear", "model", "model-note", "parameter-form"].map((id) => [id, byId(id)]),
+  ["turns", "composer", "prompt", "send", "stop", "chat-title", "chat-note", "rename", "export", "delete"]
+    .map((id) => [id, byId(id)]),
 );
+const list = new ConversationList({ exportAll, forgetAll });
 
 /** Connect the page's elements. */
 export function startChat() {
@@ -28,154 +43,421 @@ export function startChat() {
     event.preventDefault();
     send();
   });
-  view.prompt.addEventListener("input", fitPrompt);
+  view.prompt.addEventListener("input", () => {
+    ofTab.set(DRAFT, view.prompt.value);
+    fitPrompt();
+  });
   view.stop.addEventListener("click", stop);
-  view.clear.addEventListener("click", clear);
+  view.rename.addEventListener("click", rename);
+  view.export.addEventListener("click", () => exportThese([conversation]));
+  view.delete.addEventListener("click", remove);
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) stop();
+    if (event.key === "Escape" && readers.has(conversation?.id) && !document.querySelector("dialog[open]")) stop();
   });
   view.turns.addEventListener("grown", followEnd);
   view.turns.addEventListener("scroll", noteScroll);
-  keepParameters();
-  loadModels();
-}
-
-/** Fill the list of models, for example after the API key changed. */
-export async function loadModels() {
-  const chosen = view.model.value;
-  try {
-    const { data } = await (await request("v1/models")).json();
-    view.model.replaceChildren(...data.map(({ id }) => el("option", {}, id)));
-    if (data.some(({ id }) => id === chosen)) view.model.value = chosen;
-    view["model-note"].textContent = data.length ? "" : "No model is served yet. Start a node, then reload.";
-  } catch (error) {
-    view["model-note"].textContent = wordsOf(error);
-  }
-}
-
-function send() {
-  const text = view.prompt.value.trim();
-  if (!text || running) return;
-  view.prompt.value = "";
+  addEventListener("hashchange", showChosen);
+  document.addEventListener("visibilitychange", saveRunning);
+  addEventListener("pagehide", saveRunning);
+  view.prompt.value = ofTab.get(DRAFT) ?? "";
   fitPrompt();
-  add(new UserTurn(text, edit));
-  answer();
+  startSettings();
+  begin();
+  return startTenant();
 }
 
-async function answer() {
-  const turn = new AnswerTurn(view.model.value, retry);
-  const body = { ...bodyOf(), messages: messages() };
-  add(turn);
-  view.turns.scrollTop = view.turns.scrollHeight;
-  running = { controller: new AbortController(), job: "" };
-  showRunning();
-  const { signal } = running.controller;
-  try {
-    for await (const { job, event, numTokens, lost } of answerTo(body, signal)) {
-      if (job) running.job = job;
-      if (lost) turn.say("The connection was lost. The answer continues as soon as a gateway is found…", "lost");
-      if (event) turn.take(event, numTokens);
-    }
-    turn.end();
-  } catch (error) {
-    if (signal.aborted) turn.end("Stopped");
-    else turn.end(wordsOf(error), "error");
+/** Open the conversations of the API key's tenant, and read on what was being answered. Call it when the key changed. */
+export function startTenant() {
+  starting = openTenant();
+  return starting;
+}
+
+async function openTenant() {
+  loadModels();
+  const tenant = await tenantOfKey(apiKey.get());
+  if (tenant === undefined) return;
+  const next = await openStore(tenant);
+  if (next.name === store?.name) {
+    next.close();
+  } else {
+    leaveTenant();
+    store = next;
+    channel = new BroadcastChannel(store.name);
+    channel.onmessage = ({ data }) => takeNews(data);
   }
-  running = undefined;
+  view["chat-note"].textContent = store.isLasting ? "" : NOT_KEPT;
+  await refreshList();
+  const answering = (await all()).filter((one) => one.isAnswering);
+  await Promise.all(answering.map(resume));
+  const isNewTab = location.hash === "" || location.hash === "#playground";
+  const [answered] = answering;
+  // A tab that was closed during an answer opens with it.
+  if (isNewTab && answered && !turns.length) location.replace(`#playground/${answered.id}`);
+  else await showChosen();
+}
+
+/** Return the tenant's name. Without a valid key there is none, and what was shown is hidden. */
+async function tenantOfKey(key) {
+  while (key === apiKey.get()) {
+    try {
+      return (await (await request("v1/key")).json()).tenant;
+    } catch (error) {
+      // The list of models says that a key is missing.
+      view["chat-note"].textContent = error.status === 401 ? "" : wordsOf(error);
+      if (error.status === 401) leaveTenant();
+      if (!(error instanceof LostError)) return undefined;
+    }
+    await sleep(LOOK_MS);
+  }
+  return undefined;
+}
+
+function leaveTenant() {
+  for (const { controller } of readers.values()) controller.abort();
+  readers.clear();
+  known.clear();
+  channel?.close();
+  store?.close();
+  store = channel = undefined;
+  list.show([], "");
+  begin();
+}
+
+/** Show the conversation that the page's address names, or a new one. */
+async function showChosen() {
+  const [name, id] = location.hash.slice(1).split("/");
+  if (!store || (name && name !== "playground")) return;
+  if (!id) {
+    if (turns.length) begin();
+    return;
+  }
+  if (id === conversation.id) return;
+  const found = (await all()).find((one) => one.id === id);
+  if (found) await showStored(found);
+  else begin();
+}
+
+async function showStored(found) {
+  const stored = await store.turnsOf(found.id);
+  const reader = readers.get(found.id);
+  // The turn that is read on is the one in memory.
+  show(found, stored.map((turn) => (turn.number === reader?.turn.number ? reader.turn : turn)));
+}
+
+/** Return all conversations of the store, the last changed one first. */
+async function all() {
+  return (await store.all()).map((stored) => {
+    const one = known.get(stored.id) ?? stored;
+    // Another tab may have changed it. One that is read here is changed here.
+    if (!readers.has(one.id)) Object.assign(one, stored);
+    known.set(one.id, one);
+    return one;
+  });
+}
+
+/** Begin a conversation. */
+function begin() {
+  const now = Date.now();
+  show({ id: randomId(), title: "", createdMs: now, changedMs: now, isAnswering: false }, []);
+}
+
+function show(chosen, itsTurns) {
+  conversation = chosen;
+  turns = itsTurns;
+  views = new Map();
+  view.turns.replaceChildren();
+  isAtEnd = true;
+  for (const turn of turns) addView(turn);
+  showTitle();
   showRunning();
+  followEnd();
+}
+
+function addView(turn) {
+  const made = viewOf(turn, { edit, retry, sendResults, inputBefore, isLast: (one) => turns.at(-1) === one });
+  views.set(turn, made);
+  view.turns.append(made.element);
+}
+
+function showTitle() {
+  view["chat-title"].textContent = conversation.title || "New chat";
+  for (const name of ["rename", "export", "delete"]) view[name].hidden = !turns.length;
+  list.mark(conversation.id);
+  byId("playground-link").hash = turns.length ? `#playground/${conversation.id}` : "#playground";
+}
+
+async function refreshList() {
+  list.show(await all(), conversation.id);
+}
+
+/** Return the conversation before a turn as the input of a request. */
+function inputBefore(turn) {
+  return inputOf(turns.slice(0, turns.indexOf(turn)));
+}
+
+async function send() {
+  const text = view.prompt.value.trim();
+  if (!text || readers.has(conversation.id)) return;
+  if (!store) await starting;
+  if (!store) await startTenant(); // asks for the key
+  if (!store) return;
+  const fields = checkedFields();
+  if (!fields) return;
+  view.prompt.value = "";
+  ofTab.remove(DRAFT);
+  fitPrompt();
+  conversation.title ||= titleOf(text);
+  add({ role: "user", content: text });
+  answer(fields);
+}
+
+/** Return the fields of the next request, or say which setting is wrong. */
+function checkedFields() {
+  try {
+    const fields = requestFields();
+    view["chat-note"].textContent = store.isLasting ? "" : NOT_KEPT;
+    return fields;
+  } catch (error) {
+    if (!(error instanceof SettingError)) throw error;
+    view["chat-note"].textContent = error.message;
+    return undefined;
+  }
+}
+
+function titleOf(text) {
+  const [line] = text.split("\n");
+  return line.length > MAX_TITLE_CHARS ? `${line.slice(0, MAX_TITLE_CHARS)}…` : line;
+}
+
+/** Add what the user said. It is stored before the answer to it. */
+function add(fields) {
+  const turn = { conversation: conversation.id, number: turns.length, ...fields };
+  turns.push(turn);
+  addView(turn);
+  kept(store.saveTurn(turn));
+}
+
+/** Wait for a change of the store. A browser without space for it is named; the page goes on. */
+async function kept(change) {
+  try {
+    await change;
+  } catch (error) {
+    view["chat-note"].textContent = `This browser did not keep the conversation. (${error.message})`;
+  }
+}
+
+/** Ask for an answer to what has been said. */
+async function answer(fields) {
+  const turn = newAnswer(conversation.id, turns.length, fields);
+  const input = inputOf(turns);
+  turns.push(turn);
+  addView(turn);
+  isAtEnd = true;
+  followEnd();
+  const mine = Object.assign(conversation, { changedMs: Date.now(), isAnswering: true });
+  known.set(mine.id, mine);
+  await kept(store.saveTurn(turn));
+  await kept(store.save(mine));
+  location.replace(`#playground/${mine.id}`);
+  showTitle();
+  tell(mine.id);
+  await read(mine, turn, input);
+}
+
+/** Read on the answer of a conversation that a page left. */
+async function resume(found) {
+  if (readers.has(found.id)) return;
+  const stored = await store.turnsOf(found.id);
+  const turn = stored.at(-1);
+  if (turn?.role !== "assistant" || turn.state !== "running") return;
+  turn.isResumed = true;
+  read(found, turn, inputOf(stored.slice(0, -1)));
+}
+
+/** Read an answer into its turn, keep it, and show it wherever the conversation is shown. */
+async function read(mine, turn, input) {
+  const controller = new AbortController();
+  const { signal } = controller;
+  const itsStore = store;
+  const reader = { turn, controller, savedMs: Date.now() };
+  readers.set(mine.id, reader);
+  showRunning();
+  await refreshList();
+  const onChange = (words, kind) => {
+    const shown = views.get(turn);
+    shown?.say(words, kind);
+    shown?.render();
+    if (Date.now() - reader.savedMs < SAVE_MS) return;
+    reader.savedMs = Date.now();
+    kept(itsStore.saveTurn(turn));
+  };
+  try {
+    await readAnswer(turn, input, signal, onChange);
+  } catch (error) {
+    if (signal.aborted) return;
+    noteFailure(turn, error);
+  }
+  if (signal.aborted) return;
+  await end(mine, turn, itsStore);
+}
+
+/** Note that an answer is not read any more. */
+async function end(mine, turn, itsStore = store) {
+  readers.delete(mine.id);
+  const shown = views.get(turn);
+  shown?.say(turn.note, turn.state);
+  shown?.renderNow();
+  if (conversation.id === mine.id) showRunning();
+  mine.isAnswering = turn.state === "running";
+  mine.changedMs = Date.now();
+  await kept(itsStore.saveTurn(turn));
+  await kept(itsStore.save(mine));
+  if (itsStore === store) await refreshList();
+  tell(mine.id);
 }
 
 function stop() {
-  if (!running) return;
-  // The gateway would let the job of a closed stream continue for a few seconds, so that its reader may return.
-  if (running.job) cancelJob(running.job);
-  running.controller.abort();
+  const reader = readers.get(conversation?.id);
+  if (!reader) return;
+  // The gateway would let the answer of a closed stream go on for minutes, so that its page may return.
+  stopAnswer(reader.turn);
+  reader.controller.abort();
+  end(conversation, reader.turn);
 }
 
-/** Generate an answer again. */
-function retry(turn) {
-  if (running) return;
-  cutAt(turn);
-  answer();
+/** Generate an answer again, with the settings of now. */
+async function retry(turn) {
+  const fields = checkedFields();
+  if (readers.has(conversation.id) || !fields) return;
+  await cutAt(turn);
+  answer(fields);
 }
 
 /** Take a message, and all that follows it, back into the text field. */
-function edit(turn) {
-  if (running) return;
-  cutAt(turn);
-  view.prompt.value = turn.message.content;
+async function edit(turn) {
+  if (readers.has(conversation.id)) return;
+  await cutAt(turn);
+  view.prompt.value = turn.content;
+  ofTab.set(DRAFT, turn.content);
   fitPrompt();
   view.prompt.focus();
 }
 
-function clear() {
-  stop();
-  turns = [];
-  view.turns.replaceChildren();
+/** Send the results of an answer's calls, and ask for the next answer. */
+async function sendResults(turn, results) {
+  const fields = checkedFields();
+  if (readers.has(conversation.id) || !fields) return;
+  for (const { call, content } of results) add({ role: "tool", call: call.id, name: call.name, content });
+  views.get(turn).showCalls();
+  answer(fields);
+}
+
+async function cutAt(turn) {
+  const cut = turns.splice(turns.indexOf(turn));
+  for (const one of cut) {
+    views.get(one).element.remove();
+    views.delete(one);
+  }
+  if (turns.length) await store.cut(conversation.id, cut[0].number);
+  else await store.remove(conversation.id);
+  deleteResponses(cut);
+  showTitle();
+  await refreshList();
+}
+
+async function rename() {
+  const title = await ask({ title: "Rename this conversation", value: conversation.title, action: "Rename" });
+  if (!title) return;
+  conversation.title = title;
+  await store.save(conversation);
+  showTitle();
+  await refreshList();
+  tell(conversation.id);
+}
+
+async function remove() {
+  const text = "It is deleted in this browser, and its answers at the gateway.";
+  if (!(await ask({ title: "Delete this conversation?", text, action: "Delete" }))) return;
+  const { id } = conversation;
+  const numLeft = await removed(id);
+  location.replace("#playground");
+  begin();
+  await refreshList();
+  sayLeft(numLeft);
   view.prompt.focus();
 }
 
-function add(turn) {
-  turns.push(turn);
-  view.turns.append(turn.element);
+/** Delete a conversation with its stored responses. Return how many of these could not be deleted. */
+async function removed(id) {
+  readers.get(id)?.controller.abort();
+  readers.delete(id);
+  known.delete(id);
+  const gone = await store.turnsOf(id);
+  await store.remove(id);
+  tell(id);
+  return deleteResponses(gone);
 }
 
-function cutAt(turn) {
-  for (const cut of turns.splice(turns.indexOf(turn))) cut.element.remove();
+async function forgetAll() {
+  const text = "All conversations of this tenant with this gateway are deleted in this browser, and their answers at " +
+    "the gateway. The settings are reset.";
+  if (!store || !(await ask({ title: "Forget all conversations?", text, action: "Forget all" }))) return;
+  const found = await all();
+  const numLeft = await Promise.all(found.map(({ id }) => removed(id)));
+  await store.clear();
+  forgetSettings();
+  ofTab.remove(DRAFT);
+  location.replace("#playground");
+  begin();
+  await refreshList();
+  sayLeft(numLeft.reduce((sum, one) => sum + one, 0));
 }
 
-/** Return the conversation. A message without an answer becomes one with the next: some models need alternate roles. */
-function messages() {
-  const system = view["parameter-form"].elements.system.value.trim();
-  const said = system ? [{ role: "system", content: system }] : [];
-  for (const { role, content } of turns.map((turn) => turn.message)) {
-    const last = said.at(-1);
-    if (content && last?.role === role) last.content += `\n\n${content}`;
-    else if (content) said.push({ role, content });
+function sayLeft(count) {
+  if (!count) return;
+  const answers = count === 1 ? "1 answer" : `${count} answers`;
+  view["chat-note"].textContent = `The gateway did not delete ${answers}; it does so a day after their end.`;
+}
+
+async function exportAll() {
+  if (store) await exportThese(await all());
+}
+
+async function exportThese(chosen) {
+  const conversations = await Promise.all(chosen.map(async (one) => ({ ...one, turns: await store.turnsOf(one.id) })));
+  const name = chosen.length === 1 ? "conversation" : "conversations";
+  download(`penstock-${name}.json`, JSON.stringify({ object: "penstock.conversations", conversations }, null, 2));
+}
+
+function tell(id) {
+  channel?.postMessage(id);
+}
+
+/** Take a change that another tab made to a conversation. */
+async function takeNews(id) {
+  await refreshList();
+  if (id !== conversation.id || readers.has(id)) return;
+  const found = (await all()).find((one) => one.id === id);
+  if (!found) {
+    begin();
+    return;
   }
-  return said;
+  if (found.isAnswering) await resume(found);
+  await showStored(found);
 }
 
-/** Return the parameters that the user set. The model's own defaults apply to the others. */
-function bodyOf() {
-  const fields = view["parameter-form"].elements;
-  const body = { model: view.model.value, stream: true, stream_options: { include_usage: true }, return_progress: true };
-  for (const name of NUMBERS) if (fields[name].value !== "") body[name] = Number(fields[name].value);
-  const stops = fields.stop.value.split("\n").filter(Boolean);
-  if (stops.length) body.stop = stops;
-  return body;
-}
-
-function keepParameters() {
-  const parameterForm = view["parameter-form"];
-  for (const [name, value] of Object.entries(keptParameters())) {
-    const field = parameterForm.elements.namedItem(name);
-    if (field) field.value = value;
-  }
-  parameterForm.addEventListener("input", () => {
-    lasting.set(PARAMETERS, JSON.stringify(Object.fromEntries(new FormData(parameterForm))));
-  });
-  parameterForm.addEventListener("reset", () => lasting.remove(PARAMETERS));
-  parameterForm.addEventListener("submit", (event) => event.preventDefault());
-  // On a phone the conversation comes first.
-  if (matchMedia("(max-width: 760px)").matches) byId("parameters").open = false;
-}
-
-function keptParameters() {
-  try {
-    return JSON.parse(lasting.get(PARAMETERS)) ?? {};
-  } catch {
-    return {}; // damaged
-  }
+function saveRunning() {
+  for (const { turn } of readers.values()) store.saveTurn(turn).catch(() => {});
 }
 
 /** Show Stop or Send. A focused button that disappears passes the focus on; a field that has it keeps it. */
 function showRunning() {
-  const [shown, hidden] = running ? [view.stop, view.send] : [view.send, view.stop];
+  const isRunning = readers.has(conversation.id);
+  const [shown, hidden] = isRunning ? [view.stop, view.send] : [view.send, view.stop];
   const focused = document.activeElement;
   shown.hidden = false;
-  if (running && focused === hidden) shown.focus({ preventScroll: true });
-  if (!running && (focused === hidden || focused === document.body)) view.prompt.focus({ preventScroll: true });
+  if (isRunning && focused === hidden) shown.focus({ preventScroll: true });
+  if (!isRunning && focused === hidden) view.prompt.focus({ preventScroll: true });
   hidden.hidden = true;
 }
 

@@ -78,12 +78,11 @@ function removeOthers(views, listed) {
 function showTimes({ name, window_s: seconds, first_token: first, per_token: each }) {
   const section = byId("times");
   section.hidden = false;
-  const cells = (times) => ["p50_ms", "p90_ms", "p99_ms"].map((key) => (times.count ? duration(times[key]) : "–"));
   section.replaceChildren(
-    el("h2", {}, "Latency"),
+    el("h2", {}, "Latency of streams at this gateway"),
     table(["", "p50", "p90", "p99"], [
-      ["Time to first token", ...cells(first)],
-      ["Time between tokens", ...cells(each)],
+      ["Time to first token", ...percentilesOf(first)],
+      ["Time between tokens", ...percentilesOf(each)],
     ]),
     el("p", { className: "hint" }, `Streams of the last ${seconds / 60} minutes through the gateway ${name}: ` +
       `${number(first.count)}. Other gateways measure their own. The time between tokens is a mean for each stream.`),
@@ -104,6 +103,7 @@ class PoolView {
     };
     this.nodeList = el("div", { className: "nodes" });
     this.more = el("p", { className: "hint" });
+    this.times = el("div");
     this.classes = el("div");
     this.waits = el("div");
     this.tenants = el("div");
@@ -113,7 +113,9 @@ class PoolView {
       el("div", { className: "charts" }, ...Object.values(this.charts).map((chart) => chart.element)),
       el("h3", {}, "Nodes and their KV blocks"), legend(), this.nodeList, this.more,
       el("div", { className: "columns" },
-        el("div", { className: "panel" }, el("h3", {}, "Jobs by class"), this.classes),
+        el("div", { className: "panel" }, el("h3", {}, "Times of the last hour"), this.times),
+        el("div", { className: "panel" }, el("h3", {}, "Jobs by class"), this.classes,
+          el("p", { className: "hint" }, el("a", { href: "#jobs" }, "All jobs"))),
         el("div", { className: "panel" }, el("h3", {}, "Waits and engine time"), this.waits, meaningOfStates()),
         el("div", { className: "panel" }, el("h3", {}, "Jobs by tenant"), this.tenants),
         el("div", { className: "panel" }, el("h3", {}, "Events"), this.events.element)));
@@ -137,6 +139,8 @@ class PoolView {
     const tiles = [["Nodes", number(numNodes)], ["KV blocks used", `${share} %`],
       ["Jobs completed", number(counts.ended_succeeded)], ["Takeovers", number(counts.takeovers)],
       ["Nodes lost", number(counts.nodes_lost)], ["Preemptions", number(totals.num_preemptions)],
+      ["Preemptions by swap", number(totals.num_swaps)],
+      ["Prefix cache hits", shareOf(totals.prefix_hit_tokens, totals.prefix_lookup_tokens)],
       ["Foreground backlog", secondsOrUnknown(backlog.foreground)],
       ["Background backlog", secondsOrUnknown(backlog.background)],
       ["Jobs awaiting tokens", number(classes.reduce((sum, one) => sum + one.awaiting_tokens, 0))],
@@ -157,7 +161,15 @@ class PoolView {
     else this.more.textContent = numNodes > nodes.length ? `and ${numNodes - nodes.length} more nodes` : "";
   }
 
-  showTables({ classes, tenants }) {
+  showTables({ classes, tenants, last_hour: times }) {
+    this.times.replaceChildren(
+      table(["", "p50", "p90", "p99"], [
+        ["Wait in the queue", ...percentilesOf(times.queue_s)],
+        ["Time to first token (TTFT)", ...percentilesOf(times.first_token_s)],
+        ["Time between tokens (ITL)", ...percentilesOf(times.inter_token_s)],
+      ]),
+      el("p", { className: "hint" }, `Of ${number(times.queue_s.count)} jobs that nodes took, as the nodes measured them. ` +
+        "The first two begin with the submission."));
     this.classes.replaceChildren(table(["Class", "Running", "Queued", "Scheduled"],
       classes.map((one) => [one.class, number(one.running), number(one.queued), number(one.scheduled)])));
     this.waits.replaceChildren(table(["Class", "Oldest wait", "Expired", "Share"],
@@ -219,10 +231,29 @@ class NodeView {
     const [words, kind] = stateOf(node);
     this.badge.textContent = words;
     this.badge.className = `badge ${kind}`;
-    this.load.textContent = `${number(node.num_running)} of ${number(node.max_num_seqs)} sequences run, ` +
-      `${number(node.num_waiting)} wait · step ${duration(node.step_ms_p50)}`;
+    this.load.textContent = [
+      `${count(node.num_jobs, "job")} running`,
+      `${number(node.num_running)} of ${count(node.max_num_seqs, "sequence")} in the batch, ${number(node.num_waiting)} waiting`,
+      `step ${duration(node.step_ms_p50)}`,
+      node.prefix_hit_rate === null ? "" : `${percent(node.prefix_hit_rate)} of prompt tokens from the cache in the last minute`,
+      `${count(node.num_preemptions, "preemption")}, ${number(node.num_swaps)} by swap`,
+      node.gpu_utilization === null ? "" : `GPU ${percent(node.gpu_utilization)} busy`,
+      node.gpu_memory_total_bytes ? `${gib(node.gpu_memory_used_bytes)} of ${gib(node.gpu_memory_total_bytes)} GiB GPU memory` : "",
+    ].filter(Boolean).join(" · ");
   }
 }
+
+function percentilesOf(times) {
+  return ["p50_ms", "p90_ms", "p99_ms"].map((key) => (times.count ? duration(times[key]) : "–"));
+}
+
+function count(value, noun) {
+  return `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
+const percent = (share) => `${number(100 * share)} %`;
+const shareOf = (part, whole) => (whole ? percent(part / whole) : "–");
+const gib = (bytes) => number(bytes / 2 ** 30, 1);
 
 function stateOf(node) {
   if (node.silent_ms > LATE_MS) return [`silent for ${duration(node.silent_ms)}`, "bad"];

@@ -35,3 +35,34 @@ export function duration(ms) {
   if (ms < 999.5) return `${number(ms)} ms`;
   return ms < 100_000 ? `${number(ms / 1000, ms < 10_000 ? 1 : 0)} s` : `${number(ms / 60_000)} min`;
 }
+
+/** Make a button that copies a text, and says so. */
+export function copyButton(label, text) {
+  const made = button(label, async () => {
+    made.textContent = (await copied(text())) ? "Copied" : "Copying failed";
+    setTimeout(() => (made.textContent = label), 1_500);
+  });
+  return made;
+}
+
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    // The clipboard's interface is missing on pages without TLS.
+    const field = el("textarea", { className: "unseen", value: text });
+    document.body.append(field);
+    field.select();
+    const isCopied = document.execCommand("copy");
+    field.remove();
+    return isCopied;
+  }
+}
+
+/** Offer a text as a file. */
+export function download(name, text, type = "application/json") {
+  const link = el("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}

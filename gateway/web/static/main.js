@@ -1,24 +1,25 @@
-// The page's frame: its two views, the theme and the API key.
+// The page's frame: its views, the theme and the API key.
 
 import { apiKey } from "./api.js";
 import { startBatches, startUploads, stopBatches } from "./batches.js";
-import { loadModels, startChat } from "./chat.js";
+import { startChat, startTenant } from "./chat.js";
 import { startDashboard, stopDashboard } from "./dashboard.js";
 import { byId } from "./dom.js";
+import { startJobs, stopJobs } from "./jobs.js";
 import { lasting } from "./storage.js";
 import { startWebhooks, stopWebhooks } from "./webhooks.js";
 
-const VIEWS = ["playground", "batches", "dashboard"];
+const VIEWS = ["playground", "batches", "jobs", "dashboard"];
 const THEMES = ["auto", "light", "dark"];
 const THEME = "penstock-theme";
 const NO_KEY = "This is no API key: it has a character that no key has, such as “…”, a space or an invisible one.";
 
 function showView() {
-  const hash = location.hash.slice(1);
+  const [hash] = location.hash.slice(1).split("/");
   const chosen = VIEWS.includes(hash) ? hash : VIEWS[0];
   for (const name of VIEWS) {
     byId(name).hidden = name !== chosen;
-    const link = document.querySelector(`nav a[href="#${name}"]`);
+    const link = byId(`${name}-link`);
     if (name === chosen) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
@@ -28,15 +29,13 @@ function showView() {
 
 /** Read what a view shows only while it is visible: the gateway computes nothing without viewers. */
 function watchViews() {
-  if (byId("dashboard").hidden || document.hidden) stopDashboard();
-  else startDashboard();
-  if (byId("batches").hidden || document.hidden) {
-    stopBatches();
-    stopWebhooks();
-  } else {
-    startBatches();
-    startWebhooks();
-  }
+  watch("dashboard", [startDashboard], [stopDashboard]);
+  watch("batches", [startBatches, startWebhooks], [stopBatches, stopWebhooks]);
+  watch("jobs", [startJobs], [stopJobs]);
+}
+
+function watch(name, starts, stops) {
+  for (const change of byId(name).hidden || document.hidden ? stops : starts) change();
 }
 
 function chosenTheme() {
@@ -59,28 +58,59 @@ function startKeyDialog() {
   const dialog = byId("key-dialog");
   const input = byId("key-input");
   const check = () => input.setCustomValidity(apiKey.isSendable(input.value.trim()) ? "" : NO_KEY);
-  input.addEventListener("input", check);
-  byId("key-button").addEventListener("click", () => {
+  const open = (reason) => {
+    if (document.querySelector("dialog[open]")) return;
+    byId("key-reason").textContent = reason;
     input.value = apiKey.get();
     check();
     dialog.returnValue = "cancel";
     dialog.showModal();
+  };
+  let declined; // the key with which the user closed the dialog that the page had opened
+  input.addEventListener("input", check);
+  byId("key-button").addEventListener("click", () => open(""));
+  // Views that look again every few seconds must not ask again and again. What the user does asks again.
+  for (const name of ["hashchange", "submit"]) addEventListener(name, () => (declined = undefined), true);
+  addEventListener("keyneeded", ({ detail }) => {
+    if (declined !== apiKey.get()) open(detail);
   });
   dialog.addEventListener("close", () => {
+    declined = apiKey.get();
     if (dialog.returnValue === "cancel") return;
     apiKey.set(dialog.returnValue === "clear" ? "" : input.value.trim());
+    declined = undefined;
     input.value = "";
-    loadModels();
-    stopDashboard();
-    stopBatches();
-    stopWebhooks();
+    startTenant();
+    for (const stop of [stopDashboard, stopBatches, stopWebhooks, stopJobs]) stop();
     watchViews();
   });
+}
+
+/** The buttons that show what a narrow window hides. */
+function startDrawers() {
+  for (const opener of document.querySelectorAll("[data-drawer]")) {
+    const drawer = byId(opener.dataset.drawer);
+    const show = (isOpen) => {
+      drawer.classList.toggle("open", isOpen);
+      opener.setAttribute("aria-expanded", String(isOpen));
+    };
+    opener.addEventListener("click", () => show(!drawer.classList.contains("open")));
+    addEventListener("hashchange", () => show(false));
+    document.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || !drawer.classList.contains("open")) return;
+      show(false);
+      opener.focus();
+    });
+    document.addEventListener("click", ({ target }) => {
+      if (!drawer.contains(target) && !opener.contains(target) && !target.closest("dialog")) show(false);
+    });
+  }
 }
 
 showTheme();
 byId("theme-button").addEventListener("click", nextTheme);
 startKeyDialog();
+startDrawers();
 startChat();
 startUploads();
 addEventListener("hashchange", showView);

@@ -96,7 +96,7 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
     metadata = json.dumps(notes, separators=(",", ":"), ensure_ascii=False) if notes else ""
     row = (
         *(job.id, job.level, job.num_sequences, submission.cost, body, job.deadline_ms or 0),
-        *(int(submission.channel), int(job.requires_reader), keys.key_hash(job.idempotency_key)),
+        *(int(submission.channel), _reader_need(job), keys.key_hash(job.idempotency_key)),
         *(estimate_output_bytes(job, len(request)), job.not_before_ms or 0, record.keep_ms),
         *(submission.rate_tokens or ("", 0, 0, "")),
         *(_limits_of(job), "" if job.max_wait_ms is None else job.max_wait_ms, int(job.in_feed)),
@@ -104,6 +104,11 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         " ".join(job.webhooks),
     )
     return PackedSubmission(job, inbox, terms, row, request, record.data)
+
+
+def _reader_need(job: JobDef) -> int:
+    """Return the field `needs_reader` of a job's record (see prelude.lua)."""
+    return (job.reader_grace_ms or 1) if job.requires_reader else 0
 
 
 def _arguments_of(submissions: Sequence[PackedSubmission]) -> tuple[Argument, ...]:

@@ -1,5 +1,5 @@
 -- detach: remove a reader from a job. Without readers the job is marked unread; unless it is a background job, it is
--- canceled once reattach_grace_ms have passed.
+-- canceled once its own grace, or reattach_grace_ms, has passed.
 -- ARGV: id inbox
 -- Answer: OK
 local id, inbox = ARGV[1], ARGV[2]

@@ -15,7 +15,8 @@
 --   engine_preemptions used limits in_feed begun_deadline accepted tag1 … tag4 extra retry_of
 --   webhooks
 -- level: the job's class for foreground work, and its class + CLASSES for background work. Levels are served in order.
--- needs_reader: '1' for a job that ends when it has no reader, else '0'.
+-- needs_reader: '0' for a job that needs no reader. '1' for one that is canceled reattach_grace_ms after its last reader
+-- left; a larger number: after so many ms, at most MAX_READER_SILENCE_MS (sweep.lua).
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
 -- entry: position of a queued job: its id in the tenant's stream, or '' for a requeued job. DELAYED is that of a job
 -- that waits for its time (P:delayed) or for its tenant's tokens (P:awaiting:<tenant>).
@@ -334,8 +335,14 @@ end
 
 local can_trust_heartbeats, lacks_reader
 do
+  -- How long a job that needs a reader may be without one: its own time, or else that of the pool.
+  local function grace_of(job, of_pool)
+    local own = tonumber(job.needs_reader)
+    return own > 1 and own or of_pool
+  end
+
   local function is_unread(job, config, now)
-    return job.needs_reader == '1' and job.unread ~= '' and now - tonumber(job.unread) > config.reattach_grace_ms
+    return now - tonumber(job.unread) > grace_of(job, config.reattach_grace_ms)
   end
 
   -- Whether heartbeats of readers and revisions are reliable. During an outage of Redis no heartbeat arrives; then no
@@ -349,24 +356,25 @@ do
     return trusts_heartbeats
   end
 
-  -- Whether every reader of a list is dead. `silent` caches the answer per list during one script.
+  -- Whether every reader of a list has been silent for so many ms. `silent` caches the answers during one script.
   local silent = {}
-  local function are_silent(inboxes, config, now)
+  local function are_silent(inboxes, ms, now)
     for inbox in string.gmatch(inboxes, '%S+') do
       local last = redis.call('ZSCORE', P .. ':readers', inbox)
-      if last and now - tonumber(last) <= config.abandon_after_ms then return false end
+      if last and now - tonumber(last) <= ms then return false end
     end
     return true
   end
 
   -- Whether a job that needs a reader has no live reader.
   function lacks_reader(job, config, now)
-    if job.needs_reader ~= '1' or not can_trust_heartbeats(config, now) then return false end
+    if (tonumber(job.needs_reader) or 0) == 0 or not can_trust_heartbeats(config, now) then return false end
     if job.unread ~= '' then return is_unread(job, config, now) end
     if job.channel == '1' then return false end
-    local inboxes = job.inboxes
-    if silent[inboxes] == nil then silent[inboxes] = are_silent(inboxes, config, now) end
-    return silent[inboxes]
+    local ms = math.max(config.abandon_after_ms, grace_of(job, 0))
+    local key = ms .. ' ' .. job.inboxes
+    if silent[key] == nil then silent[key] = are_silent(job.inboxes, ms, now) end
+    return silent[key]
   end
 end
 

@@ -131,7 +131,9 @@ def test_page_shows_every_operation_and_field(http: httpx.Client, document: dict
 
 
 def examples_of(page: str) -> list[str]:
-    return [html.unescape(found) for found in re.findall(r'<pre class="example">(.*?)</pre>', page, re.DOTALL)]
+    return [
+        html.unescape(found) for found in re.findall(r'<pre class="example" tabindex="0">(.*?)</pre>', page, re.DOTALL)
+    ]
 
 
 def test_every_example_of_the_page_runs(

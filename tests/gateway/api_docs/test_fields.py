@@ -108,6 +108,7 @@ SENT: dict[str, Sent] = {
     "deadline_s": Sent(30, -1),
     "ttl_s": Sent(30, -1),
     "max_wait_s": Sent(30, -1),
+    "reader_grace_s": Sent(30, 0.5),
     "dimensions": Sent(4, 0),
     "documents": Sent(["x", {"text": "y"}], []),
     "durability": Sent("memory", "x"),

@@ -50,6 +50,31 @@ def test_a_response_that_is_not_stored_is_canceled_as_soon_as_its_caller_left(ht
     assert state == "cancelled"
 
 
+def test_a_background_response_with_a_reader_grace_is_canceled_when_it_has_passed(
+    http: httpx.Client, slow: Any
+) -> None:
+    text = "gates open by pressure, and not before " * 5
+    brief, patient = (left_stream(http, input=text, background=True, reader_grace_s=seconds) for seconds in (1, 600))
+    patience_s = time.monotonic() + 20
+    while (job := http.get(f"/v1/jobs/{brief}").json())["state"] != "cancelled":
+        assert job["state"] in ("running", "cancelling")
+        assert time.monotonic() < patience_s
+        time.sleep(0.05)
+    assert job["outcome"]["code"] == "unread"
+    assert job["background"] is False
+    lines = http.get(f"/v1/responses/resp_{patient}", params={"stream": "true"}).text.splitlines()
+    last = json.loads([line for line in lines if line.startswith("data: {")][-1].removeprefix("data: "))
+    assert last["response"]["output"][0]["content"][0]["text"] == text
+
+
+@pytest.mark.parametrize("seconds", [0.5, 601])
+def test_a_reader_grace_out_of_range_is_refused_by_name(http: httpx.Client, seconds: float) -> None:
+    body = {"model": "acme/echo", "input": "hi", "background": True, "reader_grace_s": seconds}
+    refused = http.post("/v1/responses", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reader_grace_s")
+    assert "from 1 to 600 seconds" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("options", [{}, {"stream": True}, {"background": True}])
 def test_a_gateway_may_ignore_unknown_fields_of_a_response_and_lists_them(
     stack: Any, shared_engine: Any, options: dict[str, Any]

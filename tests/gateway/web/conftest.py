@@ -14,6 +14,14 @@ NAMES = ("chromium-headless-shell", "chromium", "chromium-browser")
 CHROMIUM = os.environ.get("PENSTOCK_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 PATIENCE_MS = 10_000
 BLANK = "about:blank"
+FORGET = """async () => {
+    localStorage.clear();
+    sessionStorage.clear();
+    const names = (await indexedDB.databases()).map(({ name }) => name);
+    await Promise.all(names.map((name) => new Promise((resolve) => {
+        indexedDB.deleteDatabase(name).onsuccess = resolve;
+    })));
+}"""
 REBOUND = "rebound.example"
 """A name of a web site that, in the browser, leads to this machine."""
 
@@ -74,7 +82,7 @@ def page(tab: Page) -> Iterator[Page]:
 def leave(tab: Page) -> None:
     """Delete the page's stored data, and end its streams by leaving it."""
     if tab.url != BLANK:
-        tab.evaluate("localStorage.clear(); sessionStorage.clear()")
+        tab.evaluate(FORGET)
         tab.goto(BLANK)
 
 

@@ -20,6 +20,7 @@ from fakes.queue.harness import Queue
 from playwright.sync_api import Page, expect
 
 from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.pool import SECONDS
 from penstock.gateway.web import dashboard
 from penstock.queue.broker.connection import connect
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -193,7 +194,26 @@ async def keep_working(redis_url: str) -> None:
         queue = Queue(redis)
         node = await queue.node(lease_ms=60_000)
         shares = (0.0, 45_000.0, 0.0, 0.0, 0.0, 15_000.0)
-        await node.heartbeat(drain_cost_per_s=10.0, kv_blocks_total=64, kv_blocks_free=32, recent_engine_ms=shares)
+        await node.heartbeat(
+            drain_cost_per_s=10.0,
+            kv_blocks_total=64,
+            kv_blocks_free=32,
+            recent_engine_ms=shares,
+            num_jobs=3,
+            num_running=2,
+            max_num_seqs=16,
+            num_waiting=1,
+            num_preemptions=5,
+            num_swaps=4,
+            prefix_lookup_tokens=200,
+            prefix_hit_tokens=50,
+            prefix_hit_rate=0.75,
+            gpu_utilization=0.5,
+            gpu_memory_used_bytes=20 << 30,
+            gpu_memory_total_bytes=80 << 30,
+            # 98 jobs waited for less than 5 ms, two for less than 10 ms; no other time is known.
+            times_of_hour={"queue_s": (98, 2, *(0,) * (len(SECONDS) - 1))},
+        )
         late = await queue.submit(background=True, priority=Priority.BATCH, deadline_ms=60_000)
         await queue.age("deadlines", late, 120_000)
         await queue.change(late, deadline=1)
@@ -217,6 +237,16 @@ def test_page_shows_states_waits_backlog_and_shares_of_engine_time(page: Page, s
             re.compile(r"batch, background\d+(\.\d)? m?s125 %")
         )
         expect(pool.locator(".tiles")).to_contain_text("Background backlog5 min")
+        for tile in ("Preemptions5", "Preemptions by swap4", "Prefix cache hits25 %"):
+            expect(pool.locator(".tiles")).to_contain_text(tile)
+        times = pool.locator(".panel", has_text="Times of the last hour")
+        expect(times).to_contain_text("Of 100 jobs that nodes took")
+        expect(times.get_by_role("row", name="Wait in the queue")).to_have_text("Wait in the queue2.6 ms4.6 ms7.5 ms")
+        expect(times.get_by_role("row", name="ITL")).to_have_text("Time between tokens (ITL)–––")
+        expect(pool.locator(".node .load")).to_have_text(
+            "3 jobs running · 2 of 16 sequences in the batch, 1 waiting · step 0 ms · 75 % of prompt tokens from the "
+            "cache in the last minute · 5 preemptions, 4 by swap · GPU 50 % busy · 20 of 80 GiB GPU memory"
+        )
         waits.get_by_text("What these numbers mean").click()
         expect(waits.get_by_role("term").filter(has_text="Scheduled")).to_be_visible()
         assert wide_tables(page) == 0
@@ -272,11 +302,15 @@ def test_page_works_without_what_it_kept(page: Page, url: str, engine: EchoEngin
 
 def test_page_works_without_storage(page: Page, url: str, engine: EchoEngine) -> None:
     other = page.context.new_page()
-    for name in ("localStorage", "sessionStorage"):
+    for name in ("localStorage", "sessionStorage", "indexedDB"):
         other.add_init_script(f"Object.defineProperty(window, '{name}', {{ get() {{ throw new Error('denied'); }} }})")
     chat = Playground(other, url)
     chat.choose(MODEL)
     chat.ask("hello")
+    assert chat.wait_end() == "hello"
+    expect(other.locator("#chat-note")).to_contain_text("This browser keeps no conversations")
+    other.get_by_role("link", name="New chat").click()
+    other.get_by_role("link", name="hello").click()
     assert chat.wait_end() == "hello"
     other.get_by_role("button", name="Theme").click()
     expect(other.get_by_role("button", name="Theme")).to_have_text("Theme: light")
@@ -305,7 +339,9 @@ def test_theme_follows_the_system_until_the_button_chooses(page: Page, url: str,
 def test_phone_shows_all_without_horizontal_scrolling(page: Page, url: str, engine: EchoEngine) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     chat = Playground(page, url)
+    page.get_by_role("button", name="Settings").click()
     chat.choose(MODEL)
+    page.get_by_role("button", name="Settings").click()
     chat.ask("x" * 90 + "\n```\n" + "y" * 120 + "\n```")
     chat.wait_end()
     assert scroll_width(page) == 360

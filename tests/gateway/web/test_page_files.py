@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from importlib.resources import files
 
 import httpx
 import pytest
@@ -58,8 +60,25 @@ def test_files_are_not_sent_again_until_they_change(http: httpx.Client) -> None:
     assert http.get("/web/nothing.js").status_code == 404
 
 
+VENDORED = {
+    "/web/markdown-it.js": "40ee4f75f35a4c8d24f1d7a902f4c56a26da8bd9eec5bb02ad4a672d6ba05525",
+    "/web/prism.js": "d5721f43615cba7c7dc4a5290f35c3db0e0626dd8fa416a9e0b6c172514a020d",
+}
+"""The files of other projects, and their SHA-256. gateway/web/vendor/README.md says where they are from."""
+
+
+def test_files_of_other_projects_are_pinned_and_have_a_license(http: httpx.Client) -> None:
+    folder = files("penstock.gateway.web").joinpath("vendor")
+    scripts = {f"/web/{path.name}" for path in folder.iterdir() if path.name.endswith(".js")}
+    assert {path: hashlib.sha256(http.get(path).content).hexdigest() for path in scripts} == VENDORED
+    for path in scripts:
+        name = path.rpartition("/")[2].removesuffix(".js")
+        assert "Permission is hereby granted" in folder.joinpath(f"{name}.LICENSE").read_text()
+
+
 def test_files_refer_to_nothing_outside_of_the_page(http: httpx.Client) -> None:
-    for path in ASSET_PATHS:
+    # The addresses in the files of other projects are names of the authors' pages.
+    for path in ASSET_PATHS - VENDORED.keys():
         text = http.get(path).text
         assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text), path
         for module in re.findall(r'from "(.+?)"', text):

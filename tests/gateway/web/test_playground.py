@@ -21,7 +21,7 @@ from tests.gateway.test_streams import wait_until
 from tests.gateway.web.conftest import Playground
 
 LONG = "a long prompt that the model says back " * 4
-COMPLETIONS = "**/v1/chat/completions"
+RESPONSES = "**/v1/responses"
 STEP_S = 0.03
 LONG_STEP_S = 0.1
 """On a busy machine, a browser needs seconds for what a test does during an answer."""
@@ -68,7 +68,8 @@ def test_model_text_never_becomes_markup(chat: Playground) -> None:
 
 
 def test_parameters_reach_the_engine(chat: Playground, engine: EchoEngine) -> None:
-    values = {"Temperature": "0.5", "Top p": "0.9", "Top k": "7", "Max tokens": "20", "Seed": "11"}
+    chat.page.get_by_text("More sampling").click()
+    values = {"Temperature": "0.5", "Top p": "0.9", "Top k": "7", "Max tokens": "20", "Seed": "11", "Min p": "0.1"}
     for label, value in {**values, "Stop strings, one a line": "X\nYZ", "System prompt": "Be brief."}.items():
         chat.page.get_by_label(label).fill(value)
     chat.ask("hello")
@@ -76,7 +77,7 @@ def test_parameters_reach_the_engine(chat: Playground, engine: EchoEngine) -> No
     params = engine.last_params
     assert params is not None
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.5, 0.9, 7, 20)
-    assert (params.seed, params.stop) == (11, ("X", "YZ"))
+    assert (params.seed, params.stop, params.min_p) == (11, ("X", "YZ"), 0.1)
     assert engine.tokenizer.last_chat is not None
     assert [turn["role"] for turn in engine.tokenizer.last_chat[0]] == ["system", "user"]
     chat.page.reload()
@@ -88,22 +89,22 @@ def test_stop_cancels_the_job(chat: Playground, engine: EchoEngine, http: httpx.
     engine.step_s = LONG_STEP_S
     chat.ask(LONG)
     expect(chat.answer.locator(".said")).to_contain_text("a long")
-    with chat.page.expect_response("**/v1/jobs/*") as cancelled:
+    with chat.page.expect_response("**/v1/responses/*/cancel") as cancelled:
         if how == "button":
             chat.page.get_by_role("button", name="Stop").click()
         else:
             chat.page.keyboard.press(how)
     expect(chat.status).to_have_text("Stopped")
-    job = cancelled.value.json()["id"]
+    job = cancelled.value.json()["id"].removeprefix("resp_")
     wait_until(lambda: http.get(f"/v1/jobs/{job}").json()["state"] == "cancelled")
     expect(chat.page.get_by_role("button", name="Send")).to_be_visible()
 
 
-def test_retry_edit_and_clear_change_the_conversation(chat: Playground, engine: EchoEngine) -> None:
+def test_regenerate_and_edit_change_the_conversation(chat: Playground, engine: EchoEngine) -> None:
     for text in ("first", "second"):
         chat.ask(text)
         assert chat.wait_end() == text
-    chat.page.get_by_role("button", name="Retry").first.click()
+    chat.page.get_by_role("button", name="Regenerate").first.click()
     expect(chat.page.locator(".turn")).to_have_count(2)
     assert chat.wait_end() == "first"
     chat.page.get_by_role("button", name="Edit").click()
@@ -115,7 +116,7 @@ def test_retry_edit_and_clear_change_the_conversation(chat: Playground, engine: 
     chat.wait_end()
     assert engine.tokenizer.last_chat is not None
     assert [turn["content"] for turn in engine.tokenizer.last_chat[0]] == ["changed", "changed", "again"]
-    chat.page.get_by_role("button", name="Clear").click()
+    chat.page.get_by_role("link", name="New chat").click()
     expect(chat.page.locator(".turn")).to_have_count(0)
 
 
@@ -137,6 +138,9 @@ def test_waiting_request_shows_its_position(page: Page, stack: Stack, url: str) 
     first.ask(LONG)
     expect(first.answer.locator(".said")).to_contain_text("a long")
     second = Playground(page.context.new_page(), url)
+    # A new tab opens with the answer that another one waits for.
+    expect(second.answer.locator(".said")).to_contain_text("a long")
+    second.page.get_by_role("link", name="New chat").click()
     second.choose("acme/narrow")
     second.ask("hello")
     expect(second.status).to_contain_text("Waiting in the queue: position 1")
@@ -162,8 +166,7 @@ def test_key_is_asked_for_and_a_limit_says_when_to_return(
     page: Page, stack: Stack, engine: EchoEngine, limited_key: str
 ) -> None:
     chat = Playground(page, stack.start_gateway())
-    expect(page.get_by_text("This gateway needs a valid API key.")).to_be_visible()
-    page.get_by_role("button", name="API key").click()
+    expect(page.locator("#model-note")).to_contain_text("This gateway needs a valid API key.")
     page.get_by_label("Key", exact=True).fill(limited_key)
     page.get_by_role("button", name="Save").click()
     chat.choose(MODEL)
@@ -193,7 +196,8 @@ def test_answer_goes_on_after_the_gateway_is_killed(page: Page, stack: Stack, en
 def test_chat_works_with_the_keyboard_alone(chat: Playground, engine: EchoEngine) -> None:
     page = chat.page
     page.locator("#prompt").focus()
-    before_it = ["Playground", "Batches", "Dashboard", "API", "key-button", "theme-button", "turns"]
+    links = ["playground-link", "batches-link", "jobs-link", "dashboard-link", "API"]
+    before_it = [*links, "key-button", "theme-button", "New chat", "turns"]
     for name in reversed(before_it):
         page.keyboard.press("Shift+Tab")
         assert _focused(page) == name
@@ -206,7 +210,7 @@ def test_chat_works_with_the_keyboard_alone(chat: Playground, engine: EchoEngine
     page.keyboard.press("Enter")
     assert chat.wait_end() == "one\ntwo"
     assert _focused(page) == "prompt"
-    for name in ("clear", "send", "model"):
+    for name in ("send", "model"):
         page.keyboard.press("Tab")
         assert _focused(page) == name
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
@@ -229,20 +233,20 @@ def test_motion_stops_where_the_reader_prefers_that(chat: Playground, engine: Ec
 
 
 def test_unset_parameters_are_not_sent(chat: Playground) -> None:
-    with chat.page.expect_request(COMPLETIONS) as request:
+    with chat.page.expect_request(RESPONSES) as request:
         chat.ask("hello")
     assert sorted(request.value.post_data_json) == [
-        *("messages", "model", "return_progress", "stream", "stream_options")
+        *("background", "input", "model", "reader_grace_s", "return_progress", "stream")
     ]
     assert chat.wait_end() == "hello"
 
 
 def test_stream_outlives_a_refusal_of_its_known_job(chat: Playground, engine: EchoEngine) -> None:
-    chat.page.route(COMPLETIONS, lambda route: route.fulfill(status=200, headers={"X-Penstock-Job": "j"}), times=1)
+    chat.page.route(RESPONSES, lambda route: route.fulfill(status=200), times=1)
     chat.ask("hello")
     expect(chat.status).to_contain_text("The connection was lost.")
-    chat.page.route(COMPLETIONS, lambda route: route.fulfill(status=429, json={"error": {}}), times=1)
-    with chat.page.expect_response(COMPLETIONS) as refusal:
+    chat.page.route(RESPONSES, lambda route: route.fulfill(status=429, json={"error": {}}), times=1)
+    with chat.page.expect_response(RESPONSES) as refusal:
         assert chat.wait_end() == "hello"
     assert refusal.value.status == 429
 
@@ -265,7 +269,7 @@ def test_end_of_an_answer_leaves_the_focus_in_another_field(chat: Playground, en
 
 def test_next_message_is_one_with_the_message_that_got_no_answer(chat: Playground, engine: EchoEngine) -> None:
     """Some chat templates refuse two messages of the user in a row."""
-    chat.page.route(COMPLETIONS, lambda route: route.fulfill(status=400, json={"error": {}}), times=1)
+    chat.page.route(RESPONSES, lambda route: route.fulfill(status=400, json={"error": {}}), times=1)
     chat.ask("first")
     expect(chat.status).to_contain_text("The request failed.")
     chat.ask("second")
@@ -277,13 +281,15 @@ def test_next_message_is_one_with_the_message_that_got_no_answer(chat: Playgroun
 GROW = """async (text) => {
     const { GrowingMarkdown } = await import("/web/markdown.js");
     const [whole, grown] = [document.createElement("div"), document.createElement("div")];
-    new GrowingMarkdown(whole).show(text);
+    new GrowingMarkdown(whole).show(text, false);
     const growing = new GrowingMarkdown(grown);
     const firstBlocks = new Set();
     for (let end = 0; end <= text.length; end++) {
         growing.show(text.slice(0, end));
         if (grown.children.length > 1) firstBlocks.add(grown.firstChild);
     }
+    growing.show(text, false);
+    firstBlocks.add(grown.firstChild);
     return [whole.innerHTML, grown.innerHTML, firstBlocks.size];
 }"""
 
@@ -291,12 +297,14 @@ GROW = """async (text) => {
 @pytest.mark.parametrize(
     ("text", "html"),
     [
-        ("1 **a\nb** 2\n\n\n`c`, **d**\n", "<p>1 **a\nb** 2</p><p><code>c</code>, <strong>d</strong></p>"),
-        ("```py\n\n  x\n```\na\n```\n```\n \n``` \nb\n\nc", "{\n  x}<p>a</p>{}{b\n\nc}"),
-        ("a\r\n\r\nb\n``\n``` no more", "<p>a\r</p><p>b\n``</p>"),
+        (
+            "1 **a\nb** 2\n\n\n`c`, **d**\n",
+            "<p>1 <strong>a<br>b</strong> 2</p><p><code>c</code>, <strong>d</strong></p>",
+        ),
+        ("a\r\n\r\nb\n\n* c\n* d\n\n  e\n", "<p>a</p><p>b</p><ul><li><p>c</p></li><li><p>d</p><p>e</p></li></ul>"),
+        ("# a\n\n3. b\n4. ~~c~~\n", '<h3>a</h3><ol start="3"><li>b</li><li><s>c</s></li></ol>'),
+        ("a\n\n> b\n\n---\n\nc", "<p>a</p><blockquote><p>b</p></blockquote><hr><p>c</p>"),
     ],
 )
 def test_finished_blocks_stay_while_a_text_grows(chat: Playground, text: str, html: str) -> None:
-    whole, grown, num_first_blocks = chat.page.evaluate(GROW, text)
-    html = html.replace("{", '<pre tabindex="0"><code>').replace("}", "</code></pre>")
-    assert (whole, grown, num_first_blocks) == (html, html, 1)
+    assert chat.page.evaluate(GROW, text) == [html, html, 1]

@@ -224,6 +224,27 @@ async def test_job_submitted_without_a_reader_has_the_grace_time_too(queue: Queu
     assert await unheard(queue, taken)
 
 
+async def test_job_with_a_grace_of_its_own_is_unread_after_that_time_alone(queue: Queue) -> None:
+    taken = await queue.running(await queue.node(), inbox="me", background=True, reader_grace_ms=120_000)
+    await queue.age("readers", "me", 119_000)
+    assert not await unheard(queue, taken)
+    await queue.age("readers", "me", 121_000)
+    assert await unheard(queue, taken)
+    await queue.producer.detach(taken.job_id, "me")
+    await queue.change(taken.job_id, unread=await queue.now_ms() - 119_000)
+    assert not await unheard(queue, taken)
+    await queue.change(taken.job_id, unread=await queue.now_ms() - 121_000)
+    assert await unheard(queue, taken)
+
+
+async def test_a_short_grace_gives_a_reader_that_may_be_alive_the_usual_time(queue: Queue) -> None:
+    taken = await queue.running(await queue.node(), inbox="me", background=True, reader_grace_ms=1_000)
+    await queue.age("readers", "me", ABANDONED_MS - 1_000)
+    assert not await unheard(queue, taken)
+    await queue.age("readers", "me", ABANDONED_MS)
+    assert await unheard(queue, taken)
+
+
 @pytest.mark.parametrize("swept_ms_ago", [None, -5000, LEASE_MS // 2 + 200, LEASE_MS])
 async def test_silent_readers_do_not_count_as_gone_while_the_pool_is_not_swept(
     queue: Queue, swept_ms_ago: int | None
