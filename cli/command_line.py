@@ -35,7 +35,15 @@ _NODE: Mapping[str, tuple[str, ...]] = {
             "max_model_len",
             "tool_parser",
         ),
-        *("reasoning_parser", "generation_config", "num_threads", "reserved_cores", "weight_cache", "deterministic"),
+        *(
+            "reasoning_parser",
+            "generation_config",
+            "num_threads",
+            "reserved_cores",
+            "weight_cache",
+            "deterministic",
+            "enforce_eager",
+        ),
     ),
     "Queue": ("redis_url", "name", "pool", "aliases"),
     "Memory": (

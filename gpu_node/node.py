@@ -19,6 +19,7 @@ from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import KINDS
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
+from penstock.gpu_node.gpu_driver import GpuDriver
 from penstock.gpu_node.jobs.drain import MANY_OUTPUTS, MANY_SEQUENCES, PHASE_PROMPT_TOKENS, StepParts, phases
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
@@ -362,7 +363,7 @@ class Node:
             max_model_len=self._engine.max_model_len,
             revision=self._engine.revision,
         )
-        snapshot = partial(take_snapshot, self._watch, self.ledger, self._inbox, self._outbox)
+        snapshot = partial(take_snapshot, self._watch, self.ledger, self._inbox, self._outbox, GpuDriver())
         drain = self.ledger.drain
         return Heartbeat(self._broker, self._outbox, snapshot, base=base, drain=drain, interval_s=interval_s)
 

@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     from penstock.contract.tasks import Detokenize, Detokenized, Embed, Embedding, Tokenize, Tokenized
     from penstock.contract.tenant import Terms
     from penstock.gateway.settings import GatewaySettings
+    from penstock.gpu_node.engine.async_engine import AsyncEngine
     from penstock.gpu_node.engine.config import EngineConfig
     from penstock.gpu_node.engine.engine import Engine
-    from penstock.gpu_node.engine.records import EngineStats, Generation
+    from penstock.gpu_node.engine.records import EngineStats, Generation, RequestStep, RequestTimings, StepOutput
     from penstock.gpu_node.settings import NodeSettings
     from penstock.producer.batch.settings import CelerySettings
     from penstock.producer.client import AsyncClient, AsyncJob, Client, ClientSettings, ClientStats, Job
@@ -84,9 +85,12 @@ _HOMES = {
     "penstock.contract.tasks": ("Detokenize", "Detokenized", "Embed", "Embedding", "Tokenize", "Tokenized"),
     "penstock.contract.tenant": ("Terms",),
     "penstock.gateway.settings": ("GatewaySettings",),
+    "penstock.gpu_node.engine.async_engine": ("AsyncEngine",),
     "penstock.gpu_node.engine.config": ("EngineConfig",),
     "penstock.gpu_node.engine.engine": ("Engine",),
-    "penstock.gpu_node.engine.records": ("EngineStats", "Generation"),
+    "penstock.gpu_node.engine.records": (
+        *("EngineStats", "Generation", "RequestStep", "RequestTimings", "StepOutput"),
+    ),
     "penstock.gpu_node.settings": ("NodeSettings",),
     "penstock.producer.batch.settings": ("CelerySettings",),
     "penstock.producer.client": ("AsyncClient", "AsyncJob", "Client", "ClientSettings", "ClientStats", "Job"),
@@ -101,6 +105,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 # Written out, as type checkers read it.
 __all__ = [
     "AsyncClient",
+    "AsyncEngine",
     "AsyncJob",
     "BusyError",
     "CelerySettings",
@@ -146,11 +151,14 @@ __all__ = [
     "QueuePosition",
     "RedisSettings",
     "RequestError",
+    "RequestStep",
+    "RequestTimings",
     "Result",
     "ResultTimeoutError",
     "SamplingOptions",
     "SamplingParams",
     "ServedPool",
+    "StepOutput",
     "StreamDivergedError",
     "StructuredOutputs",
     "SubmitOptions",

@@ -52,8 +52,13 @@ BY_TENANT = {
 """Tables of all tenants. What their keys are made of."""
 
 BY_ID = {
+    "gpu_node.engine.async_engine:_streams": "id of a request",
     "gpu_node.engine.engine:_finished_usage": "id of a request",
     "gpu_node.engine.engine:_requests": "id of a request",
+    "gpu_node.engine.progress:_ended": "id of a request",
+    "gpu_node.engine.progress:running": "id of a request",
+    "gpu_node.engine.search.searches:_beams": "id of a request",
+    "gpu_node.engine.search.searches:_best_of": "id of a request",
     "gpu_node.engine.policy.policy:_slots": "digest of an adapter, which the operator chose",
     "gpu_node.jobs.ledger:_by_lease": "lease",
     "gpu_node.jobs.ledger:_jobs": "job id",

@@ -35,7 +35,7 @@ ARROWS = {
     TOP: {CONTRACT, QUEUE, RUNTIME, PRODUCER, GATEWAY, SERVICE, ENGINE, CLI},
 }
 NODE_FLOORS = (
-    {"settings", "threads"},
+    {"settings", "threads", "gpu_driver"},
     {"jobs"},
     {"publishing"},
     {"taking"},

@@ -56,6 +56,12 @@ class NodeRow:
     step_ms_p99: float = 0.0
     process_bytes: int = 0
     arithmetic: str = ""
+    prefix_hit_rate: float | None = None
+    """Share of the prompt tokens of the last minute that the prefix cache had; None if no prompt began."""
+    gpu_utilization: float | None = None
+    """None on the CPU, or if the driver does not say."""
+    gpu_memory_used_bytes: int = 0
+    gpu_memory_total_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +247,10 @@ class TopReader:
             step_ms_p99=pressure.step_ms_p99,
             process_bytes=pressure.process_bytes,
             arithmetic=pressure.arithmetic,
+            prefix_hit_rate=pressure.prefix_hit_rate,
+            gpu_utilization=pressure.gpu_utilization,
+            gpu_memory_used_bytes=pressure.gpu_memory_used_bytes,
+            gpu_memory_total_bytes=pressure.gpu_memory_total_bytes,
         )
         self._seen[key] = _Seen(row, *counters)
         return row

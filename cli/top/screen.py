@@ -114,12 +114,14 @@ def _node_table(nodes: Sequence[NodeRow], is_wide: bool) -> Table:
     table.add_column("node", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("KV used", no_wrap=True, min_width=cells + 5)
+    has_gpu = any(node.gpu_utilization is not None for node in nodes)
     names = ["run", "wait", "in/s", "out/s", "batch", "step"]
-    names += ["p99", "preempt", "used+cached/blocks", "memory"] if is_wide else []
+    names += ["p99", "hits", "preempt", "used+cached/blocks", "memory"] if is_wide else []
+    names += ["GPU", "GPU memory"][: 1 + is_wide] if has_gpu else []
     for name in names:
         table.add_column(name, no_wrap=True, justify="right")
     for node in nodes:
-        table.add_row(*_cells(node, cells, is_wide))
+        table.add_row(*_cells(node, cells, is_wide), *(_gpu_cells(node)[: 1 + is_wide] if has_gpu else ()))
     return table
 
 
@@ -135,8 +137,17 @@ def _cells(node: NodeRow, bar_cells: int, is_wide: bool) -> list[RenderableType]
     if is_wide:
         blocks = f"{node.kv_blocks_used}+{node.kv_blocks_cached}/{node.kv_blocks_total}"
         memory = f"{node.process_bytes / 2**20:,.0f}M" if node.process_bytes else "–"
-        found += [f"{_short(node.step_ms_p99)}ms", str(node.num_preemptions), blocks, memory]
+        hits = "–" if node.prefix_hit_rate is None else f"{node.prefix_hit_rate:.0%}"
+        found += [f"{_short(node.step_ms_p99)}ms", hits, str(node.num_preemptions), blocks, memory]
     return found
+
+
+def _gpu_cells(node: NodeRow) -> list[str]:
+    """Return how busy the node's GPU is, and its memory in GiB."""
+    if node.gpu_utilization is None:
+        return ["–", "–"]
+    used, total = (size / 2**30 for size in (node.gpu_memory_used_bytes, node.gpu_memory_total_bytes))
+    return [f"{node.gpu_utilization:.0%}", f"{used:.0f}/{total:.0f}G"]
 
 
 def _bar(node: NodeRow, cells: int) -> Text:

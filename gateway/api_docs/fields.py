@@ -19,7 +19,7 @@ from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest, Stre
 from penstock.gateway.responses.body import CompactBody, ResponseBody, ResponseStreamOptions
 from penstock.gateway.tokens.schemas import DetokenizeRequest, TokenizeRequest
 from penstock.producer.batch.request import EMBEDDINGS_URL, ROWS
-from penstock.producer.openai.fields import NO_EFFECT, Accepts, neutral_values_of, renamed_options
+from penstock.producer.openai.fields import NO_EFFECT, neutral_values_of, renamed_options
 from penstock.producer.openai.messages import ChatMessage
 
 BEGIN, END = "<!-- begin: made by `make fields` -->", "<!-- end -->"
@@ -68,8 +68,6 @@ def effect_of(schema: type[BaseModel], name: str) -> str:
         return IGNORED if schema.model_config.get("extra") == "allow" else UNKNOWN
     if NO_EFFECT in (*field.metadata, *getattr(field.annotation, "__metadata__", ())):
         return WITHOUT_EFFECT
-    if said := next((mark.words for mark in field.metadata if isinstance(mark, Accepts)), None):
-        return said
     neutral = neutral_values_of(field.metadata)
     if neutral is None:
         return HONORED

@@ -296,17 +296,26 @@ def parse(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool = Fals
         raise request_error(error, body.names()) from None
     prompts = body.prompts()
     task = body.task() if isinstance(body, HasTask) else None
-    if task is None and len(prompts) * params.n > MAX_CHOICES_OF_REQUEST:
-        message = (
-            f"n: {len(prompts)} prompts × {params.n} choices exceed the limit of {MAX_CHOICES_OF_REQUEST} "
-            "choices per request"
-        )
-        raise RequestError(message, param="n")
+    if task is None:
+        _check_choices(params, len(prompts), stream=bool(body.stream))
     content = RequestContent(
         body.model or "", prompts, params, body.names(), body.tool_use(), body.echoes, body.template_kwargs, task
     )
     names = [name[:MAX_NAME_CHARS] for name in (*ignored.names, *body.dropped)[:MAX_IGNORED_SHOWN]]
     return ParsedBody(content, body.asked_class, bool(body.stream), {**body.queueing(), **body.options()}, names)
+
+
+def _check_choices(params: SamplingParams, num_prompts: int, *, stream: bool) -> None:
+    """Refuse more choices than one request may have, and a stream of choices that are ranked when all are complete."""
+    name = "best_of" if params.num_sequences > params.n else "n"
+    if params.use_beam_search:
+        name = "use_beam_search"
+    if num_prompts * params.num_sequences > MAX_CHOICES_OF_REQUEST:
+        limit = f"exceed the limit of {MAX_CHOICES_OF_REQUEST} choices per request"
+        raise RequestError(f"{name}: {num_prompts} prompts × {params.num_sequences} choices {limit}", param=name)
+    if stream and params.withholds_output:
+        message = f"stream: cannot be combined with {name}, whose choices are ranked when all of them are complete"
+        raise RequestError(message, code="unsupported_value", param="stream")
 
 
 def _parsed_with(body: RequestBody, held: HeldBody, ignored: Sequence[str], *, ignores_unknown: bool) -> ParsedBody:

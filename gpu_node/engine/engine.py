@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import asdict
-from typing import Any
+from typing import Any, Unpack
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError
 from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import PrefillProgress, Usage
+from penstock.contract.output import Usage
 from penstock.contract.tasks import Embed, Embedding, Pooling
 from penstock.gpu_node.engine.config import EngineConfig, ModelOrConfig
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
@@ -22,76 +20,43 @@ from penstock.gpu_node.engine.offline import (
     Adapters,
     Params,
     Prompt,
+    RequestOptions,
     embed_requests,
     embeddings_of,
     generations_of,
+    held_interrupts,
+    one_request,
     run_batch,
     spread,
 )
 from penstock.gpu_node.engine.policy.by_policy import new_scheduling_policy, note_held
 from penstock.gpu_node.engine.policy.policy import AdapterSlots
+from penstock.gpu_node.engine.progress import PrefillReports, RequestTimers
 from penstock.gpu_node.engine.prompt_tokens import logprobs_of, make_records, note_prompt_tokens, with_prompt_tokens
-from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Generation, Prepared, StepOutput
+from penstock.gpu_node.engine.records import (
+    EngineRequest,
+    EngineStats,
+    Generation,
+    Prepared,
+    RequestTimings,
+    StepOutput,
+)
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest
 from penstock.gpu_node.engine.scheduler.budget import StepLimits
 from penstock.gpu_node.engine.scheduler.faults import is_slow
 from penstock.gpu_node.engine.scheduler.memory_trace import MemoryTrace
 from penstock.gpu_node.engine.scheduler.running import StepOutcome
 from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
-from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.search.searches import Searches
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel, check_request
 from penstock.gpu_node.engine.speculative.draft_budget import speculation_of
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.structured.guide import late_rows
-from penstock.gpu_node.engine.structured.lanes import GrammarCounts
-from penstock.gpu_node.engine.timings import EngineProfiler, InFlightStep, InFlightSteps, StepTimings
-from penstock.gpu_node.model.protocol import FAILED_TOKEN, LoadedModel, Logprobs, StepPlan, StepResult
-from penstock.runtime.process_memory import resident_bytes
+from penstock.gpu_node.engine.timings import EngineProfiler, InFlightSteps, StepTimings, engine_stats
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan, StepResult
 
 log = logging.getLogger(__package__)
-
-
-class PrefillReports:
-    """Makes an output without tokens for each part of a watched prompt that a step has computed.
-
-    A watched sequence is forgotten once its prompt is computed. Without watched sequences, a step costs nothing here.
-    """
-
-    def __init__(self, live: Container[Sequence]) -> None:
-        """`live` are the sequences that have not ended."""
-        self._live = live
-        self._begun_s: dict[Sequence, float] = {}
-        """Watched sequence → when its first step began; 0 before that."""
-        self._outputs: list[StepOutput] = []
-
-    def watch(self, seq: Sequence) -> None:
-        """Report the prompt of a sequence that is being queued."""
-        self._begun_s[seq] = 0.0
-
-    def note_completed(self, completed: InFlightStep) -> None:
-        """Report the watched prompts of a completed step."""
-        if not self._begun_s:
-            return
-        for seq in [seq for seq in self._begun_s if seq not in self._live]:
-            del self._begun_s[seq]
-        for seq, end in zip(completed.step.seqs, completed.step.ends.tolist(), strict=True):
-            if seq in self._begun_s:
-                self._outputs.append(self._report(seq, end, completed.started_s))
-
-    def take(self) -> list[StepOutput]:
-        """Return the reports since the last call."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def _report(self, seq: Sequence, end: int, started_s: float) -> StepOutput:
-        begun_s = self._begun_s[seq] = self._begun_s[seq] or started_s
-        total = seq.num_prompt_tokens
-        time_ms = round(1000 * (time.perf_counter() - begun_s))
-        progress = PrefillProgress(total, seq.cached_tokens or 0, min(end, total), time_ms)
-        if end >= total:
-            del self._begun_s[seq]
-        return StepOutput(seq.request_id, seq.choice, 0, (), "", None, prefill=progress)
 
 
 class Engine:
@@ -137,6 +102,8 @@ class Engine:
         self._live: dict[Choice, LiveChoice] = {}
         self._ended_early: list[LiveChoice] = []
         self._in_flight, self._prefill_reports = InFlightSteps(), PrefillReports(self._live)
+        self._timers, self._num_named = RequestTimers(), 0
+        self._searches = Searches(self._scheduler, self.tokenizer, config.block_size)
         self._logprobs: Logprobs | None = None
         self._stall_after_s = config.stall_after_s
         self._last_step: tuple[list[Choice], float] = [], 0.0
@@ -157,6 +124,36 @@ class Engine:
         """
         batch = spread(prompts, params, adapters, self.tokenizer)
         return generations_of(batch, run_batch(self, batch, "generate"))
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> str:
+        """Queue a prompt (text, token ids or chat) and return the request's id. `step` and `stream` give its outputs.
+
+        Raises RequestError naming the field, ConflictError for an id that is already queued.
+        """
+        if "request_id" not in options:
+            self._num_named += 1
+            options["request_id"] = f"request-{self._num_named}"
+        request = one_request(prompt, params, self.tokenizer, **options)
+        self.add(request, is_timed=True)
+        return request.request_id
+
+    def stream(self) -> Iterator[StepOutput]:
+        """Step until no request is left, and yield all outputs. Requests may be added and aborted meanwhile."""
+        while self.has_work():
+            with held_interrupts():
+                outputs = self.step()
+            yield from outputs
+
+    def timings(self, request_id: str) -> RequestTimings:
+        """Return where the time of a request of `add_request` went so far.
+
+        The times of the last 1,024 ended requests are kept. Raises NotFoundError for any other request.
+        """
+        if (found := self._timers.timings(request_id)) is None:
+            raise NotFoundError(f"the engine has no times of request {request_id}")
+        return found
 
     def embed(
         self,
@@ -188,8 +185,8 @@ class Engine:
         """
         return self._served.prepare(params, adapter, tenant=tenant)
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request; its `n` choices share the prompt's blocks.
+    def add(self, request: EngineRequest, *, is_timed: bool = False) -> None:
+        """Queue a request; its `n` choices share the prompt's blocks. `timings` knows it if `is_timed`.
 
         Raises RequestError or PromptTooLongError naming the field, ConflictError for an id that is already queued.
         """
@@ -207,10 +204,15 @@ class Engine:
         root = salted_root(tenant, salt, prepared.adapter_digest)
         live = LiveRequest(request, root, prepared)
         live.open(self._served.limits, self.tokenizer, self._guides)
+        if is_timed:
+            self._timers.add(request.request_id)
         self._enqueue(live)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks; does nothing for an unknown id."""
+        self._timers.end(request_id)
+        if self._searches.is_active:
+            self._searches.drop(request_id)
         if (request := self._requests.pop(request_id, None)) is None:
             return
         self._ended_early = [ended for ended in self._ended_early if ended.request is not request]
@@ -229,7 +231,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Return whether `step` has anything to do."""
-        return bool(self._requests) or len(self._in_flight) > 0
+        return bool(self._requests or self._searches.is_active) or len(self._in_flight) > 0
 
     def wait(self) -> None:
         """Block until `step` would not wait. The step that it then submits includes requests added meanwhile."""
@@ -254,7 +256,12 @@ class Engine:
         except Exception as error:
             self._launch_error = error  # The next call raises it, so that the outputs of this one are not lost.
         self._memory_trace.watch()
-        return self._outputs_of(outcome)
+        outputs = self._outputs_of(outcome)
+        if self._searches.is_active:
+            outputs = self._searches.release(outputs)
+        if self._timers.running:
+            self._timers.note_outputs(outputs)
+        return outputs
 
     def usage(self, request_id: str) -> Usage:
         """Return a request's token usage, until the `step` after the one that finished it. Raises NotFoundError."""
@@ -285,7 +292,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return a snapshot of memory, queues and counters."""
         counts, timings = self._guides.counts, self._timings
-        return engine_stats(self._memory, self._scheduler, timings, counts, self._served.model, self._block_size)
+        sizes = self._served.model, self._block_size
+        return engine_stats(self._memory, self._scheduler, timings, counts, *sizes, self._searches.shared)
 
     def memory_trail(self) -> list[str]:
         """Return the latest memory records as text, one line each, the oldest first."""
@@ -316,6 +324,8 @@ class Engine:
         self._live |= still_open
         if request.asked.reports_prefill and request.first is not None:
             self._prefill_reports.watch(request.first)
+        if request.asked.params.withholds_output:
+            self._searches.add(request)
         for seq in still_open:
             self._policy.added(seq)
         if still_open:
@@ -336,12 +346,18 @@ class Engine:
             raise
         self._last_step = completed.step.seqs, completed.age_ms
         late, was_slow = late_rows(completed.plan.sampling.masks), self._is_slow(completed.step, result)
+        if self._searches.is_active:
+            late = self._searches.take_samples(completed.step, result, late)
         outcome = self._scheduler.commit(completed.step, result.tokens, late, is_slow=was_slow)
+        if self._searches.is_active:
+            self._advance_searches()
         if outcome.faulty is not None:
             self._scheduler.remove(outcome.faulty)
             self._fail(outcome.faulty)
         self._logprobs = result.logprobs
         self._prefill_reports.note_completed(completed)
+        if self._timers.running:
+            self._timers.note_completed(completed)
         note_prompt_tokens(completed.step, completed.plan, result)
         self._timings.note_completed(completed, result, len(outcome.token_ids))
         num_scored = 0 if completed.plan.scored is None else len(completed.plan.scored.tokens)
@@ -364,9 +380,25 @@ class Engine:
 
     def _fail(self, faulty: Choice | None) -> None:
         """End a choice that the scheduler has dropped, with an error in the next outputs."""
+        if faulty is not None and (request := self._searches.fail(faulty)) is not None:
+            self._close_search(request)
         if faulty is not None and (choice := self._live.pop(faulty, None)) is not None:
             choice.output.fail()
             self._ended_early.append(choice)
+
+    def _advance_searches(self) -> None:
+        """Choose the next tokens of beams, and close the searches that have ended."""
+        before = self._searches.num_tokens
+        for request in self._searches.advance():
+            self._close_search(request)
+        self._timings.decode_tokens += self._searches.num_tokens - before
+
+    def _close_search(self, request: LiveRequest) -> None:
+        """Close the choices of a search that has ended. Its outputs follow."""
+        for choice in request.live.values():
+            self._live.pop(choice.seq, None)
+        request.live.clear()
+        self._close(request)
 
     def _launch(self) -> None:
         """Schedule and submit the next step, and the steps that can be planned before it is done."""
@@ -421,58 +453,11 @@ class Engine:
             self._policy.ended(choice.seq, choice.output.num_tokens)
         self._live.pop(choice.seq, None)
         del request.live[choice.seq.choice]
-        if request.live:
-            return None
+        return None if request.live else self._close(request)
+
+    def _close(self, request: LiveRequest) -> Usage:
+        """Close a request whose choices have all ended. Return its usage."""
         request_id = request.asked.request_id
         del self._requests[request_id]
         usage = self._finished_usage[request_id] = request.usage()
         return usage
-
-
-def engine_stats(
-    memory: KvCacheManager,
-    scheduler: Scheduler,
-    timings: StepTimings,
-    grammars: GrammarCounts,
-    model: LoadedModel,
-    block_size: int,
-) -> EngineStats:
-    """Return a snapshot of memory, queues and counters."""
-    device, host, hits = memory.device, memory.host, scheduler.prefix_hits
-    return EngineStats(
-        kv_blocks_total=device.num_total,
-        kv_blocks_free=device.num_free,
-        kv_blocks_cached=device.num_cached,
-        kv_evictions=device.num_evictions,
-        block_size=block_size,
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.queues.num_waiting,
-        num_preemptions=scheduler.num_preemptions,
-        prefix_lookup_tokens=hits.lookup_tokens,
-        prefix_hit_tokens=hits.hit_tokens,
-        swap_hit_tokens=hits.host_tokens,
-        kv_tokens_used=memory.num_held * block_size - scheduler.num_tokens_unused,
-        swap_blocks_total=host.num_total,
-        swap_blocks_free=host.num_free,
-        swap_blocks_cached=host.num_cached,
-        swap_evictions=host.num_evictions,
-        swapped_out_blocks=memory.num_out,
-        swapped_in_blocks=memory.num_in,
-        num_swapped=len(scheduler.queues.swapped),
-        num_swaps=scheduler.num_swaps,
-        drafted_tokens=scheduler.drafts.num_drafted,
-        accepted_tokens=scheduler.drafts.num_accepted,
-        max_step_tokens=scheduler.max_step_tokens,
-        process_bytes=resident_bytes(),
-        kind_seconds=scheduler.background.engine_time.seconds,
-        level_seconds=scheduler.background.engine_time.level_seconds,
-        step_costs_ms=scheduler.background.engine_time.step_costs_ms,
-        background_held_back=scheduler.background.num_held_back,
-        background_due=scheduler.background.is_due,
-        arithmetic=model.arithmetic,
-        block_bytes=model.runner.cache_sizes.block_bytes,
-        weight_bytes=model.runner.placement.weight_bytes,
-        gpu_uuid=model.runner.placement.gpu_uuid,
-        **timings.stats(),
-        **asdict(grammars),
-    )

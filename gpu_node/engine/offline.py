@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias, TypedDict, cast
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from penstock.contract.errors import JobFailedError, RequestError
 from penstock.contract.job import SamplingParams, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Usage
+from penstock.contract.priority import Priority, level_of
 from penstock.contract.prompts import prompts_of
 from penstock.contract.tasks import Embed, Embedding
 from penstock.gpu_node.engine.records import EngineRequest, Generation, StepOutput
@@ -84,6 +85,42 @@ def spread(
         begins_text, seed = _is_chat(prompt), seed_of(str(i), one)
         batch.append(EngineRequest(str(i), token_ids, one, seed=seed, adapter=adapter, begins_text=begins_text))
     return batch
+
+
+class RequestOptions(TypedDict, total=False):
+    """Optional arguments of `Engine.add_request`. Policies use tenant, class and `background`."""
+
+    request_id: str
+    """Default: a new one."""
+    adapter: str | None
+    tenant: str
+    priority: Priority
+    background: bool
+    """Whether no caller waits for it."""
+
+
+def one_request(
+    prompt: Prompt,
+    params: SamplingParams | None,
+    tokenizer: Tokenizer,
+    *,
+    request_id: str,
+    adapter: str | None = None,
+    tenant: str = "default",
+    priority: Priority = Priority.STANDARD,
+    background: bool = False,
+) -> EngineRequest:
+    """Return the request for a prompt: a text, token ids or a chat. Raises RequestError as `spread` does."""
+    (request,) = spread([prompt], params, adapter, tokenizer)
+    return replace(
+        request,
+        request_id=request_id,
+        seed=seed_of(request_id, request.params),
+        tenant=tenant,
+        level=level_of(priority, background),
+        priority=int(priority),
+        background=background,
+    )
 
 
 def embed_requests(

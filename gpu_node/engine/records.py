@@ -103,6 +103,35 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestStep:
+    """One step in which a request computed tokens."""
+
+    ended_ms: float
+    """Milliseconds from `add_request` until the step's tokens were known."""
+    took_ms: float
+    """From the step's submission until then."""
+    num_tokens: int
+    """Tokens of the request that the step computed, those of its prompt included."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """Where the time of a request went. Times are milliseconds from `add_request`; None: not reached yet."""
+
+    queued_ms: float | None
+    """Until the request's first step began."""
+    first_token_ms: float | None
+    """Until `step` returned its first token."""
+    ended_ms: float | None
+    """Until it ended or was aborted."""
+    steps: tuple[RequestStep, ...]
+    cached_tokens: int
+    """Prompt tokens that the prefix cache had."""
+    num_preemptions: int
+    """How often a choice of the request lost its blocks while it ran."""
+
+
+@dataclass(frozen=True, slots=True)
 class Generation(FirstChoice):
     """A prompt's finished choices, returned by `Engine.generate`.
 
@@ -124,6 +153,10 @@ class EngineStats(EngineLoad):
     """
 
     steps: int
+    search_blocks_needed: int = 0
+    """Blocks that beams and the choices of `best_of` would have held without sharing, a sum over steps."""
+    search_blocks_held: int = 0
+    """Blocks that they held. 1 - this ÷ `search_blocks_needed` is the share that sharing saved."""
     copied_blocks: int = 0
     """Blocks copied: for forks, swaps, and prefixes that moved between device and host."""
     copy_ms: float = 0.0

@@ -10,16 +10,17 @@ from numpy.typing import NDArray
 from penstock.contract.errors import RequestError
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Usage
+from penstock.contract.sampling import SamplingParams
 from penstock.gpu_node.engine.prompt_state import PooledPrompt, PromptScores
 from penstock.gpu_node.engine.prompt_tokens import prompt_records
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.served_model import RequestLimits, max_tokens_with_logprobs
+from penstock.gpu_node.engine.served_model import RequestLimits, max_tokens_of_beams, max_tokens_with_logprobs
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.output import ChoiceOutput, EndRule
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.gpu_node.model.protocol import FAILED_TOKEN
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, NO_LOGPROBS
 
 
 @dataclass(slots=True)
@@ -87,6 +88,8 @@ class LiveRequest:
     """Log-probabilities of the prompt, until they are output."""
     pooled: PooledPrompt | None = None
     """The prompt's embedding."""
+    all_seqs: tuple[Sequence, ...] = ()
+    """The sequences of all choices that it began with."""
 
     def open(self, limits: RequestLimits, tokenizer: Tokenizer, guides: GrammarCompiler) -> None:
         """Create the choices that are not finished yet.
@@ -103,13 +106,22 @@ class LiveRequest:
             self.pooled = PooledPrompt(num_tokens, self.asked.embed, limits.default_pooling)
         # Converting a long tuple takes milliseconds of the engine's thread, copying an array microseconds.
         prompt = np.array(self.asked.prompt_token_ids, dtype=np.int32)
-        for choice in range(params.n):
+        if params.withholds_output:
+            if len(resume) == params.n and all(one.finish_reason is not None for one in resume):
+                return
+            resume = ()  # Choices are ranked when all are complete, so they begin anew.
+        for choice in range(params.num_sequences):
             resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)
             self.completion_tokens += len(resumed.token_ids)
             if resumed.finish_reason is None:
                 opened = self.live[choice] = open_choice(self, choice, prompt, resumed, limits, tokenizer)
                 opened.guide = _guide_of(self.prepared, resumed, guides)
-        self.first = next((choice.seq for choice in self.live.values()), None)
+        self.all_seqs = tuple(choice.seq for choice in self.live.values())
+        self.first = next(iter(self.all_seqs), None)
+        if params.use_beam_search:
+            beams = list(self.all_seqs)
+            for seq in beams:
+                seq.beams = beams
 
     def take_prompt_logprobs(self, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...]:
         """Return the prompt's log-probabilities once, when all are known."""
@@ -148,8 +160,17 @@ def _end_rule(asked: EngineRequest, limits: RequestLimits) -> EndRule:
     # A prompt that is embedded may fill the context; the one token after it is dropped.
     num_left = max(1, limits.max_model_len - len(asked.prompt_token_ids))
     limit = min(num_left, max_tokens_with_logprobs(asked.prompt_token_ids, params))
+    if params.use_beam_search:
+        limit = min(limit, max_tokens_of_beams(asked.prompt_token_ids, params, limits))
     max_tokens = limit if params.max_tokens is None else min(limit, params.max_tokens)
     return EndRule(end_ids, params.min_tokens, max_tokens)
+
+
+def _ranking_logprobs(params: SamplingParams, rule: EndRule) -> int:
+    """Return how many of the likeliest tokens of each row a request needs to rank its choices, or NO_LOGPROBS."""
+    if params.use_beam_search:
+        return params.num_sequences + len(rule.end_ids)
+    return 0 if params.withholds_output else NO_LOGPROBS
 
 
 def open_choice(
@@ -183,7 +204,8 @@ def open_choice(
     seq = Sequence(
         request_id=asked.request_id,
         choice=choice,
-        params=params,
+        # Beams draw nothing.
+        params=params.model_copy(update={"temperature": 0.0}) if params.use_beam_search else params,
         seed=asked.seed,
         token_ids=np.concatenate((prompt, np.array(resumed.token_ids, dtype=np.int32))),
         num_prompt_tokens=len(asked.prompt_token_ids),
@@ -198,5 +220,6 @@ def open_choice(
         bad_words=request.prepared.bad_words,
         adapter=request.prepared.adapter,
         prompt_results=request.prompt_scores or request.pooled,
+        ranking_logprobs=_ranking_logprobs(params, rule),
     )
     return LiveChoice(request, seq, output, unlogged_text=text[len(resumed.text) :])

@@ -80,6 +80,15 @@ class Sequence:
     num_preemptions: int = 0
     """How often its blocks were taken while it ran."""
 
+    beams: list[Sequence] | None = None
+    """All sequences of its beam search, itself included. They start, branch and yield together."""
+    is_parked: bool = False
+    """Whether it is a beam that has computed its newest token, and waits for the other beams of its search."""
+    ranking_logprobs: int = NO_LOGPROBS
+    """How many of the likeliest tokens its request needs beside each of its own, to rank choices; or NO_LOGPROBS."""
+
+    num_common: int = field(init=False)
+    """Leading tokens that all sequences of its request have: the prompt, or more in a beam search that starts again."""
     job_level: int = field(init=False)
     """The level of its job, by `priority` and `background`. The time of its steps counts there."""
     biased: NDArray[np.int32] = field(init=False)
@@ -90,6 +99,7 @@ class Sequence:
     _end_ids: NDArray[np.int32] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_common = self.num_prompt_tokens
         self.job_level = level_of(Priority(self.priority), self.background)
         self._end_ids = np.array(sorted(self.end_rule.end_ids), dtype=np.int32)
         bias = self.params.logit_bias
@@ -122,7 +132,7 @@ class Sequence:
     @property
     def num_to_share(self) -> int:
         """Tokens that it can share with the sequence that computed its prompt. It computes its last token itself."""
-        return min(self.num_prompt_tokens, len(self.token_ids) - 1)
+        return min(self.num_common, len(self.token_ids) - 1)
 
     @property
     def num_reusable(self) -> int:
@@ -141,8 +151,9 @@ class Sequence:
 
     @property
     def num_logprobs(self) -> int:
-        """How many of the likeliest tokens to report beside each of its own, or NO_LOGPROBS."""
-        return NO_LOGPROBS if self.params.logprobs is None else self.params.logprobs
+        """How many of the likeliest tokens to compute beside each of its own, or NO_LOGPROBS."""
+        wanted = NO_LOGPROBS if self.params.logprobs is None else self.params.logprobs
+        return max(wanted, self.ranking_logprobs)
 
     @property
     def is_penalized(self) -> bool:
@@ -157,8 +168,8 @@ class Sequence:
 
     @property
     def looks_back(self) -> bool:
-        """Whether penalties or bad words make its next token depend on its newest one."""
-        return self.is_penalized or bool(self.bad_words)
+        """Whether penalties, bad words or other beams make its next token depend on its newest one."""
+        return self.is_penalized or bool(self.bad_words) or self.beams is not None
 
     def banned_ids(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the ids that must not follow these tokens."""

@@ -71,9 +71,14 @@ class RequestLimits:
     eos_token_ids: frozenset[int]
     hidden_size: int
     default_pooling: Pooling
+    max_num_seqs: int
+    num_device_blocks: int
+    block_size: int
 
 
-def request_limits(model: LoadedModel, eos_token_ids: frozenset[int], block_size: int) -> RequestLimits:
+def request_limits(
+    model: LoadedModel, eos_token_ids: frozenset[int], block_size: int, max_num_seqs: int
+) -> RequestLimits:
     """Return the limits of a loaded model; `eos_token_ids` are the tokenizer's."""
     sizes = model.runner.cache_sizes
     num_kv_tokens, num_swap_tokens = sizes.num_device_blocks * block_size, sizes.num_host_blocks * block_size
@@ -89,6 +94,9 @@ def request_limits(model: LoadedModel, eos_token_ids: frozenset[int], block_size
         eos_token_ids=frozenset(one for one in model.eos_token_ids | eos_token_ids if 0 <= one < model.vocab_size),
         hidden_size=model.hidden_size,
         default_pooling=model.pooling,
+        max_num_seqs=max_num_seqs,
+        num_device_blocks=sizes.num_device_blocks,
+        block_size=block_size,
     )
 
 
@@ -102,6 +110,8 @@ def check_request(request: EngineRequest, limits: RequestLimits) -> None:
     else:
         _check_embedded(request.prompt_token_ids, request.embed, limits)
     _check_logprobs(request.prompt_token_ids, request.params)
+    if request.params.use_beam_search:
+        _check_beams(request.prompt_token_ids, request.params, limits)
     _check_tokens(request.prompt_token_ids, request.params, limits)
     _check_resume(request.resume, request.params, limits)
     if request.level not in range(NUM_LEVELS):
@@ -136,6 +146,28 @@ def _check_prompt(prompt: Items[int], params: SamplingParams, limits: RequestLim
             f"This model's maximum context length is {limits.max_model_len} tokens; the prompt ({len(prompt)} tokens) "
             f"and min_tokens ({params.min_tokens}) exceed it together. Limit: {limits.bound_by}",
             param="min_tokens",
+        )
+
+
+def max_tokens_of_beams(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> int:
+    """Return how many tokens each beam may have, so that all beams fit the KV cache even if they share no output."""
+    num_shared, rest = divmod(len(prompt), limits.block_size)
+    return (limits.num_device_blocks - num_shared) // params.num_sequences * limits.block_size - rest
+
+
+def _check_beams(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:
+    """Refuse beams that cannot be computed together."""
+    width = params.num_sequences
+    if width > limits.max_num_seqs:
+        message = f"use_beam_search: {width} beams, but a step of this node has at most {limits.max_num_seqs} sequences"
+        raise RequestError(message, param="use_beam_search")
+    most = max_tokens_of_beams(prompt, params, limits)
+    if most < (params.max_tokens or 1):
+        num_kv_tokens = limits.num_device_blocks * limits.block_size
+        raise PromptTooLongError(
+            f"use_beam_search: {width} beams after {len(prompt)} prompt tokens may have {max(0, most)} tokens each, "
+            f"fewer than max_tokens ({params.max_tokens or 1}). Limit: the KV cache holds {num_kv_tokens} tokens",
+            param="max_tokens" if params.max_tokens else "prompt",
         )
 
 
@@ -203,7 +235,7 @@ class ServedModel:
         """Load the model. Raises ConfigError."""
         self.model, self.tokenizer, self.sampling_defaults = load(config, progress)
         """... and the sampling of requests that do not set it, by the names of `SamplingParams`."""
-        self.limits = request_limits(self.model, self.tokenizer.eos_token_ids, config.block_size)
+        self.limits = request_limits(self.model, self.tokenizer.eos_token_ids, config.block_size, config.max_num_seqs)
         self.guides = GrammarCompiler(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
 
     def prepare(

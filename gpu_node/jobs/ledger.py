@@ -87,7 +87,7 @@ class Ledger:
             cost=job.taken.cost,
             num_prompt=num_prompt_tokens,
             max_output=job.max_output_tokens,
-            num_choices=job.params.n,
+            num_choices=job.params.num_sequences,
             num_logged=job.num_output_tokens,
         )
 

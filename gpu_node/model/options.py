@@ -62,14 +62,19 @@ class RunnerSettings(BaseModel):
     """Memory for the KV cache in GiB. Default: 1 on the CPU; on a GPU, what gpu_memory_utilization leaves."""
     num_kv_blocks: int | None = Field(default=None, ge=1)
     """Number of KV blocks, instead of a size in GiB."""
-    swap_space_gib: float = Field(default=0.0, ge=0.0)
-    """Host memory in GiB for preempted sequences, evicted prefixes and sequences larger than the KV cache."""
+    swap_space_gib: float | None = Field(default=None, ge=0.0)
+    """Host memory in GiB for preempted sequences, evicted prefixes and sequences larger than the KV cache. Default: 1,
+    on a GPU 4, but at most a quarter of the free memory and as many blocks as the KV cache has; 0 if the size of the KV
+    cache is set."""
     num_swap_blocks: int | None = Field(default=None, ge=0)
     """Number of KV blocks in host memory, instead of a size in GiB."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Fraction of the GPU's memory to use; the KV cache gets what weights and the largest step leave. Default: 0.9."""
     cpu_offload_gib: float = Field(default=0.0, ge=0.0)
     """GiB of weights that stay in host memory and are streamed to the GPU in each step."""
+    enforce_eager: bool = False
+    """Run the steps of a GPU without CUDA graphs: they take longer, the node starts sooner, and the KV cache gets the
+    graphs' memory. Steps on the CPU have no graphs."""
     deterministic: bool = False
     """Make a sequence's results on a GPU independent of the other sequences in its steps; not for int4 or fp8."""
     max_model_len: int | None = Field(default=None, ge=2)

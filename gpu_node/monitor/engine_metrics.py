@@ -27,6 +27,11 @@ _COUNTERS = {
     "swap_evictions": ("swap_evictions", "Cached prefix blocks that the host evicted."),
     "swapped_out_blocks": ("swapped_out_blocks", "Blocks copied from the device to the host."),
     "swapped_in_blocks": ("swapped_in_blocks", "Blocks copied from the host to the device."),
+    "search_blocks_needed": (
+        "search_blocks_needed",
+        "Blocks that beams and the choices of best_of would have held without sharing, summed over steps.",
+    ),
+    "search_blocks_held": ("search_blocks_held", "Blocks that they held, summed over the same steps."),
     "copied_blocks": ("copied_blocks", "Blocks copied: for forks, swaps, and prefixes moved between device and host."),
     "drafted_tokens": ("drafted_tokens", "Draft tokens computed."),
     "accepted_tokens": ("accepted_tokens", "Draft tokens accepted."),
@@ -83,6 +88,12 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     held = (stats.kv_blocks_total - stats.kv_blocks_free) * stats.block_size
     text = "Share of the held blocks' slots that store a token; the rest is fragmentation."
     yield gauge("penstock_engine_page_utilization_ratio", text, stats.kv_tokens_used / held if held else 1.0)
+    lookups = stats.prefix_lookup_tokens
+    text = "Share of the prompt tokens that the prefix cache had, since the engine's start."
+    yield gauge("penstock_engine_prefix_hit_ratio", text, stats.prefix_hit_tokens / lookups if lookups else 0.0)
+    needed = stats.search_blocks_needed
+    text = "Share of the blocks of beams and of the choices of best_of that sharing saved, since the engine's start."
+    yield gauge("penstock_engine_search_saved_ratio", text, 1 - stats.search_blocks_held / needed if needed else 0.0)
     text = "Bytes of the KV cache, by where it is."
     caches = GaugeMetricFamily("penstock_engine_kv_cache_bytes", text, labels=("tier",))
     caches.add_metric(("device",), stats.kv_blocks_total * stats.block_bytes)

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import Priority
 from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.gpu_driver import GpuDriver, GpuLoad
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.times import JobMetrics, NodeCounts, SendCounts
 from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram, vllm_metrics
@@ -63,47 +64,11 @@ _GAUGES = {
 }
 
 
-class GpuMetrics:
-    """Reads the metrics of one GPU, as its driver reports them (NVML).
-
-    The package nvidia-ml-py (extra `gpu`) is imported at the first scrape, and only on a node with a GPU.
-    """
-
-    def __init__(self) -> None:
-        self._nvml: Any = None
-        self._gpu: Any = None
-        self._is_opened = False
-
-    def collect(self, uuid: str) -> Iterator[Metric]:
-        """Yield the metrics of the GPU with this UUID: none for an empty UUID, and none while the driver fails."""
-        if not uuid:
-            return
-        if not self._is_opened:
-            self._is_opened = True
-            self._open(uuid)
-        if self._gpu is None:
-            return
-        try:
-            rates = self._nvml.nvmlDeviceGetUtilizationRates(self._gpu)
-            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._gpu)
-        except self._nvml.NVMLError as error:
-            log.debug("the GPU's driver does not answer", extra={"reason": str(error)})
-            return
-        for (name, text), value in zip(_GAUGES.items(), (rates.gpu / 100, memory.used, memory.total), strict=True):
-            yield GaugeMetricFamily(name, text, value=value)
-
-    def _open(self, uuid: str) -> None:
-        try:
-            import pynvml
-        except ModuleNotFoundError:
-            log.info("no metrics of the GPU", extra={"reason": "pip install 'penstock[gpu]'"})
-            return
-        try:
-            pynvml.nvmlInit()
-            self._gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        except pynvml.NVMLError as error:
-            log.warning("no metrics of the GPU", extra={"gpu": uuid, "reason": str(error)})
-        self._nvml = pynvml
+def gpu_metrics(load: GpuLoad) -> Iterator[Metric]:
+    """Yield the metrics of a node's GPU."""
+    values = load.utilization, load.memory_used_bytes, load.memory_total_bytes
+    for (name, text), value in zip(_GAUGES.items(), values, strict=True):
+        yield gauge(name, text, value)
 
 
 COUNTED = {
@@ -142,7 +107,7 @@ class NodeCollector(Collector):
         self._node = node
         self._settings = settings
         self._loop_watch = loop_watch
-        self._gpu = GpuMetrics()
+        self._gpu = GpuDriver()
 
     def describe(self) -> list[Metric]:
         """Return nothing, so that registration does not collect."""
@@ -165,7 +130,8 @@ class NodeCollector(Collector):
         if stats is not None:
             yield from engine_metrics(stats)
             yield from vllm_metrics(ledger, stats, self._settings)
-            yield from self._gpu.collect(stats.gpu_uuid)
+            if (load := self._gpu.read(stats.gpu_uuid)) is not None:
+                yield from gpu_metrics(load)
 
 
 def _of_counts(counts: NodeCounts) -> Iterator[Metric]:

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from penstock.contract.errors import UnavailableError
 from penstock.contract.pool import EngineLoad, NodePressure
 from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.gpu_driver import GpuDriver, GpuLoad
 from penstock.gpu_node.jobs.drain import DrainEstimator, DrainPace, StepParts
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.publishing.outbox import Outbox
@@ -46,11 +47,15 @@ class NodeSnapshot:
     times_of_hour: dict[str, tuple[int, ...]]
     unsent_bytes: int
     max_unsent_bytes: int
+    gpu: GpuLoad | None
 
 
-async def take_snapshot(watch: EngineWatch, ledger: Ledger, inbox: JobInbox, outbox: Outbox) -> NodeSnapshot:
+async def take_snapshot(
+    watch: EngineWatch, ledger: Ledger, inbox: JobInbox, outbox: Outbox, gpu: GpuDriver
+) -> NodeSnapshot:
     """Look at the engine, then return the state of all parts at that moment. Raises as `EngineWatch.look` does."""
     stats = await watch.look()
+    load = await asyncio.to_thread(gpu.read, stats.gpu_uuid) if stats.gpu_uuid else None
     ledger.look_at_work()
     return NodeSnapshot(
         stats=stats,
@@ -68,6 +73,7 @@ async def take_snapshot(watch: EngineWatch, ledger: Ledger, inbox: JobInbox, out
         times_of_hour=ledger.counts.jobs.times_of_hour(time.monotonic()),
         unsent_bytes=ledger.unsent_bytes,
         max_unsent_bytes=outbox.max_unsent_bytes,
+        gpu=load,
     )
 
 
@@ -111,21 +117,21 @@ class RateEstimator:
         return self.per_s
 
 
-class RecentEngineTime:
-    """The engine's milliseconds of the last `WINDOW_S` seconds, per level, from counters that grow from its start."""
+class RecentGains:
+    """What counters, which grow from the engine's start, gained in the last `WINDOW_S` seconds."""
 
     WINDOW_S = 60.0
 
     def __init__(self, now_s: float) -> None:
         self._samples = deque[tuple[float, tuple[float, ...]]]([(now_s, ())])
 
-    def update(self, seconds: tuple[float, ...], now_s: float) -> tuple[float, ...]:
-        """Add the counters' new values. Return what they gained, in milliseconds."""
-        self._samples.append((now_s, seconds))
+    def update(self, counters: tuple[float, ...], now_s: float) -> tuple[float, ...]:
+        """Add the counters' new values. Return what they gained."""
+        self._samples.append((now_s, counters))
         while now_s - self._samples[1][0] >= self.WINDOW_S:
             self._samples.popleft()
         before = self._samples[0][1]
-        return tuple(1e3 * (new - old) for new, old in zip_longest(seconds, before, fillvalue=0.0))
+        return tuple(new - old for new, old in zip_longest(counters, before, fillvalue=0.0))
 
 
 class Heartbeat:
@@ -153,7 +159,7 @@ class Heartbeat:
         self._drain = drain
         self._prefill, self._decode, self._steps = (RateEstimator(time.monotonic()) for _ in range(3))
         self._preemptions = RateEstimator(time.monotonic(), keeps=False)
-        self._engine_time = RecentEngineTime(time.monotonic())
+        self._engine_time, self._hits = (RecentGains(time.monotonic()) for _ in range(2))
         self._num_heartbeats = 0
         self._acknowledged_s, self._late_s = time.monotonic(), 0.0
         self._attempted_s = time.monotonic()
@@ -201,6 +207,8 @@ class Heartbeat:
         steps_per_s = self._steps.update(stats.steps, now_s)
         decode_per_s = self._decode.update(stats.decode_tokens, now_s)
         foreground, background = self._paces(snapshot, now_s)
+        hits, lookups = self._hits.update((stats.prefix_hit_tokens, stats.prefix_lookup_tokens), now_s)
+        gpu = snapshot.gpu
         return replace(
             self._base,
             **{name: getattr(stats, name) for name in _SHARED_STATS},
@@ -215,7 +223,11 @@ class Heartbeat:
             background_cost_per_s=background.cost_per_s,
             pace_spreads=(foreground.spread, background.spread),
             preemptions_per_s=self._preemptions.update(stats.num_preemptions, now_s),
-            recent_engine_ms=self._engine_time.update(stats.level_seconds, now_s),
+            prefix_hit_rate=hits / lookups if lookups else None,
+            gpu_utilization=None if gpu is None else gpu.utilization,
+            gpu_memory_used_bytes=0 if gpu is None else gpu.memory_used_bytes,
+            gpu_memory_total_bytes=0 if gpu is None else gpu.memory_total_bytes,
+            recent_engine_ms=tuple(1e3 * gained_s for gained_s in self._engine_time.update(stats.level_seconds, now_s)),
             num_steps=stats.steps,
             mean_batch=decode_per_s / steps_per_s if steps_per_s else 0.0,
             draining=self.draining,

@@ -229,7 +229,7 @@ class JobDef(CheckedInput):
     @property
     def num_sequences(self) -> int:
         """The sequences that the job occupies in an engine; 0 for a task that needs no engine."""
-        return self.params.n if self.task is None else self.task.num_sequences
+        return self.params.num_sequences if self.task is None else self.task.num_sequences
 
     @property
     def sampling(self) -> SamplingParams:

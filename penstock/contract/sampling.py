@@ -23,9 +23,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from penstock.contract.logprobs import MAX_LOGPROBS
-from penstock.contract.named import CheckedInput, Named
+from penstock.contract.named import WRONG_MEMBER, CheckedInput, Named
 from penstock.contract.tools import WantedCalls, json_of
 
 if TYPE_CHECKING:
@@ -151,6 +152,8 @@ _ONLY_OPENAI: Mapping[Endpoint, None] = {RESPONSES: None, MESSAGES: None}
 _RECOMMENDED = "Default: what the model recommends."
 
 MAX_CHOICES = 16
+"""Also the most of `best_of` and `beam_width`."""
+MAX_LENGTH_PENALTY = 10.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -159,6 +162,13 @@ MAX_CACHE_SALT_CHARS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_TOKENS_LIMIT = 1 << 20
+
+
+NOT_WITH_BEAM_SEARCH = (
+    *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"),
+    *("stop", "logit_bias", "bad_words", "structured_outputs", "logprobs"),
+)
+"""Sampling options that beam search does not have. `temperature` may be 0 or 1."""
 
 
 def encodable(text: str) -> str:
@@ -195,9 +205,22 @@ class SamplingParams(CheckedInput):
     - `return_token_ids` reports the token ids of the prompt: as `prompt_logprobs` without values.
     - `cache_salt`: only the tenant's jobs with the same value share cached prefixes with this one.
     - `seed`: None derives it from the job's id, so that a job submitted twice samples the same tokens.
+    - `best_of` samples so many choices and returns the `n` with the highest mean log-probability of a token.
+    - `use_beam_search` searches for the most likely choices instead of sampling. `beam_width`: the choices that it
+      follows at once, by default `best_of`, else `n`; it returns the `n` best. A choice's score is the sum of its
+      tokens' log-probabilities ÷ its number of tokens to the power of `length_penalty`. `early_stopping`: True ends the
+      search once `beam_width` choices are complete, False once the best open one has no higher score at its length,
+      "never" once it can have none at any length.
     """
 
     n: Annotated[int, Option(_ONLY_OPENAI)] = Field(default=1, ge=1, le=MAX_CHOICES)
+    best_of: Annotated[int | None, Option(_ONLY_OPENAI)] = Field(default=None, ge=1, le=MAX_CHOICES)
+    use_beam_search: Annotated[bool, Option(_ONLY_OPENAI)] = False
+    beam_width: Annotated[int | None, Option(_ONLY_OPENAI)] = Field(default=None, ge=1, le=MAX_CHOICES)
+    length_penalty: Annotated[float, Option(_ONLY_OPENAI)] = Field(
+        default=1.0, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY
+    )
+    early_stopping: Annotated[Literal[True, False, "never"], Option(_ONLY_OPENAI)] = False
     temperature: Annotated[
         float, Option(flag=f"Sampling temperature. 0 always picks the most likely token. {_RECOMMENDED}")
     ] = Field(default=1.0, ge=0.0, le=10.0)
@@ -271,6 +294,40 @@ class SamplingParams(CheckedInput):
         """Whether log-probabilities or the prompt's token ids are asked for."""
         return self.logprobs is not None or self.prompt_logprobs is not None or self.return_token_ids
 
+    @property
+    def num_sequences(self) -> int:
+        """The choices that are computed, of which `n` are returned."""
+        width = self.beam_width if self.use_beam_search else None
+        return max(self.n, width or self.best_of or 1)
+
+    @property
+    def withholds_output(self) -> bool:
+        """Whether no output exists before all choices are complete, because these are ranked then."""
+        return self.use_beam_search or self.num_sequences > self.n
+
+    @model_validator(mode="after")
+    def _search_is_whole(self) -> Self:
+        for name in ("best_of", "beam_width"):
+            if (given := getattr(self, name)) is not None and given < self.n:
+                raise _on(name, f"{given} is less than n ({self.n})")
+        of_search = (self.beam_width is not None, self.length_penalty != 1.0, self.early_stopping is not False)
+        for name, is_given in zip(("beam_width", "length_penalty", "early_stopping"), of_search, strict=True):
+            if is_given and not self.use_beam_search:
+                raise _on(name, "needs use_beam_search")
+        if self.use_beam_search:
+            self._check_beam_search()
+        return self
+
+    def _check_beam_search(self) -> None:
+        if self.best_of is not None and self.beam_width not in (None, self.best_of):
+            raise _on("beam_width", f"conflicts with best_of ({self.best_of}); send one of them")
+        if self.temperature not in (0.0, 1.0):
+            raise _on("temperature", "has no effect with use_beam_search; omit it")
+        fields = type(self).model_fields
+        for name in NOT_WITH_BEAM_SEARCH:
+            if getattr(self, name) != fields[name].default:
+                raise _on(name, "cannot be combined with use_beam_search")
+
     @field_validator("logit_bias")
     @classmethod
     def _by_id(cls, value: dict[int, float]) -> dict[int, float]:
@@ -299,6 +356,11 @@ class SamplingParams(CheckedInput):
         return value
 
 
+def _on(field: str, message: str) -> PydanticCustomError:
+    """Return the error of a check of several fields, which refuses one of them."""
+    return PydanticCustomError("unsupported_value", "{message}", {WRONG_MEMBER: field, "message": message})
+
+
 class SamplingOptions(TypedDict, total=False):
     """Keyword arguments of `SamplingParams`, and of the client's `submit`, for type checkers.
 
@@ -306,6 +368,11 @@ class SamplingOptions(TypedDict, total=False):
     """
 
     n: int
+    best_of: int | None
+    use_beam_search: bool
+    beam_width: int | None
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
     temperature: float
     top_p: float
     top_k: int

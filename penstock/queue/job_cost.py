@@ -104,8 +104,8 @@ def estimate_cost(job: JobDef, record: PoolRecord, nodes: Sequence[NodePressure]
             f"{', with at least one to generate' if job.task is None else ''}; the prompt has {counted} tokens",
             param="prompt",
         )
-    cost = prompt + params.n * predict_output(nodes, prompt, params.max_tokens or MAX_TOKENS_LIMIT)
-    return max(1, min(cost, record.max_model_len * params.n) if record.max_model_len else cost)
+    cost = prompt + params.num_sequences * predict_output(nodes, prompt, params.max_tokens or MAX_TOKENS_LIMIT)
+    return max(1, min(cost, record.max_model_len * params.num_sequences) if record.max_model_len else cost)
 
 
 class RateTokens(NamedTuple):
@@ -134,8 +134,9 @@ def rate_tokens(job: JobDef, max_model_len: int = 0) -> RateTokens:
         most = min(most, params.truncate_prompt_tokens)
     if job.task is not None:
         return RateTokens(prompt, 0, 0, max(1, min(most, max_model_len or most)))
-    may_use = _most_tokens(num_ids or 0, most, params.n, max_output or MAX_TOKENS_LIMIT, max_model_len)
-    return RateTokens(prompt, params.n, max_output, may_use)
+    num_choices = params.num_sequences
+    may_use = _most_tokens(num_ids or 0, most, num_choices, max_output or MAX_TOKENS_LIMIT, max_model_len)
+    return RateTokens(prompt, num_choices, max_output, may_use)
 
 
 def _most_tokens(fewest_prompt: int, most_prompt: int, n: int, max_output: int, max_model_len: int) -> int:

@@ -10,8 +10,11 @@ work, `fcfs` considers age only. The other policies serve class by class, most u
     priority   the oldest job
     sjf        the job with the lowest predicted remaining cost: an estimate that shrinks as its output grows
     fair       the oldest job of the tenant with the lowest virtual time (`VirtualTimes`)
+    round_robin  the same, but each start advances the tenant's virtual time by one turn, whatever the job costs and
+                 whatever the tenant's weight is. So tenants with queued work start one job each in turn.
 
-*Aging.* The head of a class of foreground work is its oldest job; under `fair`, the job that would start next. It
+*Aging.* The head of a class of foreground work is its oldest job; under `fair`
+and `round_robin`, the job that would start next. It
 counts as one class more urgent for each `aging_ms` since it was submitted, or since the class's last head started,
 whichever is later. So no class starves. Each start resets the clock, so a backlog of a day does not become the most
 urgent work.
@@ -43,7 +46,11 @@ from typing import Generic, Literal, Protocol, TypeVar
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, is_background
 from penstock.queue.policy_state import SHARE_WINDOW_MS, PolicyState, Shares, VirtualTimes
 
-PolicyName = Literal["fcfs", "priority", "sjf", "fair"]
+PolicyName = Literal["fcfs", "priority", "sjf", "fair", "round_robin"]
+_BY_VIRTUAL_TIME: tuple[PolicyName, ...] = ("fair", "round_robin")
+TURN = 1e6
+"""What a start charges under `round_robin`. A tenant that enters advances the virtual clock by 1, so a million may
+enter during one turn."""
 LEAST_URGENT = NUM_LEVELS - 1
 DUE = -1
 """The urgency of background work that is due: it needs free capacity, as the least urgent work does, and then counts
@@ -109,6 +116,15 @@ class PolicyConfig:
     bypass_ms: int = 2_000
     share_window_ms: int = SHARE_WINDOW_MS
 
+    def charge_of(self, candidate: Candidate) -> float:
+        """Return what its tenant is charged when a candidate starts."""
+        return candidate.charge if self.charges_use else TURN
+
+    @property
+    def charges_use(self) -> bool:
+        """Whether a charge is corrected to what a job used, when it ends."""
+        return self.name != "round_robin"
+
 
 def choose(
     waiting: Iterable[C],
@@ -137,7 +153,7 @@ def choose(
             chosen.append(candidate)
             if candidate is due:
                 state.background_turns.start(candidate.level, candidate.cost)
-            state.start(candidate.level, candidate.tenant, candidate.charge, now_ms)
+            state.start(candidate.level, candidate.tenant, policy.charge_of(candidate), now_ms)
             if is_head:
                 state.head_served_ms[candidate.level] = now_ms
             continue
@@ -256,11 +272,11 @@ def _risen(
 class _LevelQueue(Generic[C]):
     """The waiting candidates of one level, in the policy's order.
 
-    Under `fair` it holds one queue per tenant, because the tenants' virtual times may change during the scan.
+    Under `fair` and `round_robin` it holds one queue per tenant, because virtual times may change during the scan.
     """
 
     def __init__(self, members: list[C], policy: PolicyConfig, virtual_times: VirtualTimes) -> None:
-        self._virtual_times = virtual_times if policy.name == "fair" else None
+        self._virtual_times = virtual_times if policy.name in _BY_VIRTUAL_TIME else None
         self._queues: dict[str, deque[C]] = {}
         by_cost = policy.name == "sjf"
         for one in sorted(members, key=lambda one: (one.remaining_cost, *_age(one)) if by_cost else _age(one)):
@@ -272,7 +288,9 @@ class _LevelQueue(Generic[C]):
         return self._head
 
     def take(self, may: Callable[[str], bool] | None = None) -> C | None:
-        """Remove and return the next candidate; under `fair`, the next one of a tenant for which `may` holds."""
+        """Remove and return the next candidate; under `fair`
+        and `round_robin`, the next one of a tenant for which `may` holds.
+        """
         one = self._first(may or _any_tenant)
         if one is not None:
             self.remove(one)

@@ -1,4 +1,4 @@
-"""The memory of this process."""
+"""The memory of this process, and what the system could still give it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,23 @@ def resident_bytes() -> int:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def available_bytes() -> int:
+    """Return the memory that the system, and the limit of this process's control group, still allow; 0 if unknown."""
+    available = _read_number("/proc/meminfo", "MemAvailable:") << 10
+    limit, used = (_read_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    return min(available, max(0, limit - used)) if limit else available
+
+
+def _read_number(path: str, name: str = "") -> int:
+    """Return the number after a name in a file, or the file's only number; 0 if there is none."""
+    try:
+        with open(path, encoding="ascii") as file:
+            found = next((line.removeprefix(name).split()[0] for line in file if line.startswith(name)), "")
+    except (OSError, IndexError):
+        return 0
+    return int(found) if found.isdecimal() else 0
 
 
 def keep_large_blocks_apart() -> None:

@@ -33,7 +33,7 @@ from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, submit_all
 from penstock.producer.client.pools import KEYS_TTL_S, POOLS_TTL_S, Admissions, CachedState
-from penstock.producer.client.request import Prompt, build_job, choose_pool, fitting_pools, job_key_of
+from penstock.producer.client.request import Prompt, build_job, check_streamable, choose_pool, fitting_pools, job_key_of
 from penstock.producer.client.run import pairs_of, results_of
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
@@ -270,6 +270,7 @@ class AsyncClient:
 
         If the caller stops reading, such as by Ctrl-C, the job is canceled 5 s later, unless it is `background`.
         """
+        check_streamable(options)
         job = await self.submit(prompt, **cast(SubmitOptions, {"background": False, **options}))
         async with aclosing(job.stream()) as chunks:
             async for chunk in chunks:

@@ -249,11 +249,25 @@ def _params_of(options: SubmitOptions, sampling: Mapping[str, Any], record: Pool
     return params if options.get("task") is not None else with_defaults(params, record)
 
 
+def check_streamable(options: Mapping[str, Any]) -> None:
+    """Refuse to stream a job whose choices are ranked when all of them are complete. Raises RequestError."""
+    if (params := options.get("params")) is not None:
+        is_refused = params.withholds_output
+    else:
+        is_refused = options.get("use_beam_search") or (options.get("best_of") or 0) > options.get("n", 1)
+    if is_refused:
+        name = "use_beam_search" if getattr(params, "use_beam_search", options.get("use_beam_search")) else "best_of"
+        message = f"{name}: cannot be streamed, because its choices are ranked when all of them are complete"
+        raise RequestError(message, code="unsupported_value", param=name)
+
+
 def with_defaults(params: SamplingParams, record: PoolRecord) -> SamplingParams:
     """Return the parameters with the sampling that the pool's model recommends, where the caller set none.
 
     An option that the caller set to its default value is set too.
     """
+    if params.use_beam_search:
+        return params  # It samples nothing.
     missing = {name: value for name, value in record.sampling_defaults.items() if name not in params.model_fields_set}
     return params.model_copy(update=missing) if missing else params
 

@@ -23,7 +23,7 @@ from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.control import JobControl
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, SubmitRequest, checked
-from penstock.producer.client.request import Prompt
+from penstock.producer.client.request import Prompt, check_streamable
 from penstock.producer.client.run import Answered, Run, RunStep, next_prompts
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
@@ -222,6 +222,7 @@ class Client:
 
         If the caller stops reading, such as by Ctrl-C, the job is canceled 5 s later, unless it is `background`.
         """
+        check_streamable(options)
         return self.submit(prompt, **cast(SubmitOptions, {"background": False, **options})).stream()
 
     @with_options(GenerateOptions, **DEFAULTS)

@@ -27,7 +27,7 @@ from penstock.contract.job import MAX_MESSAGES, MAX_TOKENS_LIMIT, SamplingParams
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.problems import problem_of
 from penstock.contract.tools import CONTINUES, GENERATION_PROMPT, MAX_TOOLS, TemplateKwargs
-from penstock.producer.openai.fields import NO_EFFECT, Accepts, Whole, only
+from penstock.producer.openai.fields import NO_EFFECT, Whole, only
 from penstock.producer.openai.generation_body import GenerationBody
 from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls
 
@@ -208,16 +208,8 @@ class CompletionBody(GenerationBody):
     prompt_logprobs: Whole | None = None
     echo: bool | None = None
     suffix: Annotated[Any, only(None)] = None
-    best_of: Annotated[Whole | None, Accepts("only `1` or the value of `n`")] = None
     prompt_embeds: Annotated[Any, only(None)] = None
     add_special_tokens: Annotated[Any, only(None, True)] = None
-
-    @field_validator("best_of")
-    @classmethod
-    def _no_search(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value not in (None, 1, info.data.get("n")):
-            raise PydanticCustomError("unsupported_value", "not supported; omit it or send the value of n")
-        return value
 
     @field_validator("echo")
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -20,13 +19,6 @@ NO_EFFECT = "accepted without effect"
 """The mark of a field that is accepted with any value of its type and changes nothing."""
 Hint = Annotated[str | None, NO_EFFECT]
 """A text that a caller may send and that changes nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Accepts:
-    """The mark of a field whose validators accept only some values: `words` say which, for docs/FIELDS.md."""
-
-    words: str
 
 
 class NeutralValues:

@@ -67,9 +67,6 @@ class VllmFields(Wire):
 
     request_id: Hint = None
     session_id: Hint = None
-    use_beam_search: Annotated[Any, only(None, False)] = None
-    length_penalty: Annotated[Any, only(None, 1.0)] = None
-    early_stopping: Annotated[Any, only(None, False)] = None
     skip_special_tokens: Annotated[Any, only(None, True)] = None
     spaces_between_special_tokens: Annotated[Any, only(None, True)] = None
     truncation_side: Annotated[Any, only(None, "left")] = None

@@ -67,7 +67,8 @@ def _of_sampling() -> Iterator[tuple[str, tuple[int, Limited]]]:
     for name, schema in sampling.SamplingParams.model_json_schema()["properties"].items():
         for form in (schema, *schema.get("anyOf", ())):
             if (limit := form.get("maximum")) is not None:
-                yield name, (int(limit), _field(name, int, max_tokens=1))
+                needs = {"use_beam_search": True} if name in ("beam_width", "length_penalty") else {}
+                yield name, (int(limit), _field(name, int, max_tokens=1, **needs))
             if (limit := form.get("maxLength")) is not None:
                 yield name, (limit, _field(name, "s".__mul__, max_tokens=1))
             if (limit := form.get("maxProperties")) is not None:

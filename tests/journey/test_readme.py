@@ -1,4 +1,4 @@
-"""The documents' Python examples, run unchanged against running processes, except for the gateway's address."""
+"""The documents' Python examples, run unchanged, except for the gateway's address and the model's path."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ EXAMPLES = [
 NAMES = [f"{page}-{number}" for number, (page, _) in enumerate(EXAMPLES)]
 HTTP_URL = "http://127.0.0.1:8000"
 LOCAL_REDIS = ("Client()", "redis_url_of()")
+MODEL = '"model.gguf"'
+"""The model of the examples that use an engine."""
 
 
 def environment() -> dict[str, str]:
@@ -52,13 +54,13 @@ def http_url(demo_file: Path) -> Iterator[str]:
 
 
 def test_readme_has_examples_of_every_interface() -> None:
-    assert [sum(name == page for name, _ in EXAMPLES) for page in PAGES] == [1, 7, 9]
-    assert all(any(found in example for found in (HTTP_URL, *LOCAL_REDIS)) for _, example in EXAMPLES)
+    assert [sum(name == page for name, _ in EXAMPLES) for page in PAGES] == [1, 10, 9]
+    assert all(any(found in example for found in (HTTP_URL, MODEL, *LOCAL_REDIS)) for _, example in EXAMPLES)
 
 
 @pytest.mark.parametrize("example", [example for _, example in EXAMPLES], ids=NAMES)
-def test_example_of_the_readme_runs_unchanged(http_url: str, example: str) -> None:
-    example = example.replace(HTTP_URL, http_url)
+def test_example_of_the_readme_runs_unchanged(http_url: str, demo_file: Path, example: str) -> None:
+    example = example.replace(HTTP_URL, http_url).replace(MODEL, repr(str(demo_file)))
     done = run_python("-W", "error", "-c", example, env=environment(), imports=("openai",))
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) > 3

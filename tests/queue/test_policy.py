@@ -14,7 +14,7 @@ from penstock.queue.policy import MAX_PASSED, PolicyConfig, PolicyName, choose, 
 from penstock.queue.policy_state import PolicyState, VirtualTimes
 
 AGING_MS = 1000
-POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "sjf", "fair")
+POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "sjf", "fair", "round_robin")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ MIXED = [
 
 
 @pytest.mark.parametrize(
-    ("name", "order"), [("fcfs", "ABCDE"), ("priority", "EBCDA"), ("sjf", "ECBDA"), ("fair", "EBDCA")]
+    ("name", "order"),
+    [("fcfs", "ABCDE"), ("priority", "EBCDA"), ("sjf", "ECBDA"), ("fair", "EBDCA"), ("round_robin", "EBDCA")],
 )
 def test_each_policy_has_its_order(name: PolicyName, order: str) -> None:
     assert chosen(MIXED, name) == chosen(MIXED[::-1], name) == order
@@ -102,7 +103,7 @@ def test_only_the_head_of_an_old_backlog_ages() -> None:
     assert chosen(old + fresh, "priority", now_ms=served_ms + 2 * AGING_MS, standing=standing)[:3] == "0XY"
 
 
-@pytest.mark.parametrize("name", ["priority", "sjf", "fair"])
+@pytest.mark.parametrize("name", ["priority", "sjf", "fair", "round_robin"])
 @given(
     priority=st.integers(0, 2),
     num_before=st.integers(0, 3),
@@ -119,7 +120,7 @@ def test_no_job_waits_longer_than_the_formula_says(
     while mine in waiting:
         for number, (p, cost, tenant) in enumerate(others):
             # Under fair, other tenants of its class are among those that its class serves before it.
-            p = p if name != "fair" or p != priority else (p + 1) % 3
+            p = p if name not in ("fair", "round_robin") or p != priority else (p + 1) % 3
             if not any(work.job_id.startswith(f"{number}@") for work in waiting):
                 waiting.append(Work(f"{number}@{now_ms}", p, now_ms, tenant, cost))
         for work in waiting:
@@ -252,3 +253,29 @@ def test_among_equally_urgent_running_jobs_the_longest_is_preempted_first() -> N
     left = [work.job_id for work in preemption_order(running, lambda work: work.remaining_cost)]
     assert left == ["C", "A", "D", "B"]
     assert victims_of(1, running, lambda work: work.remaining_cost) == running[2:3]
+
+
+def test_round_robin_counts_jobs_and_neither_their_cost_nor_what_they_used() -> None:
+    costly = [Work(f"a{i}", 1, i, "a", 1000) for i in range(4)]
+    cheap = [Work(f"b{i}", 1, i + 4, "b", 1) for i in range(4)]
+    assert chosen(costly + cheap, "round_robin") == "a0b0a1b1a2b2a3b3"
+    assert chosen(costly + cheap, "fair") == "a0b0b1b2b3a1a2a3"
+
+
+def test_a_tenant_that_comes_between_waits_for_one_turn_of_the_others() -> None:
+    state = PolicyState()
+    waiting = [Work(f"{tenant}{i}", 1, 0, tenant) for tenant in "abc" for i in range(9)]
+
+    def run(num_jobs: int) -> str:
+        places = [1] * num_jobs
+        for work in waiting:
+            state.virtual_times[1].enter(work.tenant)
+        policy = PolicyConfig("round_robin", AGING_MS, 0)
+        started = choose(waiting, policy, state, 1, lambda work, _: bool(places) and bool(places.pop()))
+        for work in started:
+            waiting.remove(work)
+        return "".join(work.tenant for work in started)
+
+    assert run(5) == "abcab"
+    waiting += [Work(f"d{i}", 1, 1, "d") for i in range(9)]
+    assert run(8) == "dcabdcab"

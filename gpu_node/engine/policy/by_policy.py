@@ -19,7 +19,16 @@ from penstock.gpu_node.engine.policy.policy import (
 )
 from penstock.gpu_node.engine.policy.shares import SharedDevice, share_request
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.queue.policy import HOLD_MS, PolicyConfig, choose, foremost, learned_hold_ms, preemption_order, victims_of
+from penstock.queue.policy import (
+    HOLD_MS,
+    TURN,
+    PolicyConfig,
+    choose,
+    foremost,
+    learned_hold_ms,
+    preemption_order,
+    victims_of,
+)
 from penstock.queue.policy_state import PolicyState
 
 ORDERING_QUANTILE = 0.5
@@ -39,7 +48,8 @@ class ByPolicy:
     """A queue policy as a scheduling policy. Preempted sequences are ordered by age and class like all others.
 
     A start charges the tenant with the predicted KV-token-milliseconds ÷ its weight. When the sequence stops, the
-    charge is corrected to its actual use.
+    charge is corrected to its actual use. Under `round_robin` a start is a turn, which is returned if the sequence
+    must start again.
     """
 
     def __init__(self, config: PolicyConfig, now_ms: Callable[[], float]) -> None:
@@ -86,7 +96,8 @@ class ByPolicy:
                 return False
             for one in (seq, *seq.forks):
                 one.urgency = urgency
-                self._started[one] = _Start(one.kv_token_ms, self._charge(one), now_ms)
+                charge = self._charge(one) if self._config.charges_use else TURN * (one is seq)
+                self._started[one] = _Start(one.kv_token_ms, charge, now_ms)
             return True
 
         favored, self._favored = self._favored, None
@@ -162,7 +173,10 @@ class ByPolicy:
         for seq in [seq for seq in self._started if seq.row < 0]:
             start = self._started.pop(seq)
             used = seq.kv_token_ms - start.kv_token_ms
-            correction = used / seq.weight - start.charge
+            if self._config.charges_use:
+                correction = used / seq.weight - start.charge
+            else:
+                correction = -start.charge if seq in queued else 0.0
             self._state.correct(seq.level, seq.tenant, correction, self._now_ms(), start.at_ms)
             if seq in queued:
                 seq.remaining_tokens = self._remaining_tokens(seq, len(seq.token_ids))

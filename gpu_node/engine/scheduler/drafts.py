@@ -108,7 +108,7 @@ class Drafts:
 
     def _look(self, seq: Sequence, drafter: Drafter | None, min_odds: float) -> Drafter | None:
         """Look for a draft. Return the drafter if the first token is right with odds above `min_odds`."""
-        if seq in self._table.guides:
+        if seq in self._table.guides or seq.beams is not None:
             return None
         if drafter is None:
             drafter = self._drafters[seq] = self._speculation.drafter(seq.max_num_tokens)

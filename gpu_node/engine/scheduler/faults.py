@@ -32,6 +32,11 @@ def is_slow(took_s: float, stall_after_s: float, *, is_strict: bool) -> bool:
     return took_s > stall_after_s * (MAX_SHARE_OF_STALL if is_strict else MAX_SHARE_OF_STALL_WITH_PREFILL)
 
 
+def _unit_of(seq: Sequence) -> Sequence:
+    """Return the sequence that is suspected for another one: the first beam for all beams of a search."""
+    return seq if seq.beams is None else seq.beams[0]
+
+
 class FaultIsolator:
     """Tracks the sequences of failed steps as suspects, until each has computed more than in the step that failed.
 
@@ -98,8 +103,11 @@ class FaultIsolator:
 
     def note_failed(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
         """Record a failed step of running sequences. Return the faulty sequence, once that is certain."""
-        steps = zip(step.seqs, step.starts.tolist(), step.ends.tolist(), strict=True)
-        spans = {seq: (start, end) for seq, start, end in steps if seq.row >= 0}
+        spans: dict[Sequence, tuple[int, int]] = {}
+        for seq, start, end in zip(step.seqs, step.starts.tolist(), step.ends.tolist(), strict=True):
+            if seq.row >= 0:
+                before = spans.get(one := _unit_of(seq), (start, end))
+                spans[one] = min(start, before[0]), max(end, before[1])
         suspected = [seq for seq in spans if seq in self._failed_at] or list(spans)
         for seq in suspected:
             self._failed_at[seq] = max(spans[seq][1], self._failed_at.get(seq, 0))
@@ -137,7 +145,7 @@ class FaultIsolator:
         Suspects are bisected as after a failed step. A sequence is faulty when several of its decode steps were slow
         with it as the only suspect, while steps without it were not.
         """
-        present = [i for i, seq in enumerate(step.seqs) if seq.row >= 0]
+        present = [i for i, seq in enumerate(step.seqs) if seq.row >= 0 and seq is _unit_of(seq)]
         indices = [i for i in present if step.seqs[i] in self._failed_at] or present
         for i in indices:
             self._failed_at[step.seqs[i]] = int(step.ends[i]) + 1

@@ -134,6 +134,21 @@ class InputBatch:
         """Replace one block of a running sequence."""
         self._block_tables[seq.row, at] = seq.blocks[at] = block
 
+    def copy(self, source: Sequence, target: Sequence) -> None:
+        """Give a running sequence the tokens, blocks and progress of another one; the caller counts the references."""
+        from_row, to_row, num_tokens = source.row, target.row, self.num_tokens[source.row]
+        self._tokens[to_row, :num_tokens] = self._tokens[from_row, :num_tokens]
+        for column in (self.num_tokens, self.num_computed, self.num_cached, self.capacity):
+            column[to_row] = column[from_row]
+        self._block_tables[to_row] = self._block_tables[from_row]
+        target.blocks = source.blocks.copy()
+
+    def append_one(self, seq: Sequence, token_id: int) -> None:
+        """Append a token to a running sequence that has computed all of its tokens."""
+        num_tokens = self.num_tokens[seq.row]
+        self._tokens[seq.row, num_tokens] = token_id
+        self.num_computed[seq.row], self.num_tokens[seq.row] = num_tokens, num_tokens + 1
+
     def append(self, rows: Rows, at: Ints, tokens: Ints) -> None:
         """Append a token to each of some rows; a row that is listed several times gets its tokens in order."""
         self._tokens[rows, at] = tokens

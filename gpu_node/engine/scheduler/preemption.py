@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.policy.policy import SchedulingPolicy
 from penstock.gpu_node.engine.policy.shares import SharedDevice
@@ -11,6 +13,7 @@ from penstock.gpu_node.engine.scheduler.faults import FaultIsolator
 from penstock.gpu_node.engine.scheduler.queues import Admission, WaitingQueues
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.steps import Ints
 
 if TYPE_CHECKING:
     from penstock.gpu_node.engine.config import PreemptionName
@@ -156,11 +159,14 @@ class Preemptor:
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks: swap them to the host if that is possible and cheaper, else free them."""
+        if seq.row < 0:
+            return  # It went with another beam of its search.
         self.num_preemptions += 1
         seq.num_preemptions += 1
         num_stored = int(self._batch.table.num_computed[seq.row])
         num_blocks = self._memory.num_to_swap(seq.blocks[: self._batch.num_blocks(num_stored)])
-        can_swap = num_stored and not seq.forks and num_blocks <= self._memory.host.num_free
+        is_single = not seq.forks and seq.beams is None
+        can_swap = num_stored and is_single and num_blocks <= self._memory.host.num_free
         if can_swap and self._costs.prefers_swap(num_blocks, num_stored):
             self.num_swaps += 1
             self._batch.swap_out(seq)
@@ -175,7 +181,7 @@ class Preemptor:
         """
         device, host = self._memory.device, self._memory.host
         while num_blocks > device.num_free and len(self._batch.seqs) > 1:
-            if self.preempt_next() is seq:
+            if self.preempt_next() is seq or seq.row < 0:
                 return
         while num_blocks > device.num_free + host.num_free and self._queues.swapped:
             self._admission.recompute(self._queues.swapped[-1])
@@ -189,11 +195,30 @@ class Preemptor:
         self._memory.uncache_unheld(blocks)
 
     def requeue(self, seq: Sequence) -> None:
-        """Move a running sequence and its waiting forks back to the queue, to compute all of it again."""
+        """Move a running sequence and its waiting forks back to the queue, to compute all of it again.
+
+        All beams of a search go together, since none of them could go on alone.
+        """
+        if seq.beams is not None:
+            self._requeue_beams(seq.beams)
+            return
         self._batch.leave(seq)
         for one in (seq, *seq.forks):
             one.blocks = []
         self._queues.put_back(seq, *seq.forks)
+
+    def _requeue_beams(self, beams: list[Sequence]) -> None:
+        for one in beams:
+            # A leader takes its waiting forks along.
+            if one.forks_from is None and one.row >= 0:
+                self._batch.leave(one)
+        for one in beams:
+            one.blocks, one.is_parked = [], False
+        first = beams[0].token_ids
+        num_same = [_num_same(first, one.token_ids) for one in beams[1:]]
+        for one in beams:
+            one.num_common = max(one.num_prompt_tokens, min(num_same, default=len(first)))
+        self._queues.put_back(*beams)
 
     def isolate(self) -> None:
         """Stop the sequences that are suspected after a slow step."""
@@ -207,6 +232,13 @@ class Preemptor:
             self.preempt(seq)
         while len(self._batch.seqs) > max_step_tokens:
             self.preempt_next()
+
+
+def _num_same(one: Ints, other: Ints) -> int:
+    """Return the number of leading tokens that two sequences share."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length
 
 
 def _spare_foreground(request: tuple[Sequence, list[Sequence]] | None) -> tuple[Sequence, list[Sequence]] | None:

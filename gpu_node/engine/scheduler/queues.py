@@ -192,6 +192,8 @@ class Admission:
             return False
         held = batch.held_by(seq)
         num_missing, num_free = batch.num_missing(seq, held), memory.num_free_without(held)
+        if seq.beams is not None:
+            num_missing += batch.num_tail_blocks(seq)
         if batch.seqs:
             return num_missing + self._watermark <= num_free
         num_free_in_both = num_free + memory.num_free_without(held, on_host=True)

@@ -276,7 +276,7 @@ class RunningBatch:
     def start_forks(self) -> None:
         """Start the forks of sequences that have stored their prompt."""
         for leader in list(self._leaders):
-            if self.table.num_computed[leader.row] >= leader.num_prompt_tokens:
+            if self.table.num_computed[leader.row] >= leader.num_common:
                 self._leaders.remove(leader)
                 at = self.seqs.index(leader) + 1
                 self.seqs[at:at] = leader.forks
@@ -284,6 +284,44 @@ class RunningBatch:
                     self._share(leader, fork)
                 leader.forks = []
                 self._changed()
+
+    def branch(self, pairs: Items[tuple[Sequence, Sequence]]) -> None:
+        """Let beams continue from other beams: pairs of a sequence and the one that becomes its copy.
+
+        Both share the full blocks. The last block is copied at once unless it is full: its copy is a block that some
+        beam gives up here, so there is always a free one.
+        """
+        for source, target in pairs:
+            self._memory.hold(source.blocks)
+            if target.forks_from is not None:
+                self._begin(target.forks_from, target)
+        for _, target in pairs:
+            self._memory.free(target.blocks)
+        for source, target in pairs:
+            self.table.copy(source, target)
+            target.block_hashes = source.block_hashes.copy()
+            spare, target.spare = target.spare, None
+            if not self.table.num_tokens[source.row] % self._block_size:
+                self._memory.free([] if spare is None else [spare])
+                continue
+            copy = self._memory.own(target.blocks[-1], self._memory.alloc(1)[0] if spare is None else spare)
+            self.table.replace_block(target, len(target.blocks) - 1, copy)
+
+    def _begin(self, leader: Sequence, fork: Sequence) -> None:
+        """Let a waiting fork run."""
+        leader.forks.remove(fork)
+        fork.forks_from = None
+        self.seqs.insert(self.seqs.index(leader) + 1, fork)
+        if not leader.forks:
+            self._leaders.remove(leader)
+        self._changed()
+
+    def num_tail_blocks(self, seq: Sequence) -> int:
+        """Return how many blocks the forks of a waiting beam need for the tokens that only they have."""
+        if seq.beams is None:
+            return 0
+        shared = seq.num_common // self._block_size
+        return sum(max(0, self.num_blocks(len(fork.token_ids)) - shared - 1) for fork in seq.forks)
 
     def own_last_blocks(self) -> None:
         """Copy the shared last blocks of newly started forks, so that no sequence writes to a shared block."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class DelayedRows:
-    """Running sequences that skip steps until their token mask is ready; a step without it would sample nothing.
+    """Running sequences that skip steps: until their token mask is ready, or, as parked beams, until all beams are.
 
     They keep rows and blocks, and compute nothing meanwhile.
     """
@@ -45,20 +45,27 @@ class DelayedRows:
     def __init__(self, guides: Mapping[Sequence, Guide]) -> None:
         self._guides = guides
         self._seqs: set[Sequence] = set()
+        self._parked: set[Sequence] = set()
 
     def add(self, seqs: Iterable[Sequence]) -> None:
         """Delay sequences until their mask is ready."""
         self._seqs.update(seqs)
+
+    def park(self, seq: Sequence) -> None:
+        """Delay a beam until it is no longer parked."""
+        seq.is_parked = True
+        self._parked.add(seq)
 
     def cut(self, seqs: Items[Sequence], starts: Ints, ends: Ints) -> Ints:
         """Return the end positions of sequences in a step that skips the delayed ones.
 
         If no other sequence would compute anything, they take part, and the step waits for their masks.
         """
-        if not self._seqs:
+        if not self._seqs and not self._parked:
             return ends
         self._seqs &= {seq for seq, guide in self._guides.items() if seq.row >= 0 and guide.is_waiting}
-        held = [i for i in range(len(ends)) if seqs[i] in self._seqs]
+        self._parked = {seq for seq in self._parked if seq.is_parked}
+        held = [i for i in range(len(ends)) if seqs[i] in self._seqs or seqs[i] in self._parked]
         without = ends.copy()
         without[held] = starts[held]
         return without if (without > starts).any() else ends
@@ -190,6 +197,9 @@ class Scheduler:
         self.background.forget(seq)
         self.drafts.forget(seq)
         self._guides.pop(seq, None)
+        if seq.beams is not None:
+            seq.beams.remove(seq)
+            seq.is_parked = False
         if seq.row < 0:
             self.queues.remove(seq)
             self._memory.free(seq.blocks)
@@ -283,6 +293,8 @@ class Scheduler:
         faulty = self._isolator.note_failed(step, for_memory=for_memory)
         starts_over = self._progress.revert() or not for_memory
         for seq in self._batch.present[::-1]:
+            if seq.row < 0:
+                continue  # It went with another beam of its search.
             if starts_over or not self._batch.is_intact(seq, cached, copied):
                 self._preemptor.requeue(seq)
             else:
@@ -296,6 +308,21 @@ class Scheduler:
             self._step_size.note_out_of_memory(step.num_tokens)
             self._preemptor.shrink(self.max_step_tokens)
         return faulty
+
+    def park(self, seq: Sequence) -> None:
+        """Let a running beam, which has computed its newest token, skip steps until `continue_beams`."""
+        self._delayed.park(seq)
+
+    def continue_beams(self, beams: Items[tuple[Sequence, Sequence, int]]) -> None:
+        """Continue the beams of a search, all of which are parked: each from a beam of the last step, with a token.
+
+        `beams`: the sequence that continues, the one that it continues, and the token. A sequence that is continued by
+        itself comes before the others that continue it. The first step has one beam, which the others continue.
+        """
+        self._batch.branch([(source, seq) for seq, source, _ in beams if seq is not source])
+        for seq, _, token_id in beams:
+            seq.is_parked = False
+            self._table.append_one(seq, token_id)
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless queues, rows and blocks agree. O(blocks), for tests."""

@@ -11,9 +11,14 @@ from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, ReadScaled
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
+from penstock.runtime.process_memory import available_bytes
 
 DEFAULT_KV_CACHE_GIB = 1.0
 """On the CPU."""
+DEFAULT_SWAP_GIB = 1.0
+"""The same of swap space, if the free memory allows it."""
+SWAP_SHARE = 0.25
+"""Share of the free memory that the default of the swap space may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +59,19 @@ def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int
         num_device_blocks = min(affordable, useful)
     if num_device_blocks < 1:
         raise ConfigError(f"kv_cache_gib {kv_cache_gib} does not hold one block of {options.block_size} tokens")
-    return CacheSizes(num_device_blocks, num_host_blocks(options, block_bytes), block_bytes)
+    num_swapped = num_host_blocks(options, block_bytes, num_device_blocks, DEFAULT_SWAP_GIB)
+    return CacheSizes(num_device_blocks, num_swapped, block_bytes)
 
 
-def num_host_blocks(options: RunnerOptions, block_bytes: int) -> int:
-    """Return the number of KV blocks in host memory, from num_swap_blocks or else from swap_space_gib."""
+def num_host_blocks(options: RunnerOptions, block_bytes: int, num_device_blocks: int, default_gib: float) -> int:
+    """Return the number of KV blocks in host memory, from num_swap_blocks, else from swap_space_gib, else a default.
+
+    Who sets the size of the KV cache decides about the memory of a node, so there is no default beside that.
+    """
     if options.num_swap_blocks is not None:
         return options.num_swap_blocks
-    return int(options.swap_space_gib * 2**30) // block_bytes
+    if options.swap_space_gib is not None:
+        return int(options.swap_space_gib * 2**30) // block_bytes
+    if options.kv_cache_gib is not None or options.wanted_blocks is not None:
+        return 0
+    return min(num_device_blocks, int(min(default_gib * 2**30, available_bytes() * SWAP_SHARE)) // block_bytes)

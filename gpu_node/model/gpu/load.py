@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -34,6 +35,8 @@ log = logging.getLogger(__package__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _KV_DTYPES = _DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _UTILIZATION = 0.9
+_SWAP_GIB = 4.0
+"""Swap space if no setting names one and host memory allows it."""
 _GIB = 1 << 30
 
 
@@ -62,9 +65,11 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     stream_of_adapters, slots = Device(device.torch), options.num_adapter_slots
     adapters = GpuAdapters(spec, slots, options.max_lora_rank, _DTYPES[name], stream_of_adapters)
     sizes = _sizes(described, options, decoder, layout, device)
-    pool = KvPool(layout, sizes.num_device_blocks, sizes.num_host_blocks, device)
+    pool, sizes = _new_pool(options, layout, sizes, device)
     sizes_of_steps = options.max_num_seqs, described.max_model_len, options.block_size
-    limits = Limits(*sizes_of_steps, options.deterministic, options.max_num_batched_tokens)
+    limits = Limits(
+        *sizes_of_steps, options.deterministic, options.max_num_batched_tokens, enforce_eager=options.enforce_eager
+    )
     runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes)
     if device.is_gpu:
         # Before the first request arrives.
@@ -144,7 +149,21 @@ def _sizes(
                 raise ConfigError(
                     f"kv_cache_gib {options.kv_cache_gib} does not fit: {limits}{affordable * block_bytes / _GIB:.4g}"
                 )
-    return CacheSizes(num_blocks, num_host_blocks(options, block_bytes), block_bytes)
+    num_swapped = num_host_blocks(options, block_bytes, num_blocks, _SWAP_GIB)
+    return CacheSizes(num_blocks, num_swapped, block_bytes)
+
+
+def _new_pool(options: RunnerOptions, layout: KvLayout, sizes: CacheSizes, device: Device) -> tuple[KvPool, CacheSizes]:
+    """Return the KV blocks and their numbers: none on the host if that fails and no setting asks for them."""
+    try:
+        return KvPool(layout, sizes.num_device_blocks, sizes.num_host_blocks, device), sizes
+    except (ConfigError, MemoryError) as error:
+        if not sizes.num_host_blocks or options.swap_space_gib is not None or options.num_swap_blocks is not None:
+            raise
+        log.warning("no swap space", extra={"reason": str(error)})
+    # Outside of the handler, whose traceback holds the device's blocks.
+    sizes = replace(sizes, num_host_blocks=0)
+    return KvPool(layout, sizes.num_device_blocks, 0, device), sizes
 
 
 def _bytes_for_cache(
@@ -170,7 +189,8 @@ def _bytes_for_cache(
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     marks = 8 * FIRST_ROWS * spec.vocab_size
-    staged = layout.num_staged(num_host_blocks(options, block_bytes)) * block_bytes
+    num_swapped = num_host_blocks(options, block_bytes, total // block_bytes, _SWAP_GIB)
+    staged = layout.num_staged(num_swapped) * block_bytes
     share = options.gpu_memory_utilization or _UTILIZATION
-    taken = peak + graphs.num_bytes + marks + staged
+    taken = peak + marks + staged + (0 if options.enforce_eager else graphs.num_bytes)
     return bytes_left(total=total, free=free, reserved=reserved, peak=taken, utilization=share)

@@ -45,6 +45,8 @@ class Limits:
     block_size: int
     deterministic: bool = False
     max_num_batched_tokens: int = 8192
+    enforce_eager: bool = False
+    """Whether no step runs as a graph."""
     dependent_launches: bool = False
     """Whether the kernels of graphs may start while the kernel ahead of them runs, on GPUs that support it. Which is
     faster is not measured on a GPU yet; `bench_gpu` compares both."""
@@ -166,7 +168,9 @@ class GpuRunner:
             shapes = GraphShapes(rows, limits.max_num_batched_tokens, has_adapters=adapters.num_slots > 0)
             # Padding rows of a graph's batch sample too.
             self._tokens = torch.zeros(shapes.max_rows, dtype=torch.int32, device=device.torch)
-            self._graphs = StepGraphs(device, self._compute_for_graph, shapes, max_blocks, (vocab, decoder.dtype))
+            self._graphs: StepGraphs | None = None
+            if not limits.enforce_eager:
+                self._graphs = StepGraphs(device, self._compute_for_graph, shapes, max_blocks, (vocab, decoder.dtype))
         self.replays = True
         """Whether graphs are replayed. If not, their steps are computed with the same padding, for comparisons."""
         self._unfinished = GpuStep(device.record_event(), device.record_event())
@@ -217,14 +221,15 @@ class GpuRunner:
             self._pool.wait_for_swap_out()
         mark_rows, in_flight = mark_rows_of(plan.sampling), GpuStep(started, copied)
         step = self._packed(plan)
-        shape = self._graphs.find(step)
-        if isinstance(shape, str):
-            in_flight.eager = shape
+        graphs = self._graphs
+        shape = "enforce_eager" if graphs is None else graphs.find(step)
+        if graphs is None or isinstance(shape, str):
+            in_flight.eager = str(shape)
             logits, hidden = self._run_eagerly(staging, step, plan.pooled)
         else:
             padded, hidden = pad_step(step, shape), None
             if self.replays:
-                logits = self._graphs.run(staging.packed(padded), padded, shape)
+                logits = graphs.run(staging.packed(padded), padded, shape)
             else:
                 logits = self._compute(self._on_device(staging, padded))
 

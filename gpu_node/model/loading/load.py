@@ -159,7 +159,7 @@ def special_features(spec: ModelSpec) -> tuple[str, ...]:
 
 def _cache_of(options: RunnerOptions) -> str:
     kv = "the default KV cache" if options.kv_cache_gib is None else f"kv_cache_gib {options.kv_cache_gib}"
-    swap = f"swap_space_gib {options.swap_space_gib}"
+    swap = "the default swap space" if options.swap_space_gib is None else f"swap_space_gib {options.swap_space_gib}"
     if options.wanted_blocks is not None:
         kv = f"{options.wanted_blocks} KV blocks"
     if options.num_swap_blocks is not None:

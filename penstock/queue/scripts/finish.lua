@@ -49,7 +49,9 @@ local function finish_job(row, result)
   else
     redis.call('DEL', P .. ':result:' .. id)
   end
-  if kv_token_ms then correct_charge(job, kv_token_ms / weight_of(job) - (tonumber(job.charge) or 0)) end
+  if kv_token_ms and config.policy ~= 'round_robin' then
+    correct_charge(job, kv_token_ms / weight_of(job) - (tonumber(job.charge) or 0))
+  end
   note_preemptions(id, preemptions)
   local reported = {prompt = tonumber(row[9]), completion = tonumber(row[10]), cached = tonumber(row[11]),
     log_bytes = tonumber(row[12]), result_bytes = #result, kv_token_ms = kv_token_ms}

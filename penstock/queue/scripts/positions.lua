@@ -3,7 +3,7 @@
 -- Answer: {number of queued jobs per level, their cost, level of each job, ahead of each job, fair cost of each job}
 --   ahead: the older queued jobs of its level. TAKEN: a node has the job, which has no token yet. DELAYED_JOB: its time
 --   has not come. GONE: it has tokens and runs, has ended, or is unknown.
---   fair cost: under `fair`, the cost of its level's jobs that start before it; otherwise -1.
+--   fair cost: under `fair` and `round_robin`, the cost of its level's jobs that start before it; otherwise -1.
 local TAKEN, DELAYED_JOB, GONE = -1, -2, -3
 local MAX_COUNTED, MAX_TENANTS = 16, 128
 
@@ -46,8 +46,12 @@ local function read_queued(name)
   return queued_of[name]
 end
 
+local policy = redis.call('HGET', KEYS[1], 'policy')
+local in_turns = policy == 'round_robin'
+
 -- Tenants are served equally, by cost ÷ weight. So before a job starts, each other tenant is served about what the job's
--- own tenant has ahead of it, divided by its weight, or all that it has queued.
+-- own tenant has ahead of it, divided by its weight, or all that it has queued. Under round_robin all weights are 1, and
+-- the jobs of all tenants count as equally large.
 local function fair_cost_of(id, level)
   local tenant, weight, entry = unpack(redis.call('HMGET', job_key(id), 'tenant', 'weight', 'entry'))
   local queued = read_queued(level >= CLASSES and ':queued_background' or ':queued')
@@ -57,7 +61,7 @@ local function fair_cost_of(id, level)
   local own = queued.costs_of[tenant] or tonumber(redis.call('HGET', queued.key, tenant) or '0')
   local num_ahead = entry ~= '' and num_own_ahead(key, entry) + redis.call('ZCARD', requeued) or 0
   local own_ahead = own * num_ahead / math.max(1, num_own)
-  local served = own_ahead / (tonumber(weight or '') or 1)
+  local served = own_ahead / (not in_turns and tonumber(weight or '') or 1)
   local sum = own_ahead + served * (queued.num_tenants > MAX_TENANTS and queued.num_tenants - 1 or 0)
   for other, cost in pairs(queued.costs_of) do
     if other ~= tenant then sum = sum + math.min(cost, served) end
@@ -65,7 +69,7 @@ local function fair_cost_of(id, level)
   return math.floor(math.min(sum, costs[level + 1]))
 end
 
-local is_fair, fair_costs = redis.call('HGET', KEYS[1], 'policy') == 'fair', {}
+local is_fair, fair_costs = in_turns or policy == 'fair', {}
 for i, id in ipairs(cmsgpack.unpack(ARGV[1])) do
   levels[i], ahead[i] = place_of(id)
   fair_costs[i] = is_fair and ahead[i] >= 0 and fair_cost_of(id, levels[i]) or -1

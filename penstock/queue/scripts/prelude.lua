@@ -66,7 +66,8 @@ local JOB_FIELDS = {'state', 'tenant', 'level', 'n', 'entry', 'cost', 'submitted
   'inboxes', 'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'loss_mark', 'preemptions',
   'cancel', 'revision', 'first', 'taken', 'body', 'urgency', 'charge', 'weight', 'window'}
 local CONFIG_FIELDS = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms', 'log_ttl_ms', 'result_ttl_ms',
-  'idem_ttl_ms', 'max_open_jobs', 'max_queued_cost', 'max_losses', 'progress_chunks', 'avoid_ms', 'aging_ms', 'bypass_ms'}
+  'idem_ttl_ms', 'max_open_jobs', 'max_queued_cost', 'max_losses', 'progress_chunks', 'avoid_ms', 'aging_ms', 'bypass_ms',
+  'policy'}
 
 local function clock()
   local t = redis.call('TIME')

@@ -149,11 +149,12 @@ do
     return num_others + queue.background_tenants - (own_background(job) > 0 and 1 or 0)
   end
 
-  -- Shares. Under `fair` a tenant's jobs wait for its own queued jobs, at its share of the nodes' pace. Under the other
-  -- policies they wait for the jobs of all tenants.
-  local is_fair = config.policy == 'fair'
+  -- Shares. Under `fair` a tenant's jobs wait for its own queued jobs, at its share of the nodes' pace. So they do under
+  -- `round_robin`, where all shares are equal. Under the other policies they wait for the jobs of all tenants.
+  local in_turns = config.policy == 'round_robin'
+  local is_fair = config.policy == 'fair' or in_turns
   local function share_of(job)
-    local own = tonumber(job.terms.weight) or 1
+    local own = not in_turns and tonumber(job.terms.weight) or 1
     return is_fair and own / (own + num_others_of(job)) or 1
   end
 

@@ -222,7 +222,8 @@ end
 
 -- Order --------------------------------------------------------------------------------------------
 -- The queue of a level is {head, next, charge}. head: the job whose age raises the level, for foreground work. next(may):
--- returns the next job; under fair, the next job of a tenant for which may(tenant) holds. charge(job, by): called for a
+-- returns the next job; under fair and round_robin, the next
+-- job of a tenant for which may(tenant) holds. charge(job, by): called for a
 -- taken job. A queue returns no job of `tried`.
 
 -- Shares (policy_state.py, Shares). goes_first: whether a tenant recently used no more than the mean of all tenants
@@ -421,7 +422,7 @@ do
     }
   end
 
-  QUEUES = {priority = queue_by_age, sjf = queue_by_cost, fair = queue_by_virtual_time}
+  QUEUES = {priority = queue_by_age, sjf = queue_by_cost, fair = queue_by_virtual_time, round_robin = queue_by_virtual_time}
 end
 local queues, taken, num_passed = {}, {}, 0
 
@@ -554,6 +555,11 @@ do
   end
 end
 
+-- What a start charges its tenant: under round_robin a turn (TURN of policy.py).
+local function charge_of(job)
+  return policy == 'round_robin' and 1e6 or tonumber(job.cost) * hold_ms / weight_of(job)
+end
+
 -- Takes a job if it fits. Returns whether the walk continues. DUE is the urgency of background work that is due: it needs
 -- free capacity, as the least urgent work does. Then it counts as 0.
 local DUE = -1
@@ -574,7 +580,7 @@ local function try(job, urgency, is_head)
   urgency = math.max(0, urgency)
   for q = urgency, LEAST_URGENT do kv_tokens[q], slots[q] = kv_tokens[q] - need, slots[q] - seqs end
   local queue = queues[tonumber(job.level)]
-  job.urgency, job.charge, job.is_head = urgency, tonumber(job.cost) * hold_ms / weight_of(job), is_head
+  job.urgency, job.charge, job.is_head = urgency, charge_of(job), is_head
   if queue and queue.charge then queue.charge(job, job.charge) end
   note_taken(job, job.charge)
   taken[#taken + 1] = job

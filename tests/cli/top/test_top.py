@@ -13,6 +13,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from fakes.queue.harness import Queue
 from redis.asyncio import Redis
+from rich.console import Console
 
 from penstock import Client
-from penstock.cli.top.reader import TopReader
+from penstock.cli.top.reader import Frame, NodeRow, PoolFrame, TopReader
+from penstock.cli.top.screen import screen_of
 from penstock.contract.pool import NodePressure
 from penstock.contract.priority import Priority
 from penstock.queue.broker.connection import connect
@@ -78,7 +81,7 @@ def test_a_view_of_80_columns_has_nodes_classes_and_tenants(busy: str) -> None:
 def test_a_wide_view_has_more_columns(busy: str) -> None:
     lines = top(busy, "--once", COLUMNS="140").stdout.splitlines()
     (header,) = (line for line in lines if line.startswith("node "))
-    assert header.split()[-4:] == ["p99", "preempt", "used+cached/blocks", "memory"]
+    assert header.split()[-5:] == ["p99", "hits", "preempt", "used+cached/blocks", "memory"]
     assert max(map(len, lines)) <= 140
     assert re.search(r" \d+M$", lines[lines.index(header) + 1])
 
@@ -96,6 +99,7 @@ def test_json_has_every_number_of_the_view(busy: str) -> None:
         *("node_id", "state", "reason", "silent_ms", "num_jobs", "num_running", "num_waiting"),
         *("kv_blocks_used", "kv_blocks_cached", "kv_blocks_total", "tokens_in_per_s", "tokens_out_per_s"),
         *("mean_batch", "num_preemptions", "step_ms_p50", "step_ms_p99", "process_bytes", "arithmetic"),
+        *("prefix_hit_rate", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"),
     }
     assert (node["state"], node["num_running"]) == ("ok", 3)
     assert node["kv_blocks_total"] > 0
@@ -250,3 +254,21 @@ def read_until(fd: int, text: str) -> str:
         if select.select([fd], [], [], 0.2)[0]:
             found += os.read(fd, 1 << 16)
     return found.decode(errors="replace")
+
+
+def test_a_gpu_adds_columns_to_every_view() -> None:
+    rows = (
+        NodeRow("busy", "ok", gpu_utilization=0.87, gpu_memory_used_bytes=60 << 30, gpu_memory_total_bytes=80 << 30),
+        NodeRow("on-cpu", "ok", prefix_hit_rate=0.5),
+    )
+    pool = PoolFrame("p", "m", rows, (), (), (), {}, (0.0, 0.0), None)
+    shown = {}
+    for width in (80, 140):
+        console = Console(width=width, file=StringIO())
+        console.print(screen_of(Frame(0, (pool,)), console))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        shown[width] = [line.split() for line in text.splitlines() if line.startswith(("node ", "busy", "on-cpu"))]
+        assert max(map(len, text.splitlines())) <= width
+    assert [line[-1] for line in shown[80]] == ["GPU", "87%", "–"]
+    assert [line[-2:] for line in shown[140]] == [["GPU", "memory"], ["87%", "60/80G"], ["–", "–"]]
+    assert "50%" in shown[140][2]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from penstock.contract.output import Usage
 from penstock.contract.priority import NUM_LEVELS
 from penstock.queue.chunks import decode_chunks
-from penstock.queue.policy import DUE, PolicyConfig, choose
+from penstock.queue.policy import DUE, TURN, PolicyConfig, choose
 from penstock.queue.policy_state import PolicyState
 
 PROGRESS_CHUNKS = 4
@@ -222,7 +222,7 @@ class QueueModel:
         ours = [j for j in queued if j.avoids != node.name and (not j.log or j.revision == node.revision)]
         ours = [j for j in ours if node.name not in j.lacks or not self._others(j, j.lacks)]
         for job in ours:
-            job.charge = job.cost * hold_ms / job.weight
+            job.charge = job.cost * hold_ms / job.weight if self.policy.charges_use else TURN
         held_by_others = {name for other, name in self.holds.items() if other != node.name}
         look = _Look(room, slots, len(running), held_by_others)
         if not (len(running) == 1 and running[0].is_suspect):
@@ -286,7 +286,7 @@ class QueueModel:
             return f"NEED {len(job.log)}"
         job.append(index, chunks)
         job.end("succeeded", "", usage)
-        if kv_token_ms is not None:
+        if kv_token_ms is not None and self.policy.charges_use:
             self.standing.correct(
                 job.level, job.tenant, kv_token_ms / job.weight - job.charge, self.now_ms, self.now_ms
             )

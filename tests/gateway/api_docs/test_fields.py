@@ -98,7 +98,8 @@ SENT: dict[str, Sent] = {
     "add_special_tokens": Sent(accepted=False),
     "background": Sent(accepted=True),
     "bad_words": Sent(["x"]),
-    "best_of": Sent(2, 3, {"n": 2}),
+    "beam_width": Sent(2, 17, {"use_beam_search": True}),
+    "best_of": Sent(2, 0),
     "cache_salt": Sent("s", ""),
     "chat_template_kwargs": Sent({"a": 1}),
     "content": Sent("hi"),
@@ -111,6 +112,7 @@ SENT: dict[str, Sent] = {
     "dimensions": Sent(4, 0),
     "documents": Sent(["x", {"text": "y"}], []),
     "durability": Sent("memory", "x"),
+    "early_stopping": Sent("never", "x", {"use_beam_search": True}),
     "echo": Sent(accepted=True),
     "encoding_format": Sent("base64", "x"),
     "frequency_penalty": Sent(-2, 2.1),
@@ -125,6 +127,7 @@ SENT: dict[str, Sent] = {
     "include_stop_str_in_output": Sent(accepted=True),
     "include_usage": Sent(accepted=True),
     "instructions": Sent("be short"),
+    "length_penalty": Sent(2, 11, {"use_beam_search": True}),
     "logit_bias": Sent({"5": 100}, {"5": 101}),
     "max_completion_tokens": Sent(1, 0),
     "max_output_tokens": Sent(1, 0),
@@ -174,6 +177,7 @@ SENT: dict[str, Sent] = {
     "tool_call_id": Sent("c1", beside={"role": "tool"}),
     "tool_choice": Sent("none", "x"),
     "top_k": Sent(-1, -2),
+    "use_beam_search": Sent(accepted=True),
     "tags": Sent(["t"], ["a b"]),
     "top_n": Sent(1, -1),
     "top_p": Sent(1, 0),
@@ -232,7 +236,7 @@ def sent_to(endpoint: str, name: str, effect: str) -> tuple[list[Any], list[Any]
     if effect == REFUSED:
         return [None], [NOT_NEUTRAL, "text"], {}
     path = endpoint.removeprefix("batch: ")
-    if effect.startswith("only") and (path, name) != ("/v1/completions", "best_of"):
+    if effect.startswith("only"):
         accepted = [json.loads(value.strip("`")) for value in effect.removeprefix("only ").split(" or ")]
         return [None, *accepted], [NOT_NEUTRAL, "text"], {}
     sent = OF_ENDPOINT.get((path, name)) or SENT[name]

@@ -350,9 +350,6 @@ HINTS = {
     "stream_options": {"include_obfuscation": True},
 }
 NEUTRAL: dict[str, Any] = {
-    "use_beam_search": False,
-    "length_penalty": 1.0,
-    "early_stopping": False,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "truncate_prompt_tokens": None,

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.gpu_node.monitor.metrics import GpuMetrics
+from penstock.gpu_node.gpu_driver import GpuDriver
+from penstock.gpu_node.monitor.metrics import gpu_metrics
 
 GPU = "GPU-6d1f5a2e-0000-4000-8000-000000000001"
 
@@ -50,44 +51,45 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     return fake
 
 
-def values(metrics: GpuMetrics, uuid: str) -> dict[str, float]:
-    return {sample.name: sample.value for family in metrics.collect(uuid) for sample in family.samples}
+def values(driver: GpuDriver, uuid: str) -> dict[str, float]:
+    load = driver.read(uuid)
+    return {} if load is None else {one.name: one.value for family in gpu_metrics(load) for one in family.samples}
 
 
 def test_use_and_memory_of_the_gpu_are_read_at_each_scrape(nvml: FakeNvml) -> None:
-    metrics = GpuMetrics()
+    driver = GpuDriver()
     wanted = {
         "penstock_gpu_utilization_ratio": 0.37,
         "penstock_gpu_memory_used_bytes": 3 << 30,
         "penstock_gpu_memory_total_bytes": 80 << 30,
     }
-    assert [values(metrics, GPU) for _ in range(2)] == [wanted, wanted]
+    assert [values(driver, GPU) for _ in range(2)] == [wanted, wanted]
     assert nvml.num_inits == 1
     nvml.is_lost = True
-    assert values(metrics, GPU) == {}
+    assert values(driver, GPU) == {}
     nvml.is_lost = False
-    assert values(metrics, GPU) == wanted
+    assert values(driver, GPU) == wanted
 
 
 def test_unknown_gpu_has_no_series(nvml: FakeNvml) -> None:
-    assert values(GpuMetrics(), "GPU-other") == {}
+    assert values(GpuDriver(), "GPU-other") == {}
 
 
 def test_machine_without_a_driver_has_no_series() -> None:
     """The real library."""
     pytest.importorskip("pynvml")
-    assert values(GpuMetrics(), GPU) == {}
+    assert values(GpuDriver(), GPU) == {}
 
 
 def test_missing_package_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert values(GpuMetrics(), GPU) == {}
+    assert values(GpuDriver(), GPU) == {}
 
 
 def test_node_without_a_gpu_does_not_import_the_library() -> None:
     code = (
-        "import sys; from penstock.gpu_node.monitor.metrics import GpuMetrics; "
-        "print(list(GpuMetrics().collect('')), 'pynvml' in sys.modules)"
+        "import sys; from penstock.gpu_node.gpu_driver import GpuDriver; "
+        "print(GpuDriver().read(''), 'pynvml' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["[]", "False"]
+    assert done.stdout.split() == ["None", "False"]

@@ -10,7 +10,7 @@ from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import PATIENCE_S, running_node
 
 from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.service.heartbeat import RateEstimator, RecentEngineTime
+from penstock.gpu_node.service.heartbeat import RateEstimator, RecentGains
 
 
 def test_a_rate_follows_the_counter_and_survives_idle_times() -> None:
@@ -29,12 +29,12 @@ def test_rate_of_errors_fades_without_new_errors() -> None:
 
 
 def test_engine_time_of_the_last_minute_forgets_what_is_older() -> None:
-    recent = RecentEngineTime(0.0)
-    assert recent.update((1.0, 0.0), 2.0) == (1000.0, 0.0)
-    assert recent.update((1.0, 3.0), 30.0) == (1000.0, 3000.0)
-    assert recent.update((1.0, 3.0), 62.0) == (0.0, 3000.0)
+    recent = RecentGains(0.0)
+    assert recent.update((1.0, 0.0), 2.0) == (1.0, 0.0)
+    assert recent.update((1.0, 3.0), 30.0) == (1.0, 3.0)
+    assert recent.update((1.0, 3.0), 62.0) == (0.0, 3.0)
     assert recent.update((1.0, 3.0), 90.0) == (0.0, 0.0)
-    assert RecentEngineTime(0.0).update((), 2.0) == (), "an engine that does not count it"
+    assert RecentGains(0.0).update((), 2.0) == (), "an engine that does not count it"
 
 
 class SilentEngine(ReferenceEngine):

@@ -25,7 +25,7 @@ from penstock.queue.policy import PolicyConfig, PolicyName
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 AGING_MS = 1_000_000_000
 """So long that no run moves a job from one age to another."""
-POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "sjf", "fair")
+POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "sjf", "fair", "round_robin")
 
 priorities = st.sampled_from(Priority)
 submits = st.tuples(
@@ -282,3 +282,26 @@ def test_an_interactive_job_above_the_share_of_absent_tenants_counts_as_standard
     pool.submit("a", Priority.INTERACTIVE, 10, 1)
     started(pool)
     assert pool.taken[-1][1].urgency == Priority.STANDARD
+
+
+@pytest.mark.parametrize("num_tenants", [1, 10, 100])
+async def test_round_robin_gives_tenants_equal_turns_within_one_job(queue: Queue, num_tenants: int) -> None:
+    """Whatever their jobs cost, and whatever these used when they end."""
+    node = await queue.node(policy="round_robin")
+    names = [f"t{number:03}" for number in range(num_tenants)]
+    num_each = max(3, 12 // num_tenants)
+    for number in range(num_each):
+        for at, name in enumerate(names):
+            job = new_job(tenant=name, needs_reader=False)
+            await queue.submit(job, cost=1 + (at * 37 + number * 11) % 400)
+    turns = dict.fromkeys(names, 0)
+    while sum(turns.values()) < num_each * num_tenants:
+        room = [400 * 7] * NUM_LEVELS, [7] * NUM_LEVELS
+        answer = await node.take(*map(tuple, room), kv_total=KV_TOTAL, slots_total=SLOTS_TOTAL, hold_ms=1.0)
+        assert answer.jobs
+        for taken in answer.jobs:
+            turns[taken.tenant] += 1
+            assert max(turns.values()) - min(turns.values()) <= 1
+        for taken in answer.jobs[::2]:
+            assert await node.finish(taken, 0, kv_token_ms=len(taken.job_id) * 10**9) == "OK"
+    assert set(turns.values()) == {num_each}

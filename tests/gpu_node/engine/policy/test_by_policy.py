@@ -19,11 +19,13 @@ from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.queue.policy import PolicyName
 
-PREEMPTIVE = ("priority", "sjf", "fair")
+PREEMPTIVE = ("priority", "sjf", "fair", "round_robin")
 MakeEngine = Callable[..., Engine]
 
 
-@pytest.mark.parametrize(("name", "order"), [("priority", "CEABD"), ("sjf", "ECDBA"), ("fair", "CEADB")])
+@pytest.mark.parametrize(
+    ("name", "order"), [("priority", "CEABD"), ("sjf", "ECDBA"), ("fair", "CEADB"), ("round_robin", "CEADB")]
+)
 def test_waiting_sequences_start_in_the_policys_order(name: PolicyName, order: str) -> None:
     bench = Bench(name, max_num_seqs=1)
     bench.add("A", 20, 4)
@@ -368,3 +370,29 @@ def test_long_prompts_of_other_tenants_delay_a_short_prompt_by_few_steps(num_ten
     assert len(victim.token_ids) > 12 or bench.scheduler.tokens_of(victim).size > 12
     bench.run()
     assert all(len(seq.token_ids) == seq.max_num_tokens for seq in (victim, *flood))
+
+
+@pytest.mark.parametrize("num_tenants", [1, 10, 100])
+def test_round_robin_gives_tenants_equal_turns_within_one_request(num_tenants: int) -> None:
+    bench = Bench("round_robin", num_blocks=40, max_num_seqs=4)
+    for number in range(3):
+        for at in range(num_tenants):
+            bench.add(f"{at}-{number}", 4 + at * 5 % 20, 1 + (at + number) % 6, tenant=f"t{at}")
+    while bench.scheduler.running or bench.scheduler.queues:
+        bench.step()
+        turns = dict.fromkeys(range(num_tenants), 0)
+        for name in dict.fromkeys(bench.starts):
+            turns[int(name.partition("-")[0])] += 1
+        assert max(turns.values()) - min(turns.values()) <= 1
+    assert set(turns.values()) == {3}
+
+
+def test_a_preempted_sequence_costs_its_tenant_one_turn_in_all() -> None:
+    bench = Bench("round_robin", num_blocks=8, max_num_seqs=1)
+    bench.add("A", 12, 8, tenant="a")
+    bench.step()
+    bench.add("X", 12, 2, level=Priority.INTERACTIVE, tenant="x")
+    bench.add("B", 12, 2, tenant="b")
+    bench.add("C", 12, 2, tenant="a")
+    bench.add("D", 12, 2, tenant="b")
+    assert bench.run() == "AXBCD" or bench.starts == ["A", "X", "A", "B", "C", "D"]

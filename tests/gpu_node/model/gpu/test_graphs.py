@@ -163,3 +163,21 @@ def test_engine_counts_eager_steps_by_reason(tiny_model: Path) -> None:
     assert engine.stats().eager_steps == {}
     engine.generate([prompt], [SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=1)])
     assert engine.stats().eager_steps == {"scored_or_pooled_tokens": 1}
+
+
+def test_engine_without_graphs_computes_the_same_tokens(tiny_model: Path) -> None:
+    generations, eager_steps = [], []
+    for enforce_eager in (False, True):
+        settings: dict[str, Any] = {
+            "runner": "gpu",
+            "dtype": "float32",
+            "max_num_seqs": 2,
+            "max_model_len": 64,
+            "num_kv_blocks": 8,
+        }
+        engine = Engine(str(tiny_model), enforce_eager=enforce_eager, **settings)
+        params = SamplingParams(max_tokens=3, ignore_eos=True, seed=1)
+        generations.append([one.token_ids for one in engine.generate(["A prompt.", "Another one"], params)])
+        eager_steps.append(engine.stats().eager_steps)
+    assert generations[0] == generations[1]
+    assert eager_steps == [{}, {"enforce_eager": 3}]

@@ -31,7 +31,7 @@ from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, run_lar
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.weights import load_weights
 from penstock.gpu_node.model.loading.load import load_model
-from penstock.gpu_node.model.protocol import NO_ADAPTER
+from penstock.gpu_node.model.protocol import NO_ADAPTER, CacheSizes
 
 GIB = 1 << 30
 
@@ -122,6 +122,22 @@ def _on_small_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any)
     device.is_gpu = True
     given = runner_options(**{"num_kv_blocks": None, "kv_cache_gib": None} | options)
     return SimpleNamespace(spec=decoder.spec, max_model_len=64), given, decoder, layout, device
+
+
+def test_a_gpu_that_cannot_swap_serves_without_swap_space_unless_it_is_asked_for(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, options, _, layout, device = _on_small_gpu(tiny_model, monkeypatch)
+    device.is_gpu = False
+
+    def refuse(_: object, _memory: object) -> None:
+        raise ConfigError("swap blocks: cannot be read")
+
+    monkeypatch.setattr(Device, "check_host_address", refuse)
+    sizes = CacheSizes(4, 3, layout.block_bytes)
+    assert load._new_pool(options, layout, sizes, device)[1] == CacheSizes(4, 0, layout.block_bytes)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load._new_pool(runner_options(swap_space_gib=1.0), layout, sizes, device)
 
 
 @pytest.mark.parametrize(("given", "want"), [({}, True), ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, False)])
