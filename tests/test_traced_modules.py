@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -15,6 +15,7 @@ from tests.gateway.conftest import Stack
 MAX_OF_CHAT = 70
 MAX_OF_STEP = 32
 NUM_TOKENS = 40
+NUM_CHATS, MOST_CHATS = 5, 40
 CHAT = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "Name three rivers."}],
@@ -27,8 +28,8 @@ CHAT = {
 
 
 @pytest.fixture(scope="module")
-def runs(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TracedRun]]:
-    """Recordings of five chats with a gateway and a node in this process, after a chat that warms their caches."""
+def record(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], TracedRun]]:
+    """Record a chat with a gateway and a node in this process, after a chat that warms their caches."""
     model = str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
     engine = Engine(EngineConfig(model=model, dtype="bfloat16", num_kv_blocks=256, num_threads=1, weight_cache=False))
     traced = TracedModules()
@@ -40,7 +41,7 @@ def runs(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             url = f"{stack.start_gateway()}/v1/chat/completions"
             with httpx.Client(timeout=60) as client:
                 chat(client, url)
-                yield [traced_chat(traced, client, url) for _ in range(5)]
+                yield lambda: traced_chat(traced, client, url)
     finally:
         stack.close()
 
@@ -61,14 +62,22 @@ def in_lines(names: set[str]) -> str:
     return "\n".join([f"{len(names)} modules:", *sorted(names)])
 
 
-def test_modules_that_run_for_one_streamed_chat(runs: list[TracedRun]) -> None:
-    """Modules of the background, such as the heartbeat's, do not run in each of the chats."""
-    found = set.intersection(*(run.around_steps for run in runs))
+def test_modules_that_run_for_one_streamed_chat(record: Callable[[], TracedRun]) -> None:
+    """Modules of the background, such as the heartbeat's, do not run in each of the chats.
+
+    On a busy machine a chat takes so long that they run in nearly all, so there are more chats then.
+    """
+    found = set.intersection(*(record().around_steps for _ in range(NUM_CHATS)))
+    for _ in range(MOST_CHATS - NUM_CHATS):
+        if len(found) <= MAX_OF_CHAT:
+            break
+        found &= record().around_steps
     assert {"gateway/http/entry.py", "gpu_node/publishing/outbox.py"} <= found
     assert len(found) <= MAX_OF_CHAT, in_lines(found)
 
 
-def test_modules_that_run_for_one_decode_step(runs: list[TracedRun]) -> None:
+def test_modules_that_run_for_one_decode_step(record: Callable[[], TracedRun]) -> None:
+    runs = [record() for _ in range(NUM_CHATS)]
     steps = [step for run in runs for step in run.steps[NUM_TOKENS // 2 : NUM_TOKENS - 4]]
     found = set.union(*steps)
     assert {"gpu_node/engine/engine.py", "gpu_node/engine/worker.py"} <= found

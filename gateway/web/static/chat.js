@@ -24,7 +24,7 @@ let conversation; // the one that is shown; it is not stored before its first me
 let turns = []; // its turns
 let views = new Map(); // turn → its view
 let isAtEnd = true; // whether the reader has not scrolled away from the newest text
-const known = new Map(); // id → conversation; one object for each, whoever changes it
+const known = new Map(); // id → conversation; one object for each, also when another part of the page changes it
 const readers = new Map(); // conversation → {turn, controller} of the answer that is read
 const view = Object.fromEntries(
   ["turns", "composer", "prompt", "send", "stop", "chat-title", "chat-note", "rename", "export", "delete"]

@@ -129,7 +129,7 @@ function protocolOf(address) {
   }
 }
 
-/** The page loads no image of an answer: that would tell another host who reads it. */
+/** The page loads no image of an answer: that would tell another host that it is read. */
 function imageLink(token) {
   const made = linkTo(token.attrGet("src"));
   made.append(`[image: ${token.content || "without a description"}]`);

@@ -66,7 +66,7 @@ def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int
 def num_host_blocks(options: RunnerOptions, block_bytes: int, num_device_blocks: int, default_gib: float) -> int:
     """Return the number of KV blocks in host memory, from num_swap_blocks, else from swap_space_gib, else a default.
 
-    Who sets the size of the KV cache decides about the memory of a node, so there is no default beside that.
+    An operator who sets the size of the KV cache decides about the node's memory, so there is no default beside that.
     """
     if options.num_swap_blocks is not None:
         return options.num_swap_blocks
