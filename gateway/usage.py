@@ -1,4 +1,4 @@
-"""`GET /v1/usage`: the tokens that API keys used, per day or hour and pool, as JSON or CSV. `GET /v1/key`: the caller's key.
+"""`GET /v1/usage`: tokens of API keys, per day or hour and pool, as JSON or CSV. `GET /v1/key`: the caller's key.
 
 A key sees its own usage, and an admin's key that of all keys.
 """

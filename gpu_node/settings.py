@@ -86,8 +86,7 @@ class NodeSettings(Settings, EngineOptions):
 
     scheduling_policy: PolicyName = "fair"
     """Order in which jobs are taken and run. fcfs: oldest first; priority: most urgent class first; sjf: cheapest
-    first, by predicted remaining cost; fair: equal shares for all tenants; round_robin: one job of each tenant in turn,
-    whatever the jobs cost."""
+    first, by predicted remaining cost; fair: equal shares of all tenants; round_robin: a job of each tenant in turn."""
     share_window_ms: int = Field(default=SHARE_WINDOW_MS, ge=1_000, le=3_600_000)
     """Window in milliseconds over which a tenant's share is measured under fair. Interactive work goes before standard
     work only while its tenant used no more than its share in this window and the last one."""

@@ -60,8 +60,7 @@ class EngineOptions(RunnerSettings):
     nodes take over its jobs."""
     scheduling_policy: PolicyName = "fcfs"
     """Order in which jobs are taken and run. fcfs: oldest first; priority: most urgent class first; sjf: cheapest
-    first, by predicted remaining cost; fair: equal shares for all tenants; round_robin: one job of each tenant in turn,
-    whatever the jobs cost."""
+    first, by predicted remaining cost; fair: equal shares of all tenants; round_robin: a job of each tenant in turn."""
     aging_ms: int = Field(default=60_000, ge=1)
     """Milliseconds of waiting after which the first job of a class counts as one class more urgent."""
     bypass_ms: int = Field(default=2_000, ge=0)

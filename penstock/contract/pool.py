@@ -80,8 +80,8 @@ JOB_TIMES: Mapping[str, tuple[float, ...]] = {
     "first_token_s": SECONDS,
     "inter_token_s": TOKEN_SECONDS,
 }
-"""The times of jobs that a node reports for the last hour, and the bounds of their histograms: from the submission
-until a node took the job, from the submission until the first token, and between two outputs of a choice."""
+"""The times of jobs that a node reports for the last hour, with the bounds of their histograms. They are the time from
+the submission until a node took the job, that until the first token, and that between two outputs of a choice."""
 
 # The open jobs of a pool by state and level.
 

@@ -209,8 +209,8 @@ class SamplingParams(CheckedInput):
     - `use_beam_search` searches for the most likely choices instead of sampling. `beam_width`: the choices that it
       follows at once, by default `best_of`, else `n`; it returns the `n` best. A choice's score is the sum of its
       tokens' log-probabilities ÷ its number of tokens to the power of `length_penalty`. `early_stopping`: True ends the
-      search once `beam_width` choices are complete, False once the best open one has no higher score at its length,
-      "never" once it can have none at any length.
+      search once `beam_width` choices are complete. False ends it once the best open one has no higher score at its
+      length, "never" once it can have none at any length.
     """
 
     n: Annotated[int, Option(_ONLY_OPENAI)] = Field(default=1, ge=1, le=MAX_CHOICES)

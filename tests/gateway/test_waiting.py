@@ -64,7 +64,8 @@ def jobs_ahead(stack: Stack, queue_engine: EchoEngine) -> Iterator[list[Any]]:
 
     async def submit() -> tuple[AsyncClient, list[Any]]:
         client = await stack.client().connect()
-        return client, [await client.submit("x" * 250, model="acme/queue", background=False) for _ in range(4)]
+        options: Any = {"model": "acme/queue", "background": False, "max_wait_s": 600}
+        return client, [await client.submit("x" * 250, **options) for _ in range(4)]
 
     async def end(client: AsyncClient, jobs: Sequence[Any]) -> None:
         for job in jobs:

@@ -10,17 +10,17 @@ const OPEN = ["scheduled", "queued", "running", "cancelling"];
 const RETRIED = ["failed", "cancelled", "expired", "dead"];
 const KINDS = { succeeded: "good", failed: "bad", expired: "bad", dead: "bad", cancelled: "warn", cancelling: "warn" };
 const views = new Map(); // job id → JobView
-const form = byId("job-filter");
+const filterForm = byId("job-filter");
 let controller;
 let limit = STEP;
 let caller = { tenant: "", scopes: [] };
 
-form.addEventListener("submit", (event) => {
+filterForm.addEventListener("submit", (event) => {
   event.preventDefault();
   limit = STEP;
   again();
 });
-form.addEventListener("change", again);
+filterForm.addEventListener("change", again);
 byId("job-more").addEventListener("click", () => {
   limit = Math.min(MAX_SHOWN, limit + STEP);
   again();
@@ -57,7 +57,7 @@ export function stopJobs() {
 
 function query() {
   const asked = new URLSearchParams({ limit });
-  for (const [name, value] of new FormData(form)) if (value.trim()) asked.set(name, value.trim());
+  for (const [name, value] of new FormData(filterForm)) if (value.trim()) asked.set(name, value.trim());
   if (!asked.has("tenant") && !caller.scopes.includes("infer")) asked.set("tenant", "*");
   return asked;
 }

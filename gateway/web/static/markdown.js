@@ -15,8 +15,8 @@ const parser = markdownIt({ html: false, linkify: true, breaks: true });
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false });
 
 /**
- * Shows a text that grows. Each `show` parses the text from the last block but one on, and keeps the nodes of blocks
- * whose source is the same, so that a reader may select them meanwhile.
+ * Shows a text that grows. Each `show` parses the text from the last block but one on. Nodes of blocks whose source is
+ * the same stay, so that a reader may select them meanwhile.
  */
 export class GrowingMarkdown {
   constructor(element) {

@@ -8,7 +8,7 @@ const SETTINGS = "penstock-parameters";
 const NUMBERS = { temperature: "temperature", top_p: "top_p", top_k: "top_k", min_p: "min_p",
   max_tokens: "max_output_tokens", seed: "seed", presence_penalty: "presence_penalty",
   frequency_penalty: "frequency_penalty" };
-const form = byId("parameter-form");
+const parameterForm = byId("parameter-form");
 const model = byId("model");
 
 /** A field that has no value the gateway could use. */
@@ -30,7 +30,7 @@ export async function loadModels() {
 
 /** Return the fields of a request, without the conversation. The model's own defaults apply to what is not set. */
 export function requestFields() {
-  const fields = form.elements;
+  const fields = parameterForm.elements;
   const found = { model: model.value };
   const system = fields.system.value.trim();
   if (system) found.instructions = system;
@@ -51,7 +51,7 @@ export function requestFields() {
 }
 
 function jsonOf(name, label) {
-  const text = form.elements[name].value.trim();
+  const text = parameterForm.elements[name].value.trim();
   if (!text) return undefined;
   let value;
   try {
@@ -63,7 +63,7 @@ function jsonOf(name, label) {
   return value;
 }
 
-/** Return a tool as /v1/responses takes it. The form of chats has the function inside. */
+/** Return a tool as /v1/responses takes it. In chats the function is a member of it. */
 function toolOf(tool) {
   const { function: inner, ...rest } = tool ?? {};
   return { type: "function", ...rest, ...inner };
@@ -72,12 +72,14 @@ function toolOf(tool) {
 /** Restore what the user set before, and keep what changes. */
 export function startSettings() {
   for (const [name, value] of Object.entries(kept())) {
-    const field = form.elements.namedItem(name);
+    const field = parameterForm.elements.namedItem(name);
     if (field) field.value = value;
   }
-  form.addEventListener("input", () => lasting.set(SETTINGS, JSON.stringify(Object.fromEntries(new FormData(form)))));
-  form.addEventListener("reset", () => lasting.remove(SETTINGS));
-  form.addEventListener("submit", (event) => event.preventDefault());
+  parameterForm.addEventListener("input", () => {
+    lasting.set(SETTINGS, JSON.stringify(Object.fromEntries(new FormData(parameterForm))));
+  });
+  parameterForm.addEventListener("reset", () => lasting.remove(SETTINGS));
+  parameterForm.addEventListener("submit", (event) => event.preventDefault());
 }
 
 function kept() {
@@ -90,5 +92,5 @@ function kept() {
 
 /** Forget what the user set. */
 export function forgetSettings() {
-  form.reset();
+  parameterForm.reset();
 }

@@ -138,7 +138,11 @@ def test_an_outage_pauses_a_batch_and_loses_nothing(
     assert batch["request_counts"] == {"total": 100, "completed": 100, "failed": 0}
     lines = http.get(f"/v1/files/{batch['output_file_id']}/content").text.splitlines()
     assert sorted(int(json.loads(line)["custom_id"]) for line in lines) == [*range(100)]
-    assert objects() == {"penstock-storage", f"files/{file_id}", f"files/{batch['output_file_id']}"}
+    # The parts are deleted after the batch has ended.
+    until_s = time.monotonic() + 20
+    while objects() != {"penstock-storage", f"files/{file_id}", f"files/{batch['output_file_id']}"}:
+        assert time.monotonic() < until_s, objects()
+        time.sleep(0.05)
 
 
 def test_the_audit_compares_a_bucket_with_the_records(

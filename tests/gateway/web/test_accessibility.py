@@ -100,7 +100,7 @@ def test_a_phone_follows_the_answer_and_covers_nothing_of_it(page: Page, url: st
     assert last["y"] + last["height"] <= composer["y"]
     expect(chat.prompt).to_be_in_viewport()
     assert page.evaluate("document.documentElement.scrollHeight") == SIZES["phone"]["height"]
-    # A reader who scrolled back is left alone.
+    # The page leaves a reader alone that has scrolled back.
     page.locator("#turns").evaluate("turns => turns.scrollTop = 0")
     chat.ask("and more")
     chat.wait_end()

@@ -83,7 +83,7 @@ def test_an_answer_outlives_its_tab_its_gateway_and_its_node(page: Page, redis_u
         gateway.kill()
     port = gateway.url.rpartition(":")[2]
     with NodeProcess(redis_url, name="node-b", **settings), GatewayProcess(redis_url, port=port):
-        # A new tab opens with the answer that nobody has read to its end.
+        # A new tab opens with the answer that was not read to its end.
         chat = Playground(page, gateway.url)
         whole = text_of(reference_tokens("", PARAMS, ReferenceTokenizer().encode(question)))
         expect(chat.answer.locator(".said")).to_have_attribute("aria-busy", "false", timeout=20_000)
