@@ -24,7 +24,7 @@ from unittest import mock
 import boto3  # type: ignore[import-untyped]
 from faults.tools.backlog_entries import Requests
 from faults.tools.backlog_view import audited
-from faults.tools.batch_kills import BatchRun, CommandEntry, Entry, OpenAIEntry, problems_of, used_bytes
+from faults.tools.batch_kills import BatchRun, CommandEntry, Entry, MessagesEntry, OpenAIEntry, problems_of, used_bytes
 from faults.tools.redis_process import RedisProcess, free_port
 from faults.tools.report import Measurement, record
 from faults.tools.soak_kills import Fleet
@@ -34,7 +34,11 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.files.records_audit import audit_files
 
 POOL = "batches"
-ENTRIES: dict[str, Callable[[Requests], Entry]] = {"openai": OpenAIEntry, "command": CommandEntry}
+ENTRIES: dict[str, Callable[[Requests], Entry]] = {
+    "openai": OpenAIEntry,
+    "messages": MessagesEntry,
+    "command": CommandEntry,
+}
 STORAGES = ("folder", "s3")
 DAY_MS = 86_400_000
 MAX_BYTES = 200 << 20
@@ -82,7 +86,7 @@ async def run(args: argparse.Namespace) -> list[str]:
                 ended = await batch.run(
                     num_kills=args.kills, every_s=args.every, freeze_s=args.freeze_s, plant=args.plant
                 )
-                took_s, found = time.monotonic() - begun_s, problems_of(requests, ended)
+                took_s, found = time.monotonic() - begun_s, problems_of(batch.entry.requests, ended)
                 async with connect(server.url) as redis:
                     found += await audited(redis, POOL)
                     found += [f"audit of files: {finding}" for finding in await audit_files(redis) or []]

@@ -26,7 +26,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 F = "penstock:{.files}"
-ENDPOINT = "/v1/completions"
+ENDPOINT, _MESSAGES = "/v1/completions", "/v1/messages/batches"
 _PATIENCE_S = 90.0
 _PAUSE_S = 0.25
 _SHOWN = 3
@@ -192,6 +192,45 @@ class CommandEntry(OpenAIEntry):
     @staticmethod
     def _run(words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run([sys.executable, "-m", "penstock", "batch", *words], check=False, **options)
+
+
+class MessageRequests(Requests):
+    """Requests whose prompts are messages. The stub's chat template is the text itself."""
+
+    def prompt(self, index: int) -> list[int]:
+        """Return the bytes of the message."""
+        return list(f"row {index}".encode())
+
+
+@dataclass(slots=True)
+class MessagesEntry(OpenAIEntry):
+    """`/v1/messages/batches`."""
+
+    async def create(self, api: Api) -> str:
+        """Send all requests in one body."""
+        self.requests = MessageRequests(self.requests.pool, self.requests.number, self.requests.max_tokens)
+        asked = []
+        for index in range(self.requests.number):
+            messages = [{"role": "user", "content": bytes(self.requests.prompt(index)).decode()}]
+            params = {"model": self.requests.pool, "messages": messages, **self.requests.sampling}
+            asked.append({"custom_id": f"row-{index}", "params": params})
+        made = await api("POST", _MESSAGES, json={"requests": asked}, headers={"Idempotency-Key": "batch"})
+        return str(made.json()["id"])
+
+    async def ended(self, api: Api, batch_id: str) -> Ended | None:
+        """Return the ended batch; None while it runs."""
+        batch = (await api("GET", f"{_MESSAGES}/{batch_id}")).json()
+        if batch["processing_status"] != "ended":
+            return None
+        content, lines = await api("GET", f"{_MESSAGES}/{batch_id}/results"), list[Line]()
+        for one in map(json.loads, content.text.splitlines()):
+            if one["result"]["type"] != "succeeded":
+                lines.append(Line(one["custom_id"], None))
+                continue
+            message = one["result"]["message"]
+            text = "".join(part["text"] for part in message["content"])
+            lines.append(Line(one["custom_id"], text, message["usage"]["output_tokens"]))
+        return Ended("ended", batch["request_counts"], lines)
 
 
 def _line_of(row: dict[str, Any]) -> Line:
