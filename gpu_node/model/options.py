@@ -63,9 +63,8 @@ class RunnerSettings(BaseModel):
     num_kv_blocks: int | None = Field(default=None, ge=1)
     """Number of KV blocks, instead of a size in GiB."""
     swap_space_gib: float | None = Field(default=None, ge=0.0)
-    """Host memory in GiB for preempted sequences, evicted prefixes and sequences larger than the KV cache. Default: 1,
-    on a GPU 4. It is at most a quarter of the free memory, with at most as many blocks as the KV cache has. 0 if the
-    size of the KV cache is set."""
+    """Host memory in GiB for preempted sequences, evicted prefixes and sequences larger than the KV cache. Default: 0;
+    on a GPU whose KV cache has no set size 4, but at most a quarter of the free memory."""
     num_swap_blocks: int | None = Field(default=None, ge=0)
     """Number of KV blocks in host memory, instead of a size in GiB."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)

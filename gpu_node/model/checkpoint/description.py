@@ -15,8 +15,6 @@ from penstock.runtime.process_memory import available_bytes
 
 DEFAULT_KV_CACHE_GIB = 1.0
 """On the CPU."""
-DEFAULT_SWAP_GIB = 1.0
-"""The same of swap space, if the free memory allows it."""
 SWAP_SHARE = 0.25
 """Share of the free memory that the default of the swap space may take."""
 
@@ -59,11 +57,11 @@ def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int
         num_device_blocks = min(affordable, useful)
     if num_device_blocks < 1:
         raise ConfigError(f"kv_cache_gib {kv_cache_gib} does not hold one block of {options.block_size} tokens")
-    num_swapped = num_host_blocks(options, block_bytes, num_device_blocks, DEFAULT_SWAP_GIB)
+    num_swapped = num_host_blocks(options, block_bytes, num_device_blocks)
     return CacheSizes(num_device_blocks, num_swapped, block_bytes)
 
 
-def num_host_blocks(options: RunnerOptions, block_bytes: int, num_device_blocks: int, default_gib: float) -> int:
+def num_host_blocks(options: RunnerOptions, block_bytes: int, num_device_blocks: int, default_gib: float = 0.0) -> int:
     """Return the number of KV blocks in host memory, from num_swap_blocks, else from swap_space_gib, else a default.
 
     An operator who sets the size of the KV cache decides about the node's memory, so there is no default beside that.

@@ -16,6 +16,7 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.model.checkpoint import description
+from penstock.gpu_node.model.options import RunnerOptions
 
 PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 43 + i)] for i in range(6)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
@@ -255,25 +256,14 @@ def test_swap_space_is_given_in_gib_or_blocks(make: MakeEngine) -> None:
     assert make(num_swap_blocks=3, swap_space_gib=1.0).stats().swap_blocks_total == 3
 
 
-def test_swap_space_is_on_unless_the_operator_sizes_the_kv_cache(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By default it holds as much as the KV cache, within a quarter of the free memory."""
+def test_default_swap_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has as much as its KV cache, within a quarter of the free memory, unless an operator sizes the KV cache."""
 
-    def blocks(**settings: Any) -> tuple[int, int]:
-        plain: dict[str, Any] = {
-            "dtype": "bfloat16",
-            "num_threads": 1,
-            "max_num_seqs": 2,
-            "max_model_len": 64,
-            "weight_cache": False,
-        }
-        stats = Engine(str(tiny_model), **plain | settings).stats()
-        return stats.kv_blocks_total, stats.swap_blocks_total
+    def num_blocks(default_gib: float, **settings: Any) -> int:
+        return description.num_host_blocks(RunnerOptions(**settings), 1 << 20, 8, default_gib)
 
-    assert blocks() == (8, 8)
-    assert blocks(swap_space_gib=0) == (8, 0)
-    assert blocks(num_kv_blocks=6) == (6, 0)
-    block_bytes = Engine(str(tiny_model), num_kv_blocks=1, num_threads=1, dtype="bfloat16").stats().block_bytes
-    monkeypatch.setattr(description, "available_bytes", lambda: 4 * 3 * block_bytes)
-    assert blocks() == (8, 3)
+    assert num_blocks(4.0) == 8
+    assert num_blocks(0.0) == num_blocks(4.0, swap_space_gib=0) == num_blocks(4.0, num_kv_blocks=6) == 0
+    assert num_blocks(0.0, swap_space_gib=0.5) == 512
+    monkeypatch.setattr(description, "available_bytes", lambda: 4 * 3 << 20)
+    assert num_blocks(4.0) == 3
