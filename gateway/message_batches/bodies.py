@@ -9,10 +9,9 @@ import asyncio
 import json
 import logging
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -20,7 +19,7 @@ from fastapi import Request
 from penstock.contract.errors import RequestError, TooLargeError, UnavailableError
 from penstock.gateway.files.upload import UploadSlots, UploadTime, timed_upload
 from penstock.gateway.message_batches.splitting import COUNT, END, HEAD, REFUSAL, RequestSplitter
-from penstock.gateway.request.reading import caller_of, check_kind, is_heavy, spawn_on
+from penstock.gateway.request.reading import BodyProcess, caller_of, check_kind, is_heavy, spawn_on
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.files.service import Files, Upload
 from penstock.runtime.cancellation import cancel_until_done
@@ -29,7 +28,6 @@ _LOG = logging.getLogger("penstock.gateway")
 MAX_BYTES_ON_LOOP = 64 << 10
 """Bodies up to this size are split on the event loop."""
 _SPLITTER = (sys.executable, "-m", "penstock.gateway.message_batches.splitting")
-_REAP_TIMEOUT_S = 5.0
 _GROWTH_BYTES = 1 << 20
 """Bytes by which the lines may exceed the body, because some numbers become longer."""
 
@@ -154,12 +152,10 @@ async def _pass_on(body: _Body, beginning: bytes, child: _Splitter) -> None:
         raise
 
 
-class _Splitter:
-    """A splitter process and the socket to it."""
+class _Splitter(BodyProcess):
+    """A splitter process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
-        self._process = process
-        self._line = line
+    name = "splitter"
 
     @classmethod
     async def start(cls, max_rows: int) -> _Splitter:
@@ -185,28 +181,11 @@ class _Splitter:
     async def blocks(self) -> AsyncGenerator[tuple[bytes, bytearray], None]:
         """Yield kind and content of each block. Raises OSError or EOFError at the end of the process."""
         while True:
-            kind, num_bytes = HEAD.unpack(await self._receive(HEAD.size))
-            yield kind, await self._receive(num_bytes)
-
-    async def _receive(self, num_bytes: int) -> bytearray:
-        loop, data, at = asyncio.get_running_loop(), bytearray(num_bytes), 0
-        view = memoryview(data)
-        while at < num_bytes:
-            num_received = await loop.sock_recv_into(self._line, view[at:])
-            if not num_received:
-                raise EOFError("the splitter process closed its socket")
-            at += num_received
-        return data
+            kind, num_bytes = HEAD.unpack(await self.receive(HEAD.size))
+            yield kind, await self.receive(num_bytes)
 
     def kill(self) -> None:
         self._process.kill()
-
-    async def end(self) -> None:
-        """Kill the process and wait for its exit."""
-        self._line.close()
-        self._process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, _REAP_TIMEOUT_S)
 
 
 def _refusal(content: bytearray) -> RequestError:

@@ -262,12 +262,39 @@ class Parser:
             await child.end()
 
 
-class _Child:
-    """A parser process and the socket to it."""
+class BodyProcess:
+    """A process that computes on bodies, and the socket to it."""
+
+    name = ""
+    """What its errors call it."""
 
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
         self._process = process
         self._line = line
+
+    async def receive(self, num_bytes: int) -> bytearray:
+        """Return so many bytes of its answer. Raises OSError or EOFError at its end."""
+        loop, data, at = asyncio.get_running_loop(), bytearray(num_bytes), 0
+        view = memoryview(data)
+        while at < num_bytes:
+            num_received = await loop.sock_recv_into(self._line, view[at:])
+            if not num_received:
+                raise EOFError(f"the {self.name} process closed its socket")
+            at += num_received
+        return data
+
+    async def end(self) -> None:
+        """Kill the process and wait for its exit."""
+        self._line.close()
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, _REAP_TIMEOUT_S)
+
+
+class _Child(BodyProcess):
+    """A parser process."""
+
+    name = "parser"
 
     @classmethod
     async def start(cls, arguments: Sequence[str]) -> _Child:
@@ -290,25 +317,8 @@ class _Child:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._line, HEAD.pack(index, len(raw)))
         await loop.sock_sendall(self._line, raw)
-        _, num_bytes = HEAD.unpack(await self._receive(HEAD.size))
-        return bytes(await self._receive(num_bytes))
-
-    async def _receive(self, num_bytes: int) -> bytearray:
-        loop, data, at = asyncio.get_running_loop(), bytearray(num_bytes), 0
-        view = memoryview(data)
-        while at < num_bytes:
-            num_received = await loop.sock_recv_into(self._line, view[at:])
-            if not num_received:
-                raise EOFError("the parser process closed its socket")
-            at += num_received
-        return data
-
-    async def end(self) -> None:
-        """Kill the process and wait for its exit."""
-        self._line.close()
-        self._process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, _REAP_TIMEOUT_S)
+        _, num_bytes = HEAD.unpack(await self.receive(HEAD.size))
+        return bytes(await self.receive(num_bytes))
 
 
 def spawn_on(line: socket.socket, command: Sequence[str]) -> subprocess.Popen[bytes]:
