@@ -7,3 +7,6 @@
 Ceilings are measured first, and each time is compared with one. Each stage writes a JSON file when it is done. A
 wrong result ends the run, because its time would mean nothing. Weights are random. See README.md beside this file.
 """
+
+STAGE_S = 450.0
+"""A stage's time. Of eight minutes, so that a part that has begun can end."""

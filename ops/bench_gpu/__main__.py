@@ -6,6 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
+from bench_gpu import STAGE_S
+
 STAGES = ("truth", "kernels", "steps", "headline")
 
 
@@ -14,6 +16,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="on the CPU by Triton's interpreter; timings mean nothing")
     parser.add_argument("--out", type=Path, default=Path("build/bench-gpu"), help="where results go")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="default: all of them")
+    parser.add_argument("--seconds", type=float, default=STAGE_S, help="a stage's time; what has begun still ends")
     arguments = parser.parse_args()
     # Triton and torch's allocator read these when they are first used.
     if arguments.dry:
@@ -31,7 +34,7 @@ def main() -> None:
     if not arguments.dry and not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device; --dry runs all of it on the CPU, tiny")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    run = Run(arguments.out, dry=arguments.dry)
+    run = Run(arguments.out, dry=arguments.dry, stage_s=arguments.seconds)
     try:
         for stage in arguments.stages:
             run.stage(stage)

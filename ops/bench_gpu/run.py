@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import triton
 
-from bench_gpu import headline, kernels, model_checks, steps, tools
+from bench_gpu import STAGE_S, headline, kernels, model_checks, steps, tools
 from bench_gpu.load import sharegpt_lengths, timed_load, uniform_lengths
 from bench_gpu.measure import Clock, ceilings
 from bench_gpu.models import Model, Options, make_model, spec_of
@@ -31,8 +31,6 @@ from bench_gpu.verdict import WrongResultError
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.kernels.triton.launches import table_name
 
-STAGE_S = 450.0
-"""Of the eight minutes, so that a part that has begun can end."""
 NUM_WORKERS = 12
 _WRITES_EVERY_S = 2.0
 """So a process that is killed loses few rows."""
@@ -41,10 +39,10 @@ _WRITES_EVERY_S = 2.0
 class Run:
     """One run: its device, its ceilings, and what the stages have found so far."""
 
-    def __init__(self, out: Path, *, dry: bool) -> None:
-        self._out, self._dry = out, dry
+    def __init__(self, out: Path, *, dry: bool, stage_s: float = STAGE_S) -> None:
+        self._out, self._dry, self._stage_s = out, dry, stage_s
         self._device = torch.device("cpu" if dry else "cuda")
-        self._clock = Clock(self._device, STAGE_S)
+        self._clock = Clock(self._device, stage_s)
         self._ceilings = ceilings(self._clock, dry=dry)
         # Traces and tables of launches; only the archive has them.
         self._further = tempfile.TemporaryDirectory(prefix="bench-gpu")
@@ -55,7 +53,7 @@ class Run:
     def stage(self, name: str) -> None:
         """Run a stage. Raises WrongResultError if a result is wrong; other errors end only the part they are in."""
         print(f"== {name}", flush=True)
-        self._clock.start(STAGE_S)
+        self._clock.start(self._stage_s)
         self._free()
         self._name, self._wrong, self._written_s = name, dict[str, str](), 0.0
         self._found: dict[str, Any] = {"dry": self._dry, "versions": _versions(), "ceilings": self._ceilings}
