@@ -197,6 +197,10 @@ class Adapter(Protocol):
     """A LoRA adapter of the model, ready to load into an adapter slot of its runner."""
 
     @property
+    def name(self) -> str:
+        """The name by which an `AdapterSource` finds it."""
+
+    @property
     def digest(self) -> str:
         """A digest of the content: adapters with equal digests give the same tokens."""
 
@@ -230,6 +234,10 @@ class CacheSizes:
     def num_blocks(self) -> int:
         """The number of blocks, the null block included."""
         return 1 + self.num_device_blocks + self.num_host_blocks
+
+
+class RanksLostError(Exception):
+    """The ranks of a runner have ended, and what they held: all KV blocks. `RecoverableRunner.recover` starts anew."""
 
 
 class StepHandle(Protocol):
@@ -287,6 +295,17 @@ class ModelRunner(Protocol):
         """Load an adapter into a slot, 0 <= adapter_slot < `max_loras`, and replace the adapter there.
 
         Steps that were submitted earlier still compute with the previous adapter.
+        """
+
+
+@runtime_checkable
+class RecoverableRunner(Protocol):
+    """A runner that may lose a part of itself and be whole again."""
+
+    def recover(self) -> None:
+        """Be as after loading, with empty KV blocks, after RanksLostError. Adapters stay in their slots.
+
+        Raises what loading raises.
         """
 
 
