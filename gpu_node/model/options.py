@@ -94,8 +94,8 @@ class RunnerSettings(BaseModel):
     """Processes that compute each step together, each with a part of the weights and of the KV cache; native runner
     only. They divide num_threads among themselves."""
     rank_stall_s: float = Field(default=5.0, gt=0.0, allow_inf_nan=False)
-    """Seconds for which one of these processes may stand still while all others wait for it. Then it counts as hung, and
-    they are started again."""
+    """Seconds for which one of these processes may stand still while all others wait for it. Then it counts as hung,
+    and all of them are started again."""
     reserved_cores: int = Field(default=0, ge=0)
     """Cores to leave to other processes if num_threads is not set; at least one thread computes."""
     weight_cache: bool = True

@@ -4,8 +4,8 @@
 
 The guard ends the command when the pipe closes, the owner dies, or the guard receives SIGTERM. It sends SIGTERM, waits
 GRACE_S seconds, sends SIGKILL to the command's process group, removes FOLDER unless that is the empty string, and exits
-with the command's status. The command inherits DESCRIPTORS, numbers with commas between them. The guard uses the standard
-library only, because it must start fast and not depend on the rest.
+with the command's status. The command inherits DESCRIPTORS, numbers with commas between them. The guard uses the
+standard library only, because it must start fast and not depend on the rest.
 """
 
 from __future__ import annotations

@@ -24,11 +24,9 @@ from penstock.gpu_node.model.ranks.processes import report
 Report = Callable[[Mapping[str, Any]], None]
 
 
-def run_rank(config: Mapping[str, Any], report: Report) -> None:
+def run_rank(config: Mapping[str, Any], memory: GroupMemory, report: Report) -> None:
     """Load the rank that CONFIG describes, report that it is ready, and serve until the group ends."""
     options = RunnerOptions(**config["options"])
-    memory = GroupMemory.of(config["memory"])
-    end_without(memory, options.lease_ms / 1000)
     place = RankPlace(config["rank"], config["size"])
     described = find_model(config["model"], options, lambda stage, fraction: None).described
     counts = {name: config[name] for name in ("num_blocks", "num_threads")}
@@ -48,7 +46,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends rank 0, which ends its ranks.
     os.sched_setaffinity(0, config["cores"])
     try:
-        run_rank(config, lambda event: report(config["report"], event))
+        memory = GroupMemory.of(config["memory"])
+        end_without(memory, config["options"]["lease_ms"] / 1000)
+        run_rank(config, memory, lambda event: report(config["report"], event))
     except (PenstockError, MemoryError, OSError) as error:
         report(config["report"], {"error": str(error)})
         sys.exit(1)

@@ -12,6 +12,7 @@ from unittest import mock
 
 from penstock.gpu_node.model.loading.rank_process import run_rank
 from penstock.gpu_node.model.native import ranks as native_ranks
+from penstock.gpu_node.model.ranks.control import GroupMemory
 
 
 class ThreadRank:
@@ -20,8 +21,8 @@ class ThreadRank:
     def __init__(self, module: str, config: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         self._reports, self._report = os.pipe()
         own = json.loads(json.dumps(dict(config)))
-        own["memory"] = [os.dup(descriptor) for descriptor in own["memory"]]
-        self._thread = threading.Thread(target=self._run, args=(own,), name=f"rank-{own['rank']}")
+        memory = GroupMemory.of([os.dup(descriptor) for descriptor in own["memory"]])
+        self._thread = threading.Thread(target=self._run, args=(own, memory), name=f"rank-{own['rank']}")
         self._thread.start()
 
     def fileno(self) -> int:
@@ -34,12 +35,13 @@ class ThreadRank:
         self._thread.join()
         os.close(self._reports)
 
-    def _run(self, config: Mapping[str, Any]) -> None:
+    def _run(self, config: Mapping[str, Any], memory: GroupMemory) -> None:
         try:
-            run_rank(config, self._write)
+            run_rank(config, memory, self._write)
         except Exception as error:
             self._write({"error": str(error)})
         finally:
+            memory.close()
             os.close(self._report)
 
     def _write(self, event: Mapping[str, Any]) -> None:
