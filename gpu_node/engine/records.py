@@ -102,6 +102,15 @@ class StepOutput:
         return self.position == 0 or self.finish_reason is not None
 
 
+class StepLostError(Exception):
+    """A step was lost with all KV blocks, because a rank of the runner ended. Its requests continue in later steps."""
+
+    def __init__(self, requests: frozenset[str]) -> None:
+        """requests: the ids of those in the lost step."""
+        super().__init__(f"a step of {len(requests)} requests was lost")
+        self.requests = requests
+
+
 @dataclass(frozen=True, slots=True)
 class RequestStep:
     """One step in which a request computed tokens."""
