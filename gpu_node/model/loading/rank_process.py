@@ -33,7 +33,7 @@ def run_rank(config: Mapping[str, Any], memory: GroupMemory, report: Report) -> 
     runner, facts, library = load_rank(described, options, place, SharedWeights(*config["weights"]), **counts)
     exchange = memory.exchange(library, *place)
     runner.use(memory, exchange)
-    report({"ready": facts})
+    report({"ready": facts, "pid": os.getpid()})
     try:
         serve(memory, exchange, runner)
     finally:

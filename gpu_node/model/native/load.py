@@ -101,14 +101,15 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         counts = {"num_blocks": sizes.num_blocks, "num_threads": threads}
         start = RankStart(source, options, shared, **counts)
         group = RankGroup(place.size, library, start, stall_s=options.rank_stall_s)
-        ranks = NativeRanks(model, group, facts_of(library, native_spec))
+        ranks = NativeRanks(model, group, shared, facts_of(library, native_spec))
     runner = NativeRunner(
         model,
         adapters,
         sizes,
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        num_threads=threads,
+        num_threads=len(place.threads_of(threads)),
+        leaves_core_free=threads < usable_cores(),
         weight_bytes=_weight_bytes(model, spec.num_layers, has_embedding=rotated or not spec.tied_head),
         packing=packing,
         ranks=ranks,

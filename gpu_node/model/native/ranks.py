@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -92,12 +93,14 @@ def facts_of(library: Path, spec: NativeSpec) -> dict[str, str]:
 class NativeRanks:
     """Rank 0's use of its group. It is the model's partner in each step."""
 
-    def __init__(self, model: NativeModel, group: RankGroup, facts: Mapping[str, str]) -> None:
-        """Start the ranks. Raises as `RankGroup.start` does."""
+    def __init__(self, model: NativeModel, group: RankGroup, weights: SharedWeights, facts: Mapping[str, str]) -> None:
+        """Start the ranks. The descriptor of `weights` is closed with them. Raises as `RankGroup.start` does."""
         self._model = model
         self._group = group
         self._facts = facts
         self._adapters: dict[int, Adapter] = {}
+        # An engine is not closed, but collected, or left to the end of the process.
+        self._end = weakref.finalize(self, _end, group, weights.descriptor)
         self._begin()
 
     def _begin(self) -> None:
@@ -140,6 +143,11 @@ class NativeRanks:
             self.set_adapter(adapter_slot, adapter, adapters)
 
     @property
+    def pids(self) -> list[int]:
+        """The process of each further rank."""
+        return self._group.pids
+
+    @property
     def num_starts(self) -> int:
         """How often the ranks were started."""
         return self._group.num_starts
@@ -150,7 +158,12 @@ class NativeRanks:
 
     def close(self) -> None:
         """End the ranks."""
-        self._group.close()
+        self._end()
+
+
+def _end(group: RankGroup, descriptor: int) -> None:
+    group.close()
+    os.close(descriptor)
 
 
 class NativeRank:

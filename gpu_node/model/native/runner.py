@@ -34,7 +34,6 @@ from penstock.gpu_node.model.protocol import (
 )
 from penstock.gpu_node.model.ranks.group import RankTimes
 from penstock.kernels.cpu.library import NativeModel
-from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.cpu.structs import NativePlan
 
 log = logging.getLogger(__package__)
@@ -81,6 +80,7 @@ class NativeRunner:
         vocab_size: int,
         hidden_size: int,
         num_threads: int,
+        leaves_core_free: bool,
         weight_bytes: int,
         packing: BackgroundPacking | None = None,
         ranks: NativeRanks | None = None,
@@ -94,7 +94,7 @@ class NativeRunner:
         self._sizes = sizes
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
-        self._num_threads = num_threads
+        self._leaves_core_free = leaves_core_free
         self._weight_bytes = weight_bytes
         self._packing = packing
         self._ranks = ranks
@@ -111,7 +111,7 @@ class NativeRunner:
     @property
     def placement(self) -> Placement:
         """On the CPU."""
-        return Placement(self._weight_bytes, leaves_core_free=self._num_threads < usable_cores())
+        return Placement(self._weight_bytes, leaves_core_free=self._leaves_core_free)
 
     @property
     def verifies_drafts(self) -> bool:
@@ -194,6 +194,11 @@ class NativeRunner:
         self._model.wait()
         if self._ranks is not None:
             self._ranks.recover(self._adapters)
+
+    @property
+    def rank_pids(self) -> list[int]:
+        """The process of each further rank; none without ranks."""
+        return [] if self._ranks is None else self._ranks.pids
 
     @property
     def num_rank_starts(self) -> int:

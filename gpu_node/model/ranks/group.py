@@ -9,7 +9,6 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +29,7 @@ _MAX_REPORT_BYTES = 64 << 10
 
 
 class RankHandle(Protocol):
-    """A rank that was started. It reports in lines of JSON: `{"ready": facts}` or `{"error": message}`."""
+    """A rank that was started. It reports in lines of JSON: `{"ready": facts, "pid": number}` or `{"error": text}`."""
 
     def fileno(self) -> int:
         """The descriptor to read its reports from. It is closed when the rank has ended."""
@@ -62,6 +61,7 @@ class _Member:
     handle: RankHandle
     report: bytearray = field(default_factory=bytearray)
     facts: Mapping[str, Any] | None = None
+    pid: int = 0
 
 
 class RankGroup:
@@ -82,7 +82,7 @@ class RankGroup:
         """How often the ranks were started: once, and again each time after one was lost."""
         self.memory: GroupMemory | None = None
 
-    def start(self, expected: Mapping[str, Any], patience_s: float = START_PATIENCE_S) -> GroupMemory:
+    def start(self, expected: Mapping[str, Any]) -> GroupMemory:
         """Start all ranks and wait until they are ready. Return their new memory.
 
         expected: the facts that each rank must report. Raises ConfigError that names the rank and what is wrong with
@@ -98,7 +98,7 @@ class RankGroup:
                 self._members[rank] = _Member(self._start(rank, memory))
             self._watcher = threading.Thread(target=self._watch, name="penstock-ranks", daemon=True)
             self._watcher.start()
-            self._await_ready(patience_s)
+            self._await_ready(START_PATIENCE_S)
             for rank, member in self._members.items():
                 _compare(rank, member.facts or {}, expected)
         except OSError as error:
@@ -107,8 +107,13 @@ class RankGroup:
         except BaseException:
             self.close()
             raise
-        log.info("ranks are ready", extra={"num_ranks": self.size, "num_starts": self.num_starts})
+        log.info("ranks are ready", extra={"num_ranks": self.size, "pids": self.pids, "num_starts": self.num_starts})
         return memory
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each further rank, in their order."""
+        return [member.pid for member in self._members.values()]
 
     @property
     def lost(self) -> str:
@@ -154,8 +159,6 @@ class RankGroup:
             return
         with self._changed:
             self._is_closing = True
-        with suppress(RanksLostError):
-            self._hand_out(Kind.END)
         self.exchange.abort()
         for member in self._members.values():
             member.handle.kill()
@@ -215,7 +218,7 @@ class RankGroup:
             if "error" in event:
                 self._lose(f"rank {rank}: {event['error']}")
             with self._changed:
-                member.facts = event.get("ready", member.facts)
+                member.facts, member.pid = event.get("ready", member.facts), event.get("pid", member.pid)
                 self._changed.notify_all()
 
     def _lose(self, why: str) -> None:

@@ -35,7 +35,7 @@ class RankRunner(Protocol):
 
 
 def serve(memory: GroupMemory, exchange: Exchange, runner: RankRunner) -> None:
-    """Do what the messages ask for, until one asks for the end or the group is aborted."""
+    """Do what the messages ask for, until the group is aborted."""
     seen = 0
     while not exchange.is_aborted:
         number = exchange.next_message(seen, _PATIENCE_S)
@@ -48,8 +48,6 @@ def serve(memory: GroupMemory, exchange: Exchange, runner: RankRunner) -> None:
             # The first meeting of a step and that of an adapter are the same kind of vote.
             exchange.meet(is_refused=True)
             continue
-        if kind is Kind.END:
-            return
         if kind is Kind.ADAPTER:
             _load_adapter(memory, exchange, runner)
         else:

@@ -1,4 +1,4 @@
-"""The messages of rank 0: a step, an adapter, or the end. Each is numbers at fixed places; nothing is pickled."""
+"""The messages of rank 0: a step or an adapter. Each is numbers at fixed places; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ALIGNMENT = 16
 class Kind(IntEnum):
     """What a message asks a rank to do."""
 
-    END = 0
+    NOTHING = 0
     STEP = 1
     ADAPTER = 2
 
