@@ -118,7 +118,7 @@ class Engine:
         self._stall_after_s = config.stall_after_s
         self._last_step: tuple[list[Choice], float] = [], 0.0
         self._launch_error: Exception | None = None
-        self._has_lost_ranks = False
+        self._ranked = self._runner if isinstance(self._runner, RecoverableRunner) else None
         self._timings = StepTimings()
         self.profiler = EngineProfiler(self._timings, self._runner)
 
@@ -242,7 +242,11 @@ class Engine:
 
     def has_work(self) -> bool:
         """Return whether `step` has anything to do."""
-        return bool(self._requests or self._searches.is_active) or len(self._in_flight) > 0
+        return bool(self._requests or self._searches.is_active or self._in_flight) or self._has_lost_ranks
+
+    @property
+    def _has_lost_ranks(self) -> bool:
+        return self._ranked is not None and self._ranked.is_lost
 
     def wait(self) -> None:
         """Block until `step` would not wait. The step that it then submits includes requests added meanwhile."""
@@ -261,9 +265,9 @@ class Engine:
         if (error := self._launch_error) is not None:
             self._launch_error = None
             raise error
-        if self._has_lost_ranks and isinstance(self._runner, RecoverableRunner):
-            self._runner.recover()
-            self._has_lost_ranks = False
+        if self._has_lost_ranks and self._ranked is not None and not self._in_flight:
+            self._scheduler.lose_blocks()
+            self._ranked.recover()
         self._finished_usage.clear()
         outcome = self._complete_step()
         try:
@@ -386,7 +390,6 @@ class Engine:
 
     def _lose(self, step: Step) -> frozenset[str]:
         """Record that a step was lost with all KV blocks. Return its requests; those that may be the cause fail."""
-        self._has_lost_ranks = True
         self._scheduler.lose_blocks()
         lost = frozenset(self._requests_of(step))
         for request in [self._requests[request_id] for request_id in lost]:

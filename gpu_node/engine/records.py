@@ -14,6 +14,7 @@ from penstock.contract.output import Choice, FirstChoice, PrefillProgress, Usage
 from penstock.contract.pool import EngineLoad
 from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine.text.output import EndReason
+from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
 from penstock.runtime.histogram import Histogram
 
 if TYPE_CHECKING:
@@ -213,6 +214,8 @@ class EngineStats(EngineLoad):
     """Whether background work is below its share of engine time."""
     eager_steps: Mapping[str, int] = field(default_factory=dict)
     """Steps of a GPU that did not run as a CUDA graph, by the reason."""
+    ranks: RankStats = NO_RANKS
+    """The ranks that compute the model together."""
     step_seconds: Histogram | None = None
     batch_sequences: Histogram | None = None
     """Sequences of each step."""

@@ -10,7 +10,7 @@ from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.search.searches import SharedBlocks
 from penstock.gpu_node.engine.structured.lanes import GrammarCounts
 from penstock.gpu_node.engine.timings import StepTimings
-from penstock.gpu_node.model.protocol import LoadedModel
+from penstock.gpu_node.model.protocol import NO_RANKS, LoadedModel, RecoverableRunner
 from penstock.runtime.process_memory import resident_bytes
 
 
@@ -61,6 +61,7 @@ def engine_stats(
         block_bytes=model.runner.cache_sizes.block_bytes,
         weight_bytes=model.runner.placement.weight_bytes,
         gpu_uuid=model.runner.placement.gpu_uuid,
+        ranks=model.runner.ranks if isinstance(model.runner, RecoverableRunner) else NO_RANKS,
         **timings.stats(),
         **asdict(grammars),
     )

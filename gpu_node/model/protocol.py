@@ -298,9 +298,34 @@ class ModelRunner(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class RankStats:
+    """The ranks that compute a model together. Times are seconds, by rank, since the ranks were started last."""
+
+    num_starts: int = 0
+    """How often the further ranks were started: again each time after one was lost. 0: there are none."""
+    waited_s: tuple[float, ...] = ()
+    """For the slowest rank."""
+    exchanged_s: tuple[float, ...] = ()
+    """From the arrival of the slowest rank until this one went on."""
+    num_meetings: int = 0
+    """At which all ranks have waited for each other."""
+
+
+NO_RANKS = RankStats()
+
+
 @runtime_checkable
 class RecoverableRunner(Protocol):
-    """A runner that may lose a part of itself and be whole again."""
+    """A runner that may lose ranks that compute with it, and start them again."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank was lost, so that no step can run before `recover`. Any thread may read it."""
+
+    @property
+    def ranks(self) -> RankStats:
+        """The ranks, and what they have spent at meetings. Any thread may read it."""
 
     def recover(self) -> None:
         """Be as after loading, with empty KV blocks, after RanksLostError. Adapters stay in their slots.

@@ -16,9 +16,9 @@ from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.adapters import NativeAdapters
 from penstock.gpu_node.model.native.plans import rank_plan
 from penstock.gpu_node.model.options import RunnerOptions
-from penstock.gpu_node.model.protocol import Adapter, RanksLostError, StepPlan
+from penstock.gpu_node.model.protocol import Adapter, RanksLostError, RankStats, StepPlan
 from penstock.gpu_node.model.ranks.control import GroupMemory
-from penstock.gpu_node.model.ranks.group import RankGroup, RankHandle, RankTimes
+from penstock.gpu_node.model.ranks.group import RankGroup, RankHandle
 from penstock.gpu_node.model.ranks.messages import RankStep
 from penstock.gpu_node.model.ranks.processes import RankProcess
 from penstock.kernels.cpu.exchange import Exchange
@@ -148,13 +148,14 @@ class NativeRanks:
         return self._group.pids
 
     @property
-    def num_starts(self) -> int:
-        """How often the ranks were started."""
-        return self._group.num_starts
+    def is_lost(self) -> bool:
+        """Whether a rank was lost."""
+        return self._group.is_lost
 
-    def times(self) -> list[RankTimes]:
-        """Return what each rank has spent at meetings since the last start."""
-        return self._group.times()
+    @property
+    def stats(self) -> RankStats:
+        """What the ranks have spent at meetings."""
+        return self._group.stats
 
     def close(self) -> None:
         """End the ranks."""

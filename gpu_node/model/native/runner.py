@@ -24,15 +24,16 @@ from penstock.gpu_node.model.native.plans import (
 )
 from penstock.gpu_node.model.native.ranks import NativeRanks
 from penstock.gpu_node.model.protocol import (
+    NO_RANKS,
     Adapter,
     CacheSizes,
     Logprobs,
     Placement,
     RanksLostError,
+    RankStats,
     StepPlan,
     StepResult,
 )
-from penstock.gpu_node.model.ranks.group import RankTimes
 from penstock.kernels.cpu.library import NativeModel
 from penstock.kernels.cpu.structs import NativePlan
 
@@ -201,13 +202,14 @@ class NativeRunner:
         return [] if self._ranks is None else self._ranks.pids
 
     @property
-    def num_rank_starts(self) -> int:
-        """How often the further ranks were started; 0 if there are none."""
-        return 0 if self._ranks is None else self._ranks.num_starts
+    def is_lost(self) -> bool:
+        """Whether a rank was lost; never without ranks."""
+        return self._ranks is not None and self._ranks.is_lost
 
-    def rank_times(self) -> list[RankTimes]:
-        """Return what each rank has spent at meetings since the ranks were started; none without ranks."""
-        return [] if self._ranks is None else self._ranks.times()
+    @property
+    def ranks(self) -> RankStats:
+        """The ranks, and what they have spent at meetings."""
+        return NO_RANKS if self._ranks is None else self._ranks.stats
 
     def close(self) -> None:
         """End the model's threads and free its memory."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.protocol import RanksLostError, StepPlan
+from penstock.gpu_node.model.protocol import RanksLostError, RankStats, StepPlan
 from penstock.gpu_node.model.ranks.control import GroupMemory
 from penstock.gpu_node.model.ranks.messages import Kind, write_adapter, write_step
 
@@ -43,17 +43,6 @@ class RankHandle(Protocol):
 
 StartRank = Callable[[int, GroupMemory], RankHandle]
 """Starts the rank with a number, in the memory of its group. Raises OSError."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankTimes:
-    """What a rank has spent at meetings, in seconds."""
-
-    num_meetings: int
-    waited_s: float
-    """For the slowest rank."""
-    exchanged_s: float
-    """From the arrival of the slowest rank until this one went on."""
 
 
 @dataclass(slots=True)
@@ -146,12 +135,21 @@ class RankGroup:
         if self.memory is None or self._lost or self.exchange.is_aborted:
             raise RanksLostError(self._lost or "the ranks were ended")
 
-    def times(self) -> list[RankTimes]:
-        """Return what each rank has spent at meetings since the last start. Any thread may call it."""
-        if self.memory is None:
-            return []
-        states = [self.exchange.state_of(rank) for rank in range(self.size)]
-        return [RankTimes(state.meetings, state.waited_ns / 1e9, state.exchanged_ns / 1e9) for state in states]
+    @property
+    def stats(self) -> RankStats:
+        """What the ranks have spent at meetings since the last start. Any thread may read it."""
+        with self._changed:
+            if self.memory is None:
+                return RankStats(self.num_starts)
+            states = [self.exchange.state_of(rank) for rank in range(self.size)]
+            waited_s = tuple(state.waited_ns / 1e9 for state in states)
+            exchanged_s = tuple(state.exchanged_ns / 1e9 for state in states)
+            return RankStats(self.num_starts, waited_s, exchanged_s, int(states[0].meetings))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank was lost, or none is started."""
+        return self.memory is None or bool(self._lost)
 
     def close(self) -> None:
         """End all ranks and free what they share; nothing of them is left. No step may be running."""
@@ -167,8 +165,9 @@ class RankGroup:
         for member in self._members.values():
             member.handle.close()
         self._members = {}
-        self.memory.close()
-        self.memory = None
+        with self._changed:
+            self.memory.close()
+            self.memory = None
 
     def _memory(self) -> GroupMemory:
         self.check()

@@ -82,7 +82,7 @@ def _answers(engine: Engine, disturb: Callable[[Engine, int], None]) -> Answers:
 
 def test_two_ranks_answer_as_one(engine: Engine, expected: Answers) -> None:
     assert _answers(engine, lambda engine, done: None) == expected
-    assert _runner(engine).rank_times()[1].num_meetings > 100
+    assert _runner(engine).ranks.num_meetings > 100
 
 
 @pytest.mark.parametrize("at", [1, 12])
@@ -97,10 +97,23 @@ def test_a_killed_rank_costs_no_token(engine: Engine, expected: Answers, at: int
     began_s, num_descriptors = time.monotonic(), len(os.listdir("/proc/self/fd"))
     assert _answers(engine, kill) == expected
     assert time.monotonic() - began_s < 20
-    assert _runner(engine).num_rank_starts == 2
+    assert _runner(engine).ranks.num_starts == 2
     assert _runner(engine).rank_pids != pids
     assert len(os.listdir("/proc/self/fd")) == num_descriptors
     assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def test_a_rank_that_is_killed_between_two_steps_costs_no_step(engine: Engine, expected: Answers) -> None:
+    os.kill(_runner(engine).rank_pids[0], signal.SIGKILL)
+    began_s = time.monotonic()
+    while not engine.has_work():
+        assert time.monotonic() - began_s < 5
+        time.sleep(0.01)
+    assert engine.step() == []
+    assert not engine.has_work()
+    assert _answers(engine, lambda engine, done: None) == expected
+    stats = engine.stats()
+    assert (stats.num_failed_steps, stats.ranks.num_starts) == (0, 2)
 
 
 def test_a_stopped_rank_costs_no_token(engine: Engine, expected: Answers) -> None:
@@ -112,7 +125,7 @@ def test_a_stopped_rank_costs_no_token(engine: Engine, expected: Answers) -> Non
             os.kill(pids[0], signal.SIGSTOP)
 
     assert _answers(engine, stop) == expected
-    assert _runner(engine).num_rank_starts == 2
+    assert _runner(engine).ranks.num_starts == 2
     assert not Path(f"/proc/{pids[0]}").exists()
 
 
@@ -137,7 +150,7 @@ def test_a_request_that_ends_the_ranks_each_time_fails_alone(
         except StepLostError as error:
             assert error.requests == {"poison"}
     assert ends == {"poison": "error"}
-    assert runner.num_rank_starts == 4
+    assert runner.ranks.num_starts == 4
     monkeypatch.undo()
     assert _answers(engine, lambda engine, done: None) == expected
 
@@ -154,7 +167,7 @@ def test_memory_that_a_rank_lacks_fails_the_step_everywhere(engine: Engine) -> N
     resource.prlimit(pid, resource.RLIMIT_AS, limits)
     tokens = runner.submit(_plan(blocks, 500)).result().tokens
     assert (tokens == runner.submit(_plan(blocks, 500)).result().tokens).all()
-    assert runner.num_rank_starts == 1
+    assert runner.ranks.num_starts == 1
 
 
 def _plan(blocks: list[int], length: int) -> StepPlan:
