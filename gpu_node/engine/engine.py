@@ -268,6 +268,7 @@ class Engine:
         if self._has_lost_ranks and self._ranked is not None and not self._in_flight:
             self._scheduler.lose_blocks()
             self._ranked.recover()
+            return []  # Requests that were aborted meanwhile must not be in the next step.
         self._finished_usage.clear()
         outcome = self._complete_step()
         try:
