@@ -302,8 +302,9 @@ class ModelRunner(Protocol):
 class RankStats:
     """The ranks that compute a model together. Times are seconds, by rank, since the ranks were started last."""
 
+    num_ranks: int = 1
     num_starts: int = 0
-    """How often the further ranks were started: again each time after one was lost. 0: there are none."""
+    """How often the ranks beside rank 0 were started: again each time after one was lost."""
     waited_s: tuple[float, ...] = ()
     """For the slowest rank."""
     exchanged_s: tuple[float, ...] = ()

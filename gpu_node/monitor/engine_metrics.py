@@ -128,10 +128,11 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
 
 def _ranks(stats: EngineStats) -> Iterator[Metric]:
     """Yield the metrics of the ranks that compute the model together, if there are several."""
-    if not stats.ranks.num_starts:
+    if stats.num_ranks == 1:
         return
-    text = "Starts of the ranks beside rank 0: the first one, and one after each loss of a rank."
-    yield counter("penstock_engine_rank_starts", text, stats.ranks.num_starts)
+    yield gauge("penstock_engine_ranks", "Processes that compute the model together.", stats.num_ranks)
+    text = "Times that a rank was lost, and all ranks were started again."
+    yield counter("penstock_engine_rank_losses", text, stats.num_rank_losses)
     text = "Times that all ranks have waited for each other, since they were started last."
     yield gauge("penstock_engine_rank_meetings", text, stats.ranks.num_meetings)
     text = "Seconds that a rank has waited for the slowest one, since the ranks were started last."

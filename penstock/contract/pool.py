@@ -69,6 +69,10 @@ class EngineLoad:
     """Physical memory of the engine's process."""
     arithmetic: str = ""
     """The runner and the formats of weights and KV cache with which it computes."""
+    num_ranks: int = 1
+    """Processes that compute the model together."""
+    num_rank_losses: int = 0
+    """Times that one of them was lost, and they were started again."""
 
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 600.0, 3600.0)

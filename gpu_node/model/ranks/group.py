@@ -140,11 +140,11 @@ class RankGroup:
         """What the ranks have spent at meetings since the last start. Any thread may read it."""
         with self._changed:
             if self.memory is None:
-                return RankStats(self.num_starts)
+                return RankStats(self.size, self.num_starts)
             states = [self.exchange.state_of(rank) for rank in range(self.size)]
             waited_s = tuple(state.waited_ns / 1e9 for state in states)
             exchanged_s = tuple(state.exchanged_ns / 1e9 for state in states)
-            return RankStats(self.num_starts, waited_s, exchanged_s, int(states[0].meetings))
+            return RankStats(self.size, self.num_starts, waited_s, exchanged_s, int(states[0].meetings))
 
     @property
     def is_lost(self) -> bool:
