@@ -11,8 +11,9 @@ from penstock.kernels.cpu.structs import ExchangeState, RankState
 class Exchange:
     """One rank's view of the words. They begin as zeros, and all ranks map the same memory."""
 
-    def __init__(self, library: Path, address: int, rank: int, size: int) -> None:
-        """address: of the `ExchangeState`; its memory must outlive this. size: the number of ranks."""
+    def __init__(self, library: Path, address: int, rank: int, size: int, *, memory: object) -> None:
+        """address: of the `ExchangeState`. size: the number of ranks. memory: what keeps the address mapped."""
+        self._memory = memory
         self._library = open_library(library)
         self._state = ExchangeState.from_address(address)
         self.address = address

@@ -67,8 +67,8 @@ class RankState(c.Structure):
     _fields_ = [
         ("meetings", c.c_uint64),
         *((name, c.c_int64) for name in ("waited_ns", "exchanged_ns")),
-        *((name, c.c_uint32) for name in ("is_waiting", "is_in_step")),
-        ("padding", c.c_uint8 * (_LINE - 32)),
+        ("is_waiting", c.c_uint32),
+        ("padding", c.c_uint8 * (_LINE - 28)),
     ]
 
 

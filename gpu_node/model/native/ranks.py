@@ -106,6 +106,7 @@ class NativeRanks:
     def _begin(self) -> None:
         memory = self._group.start(self._facts)
         self._model.use_shared(self._group.exchange.address, memory.rows.address, memory.rows.num_bytes)
+        self._memory = memory  # The model has its addresses until it gets others.
 
     def hand_out(self, plan: StepPlan, native: NativePlan, *, returns_logits: bool) -> None:
         """Hand a step to the other ranks; the model then starts it. Raises MemoryError and RanksLostError."""

@@ -60,7 +60,7 @@ class GroupMemory:
 
     def exchange(self, library: Path, rank: int, size: int) -> Exchange:
         """Return the words of this memory as a rank sees them."""
-        return Exchange(library, self._control.address, rank, size)
+        return Exchange(library, self._control.address, rank, size, memory=self._control)
 
     def note_message(self, kind: Kind) -> None:
         """Note the kind of the message that was written, and the sizes to map for it."""

@@ -247,7 +247,9 @@ class _StillRank:
         """Return the rank, if there is one, and measure its time."""
         now_s = time.monotonic()
         passed_s, self._looked_s = min(now_s - self._looked_s, 2 * _LOOK_S), now_s
-        late = [rank for rank, state in enumerate(self._states) if not state.is_waiting]
+        # A rank that was stopped at a meeting still shows that it waits there, when the others are at the next one.
+        last = max(state.meetings for state in self._states)
+        late = [rank for rank, one in enumerate(self._states) if not one.is_waiting or one.meetings < last]
         # Rank 0 is watched as a part of the engine.
         if len(late) != 1 or late[0] == 0:
             self._seen, self.for_s = (-1, -1), 0.0

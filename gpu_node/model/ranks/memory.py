@@ -73,9 +73,7 @@ class SharedMemory:
         return view
 
     def close(self) -> None:
-        """Close the descriptor. The mapping goes with its last array."""
+        """Close the descriptor. The mapping goes with this object and the last array in it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
-        self._content = np.empty(0, np.uint8)
-        self._map = None

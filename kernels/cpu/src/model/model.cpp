@@ -52,7 +52,6 @@ void Model::start(const Plan& plan) {
 int Model::wait() {
   const int active = team_.active();
   team_.join();
-  group_.end();
   return active;
 }
 

@@ -61,7 +61,6 @@ struct alignas(64) RankState {
   std::atomic<int64_t> waited_ns;      // at meetings, for the slowest rank
   std::atomic<int64_t> exchanged_ns;   // from the arrival of the slowest rank until this one went on
   std::atomic<uint32_t> is_waiting;    // whether it waits at a meeting
-  std::atomic<uint32_t> is_in_step;
 };
 
 // All zeros at first. `penstock.gpu_node.model.ranks.control` reads and writes the same words.

@@ -31,10 +31,7 @@ class RankGroup {
   Arena arena() const { return Arena(memory_, memory_size_); }
 
   // Begins a step on this rank, before its threads run.
-  void begin() {
-    ending_ = Ending::kDone;
-    if (!is_alone()) own().is_in_step.store(1, std::memory_order_relaxed);
-  }
+  void begin() { ending_ = Ending::kDone; }
 
   // Tells the others that this rank cannot compute the step, and waits until they know.
   void refuse() {
@@ -42,7 +39,6 @@ class RankGroup {
     exchange_.state().refused.store(1, std::memory_order_release);
     exchange_.meet();
     ending_ = Ending::kNoMemory;
-    end();
   }
 
   // The first meeting of a step: all ranks have memory for it, or none of them computes it.
@@ -62,11 +58,6 @@ class RankGroup {
   bool is_over() const { return ending_ != Ending::kDone; }
   Ending ending() const { return ending_; }
 
-  // Ends a step on this rank.
-  void end() {
-    if (!is_alone()) own().is_in_step.store(0, std::memory_order_relaxed);
-  }
-
  private:
   template <class Then>
   void meet_then(Worker& worker, const Then& then) {
@@ -77,7 +68,6 @@ class RankGroup {
       then();
     });
   }
-  RankState& own() const { return exchange_.state().ranks[exchange_.rank()]; }
 
   Exchange exchange_;
   uint8_t* memory_ = nullptr;
