@@ -59,8 +59,15 @@ class RankedNode:
         """The process of rank 0."""
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process of rank 0 has ended."""
+        return self._process.poll() is not None
+
     def ranks(self) -> list[psutil.Process]:
         """The processes of its other ranks."""
+        if self.has_ended:
+            return []
         return [one for one in psutil.Process(self.pid).children(recursive=True) if _is_rank(one)]
 
     def stop(self) -> None:
@@ -84,9 +91,11 @@ def _is_rank(process: psutil.Process) -> bool:
 
 
 async def _ranks_of(node: RankedNode) -> list[psutil.Process]:
-    """Wait until the ranks of a node run, and return them."""
+    """Wait until the ranks of a node run, and return them. A node whose rank is killed while it starts ends itself."""
     async with asyncio.timeout(PATIENCE_S):
         while not (ranks := node.ranks()):
+            if node.has_ended:
+                node.start()
             await asyncio.sleep(0.05)
     return ranks
 
@@ -140,7 +149,7 @@ class Readers:
                 job = await self._client.submit(_prompt(number), model=POOL, **_params(number))
             except (BusyError, UnavailableError):
                 self.counts["refused"] += 1
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(1)
                 continue
             tokens, longest_s, seen_s = list[int](), 0.0, time.monotonic()
             async for chunk in job.chunks():
@@ -195,6 +204,7 @@ async def run(num_kills: int, num_stops: int, seed: int, folder: Path) -> None:
                     sys.stdout.write(f"{number + 1}/{len(faults)} {fault.__name__} {dict(readers.counts)}\n")
                 readers.is_over = True
         for node in nodes:
+            await _ranks_of(node)
             await asyncio.to_thread(node.stop)
         left = [one.pid for one in psutil.process_iter() if _is_rank(one) and str(model) in " ".join(one.cmdline())]
         assert not left, f"ranks are left: {left}"
