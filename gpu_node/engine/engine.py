@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError
@@ -118,7 +118,8 @@ class Engine:
         self._stall_after_s = config.stall_after_s
         self._last_step: tuple[list[Choice], float] = [], 0.0
         self._launch_error: Exception | None = None
-        self._ranked = self._runner if isinstance(self._runner, RecoverableRunner) else None
+        recovers = isinstance(self._runner, RecoverableRunner) and self._runner.ranks.num_ranks > 1
+        self._ranked = cast("RecoverableRunner", self._runner) if recovers else None
         self._timings = StepTimings()
         self.profiler = EngineProfiler(self._timings, self._runner)
 

@@ -36,7 +36,7 @@ class Exchange:
         return bool(self._library.penstock_exchange_meet(self.address, self.rank, self.size)) and not self.is_refused
 
     def abort(self) -> None:
-        """End the group: nobody waits at a meeting from now on. Any rank may call it, and any thread."""
+        """End the group: no rank waits at a meeting from now on. Any rank may call it, and any thread."""
         self._library.penstock_exchange_abort(self.address)
 
     @property

@@ -312,7 +312,7 @@ class Scheduler:
     def lose_blocks(self) -> None:
         """Record that the step in flight failed and that no block has its content any more. All sequences start over.
 
-        No sequence is blamed: what it computed is gone, whoever is at fault.
+        No sequence is blamed: the fault isolator searches only in steps that failed by themselves.
         """
         self._in_flight = None
         self._memory.uncache_all()

@@ -14,7 +14,7 @@ from penstock.kernels.cpu.exchange import Exchange
 from penstock.kernels.cpu.structs import ExchangeState
 
 _STATE_BYTES = c.sizeof(ExchangeState)
-_KIND, _MESSAGE_BYTES, _ROW_BYTES, _BEAT = range(4)
+_KIND, _MESSAGE_BYTES, _ROW_BYTES, _LIFE = range(4)
 """Places in the numbers that follow the `ExchangeState`."""
 _NUM_NUMBERS = 8
 _CONTROL_BYTES = _STATE_BYTES + 8 * _NUM_NUMBERS
@@ -75,13 +75,13 @@ class GroupMemory:
         return Kind(int(self._numbers[_KIND]))
 
     @property
-    def beat(self) -> int:
+    def life(self) -> int:
         """A number that rank 0 increases as long as it lives."""
-        return int(self._numbers[_BEAT])
+        return int(self._numbers[_LIFE])
 
-    def beat_once(self) -> None:
+    def show_life(self) -> None:
         """Show that rank 0 lives."""
-        self._numbers[_BEAT] += 1
+        self._numbers[_LIFE] += 1
 
     def close(self) -> None:
         """Close the descriptors. What is still in use stays mapped."""

@@ -46,7 +46,7 @@ StartRank = Callable[[int, GroupMemory], RankHandle]
 
 
 @dataclass(slots=True)
-class _Member:
+class _StartedRank:
     handle: RankHandle
     report: bytearray = field(default_factory=bytearray)
     facts: Mapping[str, Any] | None = None
@@ -63,7 +63,7 @@ class RankGroup:
         self._start = start
         self._stall_s = stall_s
         self._changed = threading.Condition()
-        self._members: dict[int, _Member] = {}
+        self._started: dict[int, _StartedRank] = {}
         self._lost = ""
         self._is_closing = False
         self._num_messages = 0
@@ -84,11 +84,11 @@ class RankGroup:
         self.num_starts += 1
         try:
             for rank in range(1, self.size):
-                self._members[rank] = _Member(self._start(rank, memory))
+                self._started[rank] = _StartedRank(self._start(rank, memory))
             self._watcher = threading.Thread(target=self._watch, name="penstock-ranks", daemon=True)
             self._watcher.start()
             self._await_ready(START_PATIENCE_S)
-            for rank, member in self._members.items():
+            for rank, member in self._started.items():
                 _compare(rank, member.facts or {}, expected)
         except OSError as error:
             self.close()
@@ -102,7 +102,7 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         """The process of each further rank, in their order."""
-        return [member.pid for member in self._members.values()]
+        return [member.pid for member in self._started.values()]
 
     @property
     def lost(self) -> str:
@@ -158,13 +158,13 @@ class RankGroup:
         with self._changed:
             self._is_closing = True
         self.exchange.abort()
-        for member in self._members.values():
+        for member in self._started.values():
             member.handle.kill()
         if (watcher := getattr(self, "_watcher", None)) is not None and watcher.ident is not None:
             watcher.join()
-        for member in self._members.values():
+        for member in self._started.values():
             member.handle.close()
-        self._members = {}
+        self._started = {}
         with self._changed:
             self.memory.close()
             self.memory = None
@@ -182,11 +182,11 @@ class RankGroup:
 
     def _await_ready(self, patience_s: float) -> None:
         def is_decided() -> bool:
-            return bool(self._lost) or all(member.facts is not None for member in self._members.values())
+            return bool(self._lost) or all(member.facts is not None for member in self._started.values())
 
         with self._changed:
             if not self._changed.wait_for(is_decided, patience_s):
-                late = [str(rank) for rank, member in self._members.items() if member.facts is None]
+                late = [str(rank) for rank, member in self._started.items() if member.facts is None]
                 raise ConfigError(f"rank {', '.join(late)} has not started within {patience_s:g} s")
             if self._lost:
                 raise ConfigError(self._lost)
@@ -194,9 +194,9 @@ class RankGroup:
     def _watch(self) -> None:
         """Show life, read the ranks' reports, and look for ranks that have ended or hang, until the group ends."""
         hung = _StillRank(self)
-        memory, members = self.memory, self._members
+        memory, members = self.memory, self._started
         while not self._is_closing and not self._lost and memory is not None:
-            memory.beat_once()
+            memory.show_life()
             readable, _, _ = select.select([member.handle for member in members.values()], [], [], _LOOK_S)
             for rank, member in members.items():
                 if member.handle in readable:
@@ -204,7 +204,7 @@ class RankGroup:
             if (still := hung.look()) is not None and hung.for_s >= self._stall_s:
                 self._lose(f"rank {still} hangs: it has stood still for {hung.for_s:.1f} s while the others waited")
 
-    def _read(self, rank: int, member: _Member) -> None:
+    def _read(self, rank: int, member: _StartedRank) -> None:
         more = os.read(member.handle.fileno(), _MAX_REPORT_BYTES)
         if not more:
             self._lose(f"rank {rank} ended")
@@ -229,7 +229,7 @@ class RankGroup:
             self.exchange.abort()
             self._changed.notify_all()
         log.error("the ranks are lost", extra={"reason": why})
-        for member in self._members.values():
+        for member in self._started.values():
             member.handle.kill()
 
 

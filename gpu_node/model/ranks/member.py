@@ -71,13 +71,13 @@ def end_without(memory: GroupMemory, lease_s: float, end: Callable[[], None] = l
 
 
 def _watch(memory: GroupMemory, lease_s: float, end: Callable[[], None]) -> None:
-    beat, silent_s, looked_s = memory.beat, 0.0, time.monotonic()
+    life, silent_s, looked_s = memory.life, 0.0, time.monotonic()
     while silent_s < lease_s:
         time.sleep(_LOOK_S)
         now_s = time.monotonic()
         # Time in which this process did not run either does not count.
         silent_s += min(now_s - looked_s, 2 * _LOOK_S)
         looked_s = now_s
-        if memory.beat != beat:
-            beat, silent_s = memory.beat, 0.0
+        if memory.life != life:
+            life, silent_s = memory.life, 0.0
     end()

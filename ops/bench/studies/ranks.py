@@ -88,8 +88,8 @@ def _speeds(model: str, settings: dict[str, Any]) -> Iterator[str]:
         "one rank, two threads": {"num_threads": 2},
         "two ranks, one thread each": {"num_threads": 2, "tensor_parallel_size": 2},
     }
-    yield f"Tokens a second, the best of {REPEATS} runs of {OUTPUTS} tokens for each stream. PSS is that of the weights"
-    yield "and the KV cache that each rank has mapped; its share is that of one rank."
+    yield f"Tokens a second, the best of {REPEATS} runs of {OUTPUTS} tokens for each stream. PSS counts the weights"
+    yield "and the KV cache that a rank has mapped. The share is its part of what one rank has."
     yield ""
     yield "| | " + " | ".join(f"{count} streams" for count in BATCHES) + " | PSS, MiB | share | at meetings |"
     yield "|---" * (len(BATCHES) + 4) + "|"

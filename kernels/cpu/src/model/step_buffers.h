@@ -42,8 +42,8 @@ inline void add_scaled(const float* values, float scale, int count, float* sum) 
 
 struct StepBuffers {
   RowBuffer hidden;    // by token: the residual stream
-  RowBuffer qkv;       // by token: queries, keys, values; of a rank, those of its heads
-  RowBuffer joint;     // by token: the same of all ranks, where norms span the heads of all
+  RowBuffer qkv;       // by token: queries, keys, values. A rank has those of its heads.
+  RowBuffer joint;     // by token: the same of all ranks. Only for norms over the heads of all ranks.
   RowBuffer attended;  // by token: the output of the attention
   RowBuffer gated;     // by row of a layer's products: the input of the MLP's second matrix.
   RowBuffer outputs;   // by row of a layer's products: outputs that are normed before they are added.

@@ -14,7 +14,7 @@ enum class Ending : int { kDone = 0, kNoMemory = 1, kAborted = 2 };
 
 class RankGroup {
  public:
-  // A rank that is alone meets nobody, and shares no memory.
+  // A rank that is alone meets no other rank, and shares no memory.
   RankGroup(int rank, int size) : exchange_(rank, size) {}
 
   bool is_alone() const { return exchange_.size() == 1; }

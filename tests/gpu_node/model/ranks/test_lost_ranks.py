@@ -205,7 +205,7 @@ def test_ranks_end_without_a_sign_of_life_of_rank_0(make_engine: Callable[..., E
     """As when rank 0 is stopped: nothing shows the other ranks that it lives. They sleep meanwhile."""
     engine = make_engine(**RANKS | {"lease_ms": 600})
     runner = _runner(engine)
-    with mock.patch.object(GroupMemory, "beat_once"):
+    with mock.patch.object(GroupMemory, "show_life"):
         assert _answers_after_loss(engine)
     runner.close()
     assert _children() == []
