@@ -33,7 +33,8 @@ from penstock.queue.broker.connection import connect
 POOL, LEASE_S, STALL_S = "ranks", 3.0, 1.0
 NUM_NODES, NUM_READERS, NUM_JOBS = 2, 8, 24
 MAX_TOKENS = 150
-PATIENCE_S = 120.0
+PATIENCE_S = 200.0
+"""Longer than a node waits for a rank that is stopped while it starts."""
 RANK = "penstock.gpu_node.model.loading.rank_process"
 
 
