@@ -16,10 +16,11 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 from faults.tools.redis_process import RedisProcess
-from faults.tools.report import quantile, record
+from faults.tools.report import Measurement, quantile, record
 from fixtures.tiny_model import make_tiny_model
 
 from penstock.contract.errors import BusyError, UnavailableError
@@ -167,7 +168,7 @@ def _prompt(number: int) -> str:
     return f"the gate opens by pressure, and the turbine has number {number}"
 
 
-def _params(number: int) -> dict[str, object]:
+def _params(number: int) -> dict[str, Any]:
     return {"temperature": 1.0, "seed": number, "max_tokens": MAX_TOKENS, "ignore_eos": True}
 
 
@@ -215,7 +216,7 @@ async def run(num_kills: int, num_stops: int, seed: int, folder: Path) -> None:
         for node in nodes:
             node._process.kill()
         redis.kill()
-    facts = dict(counts) | {"jobs": readers.counts["jobs"], "tokens": readers.counts["tokens"]}
+    facts: dict[str, Measurement] = dict(counts) | {"jobs": readers.counts["jobs"], "tokens": readers.counts["tokens"]}
     facts |= {"minutes": (time.monotonic() - began_s) / 60, "longest gap, median s": quantile(readers.gaps_s, 0.5)}
     record("Ranks", "two nodes of two ranks", facts | {"longest gap s": max(readers.gaps_s)})
 
