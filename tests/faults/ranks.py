@@ -216,7 +216,7 @@ async def run(num_kills: int, num_stops: int, seed: int, folder: Path) -> None:
         for node in nodes:
             node._process.kill()
         redis.kill()
-    facts: dict[str, Measurement] = dict(counts) | {"jobs": readers.counts["jobs"], "tokens": readers.counts["tokens"]}
+    facts: dict[str, Measurement] = {**counts, "jobs": readers.counts["jobs"], "tokens": readers.counts["tokens"]}
     facts |= {"minutes": (time.monotonic() - began_s) / 60, "longest gap, median s": quantile(readers.gaps_s, 0.5)}
     record("Ranks", "two nodes of two ranks", facts | {"longest gap s": max(readers.gaps_s)})
 
