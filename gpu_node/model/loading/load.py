@@ -132,6 +132,8 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
         if options.runner == "gpu":
             raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
         log.warning("the CPU computes, not the GPU", extra={"reason": reason})
+    if options.runner != "torch" and options.tensor_parallel_size > 1:
+        raise ConfigError(f"tensor_parallel_size {options.tensor_parallel_size} needs runner torch")
     if options.runner != "torch":
         try:
             return load_native(described, options, progress)

@@ -1,0 +1,107 @@
+"""The part of a model that one rank computes: its heads, its share of each MLP, its rows of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.protocol import MatrixName
+
+Rows = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """One of `size` equal parts of a model. Raises ConfigError if the model's sizes cannot be divided so.
+
+    A rank has whole heads. With more ranks than KV heads, several ranks have the same KV head.
+    """
+
+    whole: ModelSpec
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        whole, size = self.whole, self.size
+        for name, count in (("num_heads", whole.num_heads), ("intermediate_size", whole.intermediate_size)):
+            if count % size:
+                raise ConfigError(f"tensor_parallel_size {size} does not divide this model's {name} {count}")
+        if whole.num_kv_heads % size and size % whole.num_kv_heads:
+            raise ConfigError(
+                f"tensor_parallel_size {size} neither divides this model's num_kv_heads {whole.num_kv_heads} nor is a "
+                "multiple of it"
+            )
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The spec of this part alone. Its vocabulary is the whole one."""
+        return replace(
+            self.whole, num_heads=len(self.heads), num_kv_heads=len(self.kv_heads), intermediate_size=len(self.inner)
+        )
+
+    @property
+    def heads(self) -> range:
+        """The query heads."""
+        return _share(self.whole.num_heads, self.rank, self.size)
+
+    @property
+    def kv_heads(self) -> range:
+        """The KV heads that its query heads read."""
+        group = self.whole.num_heads // self.whole.num_kv_heads
+        return range(self.heads.start // group, -(-self.heads.stop // group))
+
+    @property
+    def inner(self) -> range:
+        """The channels inside each MLP."""
+        return _share(self.whole.intermediate_size, self.rank, self.size)
+
+    @property
+    def vocab_width(self) -> int:
+        """Rows of the vocabulary that each rank but the last ones has; those have fewer."""
+        return -(-self.whole.vocab_size // self.size)
+
+    @property
+    def vocab(self) -> range:
+        """The rows of embedding and head."""
+        first = min(self.rank * self.vocab_width, self.whole.vocab_size)
+        return range(first, min(first + self.vocab_width, self.whole.vocab_size))
+
+    def channels(self, heads: range) -> range:
+        """Return the channels of heads."""
+        return range(heads.start * self.whole.head_dim, heads.stop * self.whole.head_dim)
+
+    def columns_of(self, matrix: MatrixName) -> range:
+        """Return the columns of a layer's matrix: all of them where the matrix is cut by rows."""
+        if matrix == "out":
+            return self.channels(self.heads)
+        return self.inner if matrix == "mlp_out" else range(self.whole.hidden_size)
+
+    def rows_of(self, matrix: MatrixName) -> tuple[Rows, ...]:
+        """Return the rows of each part of a layer's matrix, in the parts of `ModelSpec.parts_of`."""
+        whole = self.whole
+        if matrix in ("out", "mlp_out"):
+            return (_indices(range(whole.hidden_size)),)
+        if matrix == "mlp_in":
+            inner = _indices(self.inner)
+            if whole.fused_gate:
+                return (np.concatenate((inner, inner + whole.intermediate_size)),)
+            return (inner,) * len(whole.names.mlp_in)
+        queries, keys = _indices(self.channels(self.heads)), _indices(self.channels(self.kv_heads))
+        if len(whole.names.qkv) > 1:
+            return queries, keys, keys
+        first_key, num_keys = whole.num_heads * whole.head_dim, whole.num_kv_heads * whole.head_dim
+        return (np.concatenate((queries, first_key + keys, first_key + num_keys + keys)),)
+
+
+def _share(count: int, rank: int, size: int) -> range:
+    return range(count * rank // size, count * (rank + 1) // size)
+
+
+def _indices(numbers: Sequence[int]) -> Rows:
+    return np.asarray(numbers, dtype=np.int32)

@@ -1,0 +1,81 @@
+"""A rank of the torch runner in a process of its own, which gets its steps over a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from fakes.processes.python_process import PythonProcess
+from fakes.runners.runner_options import runner_options
+from fixtures.sampling import rows_of
+
+from penstock.gpu_node.model.loading.load import find_model
+from penstock.gpu_node.model.protocol import CacheSizes, Placement, StepHandle, StepPlan
+from penstock.gpu_node.model.torch_common.ranks import joined
+from penstock.gpu_node.model.torch_cpu.load import load_torch_rank
+from penstock.gpu_node.model.torch_cpu.runner import TorchRunner
+
+
+class FirstOfTwo:
+    """Runs each step here as rank 0, and tells the other process to run it as rank 1."""
+
+    max_in_flight = 1
+    verifies_drafts = True
+
+    def __init__(self, first: TorchRunner, pipe: Connection) -> None:
+        self._first = first
+        self._pipe = pipe
+
+    @property
+    def cache_sizes(self) -> CacheSizes:
+        """Those of rank 0."""
+        return self._first.cache_sizes
+
+    @property
+    def placement(self) -> Placement:
+        """On the CPU."""
+        return self._first.placement
+
+    def bind_thread(self) -> None:
+        """Do nothing."""
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Start a step at both ranks."""
+        self._pipe.send(replace(plan, sampling=rows_of(0)))
+        return self._first.submit(plan)
+
+
+@contextmanager
+def two_processes(model: Path, folder: Path, **options: Any) -> Iterator[FirstOfTwo]:
+    """Start rank 1 in another process. Yield the runner of both. folder: an empty one."""
+    address, words = str(folder / "pipe"), (str(model), str(folder), repr(options))
+    command = f"import sys; sys.path[:0] = {sys.path}; from fakes.runners.remote_rank import follow; follow()"
+    with Listener(address) as listener, PythonProcess("-c", command, *words, stdout=None, stderr=None) as process:
+        pipe = listener.accept()
+        with joined(folder, 0, 2) as ranks:
+            yield FirstOfTwo(load_torch_rank(*_found(model, options), ranks)[0], pipe)
+            pipe.close()
+        assert process.wait(30) == 0
+
+
+def _found(model: Path, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    given = runner_options(**options)
+    return find_model(str(model), given, lambda *_: None).described, given, lambda *_: None
+
+
+def follow() -> None:
+    """Run the steps that come over the pipe as rank 1, until it is closed."""
+    model, folder, options = sys.argv[-3:]
+    with Client(str(Path(folder) / "pipe")) as pipe, joined(Path(folder), 1, 2) as ranks:
+        runner, _ = load_torch_rank(*_found(Path(model), eval(options)), ranks)
+        while True:
+            try:
+                plan = pipe.recv()
+            except EOFError:
+                return
+            assert not len(runner.submit(plan).result().tokens)
