@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.protocol import MatrixName
+from penstock.gpu_node.model.protocol import Adapter, LowRank, MatrixName
 
 Rows = NDArray[np.int32]
 
@@ -26,6 +26,8 @@ class RankPart:
     whole: ModelSpec
     rank: int = 0
     size: int = 1
+    vocab_multiple: int = 1
+    """The rows of embedding and head that each rank has are a multiple of this, but for the last rows."""
 
     def __post_init__(self) -> None:
         whole, size = self.whole, self.size
@@ -64,7 +66,7 @@ class RankPart:
     @property
     def vocab_width(self) -> int:
         """Rows of the vocabulary that each rank but the last ones has; those have fewer."""
-        return -(-self.whole.vocab_size // self.size)
+        return -(-self.whole.vocab_size // (self.size * self.vocab_multiple)) * self.vocab_multiple
 
     @property
     def vocab(self) -> range:
@@ -97,6 +99,27 @@ class RankPart:
             return queries, keys, keys
         first_key, num_keys = whole.num_heads * whole.head_dim, whole.num_kv_heads * whole.head_dim
         return (np.concatenate((queries, first_key + keys, first_key + num_keys + keys)),)
+
+
+@dataclass(frozen=True, slots=True)
+class RankAdapter:
+    """The part of an adapter that one rank multiplies with; fields: the whole adapter, the part of the model."""
+
+    _whole: Adapter
+    _part: RankPart
+
+    @property
+    def digest(self) -> str:
+        """The digest of the whole adapter."""
+        return self._whole.digest
+
+    def low_ranks(self, layer: int, matrix: MatrixName) -> tuple[LowRank, ...]:
+        """Return the low-rank terms added to the rank's part of a layer's matrix."""
+        columns, rows = self._part.columns_of(matrix), self._part.rows_of(matrix)
+        return tuple(
+            LowRank(term.part, term.down[:, columns.start : columns.stop], term.up[rows[term.part]])
+            for term in self._whole.low_ranks(layer, matrix)
+        )
 
 
 def _share(count: int, rank: int, size: int) -> range:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
@@ -25,8 +25,13 @@ from penstock.gpu_node.model.native.load import NativeUnavailableError, load_nat
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, WrittenTokenizer
 
+if TYPE_CHECKING:
+    from penstock.gpu_node.model.torch_common.ranks import Communicator
+
 log = logging.getLogger(__package__)
 
+Ranks: TypeAlias = "tuple[Communicator, Communicator]"
+"""A rank's connections to all ranks: for tensors where it computes, and for tensors in host memory."""
 
 _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
@@ -75,8 +80,10 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
     return FoundModel(model, config, described, stamps, opened.tokenizer)
 
 
-def load_found(found: FoundModel, options: RunnerOptions, progress: Progress) -> LoadedModel:
-    """Load a model that was found with the same options.
+def load_found(
+    found: FoundModel, options: RunnerOptions, progress: Progress, ranks: Ranks | None = None
+) -> LoadedModel:
+    """Load a model that was found with the same options; with `ranks`, the part of one rank.
 
     Raises ConfigError that names the missing file, the unsupported setting, or the memory that cannot be allocated.
     Raises it also if a file was replaced since it was found: the revision is read from the files, and must be that of
@@ -85,7 +92,7 @@ def load_found(found: FoundModel, options: RunnerOptions, progress: Progress) ->
     source, described = found.source, found.described
     adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     try:
-        runner, arithmetic = _load(described, options, progress)
+        runner, arithmetic = _load(described, options, progress, ranks)
     except MemoryError as error:
         raise ConfigError(f"no memory for the model with {_cache_of(options)}: {error}") from error
     if source.is_dummy:
@@ -120,14 +127,16 @@ def _open(model: str, options: RunnerOptions, progress: Progress, revision: str 
     return OpenModel(ModelSource(dummy_folder(model), is_dummy=True))
 
 
-def _load(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
+def _load(
+    described: Description, options: RunnerOptions, progress: Progress, ranks: Ranks | None
+) -> tuple[ModelRunner, str]:
     """Return the runner and the name of its arithmetic (`LoadedModel.arithmetic`)."""
     if options.runner == "gpu" or (options.runner == "auto" and _has_gpu()):
         missing = ", ".join(special_features(described.spec))
         if not missing:
             from penstock.gpu_node.model.gpu.load import load_gpu
 
-            return load_gpu(described, options, progress)
+            return load_gpu(described, options, progress, *(ranks or ()))
         reason = f"{described.architecture} is not supported on a GPU, which has no {missing}"
         if options.runner == "gpu":
             raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
@@ -142,9 +151,11 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
                 raise ConfigError(f"runner native: {error}; remedy: {error.remedy}") from error
             facts = {"reason": str(error), "remedy": error.remedy}
             log.warning("torch computes, several times slower than the native kernels", extra=facts)
-    from penstock.gpu_node.model.torch_cpu.load import load_torch
+    from penstock.gpu_node.model.torch_cpu.load import load_torch, load_torch_rank
 
-    return load_torch(described, options, progress)
+    return (
+        load_torch_rank(described, options, progress, ranks[0]) if ranks else load_torch(described, options, progress)
+    )
 
 
 def special_features(spec: ModelSpec) -> tuple[str, ...]:

@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.stored_tensors import StoredTensor, read_safetensors
 from penstock.gpu_node.model.checkpoint.tensors import rows_by_part
-from penstock.gpu_node.model.protocol import Adapter, LowRank, MatrixName
+from penstock.gpu_node.model.protocol import LowRank, MatrixName
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -63,27 +62,6 @@ class LoraAdapter:
     def _low_rank(self, pair: _Pair) -> LowRank:
         up = pair.up.to_float32() if pair.row_order is None else pair.up.to_float32()[pair.row_order]
         return LowRank(pair.part, pair.down.to_float32(), up * np.float32(self._factor))
-
-
-@dataclass(frozen=True, slots=True)
-class RankAdapter:
-    """The part of an adapter that one rank multiplies with; fields: the whole adapter, the part of the model."""
-
-    _whole: Adapter
-    _part: RankPart
-
-    @property
-    def digest(self) -> str:
-        """The digest of the whole adapter."""
-        return self._whole.digest
-
-    def low_ranks(self, layer: int, matrix: MatrixName) -> tuple[LowRank, ...]:
-        """Return the low-rank terms added to the rank's part of a layer's matrix."""
-        columns, rows = self._part.columns_of(matrix), self._part.rows_of(matrix)
-        return tuple(
-            LowRank(term.part, term.down[:, columns.start : columns.stop], term.up[rows[term.part]])
-            for term in self._whole.low_ranks(layer, matrix)
-        )
 
 
 def digest_of(folder: Path) -> str:

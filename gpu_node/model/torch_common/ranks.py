@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -58,6 +59,9 @@ class Communicator(Protocol):
         places: at rank 0, memory for a tensor of each rank, which the result may use; [] at the others.
         """
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return at each rank the rows of all ranks, one after another."""
+
 
 class OneRank:
     """A rank that computes the whole model."""
@@ -76,6 +80,10 @@ class OneRank:
     def gather(self, x: Tensor, places: list[Tensor]) -> list[Tensor]:
         """Return x alone."""
         return [x]
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return x."""
+        return x
 
 
 ONE_RANK = OneRank()
@@ -116,6 +124,10 @@ class ThreadRanks:
         every = self._exchanged(x)
         return every if self.rank == 0 else []
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Implement `Communicator.all_gather`."""
+        return torch.cat(self._exchanged(x))
+
     def _exchanged(self, x: Tensor) -> list[Tensor]:
         table = self._tables[self._count % 2]
         self._count += 1
@@ -125,6 +137,10 @@ class ThreadRanks:
         except threading.BrokenBarrierError as error:
             raise RanksLostError("another rank did not come to an exchange") from error
         return list(table)
+
+
+# Its older name is deprecated in torch 2.13.
+_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
 class ProcessRanks:
@@ -155,6 +171,13 @@ class ProcessRanks:
             distributed.gather(x, places or None, self._first, group=self._group)
         return places
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Implement `Communicator.all_gather`."""
+        rows = torch.empty(self.size * len(x), *x.shape[1:], dtype=x.dtype, device=x.device)
+        with _translate_losses():
+            _all_gather(rows, x, group=self._group)
+        return rows
+
 
 @contextmanager
 def joined(folder: Path, rank: int, size: int) -> Iterator[ProcessRanks]:
@@ -169,6 +192,26 @@ def joined(folder: Path, rank: int, size: int) -> Iterator[ProcessRanks]:
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     try:
         yield ProcessRanks()
+    finally:
+        distributed.destroy_process_group()
+
+
+@contextmanager
+def joined_gpus(
+    folder: Path, rank: int, size: int, device: torch.device
+) -> Iterator[tuple[ProcessRanks, ProcessRanks]]:
+    """Join the ranks on this host that name the same folder, each with a GPU of its own, until the context ends.
+
+    Yields the connections for tensors on the GPU and for those in host memory. Raises RanksLostError.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = distributed.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]
+    with _translate_losses():
+        distributed.init_process_group(
+            "nccl", store=store, rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device
+        )
+    try:
+        yield ProcessRanks(), ProcessRanks(distributed.new_group(backend="gloo"))
     finally:
         distributed.destroy_process_group()
 
@@ -288,3 +331,26 @@ class Exchanges:
             raise own or RankFailedError("the step failed at another rank, whose log has the error")
         if num_without_memory:
             raise failure or MemoryError("another rank has no memory for the step")
+
+
+class Agreement:
+    """Checks that all ranks sample the same tokens, from a digest that they compare every so many steps."""
+
+    def __init__(self, ranks: Communicator, every: int = 64) -> None:
+        """ranks: connected for tensors in host memory."""
+        self._ranks = ranks
+        self._every = every
+        self._num_noted = self._digest = 0
+        self._is_lost = False
+
+    def note(self, tokens: Tensor) -> None:
+        """Note the tokens of a step, in the order of steps. Raises RanksLostError if the ranks differ, then always."""
+        if self._ranks.size == 1:
+            return
+        self._num_noted += 1
+        self._digest = zlib.crc32(tokens.numpy().tobytes(), self._digest)
+        if self._num_noted % self._every == 0:
+            digests = self._ranks.all_gather(torch.tensor([self._digest]))
+            self._is_lost |= bool((digests != digests[0]).any())
+        if self._is_lost:
+            raise RanksLostError("the ranks sampled different tokens")

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.gpu_node.model.architecture.rank_part import RankPart
-from penstock.gpu_node.model.lora.adapter import RankAdapter
+from penstock.gpu_node.model.architecture.rank_part import RankAdapter, RankPart
 from penstock.gpu_node.model.protocol import (
     Adapter,
     CacheSizes,
