@@ -14,12 +14,13 @@ import torch
 from fakes.prompts import mixed_prompts
 from fakes.runners.remote_rank import two_processes
 from fakes.runners.runner_options import runner_options
-from fakes.runners.turn_ranks import Call, TurnTakingRunner
+from fakes.runners.turn_ranks import TurnTakingRunner
 from fakes.ties import num_departures
 from fixtures.plans import Track, logits_of_step, tokens_of_step
 from fixtures.random_adapters import make_adapter
 from fixtures.random_families import make_family_model
 from fixtures.sampling import rows_of
+from fixtures.turn_ranks import Call
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
@@ -100,7 +101,7 @@ def test_every_graph_makes_the_same_exchanges_at_each_rank(tiny_model: Path, mon
     runner = TurnTakingRunner(tiny_model, 2, **options)
     first, second = (rank.calls for rank in runner.ranks[0])
     assert first == second
-    assert first == [call for shape in shapes for call in _exchanges_of(shape)]
+    assert list(first) == [call for shape in shapes for call in _exchanges_of(shape)]
     assert len(shapes) > 8
 
 
