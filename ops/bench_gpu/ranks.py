@@ -97,13 +97,12 @@ def check_processes(rank: int, folder: Path, name: str, *, dry: bool) -> Rows:
     joining = joined(folder, rank, SIZE) if dry else joined_gpus(folder, rank, SIZE, device.torch)
     if not dry:
         torch.cuda.set_device(device.torch)
-    with joining as ranks:
-        on_device, on_host = (ranks, ranks) if isinstance(ranks, ProcessRanks) else ranks
+    with joining as links:
         whole = _weights(spec, device, dtype)
-        runner = _runner(whole, spec, on_device, device, graphs=True)
+        runner = _runner(whole, spec, links.tensor, device, graphs=True)
         got = torch.from_numpy(_logits(runner, spec))
         tokens = torch.from_numpy(np.stack(list(_tokens(runner, spec))))
-        both = on_host.all_gather(tokens).view(SIZE, *tokens.shape)
+        both = links.world.all_gather(tokens).view(SIZE, *tokens.shape)
         if rank == 0:
             yield judge(f"{name}: logits of two processes", got, _reference(whole, spec, device), BOUNDS[dtype])
             yield judge_equal(f"{name}: the tokens of both", both[1], both[0])
@@ -150,7 +149,7 @@ def _weights(spec: ModelSpec, device: Device, dtype: torch.dtype) -> GpuWeights:
 
 def _runner(whole: GpuWeights, spec: ModelSpec, ranks: Communicator, device: Device, *, graphs: bool) -> GpuRunner:
     """Return the runner of one rank."""
-    part = RankPart(spec, ranks.rank, ranks.size, HEAD_ROWS)
+    part = RankPart(spec, ranks.rank, ranks.size, vocab_multiple=HEAD_ROWS)
     length, num_blocks = 2 * _NUM_TOKENS, 24
     decoder = GpuDecoder(part.spec, cut(whole, part), length, part=part, ranks=ranks)
     layout = KvLayout(part.spec, BLOCK_SIZE, whole.dtype)

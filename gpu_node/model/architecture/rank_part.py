@@ -1,4 +1,4 @@
-"""The part of a model that one rank computes: its heads, its share of each MLP, its rows of the vocabulary."""
+"""The part of a model that one rank computes: its layers, heads, channels of each MLP, and rows of the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.cuts import (
+    Parallel,
+    check_cuts,
+    even_spans,
+    head_spans,
+    kv_head_spans,
+    stage_layers,
+)
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.protocol import Adapter, LowRank, MatrixName
 
@@ -18,50 +25,74 @@ Rows = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class RankPart:
-    """One of `size` equal parts of a model. Raises ConfigError if the model's sizes cannot be divided so.
+    """The part of a model that one of its ranks computes. Raises ConfigError if the model cannot be cut so.
 
     A rank has whole heads. With more ranks than KV heads, several ranks have the same KV head.
     """
 
     whole: ModelSpec
     rank: int = 0
+    """Among the ranks that compute the same layers."""
     size: int = 1
+    """The number of those ranks."""
+    stage: int = 0
+    num_stages: int = 1
     vocab_multiple: int = 1
     """The rows of embedding and head that each rank has are a multiple of this, but for the last rows."""
 
     def __post_init__(self) -> None:
-        whole, size = self.whole, self.size
-        for name, count in (("num_heads", whole.num_heads), ("intermediate_size", whole.intermediate_size)):
-            if count % size:
-                raise ConfigError(f"tensor_parallel_size {size} does not divide this model's {name} {count}")
-        if whole.num_kv_heads % size and size % whole.num_kv_heads:
-            raise ConfigError(
-                f"tensor_parallel_size {size} neither divides this model's num_kv_heads {whole.num_kv_heads} nor is a "
-                "multiple of it"
-            )
+        check_cuts(self.whole, Parallel(self.size, self.num_stages), "torch")
 
     @cached_property
     def spec(self) -> ModelSpec:
         """The spec of this part alone. Its vocabulary is the whole one."""
+        whole, layers = self.whole, slice(self.layers.start, self.layers.stop)
         return replace(
-            self.whole, num_heads=len(self.heads), num_kv_heads=len(self.kv_heads), intermediate_size=len(self.inner)
+            whole,
+            num_layers=len(self.layers),
+            windows=whole.windows[layers],
+            layer_ropes=whole.layer_ropes[layers],
+            num_heads=len(self.heads),
+            num_kv_heads=len(self.kv_heads),
+            intermediate_size=len(self.inner),
         )
+
+    @cached_property
+    def layers(self) -> range:
+        """The layers of its stage. The largest stage is as small as it can be, with the head in the last one."""
+        whole = self.whole
+        if self.num_stages == 1:
+            return range(whole.num_layers)
+        attention = 2 * (whole.num_heads + whole.num_kv_heads) * whole.head_dim
+        mlps = (3 if whole.is_gated else 2) * whole.intermediate_size * (whole.experts.count if whole.experts else 1)
+        of_layers = [(attention + mlps) * whole.hidden_size] * whole.num_layers
+        of_head = whole.vocab_size * whole.hidden_size
+        return stage_layers(of_layers, self.num_stages, last_bytes=of_head)[self.stage]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it begins with the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends with the head."""
+        return self.stage == self.num_stages - 1
 
     @property
     def heads(self) -> range:
         """The query heads."""
-        return _share(self.whole.num_heads, self.rank, self.size)
+        return head_spans(self.whole, self.size)[self.rank]
 
     @property
     def kv_heads(self) -> range:
         """The KV heads that its query heads read."""
-        group = self.whole.num_heads // self.whole.num_kv_heads
-        return range(self.heads.start // group, -(-self.heads.stop // group))
+        return kv_head_spans(self.whole, self.size)[self.rank]
 
     @property
     def inner(self) -> range:
         """The channels inside each MLP."""
-        return _share(self.whole.intermediate_size, self.rank, self.size)
+        return even_spans(self.whole.intermediate_size, self.size)[self.rank]
 
     @property
     def vocab_width(self) -> int:
@@ -114,16 +145,12 @@ class RankAdapter:
         return self._whole.digest
 
     def low_ranks(self, layer: int, matrix: MatrixName) -> tuple[LowRank, ...]:
-        """Return the low-rank terms added to the rank's part of a layer's matrix."""
+        """Return the low-rank terms added to the rank's part of the matrix of one of its layers."""
         columns, rows = self._part.columns_of(matrix), self._part.rows_of(matrix)
         return tuple(
             LowRank(term.part, term.down[:, columns.start : columns.stop], term.up[rows[term.part]])
-            for term in self._whole.low_ranks(layer, matrix)
+            for term in self._whole.low_ranks(self._part.layers[layer], matrix)
         )
-
-
-def _share(count: int, rank: int, size: int) -> range:
-    return range(count * rank // size, count * (rank + 1) // size)
 
 
 def _indices(numbers: Sequence[int]) -> Rows:

@@ -24,8 +24,8 @@ class RankTensors(DecoderTensors):
         self._part = part
 
     def layer(self, layer: int) -> StoredLayer:
-        """Return the rank's part of all tensors of a layer."""
-        part, stored = self._part, super().layer(layer)
+        """Return the rank's part of all tensors of one of its layers."""
+        part, stored = self._part, super().layer(self._part.layers[layer])
         if part.size == 1:
             return stored
         queries, keys = part.channels(part.heads), part.channels(part.kv_heads)

@@ -29,7 +29,7 @@ from penstock.gpu_node.model.gpu.weights import StoredLinearLoader, load_weights
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
-from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator
+from penstock.gpu_node.model.torch_common.ranks import ALONE, Communicator, RankLinks
 
 log = logging.getLogger(__package__)
 
@@ -44,20 +44,18 @@ _GIB = 1 << 30
 
 @translate_out_of_memory()
 def load_gpu(
-    described: Description,
-    options: RunnerOptions,
-    progress: Progress,
-    ranks: Communicator = ONE_RANK,
-    host_ranks: Communicator = ONE_RANK,
+    described: Description, options: RunnerOptions, progress: Progress, links: RankLinks = ALONE
 ) -> tuple[GpuRunner, str]:
     """Return the runner of a rank and the name of its arithmetic, in which several ranks show.
 
-    ranks, host_ranks: the ranks that compute the model together, connected for tensors on their devices and in host
-    memory. Raises ConfigError for a missing or unsupported feature.
+    Raises ConfigError for a missing or unsupported feature.
     """
+    ranks, host_ranks = links
+    if options.pipeline_parallel_size > 1:
+        raise ConfigError("pipeline_parallel_size on a GPU must be 1: only runner torch has stages")
     if options.tensor_parallel_size != ranks.size:
         raise ConfigError(f"tensor_parallel_size {options.tensor_parallel_size} on a GPU needs a process for each rank")
-    device, part = Device(_device()), RankPart(described.spec, ranks.rank, ranks.size, HEAD_ROWS)
+    device, part = Device(_device()), RankPart(described.spec, ranks.rank, ranks.size, vocab_multiple=HEAD_ROWS)
     spec = part.spec
     name: str = options.dtype
     if name == "auto":

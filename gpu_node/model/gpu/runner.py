@@ -22,10 +22,11 @@ from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.profile import run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan, StepResult
+from penstock.gpu_node.model.torch_common.exchanges import Agreement
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
-from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Agreement, Communicator, RanksLostError
+from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator, RanksLostError
 from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.dependent import dependent_launches

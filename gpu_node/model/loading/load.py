@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
@@ -26,12 +26,9 @@ from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, WrittenTokenizer
 
 if TYPE_CHECKING:
-    from penstock.gpu_node.model.torch_common.ranks import Communicator
+    from penstock.gpu_node.model.torch_common.ranks import RankLinks
 
 log = logging.getLogger(__package__)
-
-Ranks: TypeAlias = "tuple[Communicator, Communicator]"
-"""A rank's connections to all ranks: for tensors where it computes, and for tensors in host memory."""
 
 _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
@@ -81,9 +78,9 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
 
 
 def load_found(
-    found: FoundModel, options: RunnerOptions, progress: Progress, ranks: Ranks | None = None
+    found: FoundModel, options: RunnerOptions, progress: Progress, links: RankLinks | None = None
 ) -> LoadedModel:
-    """Load a model that was found with the same options; with `ranks`, the part of one rank.
+    """Load a model that was found with the same options; with `links`, the part of one rank.
 
     Raises ConfigError that names the missing file, the unsupported setting, or the memory that cannot be allocated.
     Raises it also if a file was replaced since it was found: the revision is read from the files, and must be that of
@@ -92,7 +89,7 @@ def load_found(
     source, described = found.source, found.described
     adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     try:
-        runner, arithmetic = _load(described, options, progress, ranks)
+        runner, arithmetic = _load(described, options, progress, links)
     except MemoryError as error:
         raise ConfigError(f"no memory for the model with {_cache_of(options)}: {error}") from error
     if source.is_dummy:
@@ -128,7 +125,7 @@ def _open(model: str, options: RunnerOptions, progress: Progress, revision: str 
 
 
 def _load(
-    described: Description, options: RunnerOptions, progress: Progress, ranks: Ranks | None
+    described: Description, options: RunnerOptions, progress: Progress, links: RankLinks | None
 ) -> tuple[ModelRunner, str]:
     """Return the runner and the name of its arithmetic (`LoadedModel.arithmetic`)."""
     if options.runner == "gpu" or (options.runner == "auto" and _has_gpu()):
@@ -136,13 +133,14 @@ def _load(
         if not missing:
             from penstock.gpu_node.model.gpu.load import load_gpu
 
-            return load_gpu(described, options, progress, *(ranks or ()))
+            return load_gpu(described, options, progress, *([] if links is None else [links]))
         reason = f"{described.architecture} is not supported on a GPU, which has no {missing}"
         if options.runner == "gpu":
             raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
         log.warning("the CPU computes, not the GPU", extra={"reason": reason})
-    if options.runner != "torch" and options.tensor_parallel_size > 1:
-        raise ConfigError(f"tensor_parallel_size {options.tensor_parallel_size} needs runner torch")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if options.runner != "torch" and getattr(options, name) > 1:
+            raise ConfigError(f"{name} {getattr(options, name)} needs runner torch", param=name)
     if options.runner != "torch":
         try:
             return load_native(described, options, progress)
@@ -153,9 +151,9 @@ def _load(
             log.warning("torch computes, several times slower than the native kernels", extra=facts)
     from penstock.gpu_node.model.torch_cpu.load import load_torch, load_torch_rank
 
-    return (
-        load_torch_rank(described, options, progress, ranks[0]) if ranks else load_torch(described, options, progress)
-    )
+    if links is not None:
+        return load_torch_rank(described, options, progress, links)
+    return load_torch(described, options, progress)
 
 
 def special_features(spec: ModelSpec) -> tuple[str, ...]:

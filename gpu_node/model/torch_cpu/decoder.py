@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.model.architecture.spec import Activation, ModelSpec, Rope
+from penstock.gpu_node.model.architecture.rank_part import RankPart
+from penstock.gpu_node.model.architecture.spec import Activation, Rope
 from penstock.gpu_node.model.protocol import StepPlan
+from penstock.gpu_node.model.torch_common.exchanges import Exchange, Exchanges
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.torch_common.lora import AdaptedRows, TorchAdapters
 from penstock.gpu_node.model.torch_common.norm import Norm
 from penstock.gpu_node.model.torch_common.positions import rope_angles
-from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Exchange, Exchanges
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -29,10 +30,12 @@ class Decoder:
     """A model's weights and its forward pass. The caller owns the KV caches."""
 
     def __init__(
-        self, spec: ModelSpec, weights: DecoderWeights, num_positions: int, exchanges: Exchanges | None = None
+        self, part: RankPart, weights: DecoderWeights, num_positions: int, exchanges: Exchanges | None = None
     ) -> None:
-        """spec: of this rank's part, as the weights; exchanges: with the other ranks, None for one rank."""
-        self.exchanges = exchanges or Exchanges(ONE_RANK, 0)
+        """exchanges: with the other ranks, None for one rank."""
+        spec = part.spec
+        self.exchanges = exchanges or Exchanges()
+        self._part = part
         self._spec = spec
         self._weights = weights
         self.adapters = TorchAdapters(spec, weights.dtype)
@@ -53,21 +56,21 @@ class Decoder:
     def planned_exchanges(self, num_tokens: int, num_wanted: int) -> list[Exchange]:
         """Return the exchanges of `hidden` in order, for a step of `num_tokens`, of which `num_wanted` are wanted."""
         spec = self._spec
-        planned = [Exchange("sum", num_tokens, spec.hidden_size)]
+        planned = [Exchange("sum" if self._part.is_first else "receive", num_tokens, spec.hidden_size)]
         for i in range(spec.num_layers):
-            rows = num_wanted if i == spec.num_layers - 1 else num_tokens
+            rows = num_wanted if self._is_end(i) else num_tokens
             if spec.joint_head_norms:
                 planned.append(Exchange("sum", num_tokens, 2))
             planned.append(Exchange("sum", rows, spec.hidden_size))
             if spec.experts is not None:
                 planned.append(Exchange("from_first", rows, spec.experts.count))
             planned.append(Exchange("sum", rows, spec.hidden_size))
-        return planned
+        return planned if self._part.is_last else [*planned, Exchange("send", num_tokens, spec.hidden_size)]
 
-    def hidden(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor:
+    def hidden(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor | None:
         """Store the step's keys and values and return the hidden states of `tokens` after the final norm.
 
-        tokens: indices of the step's tokens.
+        tokens: indices of the step's tokens. A stage before the last one returns None.
         """
         groups, adapted = attention.groups(plan), self.adapters.rows_of(plan)
         slots, begun = attention.targets(plan)
@@ -76,8 +79,7 @@ class Decoder:
             rope: tuple(table[positions].unsqueeze(1) for table in tables) for rope, tables in self._rotations.items()
         }
         # The residual stream stays in float32: rounding it per layer doubles the error of SmolLM2's bfloat16 logits.
-        embedded = self.exchanges.sum(self._weights.embedding(torch.from_numpy(plan.token_ids)))
-        x = embedded.float() * self._spec.embedding_scale
+        x = self._first_residual(plan)
         for i, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
             rope = ropes[i]
             q, k, v = self._qkv(x, i, layer, None if rope is None else angles[rope], adapted)
@@ -85,13 +87,26 @@ class Decoder:
                 cache.zero(begun)
             cache.store(k, v, slots)
             attended = attention.attend(q, cache, groups, self._spec.windows[i])
-            if i == self._spec.num_layers - 1:
+            if self._is_end(i):
                 # After the last attention, only the wanted tokens need the rest of the layer.
                 x, attended, adapted = x[tokens], attended[tokens], adapted.at(tokens)
             attended = attended.flatten(1)
             added = self.exchanges.sum(adapted.add(i, "out", attended, layer.out(attended)))
             x = self._after_attention(x, added, i, layer, adapted)
-        return self._weights.final_norm(x)
+        if self._part.is_last:
+            return self._weights.final_norm(x)
+        self.exchanges.to_next_stage(x)
+        return None
+
+    def _first_residual(self, plan: StepPlan) -> Tensor:
+        if not self._part.is_first:
+            return self.exchanges.from_stage_before(len(plan.token_ids), self._spec.hidden_size)
+        embedded = self.exchanges.sum(self._weights.embedding(torch.from_numpy(plan.token_ids)))
+        return embedded.float() * self._spec.embedding_scale
+
+    def _is_end(self, layer: int) -> bool:
+        """Return whether a layer is the model's last one."""
+        return self._part.is_last and layer == self._spec.num_layers - 1
 
     def _qkv(
         self, x: Tensor, at: int, layer: LayerWeights, angles: tuple[Tensor, ...] | None, adapted: AdaptedRows

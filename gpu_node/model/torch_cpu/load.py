@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from math import prod
 
 import torch
 
@@ -14,9 +15,10 @@ from penstock.gpu_node.model.checkpoint.rank_tensors import RankTensors
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes, ModelRunner
+from penstock.gpu_node.model.torch_common.exchanges import Exchanges
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.positions import alibi_biases
-from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator, Exchanges, ThreadRanks
+from penstock.gpu_node.model.torch_common.ranks import ALONE, RankLinks, linked_threads
 from penstock.gpu_node.model.torch_cpu.attention import PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
 from penstock.gpu_node.model.torch_cpu.rank_threads import RankThreads
@@ -35,14 +37,13 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
 
     More than one rank are threads of this process.
     """
-    size = options.tensor_parallel_size
-    if size == 1:
-        return load_torch_rank(described, options, progress, ONE_RANK)
-    # Before any thread starts: whether the model can be divided.
-    RankPart(described.spec, 0, size)
+    sizes = options.tensor_parallel_size, options.pipeline_parallel_size
+    count = prod(sizes)
+    if count == 1:
+        return load_torch_rank(described, options, progress, ALONE)
     loaded = []
-    for rank, ranks in enumerate(ThreadRanks.group(size)):
-        loaded.append(load_torch_rank(described, options, partial(_report, progress, rank / size, 1 / size), ranks))
+    for rank, links in enumerate(linked_threads(*sizes)):
+        loaded.append(load_torch_rank(described, options, partial(_report, progress, rank / count, 1 / count), links))
     runners, names = zip(*loaded, strict=True)
     return RankThreads(runners), names[0]
 
@@ -53,7 +54,7 @@ def _report(progress: Progress, begin: float, share: float, stage: str, done: fl
 
 @translate_out_of_memory()
 def load_torch_rank(
-    described: Description, options: RunnerOptions, progress: Progress, ranks: Communicator
+    described: Description, options: RunnerOptions, progress: Progress, links: RankLinks
 ) -> tuple[TorchRunner, str]:
     """Return the runner of one rank, and the name of its arithmetic, which does not depend on the number of ranks."""
     if options.quantization not in ("auto", "none"):
@@ -61,8 +62,15 @@ def load_torch_rank(
             "runner torch has auto and none, the native runner has int8, int8_group and int4, a GPU int8, int4, fp8"
         )
         raise ConfigError(f"quantization {options.quantization} is not supported: {supported}")
-    _set_threads(options, ranks.size)
-    part, name = RankPart(described.spec, ranks.rank, ranks.size), _choose_dtype(options.dtype, described.stored_dtype)
+    wanted, found = (
+        (options.tensor_parallel_size, options.pipeline_parallel_size),
+        (links.tensor.size, links.num_stages),
+    )
+    if wanted != found:
+        raise ConfigError(f"tensor_parallel_size and pipeline_parallel_size are {wanted}, but the ranks joined {found}")
+    _set_threads(options, links.world.size)
+    whole, name = described.spec, _choose_dtype(options.dtype, described.stored_dtype)
+    part = RankPart(whole, links.tensor.rank, links.tensor.size, links.stage, links.num_stages)
     spec, dtype = part.spec, _DTYPES[name]
     if options.kv_cache_dtype not in ("auto", name):
         supported = f"runner torch has {name}, the native runner has bfloat16 and int8"
@@ -70,10 +78,10 @@ def load_torch_rank(
     report, is_lazy = (lambda done: progress("load", done)), described.read_scaled is None
     weights = map_weights(RankTensors(described.open_checkpoint(), part), part, dtype, report, is_lazy=is_lazy)
     # The cache of all ranks, so that its size means the same whatever their number.
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize * ranks.size
+    token_bytes = 2 * whole.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize * part.size
     sizes = cache_sizes(described, options, token_bytes)
     largest = options.max_num_batched_tokens * max(spec.hidden_size, 0 if spec.experts is None else spec.experts.count)
-    decoder = Decoder(spec, weights, described.max_model_len, Exchanges(ranks, largest))
+    decoder = Decoder(part, weights, described.max_model_len, Exchanges(links, largest))
     runner = TorchRunner(
         part,
         decoder,
@@ -84,7 +92,7 @@ def load_torch_rank(
     )
     facts = {"dtype": name, "is_prepacked": can_prepack(dtype), "num_threads": torch.get_num_threads()}
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
-    log.info("torch runner", extra=facts | {"rank": ranks.rank, "num_ranks": ranks.size})
+    log.info("torch runner", extra=facts | {"rank": links.world.rank, "num_ranks": links.world.size})
     if torch.cuda.is_available():
         log.warning("a CUDA device is visible, but this runner computes on the CPU")
     return runner, f"torch-{name}"

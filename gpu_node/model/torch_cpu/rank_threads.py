@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, StepPlan, StepResult
-from penstock.gpu_node.model.torch_common.ranks import RankFailedError
+from penstock.gpu_node.model.torch_common.exchanges import RankFailedError
 from penstock.gpu_node.model.torch_cpu.runner import TorchRunner
 
 Result = TypeVar("Result")

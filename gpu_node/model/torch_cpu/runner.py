@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,21 +22,31 @@ from penstock.gpu_node.model.protocol import (
     StepPlan,
     StepResult,
 )
+from penstock.gpu_node.model.torch_common.exchanges import Outcome
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
+from penstock.gpu_node.model.torch_common.micro_batches import MicroBatch, micro_batches
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
-from penstock.gpu_node.model.torch_common.ranks import ToGather
 from penstock.gpu_node.model.torch_common.sampler import sample
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
 from penstock.kernels.cpu.probe import usable_cores
 
 
+class _Computed(NamedTuple):
+    """What a step has computed, and when its copies were done."""
+
+    logits: Tensor
+    hidden: Tensor
+    copied_s: float
+
+
 class TorchRunner:
     """Runs each step on a single worker thread; torch's operations release the GIL.
 
     It may be one of several ranks that compute a model together. All of them get the same plans. Only rank 0 samples;
-    the others ignore the plan's sampling rows and return no tokens.
+    the others ignore the plan's sampling rows and return no tokens. Stages of a pipeline compute a step in
+    micro-batches.
     """
 
     max_in_flight = 1
@@ -52,6 +63,7 @@ class TorchRunner:
     ) -> None:
         """part: of the model, as the decoder and the attention have it."""
         spec = part.spec
+        self._block_size = block_size
         self._part = part
         self._sizes = sizes
         self._decoder = decoder
@@ -116,31 +128,55 @@ class TorchRunner:
 
     def _set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         decoder = self._decoder
-        own = adapter if self._part.size == 1 else RankAdapter(adapter, self._part)
+        own = adapter if decoder.exchanges.is_alone else RankAdapter(adapter, self._part)
         decoder.exchanges.run((), lambda: decoder.adapters.set(adapter_slot, own))
 
     @torch.inference_mode()
     def _logits(self, plan: StepPlan) -> NDArray[np.float32]:
-        return self._computed(plan, torch.arange(len(plan.token_ids)), len(plan.token_ids))[0].numpy()
+        computed = self._computed(plan, np.arange(len(plan.token_ids)), len(plan.token_ids))
+        return np.empty((0, 0), np.float32) if computed is None else computed.logits.numpy()
 
-    def _computed(self, plan: StepPlan, tokens: Tensor, num_logits: int) -> tuple[Tensor, Tensor, float]:
-        """Copy blocks and compute a step.
+    def _computed(self, plan: StepPlan, tokens: NDArray[np.int64], num_logits: int) -> _Computed | None:
+        """Copy blocks and compute a step; return None at other ranks than 0.
 
-        Return the logits of the first tokens of `tokens`, the hidden states of all of them, and when the copies were
-        done. At other ranks than 0, the logits are only those of a part of the vocabulary.
+        tokens: indices of the wanted tokens; num_logits: of how many of them, the first ones, logits are wanted.
         """
-        decoder, exchanges = self._decoder, self._decoder.exchanges
+        decoder, exchanges, part = self._decoder, self._decoder.exchanges, self._part
+        batches = micro_batches(plan, tokens, self._block_size, part.num_stages)
 
-        def compute() -> tuple[ToGather, Tensor, float]:
+        def compute() -> tuple[Outcome, float]:
             if len(plan.copies):
                 self._copy(plan.copies)
             copied_s = time.perf_counter()
-            hidden = decoder.hidden(plan, self._caches, self._attention, tokens)
-            return exchanges.to_gather(decoder.outputs(hidden[:num_logits])), hidden, copied_s
+            outcome = self._outcome(batches, num_logits)
+            shapes = (num_logits, part.vocab_width), (len(tokens) - num_logits, part.spec.hidden_size)
+            return exchanges.place_for_others(outcome, shapes), copied_s
 
-        planned = decoder.planned_exchanges(len(plan.token_ids), len(tokens)) if exchanges.size > 1 else ()
-        outputs, hidden, copied_s = exchanges.run(planned, compute)
-        return decoder.logits(exchanges.gathered(outputs)), hidden, copied_s
+        planned = [
+            one
+            for batch in (() if exchanges.is_alone else batches)
+            for one in decoder.planned_exchanges(len(batch.plan.token_ids), len(batch.tokens))
+        ]
+        outcome, copied_s = exchanges.run(planned, compute)
+        collected = exchanges.collected(outcome)
+        return None if collected is None else _Computed(decoder.logits(collected[0]), collected[1], copied_s)
+
+    def _outcome(self, batches: list[MicroBatch], num_logits: int) -> Outcome:
+        """Compute micro-batches one after another."""
+        decoder, outputs, states = self._decoder, [], []
+        for batch in batches:
+            hidden = decoder.hidden(batch.plan, self._caches, self._attention, torch.from_numpy(batch.tokens))
+            if hidden is not None:
+                count = int(np.searchsorted(batch.rows, num_logits))
+                outputs.append(decoder.outputs(hidden[:count]))
+                states.append(hidden[count:])
+        if len(outputs) < 2:
+            return Outcome(outputs[0], states[0]) if outputs else Outcome(None, None)
+        rows = [torch.from_numpy(batch.rows) for batch in batches]
+        is_output = [some < num_logits for some in rows]
+        of_outputs = torch.cat([some[own] for some, own in zip(rows, is_output, strict=True)])
+        of_states = torch.cat([some[~own] for some, own in zip(rows, is_output, strict=True)])
+        return Outcome(torch.cat(outputs)[of_outputs.argsort()], torch.cat(states)[of_states.argsort()])
 
     @translate_out_of_memory()
     @torch.inference_mode()
@@ -148,10 +184,11 @@ class TorchRunner:
         begun_s = time.perf_counter()
         num_samples, scored, pooled = len(plan.sample_tokens), plan.scored, plan.pooled
         parts = plan.sample_tokens, *(some.tokens for some in (scored, pooled) if some is not None)
-        wanted, num_pooled = torch.from_numpy(np.concatenate(parts)), 0 if pooled is None else len(pooled.tokens)
-        logits, hidden, copied_s = self._computed(plan, wanted, len(wanted) - num_pooled)
-        if self._part.rank:
+        wanted, num_pooled = np.concatenate(parts).astype(np.int64), 0 if pooled is None else len(pooled.tokens)
+        computed = self._computed(plan, wanted, len(wanted) - num_pooled)
+        if computed is None:
             return StepResult(np.empty(0, np.int32), 0.0, 0.0)
+        logits, hidden, copied_s = computed
         computed_s = time.perf_counter()
         tokens, logprobs = _sample(logits[:num_samples], plan.sampling)
         scores = None
@@ -161,7 +198,7 @@ class TorchRunner:
         sampled_s = time.perf_counter()
         spans_s = computed_s - copied_s, sampled_s - computed_s, copied_s - begun_s
         forward_ms, sample_ms, copy_ms = (span_s * 1e3 for span_s in spans_s)
-        states = None if pooled is None else hidden[len(hidden) - num_pooled :].float().numpy()
+        states = None if pooled is None else hidden.float().numpy()
         return StepResult(tokens, forward_ms, sample_ms, copy_ms, logprobs, scores, states)
 
     def _copy(self, copies: NDArray[np.int32]) -> None:

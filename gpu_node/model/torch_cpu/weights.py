@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.checkpoint.stored_tensors import Stored
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLayer, StoredLinear
@@ -92,12 +93,7 @@ def map_weights(
     """
     convert, spec = Converter(dtype), part.spec
     # The head comes first, while memory is free: packing may need two copies of it for a moment.
-    rows = convert.tensor(tensors.head())
-    if part.vocab_width > len(rows):
-        # All ranks' logits have the same width.
-        rows = functional.pad(rows, (0, 0, 0, part.vocab_width - len(rows)))
-    head = Linear(rows)
-    del rows
+    head = _head(convert.tensor(tensors.head()), part.vocab_width) if part.is_last else _not_here
     tensors.release()
 
     def found() -> Iterator[StoredLayer]:
@@ -121,10 +117,20 @@ def map_weights(
     else:
         layers = tuple(map(read, found()))
     final_norm = read_norm(tensors.final_norm(), convert, spec.norm_eps, spec.norm_offset)
-    embedding = _rows_of(tensors.embedding(), convert)
+    embedding = _rows_of(tensors.embedding(), convert) if part.is_first else _not_here
     if part.size > 1:
         embedding = _rows_of_part(embedding, part.vocab, spec.hidden_size)
     return DecoderWeights(embedding, layers, final_norm, head)
+
+
+def _head(rows: Tensor, num_rows: int) -> Linear:
+    """Return the product with a head's rows and so many zero rows that all ranks' logits have the same width."""
+    missing = num_rows - len(rows)
+    return Linear(functional.pad(rows, (0, 0, 0, missing)) if missing else rows)
+
+
+def _not_here(_: Tensor) -> Tensor:
+    raise InvariantError("another stage has this matrix")
 
 
 def packed_or_mapped(stored: StoredLinear, convert: Converter) -> Product:

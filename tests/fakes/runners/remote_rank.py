@@ -17,7 +17,7 @@ from fixtures import interpreter
 
 from penstock.gpu_node.model.loading.load import find_model, load_found
 from penstock.gpu_node.model.protocol import CacheSizes, ModelRunner, Placement, StepHandle, StepPlan
-from penstock.gpu_node.model.torch_common.ranks import Communicator, joined
+from penstock.gpu_node.model.torch_common.ranks import RankLinks, joined
 
 
 class FirstOfTwo:
@@ -57,26 +57,31 @@ def two_processes(model: Path, folder: Path, **options: Any) -> Iterator[FirstOf
     command = f"import sys; sys.path[:0] = {sys.path}; from fakes.runners.remote_rank import follow; follow()"
     with Listener(address) as listener, PythonProcess("-c", command, *words, stdout=None, stderr=None) as process:
         pipe = listener.accept()
-        with joined(folder, 0, 2) as ranks:
-            yield FirstOfTwo(_load(model, options, ranks), pipe)
+        with joined(folder, 0, *_sizes(options)) as links:
+            yield FirstOfTwo(_load(model, options, links), pipe)
             pipe.close()
         assert process.wait(30) == 0
 
 
-def _load(model: Path, options: dict[str, Any], ranks: Communicator) -> ModelRunner:
-    given = runner_options(tensor_parallel_size=2, **options)
+def _sizes(options: dict[str, Any]) -> tuple[int, int]:
+    return options.get("tensor_parallel_size", 1), options.get("pipeline_parallel_size", 1)
+
+
+def _load(model: Path, options: dict[str, Any], links: RankLinks) -> ModelRunner:
+    given = runner_options(**options)
     found = find_model(str(model), given, lambda *_: None)
-    return load_found(found, given, lambda *_: None, (ranks, ranks)).runner
+    return load_found(found, given, lambda *_: None, links).runner
 
 
 def follow() -> None:
     """Run the steps that come over the pipe as rank 1, until it is closed."""
     model, folder, options = sys.argv[-3:]
-    if "gpu" in options:
+    given = eval(options)
+    if given.get("runner") == "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
         interpreter.mend()
-    with Client(str(Path(folder) / "pipe")) as pipe, joined(Path(folder), 1, 2) as ranks:
-        runner = _load(Path(model), eval(options), ranks)
+    with Client(str(Path(folder) / "pipe")) as pipe, joined(Path(folder), 1, *_sizes(given)) as links:
+        runner = _load(Path(model), given, links)
         while True:
             try:
                 plan = pipe.recv()

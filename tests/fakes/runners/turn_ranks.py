@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model.loading.load import find_model, load_found
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, StepPlan, StepResult
+from penstock.gpu_node.model.torch_common.ranks import RankLinks
 
 Result = TypeVar("Result")
 
@@ -30,8 +31,8 @@ class TurnTakingRunner:
 
         def load(rank: int) -> Any:
             found = find_model(str(folder), given, lambda *_: None)
-            device, host = (group[rank] for group in self.ranks)
-            self.arithmetic = (loaded := load_found(found, given, lambda *_: None, (device, host))).arithmetic
+            links = RankLinks(*(group[rank] for group in self.ranks))
+            self.arithmetic = (loaded := load_found(found, given, lambda *_: None, links)).arithmetic
             return loaded.runner
 
         self.runners = self.on_all(load)

@@ -1,10 +1,10 @@
-"""The engine on a model that two ranks compute together: the tokens are those of one rank, with every feature."""
+"""The engine on a model that several ranks compute together: the tokens are those of one rank, with every feature."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -20,7 +20,14 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
 
 MakeEngine = Callable[..., Engine]
+Shape: TypeAlias = tuple[int, int]
+SHAPES: tuple[Shape, ...] = ((2, 1), (1, 2), (2, 2))
+"""Ranks of a stage, and stages."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def _sizes(shape: Shape) -> dict[str, int]:
+    return dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), shape, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +40,13 @@ def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_batch_with_chunks_prefixes_swaps_and_adapters_has_the_tokens_of_transformers(
-    make_engine: MakeEngine, tiny_model: Path, adapters: Path
+    make_engine: MakeEngine, tiny_model: Path, adapters: Path, shape: Shape
 ) -> None:
     engine = make_engine(
         **TORCH,
-        tensor_parallel_size=2,
+        **_sizes(shape),
         num_kv_blocks=30,
         num_swap_blocks=64,
         preemption="swap",
@@ -64,11 +72,12 @@ def test_a_batch_with_chunks_prefixes_swaps_and_adapters_has_the_tokens_of_trans
 
 
 @pytest.fixture(scope="module")
-def engines(make_engine: MakeEngine) -> list[Engine]:
-    """Engines of one rank and of two."""
-    return [make_engine(**TORCH, tensor_parallel_size=size, speculative="ngram") for size in (1, 2)]
+def engines(make_engine: MakeEngine) -> dict[Shape, Engine]:
+    """Engines of one rank and of several."""
+    return {shape: make_engine(**TORCH, **_sizes(shape), speculative="ngram") for shape in ((1, 1), *SHAPES)}
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "params",
     [
@@ -79,29 +88,34 @@ def engines(make_engine: MakeEngine) -> list[Engine]:
     ],
     ids=["sampled", "logprobs", "structured", "beams"],
 )
-def test_requests_of_each_kind_have_the_choices_of_one_rank(engines: list[Engine], params: dict[str, Any]) -> None:
+def test_requests_of_each_kind_have_the_choices_of_one_rank(
+    engines: dict[Shape, Engine], params: dict[str, Any], shape: Shape
+) -> None:
     prompts = ["the gate opens by pressure " * 3, "a", list(range(70))]
     given = SamplingParams(max_tokens=16, **params)
-    want, got = ([one.choices for one in engine.generate(prompts, given)] for engine in engines)
+    want, got = ([one.choices for one in engines[each].generate(prompts, given)] for each in ((1, 1), shape))
     for mine, theirs in zip(got, want, strict=True):
         assert [choice.token_ids for choice in mine] == [choice.token_ids for choice in theirs]
         values = [[entry.logprob for choice in some for entry in choice.logprobs] for some in (mine, theirs)]
         np.testing.assert_allclose(*values, atol=1e-4)
 
 
-def test_embeddings_are_those_of_one_rank(engines: list[Engine]) -> None:
-    got, want = ([one.values for one in engine.embed(["a gate", list(range(50))])] for engine in engines)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_embeddings_are_those_of_one_rank(engines: dict[Shape, Engine], shape: Shape) -> None:
+    prompts = ["a gate", list(range(50))]
+    got, want = ([one.values for one in engines[each].embed(prompts)] for each in (shape, (1, 1)))
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", SHAPES[:2])
 def test_ranks_in_two_processes_have_the_tokens_of_one(
-    make_engine: MakeEngine, tiny_model: Path, tmp_path: Path
+    make_engine: MakeEngine, tiny_model: Path, tmp_path: Path, shape: Shape
 ) -> None:
     settings: dict[str, Any] = {**TORCH, "num_kv_blocks": 40, "max_num_batched_tokens": 48, "max_num_seqs": 8}
     one, two = make_engine(**settings), make_engine(**settings)
     prompts = mixed_prompts(one, 6)
     want = one.generate(prompts, GREEDY)
-    with two_processes(tiny_model, tmp_path, num_kv_blocks=40, max_num_batched_tokens=48) as runner:
+    with two_processes(tiny_model, tmp_path, num_kv_blocks=40, max_num_batched_tokens=48, **_sizes(shape)) as runner:
         two._runner = runner
         got = two.generate(prompts, GREEDY)
     assert [each.choices[0].token_ids for each in got] == [each.choices[0].token_ids for each in want]

@@ -31,7 +31,8 @@ from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.graphs import GraphShapes, StepShape
 from penstock.gpu_node.model.loading.load import load_model
-from penstock.gpu_node.model.torch_common.ranks import Agreement, RanksLostError, ThreadRanks
+from penstock.gpu_node.model.torch_common.exchanges import Agreement
+from penstock.gpu_node.model.torch_common.ranks import RanksLostError, ThreadRanks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are threads on the CPU")
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 12, "max_model_len": 64, "max_num_seqs": 4}
@@ -130,7 +131,7 @@ def test_ranks_in_two_processes_sample_the_tokens_of_one(tiny_model: Path, tmp_p
         return [tokens_of_step(runner, [(track, n) for track in tracks], rows).tolist() for n in (15, 1, 1)]
 
     want = tokens(_one(tiny_model))
-    with two_processes(tiny_model, tmp_path, runner="gpu", **OPTIONS) as runner:
+    with two_processes(tiny_model, tmp_path, runner="gpu", tensor_parallel_size=2, **OPTIONS) as runner:
         assert tokens(runner) == want
 
 

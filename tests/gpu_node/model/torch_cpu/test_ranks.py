@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from fakes.runners.runner_options import runner_options
 from fixtures.gguf_file import write_gguf
-from fixtures.plans import Track, logits_alone, logits_of_step, plan_of, tokens_of_step
+from fixtures.plans import Track, logits_alone, logits_of_step, plan_of
 from fixtures.quantized_checkpoint import LAYOUTS, TOKEN_IDS
 from fixtures.random_families import FAMILIES, make_family_model
 from fixtures.random_llama import make_llama
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.loading.load import load_model
+from penstock.gpu_node.model.torch_common.micro_batches import micro_batches
 from penstock.gpu_node.model.torch_common.ranks import ThreadRanks
 from penstock.gpu_node.model.torch_common.tensors import Converter
 
@@ -31,7 +33,7 @@ MAX_ERROR = 1e-4
 
 
 def _runner(folder: Path, size: int, **options: Any) -> Any:
-    given = {"num_kv_blocks": 12, "tensor_parallel_size": size} | options
+    given = {"num_kv_blocks": 12, **({"tensor_parallel_size": size} if size > 1 else {})} | options
     return load_model(str(folder), runner_options(**given), lambda *_: None).runner
 
 
@@ -45,10 +47,12 @@ def _logits(runner: Any) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_of_two_ranks_are_those_of_one(name: str, family_folder: Callable[[str], Path]) -> None:
+def test_logits_of_ranks_and_of_stages_are_those_of_one(name: str, family_folder: Callable[[str], Path]) -> None:
     folder = family_folder(name)
-    got, want = (_logits(_runner(folder, size)) for size in (2, 1))
-    np.testing.assert_allclose(got, want, rtol=0, atol=MAX_ERROR)
+    want = _logits(_runner(folder, 1))
+    for sizes in ((2, 1), (1, 2), (2, 2)):
+        got = _logits(_runner(folder, sizes[0], pipeline_parallel_size=sizes[1]))
+        np.testing.assert_allclose(got, want, rtol=0, atol=MAX_ERROR)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("falcon 7b", "float32"), ("olmo2", "float32"), ("llama", "bfloat16")])
@@ -110,55 +114,93 @@ def test_all_ranks_have_the_blocks_of_one_and_a_part_of_their_bytes(tiny_model: 
 
 
 @pytest.mark.parametrize(
-    ("size", "message"),
+    ("sizes", "message"),
     [
-        (3, "tensor_parallel_size 3 does not divide this model's num_heads 4"),
-        (4, "tensor_parallel_size 4 does not divide this model's intermediate_size 90"),
+        ((3, 1), "tensor_parallel_size 3: num_heads 4 is not a multiple of it"),
+        ((4, 1), "tensor_parallel_size 4: intermediate_size 90 is not a multiple of it"),
+        ((1, 3), "pipeline_parallel_size 3: the model has only 2 layers"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused_by_name(size: int, message: str, tmp_path: Path) -> None:
-    folder = make_family_model(tmp_path, "llama", intermediate_size=90)
+def test_sizes_that_do_not_divide_are_refused_by_name(sizes: tuple[int, int], message: str, tmp_path: Path) -> None:
+    folder = make_family_model(tmp_path, "llama", intermediate_size=90, num_key_value_heads=1)
     with pytest.raises(ConfigError, match=message):
-        _runner(folder, size)
+        _runner(folder, sizes[0], pipeline_parallel_size=sizes[1])
 
 
 def test_kv_heads_that_no_rank_can_have_whole_are_refused(tmp_path: Path) -> None:
     folder = make_family_model(tmp_path, "llama", num_attention_heads=12, num_key_value_heads=6, hidden_size=96)
-    with pytest.raises(ConfigError, match="tensor_parallel_size 4 neither divides this model's num_kv_heads 6"):
+    with pytest.raises(ConfigError, match="4: num_kv_heads 6 is neither a multiple nor a divisor of it"):
         _runner(folder, 4)
 
 
-def test_another_runner_refuses_ranks_by_name(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2 needs runner torch"):
-        _runner(tiny_model, 2, runner="native", dtype="bfloat16")
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_another_runner_refuses_ranks_by_name(name: str, tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{name} 2 needs runner torch"):
+        _runner(tiny_model, **{"size": 1, "runner": "native", "dtype": "bfloat16", name: 2})
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+PLACES = ("before the first exchange", "in the first layer", "in the last layer", "at the end")
+FAILURES = [
+    (sizes, rank, at)
+    for sizes in ((2, 1), (2, 2))
+    for rank in range(sizes[0] * sizes[1])
+    for at in PLACES
+    # Only the last stage has a head.
+    if at != "at the end" or rank >= (sizes[1] - 1) * sizes[0]
+]
+
+
+@pytest.mark.parametrize(("sizes", "rank", "at"), FAILURES)
 @pytest.mark.parametrize("error", [MemoryError("too large"), ValueError("odd")], ids=repr)
-@pytest.mark.parametrize("at", ["before the first exchange", "in the first layer", "in the last layer", "at the end"])
 def test_a_step_that_fails_at_one_rank_fails_at_all_and_the_next_one_succeeds(
-    rank: int, error: Exception, at: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, int], rank: int, error: Exception, at: str, two_runners: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, whole = _runner(tiny_model, 2), _runner(tiny_model, 1)
+    whole, runner = two_runners(*sizes)
     decoder, calls = runner._ranks[rank]._decoder, []
     name = {"before the first exchange": "_rotations", "at the end": "outputs"}.get(at, "_gated")
     kept = getattr(decoder, name)
 
     def fail(*given: Any) -> Any:
         calls.append(None)
-        if len(calls) == (2 if at == "in the last layer" else 1):
+        if len(calls) == (2 if at == "in the last layer" else 1):  # or in the second micro-batch
             raise error
         return kept(*given)
 
-    track = Track([5, 7, 11], [1])
+    tracks = [Track([5, 7, 11], [1]), Track([13, 17], [2])]
     failing = type("Failing", (), {"items": fail})() if name == "_rotations" else fail
     with monkeypatch.context() as patched:
         patched.setattr(decoder, name, failing)
         # All ranks lack memory then; which of them says so does not matter.
         with pytest.raises(type(error), match="memory|too large" if isinstance(error, MemoryError) else "odd"):
-            runner.submit(plan_of([(track, 3)], rows_of(1))).result()
-    results = [tokens_of_step(each, [(Track([5, 7, 11], [1]), 3)], rows_of(1)) for each in (runner, whole)]
+            runner.submit(plan_of([(tracks[0], 3), (tracks[1], 2)], rows_of(2))).result()
+    plan = plan_of([(tracks[0], 3), (tracks[1], 2)], rows_of(2))
+    results = [each.submit(plan).result().tokens for each in (runner, whole)]
     np.testing.assert_array_equal(*results)
+
+
+@pytest.fixture(scope="module")
+def two_runners(tiny_model: Path) -> Callable[[int, int], tuple[Any, Any]]:
+    """Return a runner of one rank and one of several."""
+
+    @cache
+    def make(size: int, num_stages: int) -> tuple[Any, Any]:
+        return _runner(tiny_model, 1), _runner(tiny_model, size, pipeline_parallel_size=num_stages)
+
+    return make
+
+
+def test_sequences_that_share_a_block_which_a_step_fills_are_in_one_micro_batch() -> None:
+    """The first fills blocks 1 and 2, which the fourth reads; the third reads a block that is full already."""
+    tables = [[1, 2, 3], [4, 5, 0], [9, 6, 0], [1, 2, 7]]
+    dones, counts = (0, 16, 16, 32), (40, 3, 1, 1)
+    tracks = [Track([*range(48)], table, done=done) for table, done in zip(tables, dones, strict=True)]
+    plan = plan_of(zip(tracks, counts, strict=True), rows_of(4))
+    batches = micro_batches(plan, plan.sample_tokens.astype(np.int64), 16, 2)
+    assert [batch.rows.tolist() for batch in batches] == [[0, 3], [1, 2]]
+    assert [batch.tokens.tolist() for batch in batches] == [[39, 40], [2, 3]]
+    assert [batch.plan.query_starts.tolist() for batch in batches] == [[0, 40, 41], [0, 3, 4]]
+    assert batches[1].plan.block_tables.tolist() == tables[1:3]
+    assert len(micro_batches(plan, plan.sample_tokens.astype(np.int64), 16, 9)) == 3
 
 
 def test_sums_are_the_same_to_the_last_bit_on_each_rank() -> None:
