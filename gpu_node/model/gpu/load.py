@@ -85,7 +85,8 @@ def load_gpu(
     limits = Limits(
         *sizes_of_steps, options.deterministic, options.max_num_batched_tokens, enforce_eager=options.enforce_eager
     )
-    runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes, host_ranks)
+    capturing = partial(progress, "capture")
+    runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes, capturing, host_ranks)
     if device.is_gpu:
         # Before the first request arrives.
         runner.compile_eager_steps()
