@@ -45,9 +45,11 @@ class RunnerSettings(BaseModel):
     """What computes the model. gpu or cuda: a CUDA GPU; native: C++ kernels on the CPU; torch: PyTorch on the CPU;
     cpu: native, else torch. auto: a GPU if there is one, else as cpu."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that compute each layer together: each has a part of its heads and matrices."""
+    """Ranks that compute each layer together, each with a part of its heads and matrices; runner torch only. They
+    divide num_threads and the KV cache among themselves."""
     pipeline_parallel_size: int = Field(default=1, ge=1)
-    """Stages of a pipeline, each with some of the layers. A single stream keeps one stage busy at a time."""
+    """Stages of a pipeline, each with some of the layers; runner torch only. A single stream keeps one stage busy at a
+    time."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights, of the shape in the model folder's config.json or of a known one: llama-8b, llama-3b,
     llama-1b, qwen3-0.6b, tiny. Without a tokenizer in that folder, tokens are bytes. auto: the weights of the model's

@@ -40,12 +40,14 @@ class TurnTakingRunner:
     @property
     def cache_sizes(self) -> CacheSizes:
         """Those of rank 0."""
-        return self.runners[0].cache_sizes
+        sizes: CacheSizes = self.runners[0].cache_sizes
+        return sizes
 
     @property
     def placement(self) -> Placement:
         """On no GPU."""
-        return self.runners[0].placement
+        placement: Placement = self.runners[0].placement
+        return placement
 
     def bind_thread(self) -> None:
         """Do nothing."""
@@ -56,6 +58,7 @@ class TurnTakingRunner:
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Return the logits, which all ranks must have alike."""
+        first: NDArray[np.float32]
         first, *others = self.on_all(lambda rank: self.runners[rank].logits(plan))
         assert all(np.array_equal(first, other) for other in others)
         return first
@@ -75,6 +78,7 @@ class _TurnStep:
         self._steps = steps
 
     def result(self) -> StepResult:
+        first: StepResult
         first, *others = self._runner.on_all(lambda rank: self._steps[rank].result())
         assert all(np.array_equal(first.tokens, other.tokens) for other in others)
         return first

@@ -136,7 +136,8 @@ def test_kv_heads_that_no_rank_can_have_whole_are_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_another_runner_refuses_ranks_by_name(name: str, tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=f"{name} 2 needs runner torch"):
-        _runner(tiny_model, **{"size": 1, "runner": "native", "dtype": "bfloat16", name: 2})
+        options: dict[str, Any] = {"runner": "native", "dtype": "bfloat16", name: 2}
+        _runner(tiny_model, 1, **options)
 
 
 PLACES = ("before the first exchange", "in the first layer", "in the last layer", "at the end")
@@ -156,7 +157,8 @@ def test_a_step_that_fails_at_one_rank_fails_at_all_and_the_next_one_succeeds(
     sizes: tuple[int, int], rank: int, error: Exception, at: str, two_runners: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, runner = two_runners(*sizes)
-    decoder, calls = runner._ranks[rank]._decoder, []
+    decoder = runner._ranks[rank]._decoder
+    calls: list[None] = []
     name = {"before the first exchange": "_rotations", "at the end": "outputs"}.get(at, "_gated")
     kept = getattr(decoder, name)
 
