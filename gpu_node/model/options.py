@@ -44,12 +44,6 @@ class RunnerSettings(BaseModel):
     runner: Literal["auto", "gpu", "cuda", "cpu", "native", "torch"] = "auto"
     """What computes the model. gpu or cuda: a CUDA GPU; native: C++ kernels on the CPU; torch: PyTorch on the CPU;
     cpu: native, else torch. auto: a GPU if there is one, else as cpu."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that compute each layer together, each with a part of its heads and matrices; runner torch only. They
-    divide num_threads and the KV cache among themselves."""
-    pipeline_parallel_size: int = Field(default=1, ge=1)
-    """Stages of a pipeline, each with some of the layers; runner torch only. A single stream keeps one stage busy at a
-    time."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights, of the shape in the model folder's config.json or of a known one: llama-8b, llama-3b,
     llama-1b, qwen3-0.6b, tiny. Without a tokenizer in that folder, tokens are bytes. auto: the weights of the model's
@@ -96,6 +90,12 @@ class RunnerSettings(BaseModel):
     """Maximum rank of a LoRA adapter."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads that compute the model; default: one per core that CPU affinity and quota allow."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Ranks that compute each step together, each with a part of the weights and of the KV cache; runner torch only.
+    They divide num_threads among themselves."""
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Stages of a pipeline, each with some of the layers; runner torch only. A single stream keeps one stage busy at a
+    time."""
     reserved_cores: int = Field(default=0, ge=0)
     """Cores to leave to other processes if num_threads is not set; at least one thread computes."""
     weight_cache: bool = True

@@ -26,7 +26,7 @@ from penstock.gpu_node.model.torch_common.exchanges import Agreement
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
-from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator, RanksLostError
+from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, BrokenExchangeError, Communicator
 from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.dependent import dependent_launches
@@ -223,14 +223,14 @@ class GpuRunner:
         """Start a step.
 
         With several ranks, an error ends them all: the GPUs of the others wait for an exchange that never comes. So it
-        is raised as RanksLostError.
+        is raised as BrokenExchangeError.
         """
         if self._decoder.part.size == 1:
             return self._submit(plan)
         try:
             return self._submit(plan)
         except Exception as error:
-            raise RanksLostError(f"a step failed at rank {self._decoder.part.rank}: {error}") from error
+            raise BrokenExchangeError(f"a step failed at rank {self._decoder.part.rank}: {error}") from error
 
     @translate_out_of_memory()
     @torch.inference_mode()

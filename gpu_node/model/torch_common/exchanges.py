@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
-from penstock.gpu_node.model.torch_common.ranks import ALONE, Communicator, RankLinks, RanksLostError
+from penstock.gpu_node.model.torch_common.ranks import ALONE, BrokenExchangeError, Communicator, RankLinks
 
 log = logging.getLogger(__package__)
 
@@ -104,7 +104,7 @@ class Exchanges:
         """Do `work`, which makes the planned exchanges in order, without those of no numbers.
 
         If it fails at any rank, raises at all of them: MemoryError if all failures are MemoryErrors, else the rank's
-        own error or RankFailedError. Raises RanksLostError if another rank is gone.
+        own error or RankFailedError. Raises BrokenExchangeError if another rank is gone.
         """
         if self.is_alone:
             return work()
@@ -116,7 +116,7 @@ class Exchanges:
         try:
             with translate_out_of_memory():
                 result = work()
-        except RanksLostError:
+        except BrokenExchangeError:
             raise
         except Exception as error:
             failure = error
@@ -206,7 +206,7 @@ class Agreement:
         self._is_lost = False
 
     def note(self, tokens: Tensor) -> None:
-        """Note the tokens of a step, in the order of steps. Raises RanksLostError if the ranks differ, then always."""
+        """Note the tokens of a step, in the order of steps. Raises BrokenExchangeError if the ranks differ, then always."""
         if self._ranks.size == 1:
             return
         self._num_noted += 1
@@ -215,4 +215,4 @@ class Agreement:
             digests = self._ranks.all_gather(torch.tensor([self._digest]))
             self._is_lost |= bool((digests != digests[0]).any())
         if self._is_lost:
-            raise RanksLostError("the ranks sampled different tokens")
+            raise BrokenExchangeError("the ranks sampled different tokens")

@@ -21,7 +21,7 @@ _TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others at an exchange; the first step of a lazily read model takes long."""
 
 
-class RanksLostError(RuntimeError):
+class BrokenExchangeError(RuntimeError):
     """An exchange did not come to its end, because another rank is gone. The group cannot compute any more."""
 
 
@@ -32,7 +32,7 @@ class RankFailedError(RuntimeError):
 class Communicator(Protocol):
     """One rank's connection to all ranks. They make the same exchanges in the same order, with equal shapes.
 
-    Methods raise RanksLostError. Tensors are contiguous; the caller does not use them afterwards.
+    Methods raise BrokenExchangeError. Tensors are contiguous; the caller does not use them afterwards.
     """
 
     @property
@@ -144,7 +144,7 @@ class ThreadRanks:
         try:
             place.copy_(self._shared.mail[rank, self.rank].get(timeout=_TIMEOUT.total_seconds()))
         except Empty as error:
-            raise RanksLostError(f"rank {rank} did not send") from error
+            raise BrokenExchangeError(f"rank {rank} did not send") from error
 
     def _exchanged(self, x: Tensor) -> list[Tensor]:
         table = self._shared.tables[self._count % 2]
@@ -153,7 +153,7 @@ class ThreadRanks:
         try:
             self._shared.meeting.wait(_TIMEOUT.total_seconds())
         except threading.BrokenBarrierError as error:
-            raise RanksLostError("another rank did not come to an exchange") from error
+            raise BrokenExchangeError("another rank did not come to an exchange") from error
         return list(table)
 
 
@@ -238,7 +238,7 @@ def linked_threads(tensor_size: int, num_stages: int = 1) -> list[RankLinks]:
 def joined(folder: Path, rank: int, tensor_size: int, num_stages: int = 1) -> Iterator[RankLinks]:
     """Join the ranks on this host that name the same folder, until the context ends. Computation is on the CPU.
 
-    folder: an empty one that only this user may enter. Raises RanksLostError if a rank does not come in time.
+    folder: an empty one that only this user may enter. Raises BrokenExchangeError if a rank does not come in time.
     """
     size = tensor_size * num_stages
     with _process_group("gloo", folder, rank, size):
@@ -272,4 +272,4 @@ def _process_group(backend: str, folder: Path, rank: int, size: int, **options: 
 class _translate_losses(AbstractContextManager[None]):  # noqa: N801 a context manager is used like a function
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
-            raise RanksLostError(f"an exchange between ranks failed: {error}") from error
+            raise BrokenExchangeError(f"an exchange between ranks failed: {error}") from error

@@ -32,7 +32,7 @@ from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.graphs import GraphShapes, StepShape
 from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.torch_common.exchanges import Agreement
-from penstock.gpu_node.model.torch_common.ranks import RanksLostError, ThreadRanks
+from penstock.gpu_node.model.torch_common.ranks import BrokenExchangeError, ThreadRanks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are threads on the CPU")
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 12, "max_model_len": 64, "max_num_seqs": 4}
@@ -142,7 +142,7 @@ def test_ranks_that_sample_different_tokens_are_noticed_and_stay_lost() -> None:
             try:
                 agreement.note(torch.tensor([step, 7 + (step == 5) * ranks.rank]))
                 lost.append(False)
-            except RanksLostError:
+            except BrokenExchangeError:
                 lost.append(True)
         return lost
 
