@@ -41,7 +41,7 @@ from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes, MatrixName
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.torch_common.norm import Norm
-from penstock.gpu_node.model.torch_common.ranks import Communicator, ProcessRanks, joined, joined_gpus
+from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator, ProcessRanks, joined, joined_gpus
 
 Rows = Iterator[dict[str, Any]]
 SIZE = 2
@@ -61,10 +61,10 @@ def check_group_of_one(name: str, spec: ModelSpec, device: Device, rows: int) ->
     dtype = torch.bfloat16 if device.is_gpu else torch.float32
     with _group_of_one(device) as ranks:
         models = []
-        for each in ({"ranks": ranks}, {}):
+        for each in (ranks, ONE_RANK):
             torch.manual_seed(0)
             usual: dict[str, Any] = {"dtype": dtype, "max_num_seqs": rows, "max_model_len": 512}
-            options = Options(**usual, num_blocks=40 * rows, **each)
+            options = Options(**usual, num_blocks=40 * rows, ranks=each)
             models.append(make_model(f"{name}, a group of one rank", spec, device, options))
         try:
             yield from check_equal(f"{name}: a group of one rank = no group", models[0], models[1], 20)
@@ -216,7 +216,7 @@ def cut(whole: GpuWeights, part: RankPart) -> GpuWeights:
         return q, k
 
     def layer_of(layer: LayerWeights) -> LayerWeights:
-        matrices = {name: matrix(name, getattr(layer, name)) for name in MATRICES}
+        matrices: dict[str, Any] = {name: matrix(name, getattr(layer, name)) for name in MATRICES}
         return replace(layer, head_norms=norms(layer), **matrices)
 
     def table(weight: Tensor) -> Tensor:

@@ -206,7 +206,10 @@ class Agreement:
         self._is_lost = False
 
     def note(self, tokens: Tensor) -> None:
-        """Note the tokens of a step, in the order of steps. Raises BrokenExchangeError if the ranks differ, then always."""
+        """Note the tokens of a step, in the order of steps.
+
+        Raises BrokenExchangeError if the ranks differ, and from then on always.
+        """
         if self._ranks.size == 1:
             return
         self._num_noted += 1

@@ -16,7 +16,7 @@ from fakes.runners.runner_options import runner_options
 from fixtures import interpreter
 
 from penstock.gpu_node.model.loading.load import find_model, load_found
-from penstock.gpu_node.model.protocol import CacheSizes, ModelRunner, Placement, StepHandle, StepPlan
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, ModelRunner, Placement, StepHandle, StepPlan
 from penstock.gpu_node.model.torch_common.ranks import RankLinks, joined
 
 
@@ -42,6 +42,10 @@ class FirstOfTwo:
 
     def bind_thread(self) -> None:
         """Do nothing."""
+
+    def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
+        """Refuse it: adapters are not sent."""
+        raise NotImplementedError
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step at both ranks."""
