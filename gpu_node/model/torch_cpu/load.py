@@ -21,8 +21,7 @@ from penstock.gpu_node.model.torch_common.positions import alibi_biases
 from penstock.gpu_node.model.torch_common.ranks import ALONE, RankLinks, linked_threads
 from penstock.gpu_node.model.torch_cpu.attention import PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
-from penstock.gpu_node.model.torch_cpu.rank_threads import RankThreads
-from penstock.gpu_node.model.torch_cpu.runner import TorchRunner
+from penstock.gpu_node.model.torch_cpu.runner import RankThreads, TorchRunner
 from penstock.gpu_node.model.torch_cpu.weights import can_prepack, map_weights
 from penstock.kernels.cpu.probe import usable_cores
 
