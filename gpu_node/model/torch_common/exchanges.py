@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -38,11 +38,13 @@ class Outcome(NamedTuple):
     """
 
     outputs: Tensor | None
-    """[num_logits, part of the vocabulary]; None if this rank has no head."""
+    """[num_logits, part of the vocabulary] in float32; None if this rank has no head."""
     hidden: Tensor | None
-    """[num_pooled, hidden]; None if this rank has no head."""
-    places: Sequence[Tensor] = ()
-    """At rank 0: for the outputs of each rank of the last stage, then for hidden states, unless they are its own."""
+    """[num_pooled, hidden] in float32; None if this rank has no head."""
+    places: Mapping[int, Tensor] = {}
+    """For the outputs of other ranks, by rank."""
+    hidden_place: Tensor | None = None
+    """For hidden states of the last stage."""
 
 
 class Exchanges:
@@ -133,38 +135,39 @@ class Exchanges:
         """
         if self._world.rank or self.is_alone:
             return outcome
-        outputs, hidden = shapes
-        num_outputs, num_hidden = self._tensor.size - (not self._last), int(bool(self._last and hidden[0]))
-        return outcome._replace(
-            places=[torch.empty(shape) for shape in (*[outputs] * num_outputs, *[hidden] * num_hidden)]
-        )
+        of_outputs, of_hidden = shapes
+        places = {rank: torch.empty(of_outputs) for rank in self._with_head if rank}
+        return outcome._replace(places=places, hidden_place=torch.empty(of_hidden) if self._last else None)
 
     def collected(self, outcome: Outcome) -> tuple[Tensor, Tensor] | None:
         """Return at rank 0 the outputs of the whole head and the hidden states; None at other ranks. After `run`."""
-        outputs, hidden, places = outcome
-        if self.is_alone and outputs is not None and hidden is not None:
-            return outputs, hidden
         if self._world.rank:
-            if outputs is not None and hidden is not None:
-                self._send_to_first(outputs, hidden)
+            self._send_to_first(outcome)
             return None
-        own = [] if outputs is None else [outputs]
-        others = range(self._last or 1, self._last + self._tensor.size)
-        for place, rank in zip(places, others, strict=False):
-            if place.numel():
-                self._world.receive(place, rank)
+        outputs, hidden, places, hidden_place = outcome
+        for rank, place in places.items():
+            self._receive(place, rank)
+        if hidden_place is not None:
+            self._receive(hidden := hidden_place, self._last)
+        parts = [part for part in (outputs, *places.values()) if part is not None]
         if hidden is None:
-            # The rows of no hidden states have no place.
-            hidden = places[len(others)] if len(places) > len(others) else torch.empty(0, 0)
-            if hidden.numel():
-                self._world.receive(hidden, self._last)
-        return torch.cat([*own, *places[: len(others)]], dim=-1), hidden
+            raise InvariantError("the last stage has no hidden states")
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1), hidden
 
-    def _send_to_first(self, outputs: Tensor, hidden: Tensor) -> None:
-        if outputs.numel():
-            self._world.send(outputs.contiguous(), 0)
-        if hidden.numel() and self._world.rank == self._last:
-            self._world.send(hidden.float().contiguous(), 0)
+    @property
+    def _with_head(self) -> range:
+        """The ranks of the last stage."""
+        return range(self._last, self._world.size)
+
+    def _send_to_first(self, outcome: Outcome) -> None:
+        if outcome.outputs is not None and outcome.outputs.numel():
+            self._world.send(outcome.outputs, 0)
+        if self._last == self._world.rank and outcome.hidden is not None and outcome.hidden.numel():
+            self._world.send(outcome.hidden, 0)
+
+    def _receive(self, place: Tensor, rank: int) -> None:
+        if place.numel():
+            self._world.receive(place, rank)
 
     def _is_made(self, one: Exchange) -> bool:
         return one.kind in ("send", "receive") or self._tensor.size > 1

@@ -172,7 +172,7 @@ class TorchRunner:
             if hidden is not None:
                 count = int(np.searchsorted(batch.rows, num_logits))
                 outputs.append(decoder.outputs(hidden[:count]))
-                states.append(hidden[count:])
+                states.append(hidden[count:].float())
         if len(outputs) < 2:
             return Outcome(outputs[0], states[0]) if outputs else Outcome(None, None)
         rows = [torch.from_numpy(batch.rows) for batch in batches]
@@ -201,7 +201,7 @@ class TorchRunner:
         sampled_s = time.perf_counter()
         spans_s = computed_s - copied_s, sampled_s - computed_s, copied_s - begun_s
         forward_ms, sample_ms, copy_ms = (span_s * 1e3 for span_s in spans_s)
-        states = None if pooled is None else hidden.float().numpy()
+        states = None if pooled is None else hidden.numpy()
         return StepResult(tokens, forward_ms, sample_ms, copy_ms, logprobs, scores, states)
 
     def _copy(self, copies: NDArray[np.int32]) -> None:
