@@ -23,7 +23,7 @@ class RankFailedError(RuntimeError):
     """A step failed at another rank. The next step may succeed."""
 
 
-class Exchange(NamedTuple):
+class PlannedExchange(NamedTuple):
     """An exchange of a step, by its kind and the shape of its tensor."""
 
     kind: Literal["sum", "from_first", "send", "receive"]
@@ -31,7 +31,7 @@ class Exchange(NamedTuple):
     columns: int
 
 
-class Outcome(NamedTuple):
+class RankOutputs(NamedTuple):
     """What a step has computed: outputs of the head, and hidden states that are wanted themselves.
 
     At rank 0 also memory for those of other ranks, which come once it is known that no rank failed.
@@ -102,7 +102,7 @@ class Exchanges:
         self._world.receive(x, self._world.rank - self._tensor.size)
         return x
 
-    def run(self, planned: Sequence[Exchange], work: Callable[[], Result]) -> Result:
+    def run(self, planned: Sequence[PlannedExchange], work: Callable[[], Result]) -> Result:
         """Do `work`, which makes the planned exchanges in order, without those of no numbers.
 
         If it fails at any rank, raises at all of them: MemoryError if all failures are MemoryErrors, else the rank's
@@ -128,7 +128,7 @@ class Exchanges:
         self._vote(failure)
         return result
 
-    def place_for_others(self, outcome: Outcome, shapes: Sequence[tuple[int, int]]) -> Outcome:
+    def place_for_others(self, outcome: RankOutputs, shapes: Sequence[tuple[int, int]]) -> RankOutputs:
         """Add the memory that collecting takes, as the last part of the work of `run`.
 
         shapes: of a rank's outputs, and of the hidden states.
@@ -139,7 +139,7 @@ class Exchanges:
         places = {rank: torch.empty(of_outputs) for rank in self._with_head if rank}
         return outcome._replace(places=places, hidden_place=torch.empty(of_hidden) if self._last else None)
 
-    def collected(self, outcome: Outcome) -> tuple[Tensor, Tensor] | None:
+    def collected(self, outcome: RankOutputs) -> tuple[Tensor, Tensor] | None:
         """Return at rank 0 the outputs of the whole head and the hidden states; None at other ranks. After `run`."""
         if self._world.rank:
             self._send_to_first(outcome)
@@ -159,7 +159,7 @@ class Exchanges:
         """The ranks of the last stage."""
         return range(self._last, self._world.size)
 
-    def _send_to_first(self, outcome: Outcome) -> None:
+    def _send_to_first(self, outcome: RankOutputs) -> None:
         if outcome.outputs is not None and outcome.outputs.numel():
             self._world.send(outcome.outputs, 0)
         if self._last == self._world.rank and outcome.hidden is not None and outcome.hidden.numel():
@@ -169,10 +169,10 @@ class Exchanges:
         if place.numel():
             self._world.receive(place, rank)
 
-    def _is_made(self, one: Exchange) -> bool:
+    def _is_made(self, one: PlannedExchange) -> bool:
         return one.kind in ("send", "receive") or self._tensor.size > 1
 
-    def _make_the_rest(self, planned: Sequence[Exchange]) -> None:
+    def _make_the_rest(self, planned: Sequence[PlannedExchange]) -> None:
         for kind, rows, columns in planned:
             # Sent tensors are not copied.
             x = self._spare[: rows * columns].view(rows, columns)

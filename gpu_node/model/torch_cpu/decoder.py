@@ -12,7 +12,7 @@ from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.spec import Activation, Rope
 from penstock.gpu_node.model.protocol import StepPlan
-from penstock.gpu_node.model.torch_common.exchanges import Exchange, Exchanges
+from penstock.gpu_node.model.torch_common.exchanges import Exchanges, PlannedExchange
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.torch_common.lora import AdaptedRows, TorchAdapters
 from penstock.gpu_node.model.torch_common.norm import Norm
@@ -53,19 +53,19 @@ class Decoder:
         spec, logits = self._spec, outputs[:, : self._spec.vocab_size] * self._spec.logit_scale
         return logits if spec.logit_cap is None else spec.logit_cap * torch.tanh(logits / spec.logit_cap)
 
-    def planned_exchanges(self, num_tokens: int, num_wanted: int) -> list[Exchange]:
+    def planned_exchanges(self, num_tokens: int, num_wanted: int) -> list[PlannedExchange]:
         """Return the exchanges of `hidden` in order, for a step of `num_tokens`, of which `num_wanted` are wanted."""
         spec = self._spec
-        planned = [Exchange("sum" if self._part.is_first else "receive", num_tokens, spec.hidden_size)]
+        planned = [PlannedExchange("sum" if self._part.is_first else "receive", num_tokens, spec.hidden_size)]
         for i in range(spec.num_layers):
             rows = num_wanted if self._is_end(i) else num_tokens
             if spec.joint_head_norms:
-                planned.append(Exchange("sum", num_tokens, 2))
-            planned.append(Exchange("sum", rows, spec.hidden_size))
+                planned.append(PlannedExchange("sum", num_tokens, 2))
+            planned.append(PlannedExchange("sum", rows, spec.hidden_size))
             if spec.experts is not None:
-                planned.append(Exchange("from_first", rows, spec.experts.count))
-            planned.append(Exchange("sum", rows, spec.hidden_size))
-        return planned if self._part.is_last else [*planned, Exchange("send", num_tokens, spec.hidden_size)]
+                planned.append(PlannedExchange("from_first", rows, spec.experts.count))
+            planned.append(PlannedExchange("sum", rows, spec.hidden_size))
+        return planned if self._part.is_last else [*planned, PlannedExchange("send", num_tokens, spec.hidden_size)]
 
     def hidden(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor | None:
         """Store the step's keys and values and return the hidden states of `tokens` after the final norm.

@@ -23,7 +23,7 @@ from penstock.gpu_node.model.protocol import (
     StepPlan,
     StepResult,
 )
-from penstock.gpu_node.model.torch_common.exchanges import Outcome, RankFailedError
+from penstock.gpu_node.model.torch_common.exchanges import RankFailedError, RankOutputs
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.micro_batches import MicroBatch, micro_batches
@@ -147,7 +147,7 @@ class TorchRunner:
         decoder, exchanges, part = self._decoder, self._decoder.exchanges, self._part
         batches = micro_batches(plan, tokens, self._block_size, part.num_stages)
 
-        def compute() -> tuple[Outcome, float]:
+        def compute() -> tuple[RankOutputs, float]:
             if len(plan.copies):
                 self._copy(plan.copies)
             copied_s = time.perf_counter()
@@ -164,7 +164,7 @@ class TorchRunner:
         collected = exchanges.collected(outcome)
         return None if collected is None else _Computed(decoder.logits(collected[0]), collected[1], copied_s)
 
-    def _outcome(self, batches: list[MicroBatch], num_logits: int) -> Outcome:
+    def _outcome(self, batches: list[MicroBatch], num_logits: int) -> RankOutputs:
         """Compute micro-batches one after another."""
         decoder, outputs, states = self._decoder, [], []
         for batch in batches:
@@ -174,12 +174,12 @@ class TorchRunner:
                 outputs.append(decoder.outputs(hidden[:count]))
                 states.append(hidden[count:].float())
         if len(outputs) < 2:
-            return Outcome(outputs[0], states[0]) if outputs else Outcome(None, None)
+            return RankOutputs(outputs[0], states[0]) if outputs else RankOutputs(None, None)
         rows = [torch.from_numpy(batch.rows) for batch in batches]
         is_output = [some < num_logits for some in rows]
         of_outputs = torch.cat([some[own] for some, own in zip(rows, is_output, strict=True)])
         of_states = torch.cat([some[~own] for some, own in zip(rows, is_output, strict=True)])
-        return Outcome(torch.cat(outputs)[of_outputs.argsort()], torch.cat(states)[of_states.argsort()])
+        return RankOutputs(torch.cat(outputs)[of_outputs.argsort()], torch.cat(states)[of_states.argsort()])
 
     @translate_out_of_memory()
     @torch.inference_mode()
