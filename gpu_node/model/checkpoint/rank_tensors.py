@@ -15,8 +15,8 @@ from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLay
 class RankTensors(DecoderTensors):
     """Finds the tensors of a decoder and cuts them for a rank.
 
-    Matrices are cut by rows, except those behind attention and inside an MLP, which are cut by columns: the products of
-    all ranks are added up there, so only rank 0 has their biases.
+    Most matrices are cut by rows. Those behind the attention, and the second ones of MLPs, are cut by columns. There the
+    products of all ranks are added up, so only rank 0 has the biases.
     """
 
     def __init__(self, checkpoint: Checkpoint, part: RankPart) -> None:

@@ -25,10 +25,6 @@ class BrokenExchangeError(RuntimeError):
     """An exchange did not come to its end, because another rank is gone. The group cannot compute any more."""
 
 
-class RankFailedError(RuntimeError):
-    """A step failed at another rank. The next step may succeed."""
-
-
 class Communicator(Protocol):
     """One rank's connection to all ranks. They make the same exchanges in the same order, with equal shapes.
 
