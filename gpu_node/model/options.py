@@ -91,11 +91,14 @@ class RunnerSettings(BaseModel):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads that compute the model; default: one per core that CPU affinity and quota allow."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Ranks that compute each step together, each with a part of the weights and of the KV cache; runner torch only.
-    They divide num_threads among themselves."""
+    """Ranks that compute each step together, each with a part of the weights and of the KV cache: processes on the
+    native runner, threads on runner torch. They divide num_threads among themselves."""
     pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
     """Stages of a pipeline, each with some of the layers; runner torch only. A single stream keeps one stage busy at a
     time."""
+    rank_stall_s: float = Field(default=5.0, gt=0.0, allow_inf_nan=False)
+    """Seconds for which a rank of the native runner may stand still while all others wait for it. Then it counts as
+    hung, and all of them are started again."""
     reserved_cores: int = Field(default=0, ge=0)
     """Cores to leave to other processes if num_threads is not set; at least one thread computes."""
     weight_cache: bool = True
@@ -117,6 +120,8 @@ class RunnerSettings(BaseModel):
 class RunnerOptions(RunnerSettings):
     """All settings that a runner is built with."""
 
+    lease_ms: int = Field(default=15_000, ge=1)
+    """Milliseconds without a sign of life of the engine's process after which the other ranks end."""
     lora: dict[AdapterName, Path] = Field(default={})
     """LoRA adapters by name: folders in PEFT's format."""
 

@@ -140,6 +140,11 @@ class RankAdapter:
     _part: RankPart
 
     @property
+    def name(self) -> str:
+        """The name of the whole adapter."""
+        return self._whole.name
+
+    @property
     def digest(self) -> str:
         """The digest of the whole adapter."""
         return self._whole.digest

@@ -51,8 +51,6 @@ def load_gpu(
     Raises ConfigError for a missing or unsupported feature.
     """
     ranks, host_ranks = links
-    if options.pipeline_parallel_size > 1:
-        raise ConfigError("pipeline_parallel_size on a GPU must be 1: only runner torch has stages")
     if options.tensor_parallel_size != ranks.size:
         raise ConfigError(f"tensor_parallel_size {options.tensor_parallel_size} on a GPU needs a process for each rank")
     device, part = Device(_device()), RankPart(described.spec, ranks.rank, ranks.size, vocab_multiple=HEAD_ROWS)

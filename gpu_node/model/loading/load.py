@@ -128,6 +128,11 @@ def _load(
     described: Description, options: RunnerOptions, progress: Progress, links: RankLinks | None
 ) -> tuple[ModelRunner, str]:
     """Return the runner and the name of its arithmetic (`LoadedModel.arithmetic`)."""
+    if options.pipeline_parallel_size > 1 and options.runner != "torch":
+        setting = "pipeline_parallel_size"
+        raise ConfigError(f"{setting} {options.pipeline_parallel_size} needs runner torch", param=setting)
+    if options.tensor_parallel_size > 1 and options.runner in ("auto", "cpu", "native"):
+        return _load_ranks(described, options, progress)
     if options.runner == "gpu" or (options.runner == "auto" and _has_gpu()):
         missing = ", ".join(special_features(described.spec))
         if not missing:
@@ -138,9 +143,6 @@ def _load(
         if options.runner == "gpu":
             raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
         log.warning("the CPU computes, not the GPU", extra={"reason": reason})
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if options.runner != "torch" and getattr(options, name) > 1:
-            raise ConfigError(f"{name} {getattr(options, name)} needs runner torch", param=name)
     if options.runner != "torch":
         try:
             return load_native(described, options, progress)
@@ -154,6 +156,16 @@ def _load(
     if links is not None:
         return load_torch_rank(described, options, progress, links)
     return load_torch(described, options, progress)
+
+
+def _load_ranks(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
+    """Load a model that several ranks of the native runner compute together."""
+    setting = f"tensor_parallel_size {options.tensor_parallel_size}"
+    try:
+        return load_native(described, options, progress)
+    except NativeUnavailableError as error:
+        remedy = f"{error.remedy}, or use runner torch, which is slower"
+        raise ConfigError(f"{setting} needs the native runner: {error}; remedy: {remedy}") from error
 
 
 def special_features(spec: ModelSpec) -> tuple[str, ...]:

@@ -133,11 +133,9 @@ def test_kv_heads_that_no_rank_can_have_whole_are_refused(tmp_path: Path) -> Non
         _runner(folder, 4)
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_another_runner_refuses_ranks_by_name(name: str, tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{name} 2 needs runner torch"):
-        options: dict[str, Any] = {"runner": "native", "dtype": "bfloat16", name: 2}
-        _runner(tiny_model, 1, **options)
+def test_another_runner_refuses_stages_by_name(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_size 2 needs runner torch"):
+        _runner(tiny_model, 1, runner="native", dtype="bfloat16", pipeline_parallel_size=2)
 
 
 PLACES = ("before the first exchange", "in the first layer", "in the last layer", "at the end")
