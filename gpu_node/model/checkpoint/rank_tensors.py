@@ -15,8 +15,8 @@ from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLay
 class RankTensors(DecoderTensors):
     """Finds the tensors of a decoder and cuts them for a rank.
 
-    Most matrices are cut by rows. Those behind the attention, and the second ones of MLPs, are cut by columns. There the
-    products of all ranks are added up, so only rank 0 has the biases.
+    Most matrices are cut by rows. Those behind the attention, and the second ones of MLPs, are cut by columns. There
+    the products of all ranks are added up, so only rank 0 has the biases.
     """
 
     def __init__(self, checkpoint: Checkpoint, part: RankPart) -> None:
