@@ -10,6 +10,7 @@ from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.webhook import EventType
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
+from penstock.producer.stored_batches.row_client import NoCounter, RowCounter
 from penstock.producer.stored_batches.stored_run import StoredBatchRun
 from penstock.queue.files.batch import BatchLease
 from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
@@ -32,10 +33,13 @@ _EVENT_OF: dict[str, EventType] = {
 class BatchHolder:
     """Runs batches in this process, while it sees the storage of their files."""
 
-    def __init__(self, client: AsyncClient, files: Files, batches: BatchRecords) -> None:
+    def __init__(
+        self, client: AsyncClient, files: Files, batches: BatchRecords, counter: RowCounter | None = None
+    ) -> None:
         self._client = client
         self._files = files
         self._batches = batches
+        self._counter = counter or NoCounter()
         self._lease_s = files.settings.batch_lease_s
         self._held: dict[asyncio.Task[None], BatchLease] = {}
         self._told = ""
@@ -90,7 +94,8 @@ class BatchHolder:
             batch = await self._batches.find(lease.batch_id)
             lease.status, lease.is_paused = batch.status, batch.is_paused
             _LOG.info("a batch is run here", extra=facts | {"status": batch.status})
-            run = StoredBatchRun(self._client, self._files, self._batches, lease, batch, lambda: len(self._held))
+            services = self._client, self._files, self._batches
+            run = StoredBatchRun(*services, lease, batch, lambda: len(self._held), self._counter)
             await run.run()
             _LOG.info("a batch has ended", extra=facts)
         except BatchTakenError:
