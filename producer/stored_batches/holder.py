@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 
 from penstock.contract.errors import PenstockError, UnavailableError
@@ -57,7 +58,10 @@ class BatchHolder:
                     self._tell("Redis does not answer in time")
                 except PenstockError as error:
                     self._tell(error.message)
-                await asyncio.sleep(self._lease_s / LOOKS_PER_LEASE)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._lease_s / LOOKS_PER_LEASE):
+                        await self._batches.made.wait()
+                self._batches.made.clear()
         finally:
             leases = [*self._held.values()]
             await cancel_until_done([*self._held])

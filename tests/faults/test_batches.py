@@ -31,6 +31,7 @@ from penstock.contract.tenant import Terms
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
 from penstock.producer.files.settings import FilesSettings
+from penstock.producer.stored_batches import holder as stored_batches_holder
 from penstock.producer.stored_batches.holder import BatchHolder
 from penstock.producer.stored_batches.row_client import KEY_TTL_S
 from penstock.queue import keys, results
@@ -271,6 +272,20 @@ async def test_a_row_whose_result_cannot_be_read_fails_and_its_batch_ends(
         files.close()
     assert codes_in(tmp_path, batch.error_file_id) == ["unreadable_result"] * 2
     assert caplog.text.count("a stored result cannot be read") == 2
+
+
+async def test_the_process_that_makes_a_batch_runs_it_at_once(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would look for batches only after the time of this test."""
+    monkeypatch.setattr(stored_batches_holder, "LOOKS_PER_LEASE", 1 / (2 * TIMEOUT_S))
+    async with FakeNode(redis_url), AsyncClient(redis_url) as client, asyncio.timeout(TIMEOUT_S):
+        files = Files(FilesSettings(url=str(tmp_path), batch_lease_s=60), client.files)
+        holder = asyncio.create_task(BatchHolder(client, files, client.batches).run())
+        for _ in range(2):
+            await ended(client, await make_without_gateway(client, tmp_path, 3))
+        await cancel_until_done([holder])
+        files.close()
 
 
 def codes_in(folder: Path, file_id: str | None) -> list[str]:
