@@ -291,24 +291,23 @@ class BatchRun:
             freeze_at = self.rng.randrange(num_kills) if num_kills else -1
             for number in range(num_kills):
                 await asyncio.sleep(self.rng.uniform(0.3, 1.7) * every_s)
-                assert await self._is_open(api, batch_id), f"the batch has ended after {number} kills"
+                assert await self._ended(api, batch_id) is None, f"the batch has ended after {number} kills"
                 if number == freeze_at:
                     await self._freeze_holder(batch_id, freeze_s)
                 else:
                     await self._kill_one()
-            while await self._is_open(api, batch_id):
-                await asyncio.sleep(1)
-            await self.fleet.end()
-            while (ended := await self.entry.ended(api, batch_id)) is None:
+            while (ended := await self._ended(api, batch_id)) is None:
                 await asyncio.sleep(1)
             memory.cancel()
         return ended
 
-    async def _is_open(self, api: Api, batch_id: str) -> bool:
-        """Return whether the batch runs, by its record while no gateway does. A reading command is started anew."""
-        if self.fleet.holders is self.fleet.gateways:
-            return await self.entry.ended(api, batch_id) is None
-        return self._field(batch_id, "status") in {*OPEN_STATES, ""}
+    async def _ended(self, api: Api, batch_id: str) -> Ended | None:
+        """Return the ended batch; None while it runs, by its record if no gateway does. It may be called until then."""
+        if self.fleet.holders is not self.fleet.gateways:
+            if self._field(batch_id, "status") in {*OPEN_STATES, ""}:
+                return None
+            await self.fleet.end()
+        return await self.entry.ended(api, batch_id)
 
     async def _kill_one(self) -> None:
         kind = self.rng.choice(self.fleet.kinds)

@@ -64,7 +64,7 @@ class Fleet:
         """Note that a batch is made, and will be disturbed."""
 
     async def end(self) -> None:
-        """Note that all processes of the batch may end their work."""
+        """Note that the batch has ended: its result will be read."""
 
     def problems(self) -> list[str]:
         """Return what else was violated."""
