@@ -2,7 +2,7 @@
 
 The output and the error file together must have each row of the input once, with the text of an undisturbed run and its
 tokens counted once. The batch's holder, a gateway or a Celery worker, also sleeps through its lease once. With workers,
-a beat that is killed too sends a task each second. It prints what it measured and what was
+Celery's scheduler, which is killed too, sends a task each second. It prints what it measured and what was
 violated.
 """
 

@@ -1,4 +1,4 @@
-"""Celery workers that hold stored batches, and a beat that sends them tasks meanwhile; all of them are killed."""
+"""Celery workers that hold stored batches, and a scheduler that sends them tasks meanwhile; all of them are killed."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from faults.tools.soak_kills import Fleet
 from penstock.producer.batch.celery_app import KEY_PREFIX
 from penstock.producer.batch.installation import QUEUE
 
-MODEL_VARIABLE, EVERY_VARIABLE = "FAULTS_BEAT_MODEL", "FAULTS_BEAT_EVERY_S"
+MODEL_VARIABLE, EVERY_VARIABLE = "FAULTS_SCHEDULE_MODEL", "FAULTS_EVERY_S"
 _WORKER = ("worker", "--loglevel", "INFO", "--without-mingle", "--without-gossip")
 _POOLS = (("--pool", "threads", "--concurrency", "4"), ("--pool", "prefork", "--concurrency", "2"))
-_BEAT_EVERY_S = 1.0
+_EVERY_S = 1.0
 _LAST_TASKS_S = 120.0
 _RESULTS = f"{KEY_PREFIX}celery-task-meta-*"
 
 
 class CeleryProcess:
-    """A `celery` command of the app in `beat_app.py`, in a process group of its own."""
+    """A `celery` command of the app in `scheduled_app.py`, in a process group of its own."""
 
     def __init__(self, words: Sequence[str], log: Path, env: dict[str, str]) -> None:
         self._log = log
-        command = (sys.executable, "-m", "celery", "-A", "faults.tools.beat_app", *words)
+        command = (sys.executable, "-m", "celery", "-A", "faults.tools.scheduled_app", *words)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 command, env=os.environ | env, stdout=file, stderr=subprocess.STDOUT, process_group=0
@@ -62,9 +62,9 @@ class WorkerFleet(Fleet):
         super().__init__(redis, pool, **options)
         self._folder = folder
         self._num_celery = 0
-        self._env = {"PENSTOCK_REDIS_URL": redis.url, MODEL_VARIABLE: pool, EVERY_VARIABLE: str(_BEAT_EVERY_S)}
+        self._env = {"PENSTOCK_REDIS_URL": redis.url, MODEL_VARIABLE: pool, EVERY_VARIABLE: str(_EVERY_S)}
         self.workers: list[CeleryProcess] = []
-        self.beat: CeleryProcess | None = None
+        self.scheduler: CeleryProcess | None = None
 
     @property
     def holders(self) -> Sequence[Any]:
@@ -74,20 +74,20 @@ class WorkerFleet(Fleet):
     @property
     def kinds(self) -> Sequence[str]:
         """What may be killed."""
-        return ("worker", "worker", "worker", "beat", "node", "redis")
+        return ("worker", "worker", "worker", "scheduler", "node", "redis")
 
     async def begin(self) -> None:
         """Leave the batch to the workers."""
         for gateway in self.gateways:
             gateway.close()
         self.workers = [self._start_worker(place) for place in range(len(_POOLS))]
-        self.beat = self._start_beat()
+        self.scheduler = self._start_scheduler()
 
     async def end(self) -> None:
         """Let the workers end the tasks that they have, and serve the results."""
-        if self.beat is not None:
-            self.beat.close()
-            self.beat = None
+        if self.scheduler is not None:
+            self.scheduler.close()
+            self.scheduler = None
         self.gateways = [await self._start_gateway(place) for place in range(len(self.gateways))]
         async with asyncio.timeout(_LAST_TASKS_S):
             while self._num_open_tasks():
@@ -96,7 +96,7 @@ class WorkerFleet(Fleet):
     def close(self) -> None:
         """Kill all processes except Redis."""
         super().close()
-        for process in (*self.workers, *((self.beat,) if self.beat is not None else ())):
+        for process in (*self.workers, *((self.scheduler,) if self.scheduler is not None else ())):
             process.close()
 
     async def kill_worker(self, rng: random.Random) -> None:
@@ -108,28 +108,28 @@ class WorkerFleet(Fleet):
         self.workers[place].close()
         self.workers[place] = self._start_worker(place)
 
-    async def kill_beat(self, _: random.Random) -> None:
-        """Send SIGKILL to beat, and replace it."""
-        assert self.beat is not None
-        self.beat.close()
-        self.beat = self._start_beat()
+    async def kill_scheduler(self, _: random.Random) -> None:
+        """Send SIGKILL to the scheduler, and replace it."""
+        assert self.scheduler is not None
+        self.scheduler.close()
+        self.scheduler = self._start_scheduler()
 
     def problems(self) -> list[str]:
-        """Return what contradicts that each task of beat that a worker has taken has ended well, and once."""
+        """Return what contradicts that each scheduled task that a worker has taken has ended well, and once."""
         with self.redis.client() as redis:
             states = [json.loads(redis.get(name) or b"{}") for name in redis.keys(_RESULTS)]
         jobs = [one["result"]["id"] for one in states if one["status"] == "SUCCESS"]
         problems = [
-            f"a task of beat is {one['status']}: {one['result']}" for one in states if one["status"] != "SUCCESS"
+            f"a scheduled task is {one['status']}: {one['result']}" for one in states if one["status"] != "SUCCESS"
         ]
         if len(set(jobs)) != len(jobs) or not jobs:
-            problems.append(f"{len(jobs)} tasks of beat have {len(set(jobs))} jobs")
+            problems.append(f"{len(jobs)} scheduled tasks have {len(set(jobs))} jobs")
         return problems
 
     def measurements(self) -> dict[str, Measurement]:
-        """Return how many tasks of beat have ended."""
+        """Return how many scheduled tasks have ended."""
         with self.redis.client() as redis:
-            return {"tasks of beat": len(cast("list[bytes]", redis.keys(_RESULTS)))}
+            return {"scheduled tasks": len(cast("list[bytes]", redis.keys(_RESULTS)))}
 
     def _num_open_tasks(self) -> int:
         with self.redis.client() as redis:
@@ -139,7 +139,7 @@ class WorkerFleet(Fleet):
     def _start_worker(self, place: int) -> CeleryProcess:
         return self._start_celery((*_WORKER, "-n", f"w{place}@faults", *_POOLS[place]))
 
-    def _start_beat(self) -> CeleryProcess:
+    def _start_scheduler(self) -> CeleryProcess:
         return self._start_celery(("beat", "--schedule", str(self._folder / "schedule"), "--pidfile", ""))
 
     def _start_celery(self, words: Sequence[str]) -> CeleryProcess:
