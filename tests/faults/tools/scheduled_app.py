@@ -1,4 +1,4 @@
-"""The Celery app of the campaigns: that of penstock, with a schedule. `celery -A faults.tools.beat_app`."""
+"""The Celery app of the campaigns: that of penstock, with a schedule. `celery -A faults.tools.scheduled_app`."""
 
 import os
 from datetime import timedelta
