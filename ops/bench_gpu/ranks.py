@@ -69,8 +69,6 @@ def check_group_of_one(name: str, spec: ModelSpec, device: Device, rows: int) ->
         try:
             yield from check_equal(f"{name}: a group of one rank = no group", models[0], models[1], 20)
             yield from check_graphs(models[0], 20)
-            if device.is_gpu:
-                yield {"check": "a sum of 64 rows in a graph", "us": _sum_us(ranks, spec, device)}
         finally:
             # NCCL's connections may not end before the graphs that contain them.
             models.clear()
@@ -106,13 +104,18 @@ def check_processes(rank: int, folder: Path, name: str, *, dry: bool) -> Rows:
         if rank == 0:
             yield judge(f"{name}: logits of two processes", got, _reference(whole, spec, device), BOUNDS[dtype])
             yield judge_equal(f"{name}: the tokens of both", both[1], both[0])
+        if device.is_gpu:
+            sum_us = _sum_us(links.world, spec, device)
+            if rank == 0:
+                yield {"check": "a sum of 64 rows in a graph", "us": sum_us}
         del runner
         gc.collect()
 
 
 @contextmanager
 def _group_of_one(device: Device) -> Iterator[ProcessRanks]:
-    given: dict[str, Any] = {"device_id": device.torch} if device.is_gpu else {}
+    # NCCL wants the device's number.
+    given: dict[str, Any] = {"device_id": torch.device("cuda", torch.cuda.current_device())} if device.is_gpu else {}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = distributed.HashStore()  # type: ignore[attr-defined]
     backend = "nccl" if device.is_gpu else "gloo"
