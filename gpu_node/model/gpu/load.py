@@ -25,7 +25,7 @@ from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, peak_by
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.runner import FIXED_SPLITS, GpuRunner, Limits
 from penstock.gpu_node.model.gpu.weights import StoredLinearLoader, load_weights
-from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.options import RunnerOptions, gpu_number
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 
@@ -43,7 +43,8 @@ _GIB = 1 << 30
 @translate_out_of_memory()
 def load_gpu(described: Description, options: RunnerOptions, progress: Progress) -> tuple[GpuRunner, str]:
     """Return the runner and the name of its arithmetic. Raises ConfigError for a missing or unsupported feature."""
-    device = Device(_device())
+    device = Device(_device(gpu_number(options.runner)))
+    device.make_current()
     spec = described.spec
     name: str = options.dtype
     if name == "auto":
@@ -83,19 +84,25 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     return runner, "-".join((*parts, "deterministic") if options.deterministic else parts)
 
 
-def _device() -> torch.device:
+def _device(number: int | None) -> torch.device:
+    """Return the GPU of this number, None: the current one. Raises ConfigError if it is not there or too old."""
     if torch.cuda.is_available():
         # Before anything starts CUDA: the next lines do.
         _avoid_fragments()
-        device = torch.device("cuda", torch.cuda.current_device())
+        if number is not None and number >= (count := torch.cuda.device_count()):
+            last = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+            raise ConfigError(f"runner cuda:{number}: there is no such GPU; this process sees {last}", param="runner")
+        device = torch.device("cuda", torch.cuda.current_device() if number is None else number)
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         if capability < MIN_COMPUTE_CAPABILITY:
             has, wanted = (".".join(map(str, pair)) for pair in (capability, MIN_COMPUTE_CAPABILITY))
             raise ConfigError(f"runner gpu: {name} has compute capability {has}; at least {wanted} is needed")
         return device
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    name = "gpu" if number is None else f"cuda:{number}"
+    if os.environ.get("TRITON_INTERPRET") != "1" or number:
         raise ConfigError(
-            "runner gpu: torch sees no CUDA device (TRITON_INTERPRET=1 runs its kernels slowly on the CPU)"
+            f"runner {name}: torch sees no CUDA device (TRITON_INTERPRET=1 runs its kernels slowly on the CPU)",
+            param="runner",
         )
     return torch.device("cpu")
 

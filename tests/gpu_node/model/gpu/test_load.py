@@ -61,6 +61,42 @@ def test_gpu_runner_is_refused_without_a_gpu(tiny_model: Path, monkeypatch: pyte
         _load(tiny_model)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card is there")
+def test_a_gpu_by_its_number_is_not_replaced_by_the_interpreter(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="runner cuda:1: torch sees no CUDA device") as refused:
+        _load(tiny_model, runner="cuda:1")
+    assert refused.value.param == "runner"
+
+
+@pytest.mark.parametrize(("count", "seen"), [(1, "cuda:0"), (4, "cuda:0 to cuda:3")])
+def test_a_gpu_that_is_not_there_is_named(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, count: int, seen: str
+) -> None:
+    for name, value in {"is_available": True, "device_count": count}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(load, "_avoid_fragments", lambda: None)
+    with pytest.raises(ConfigError, match=f"runner cuda:4: there is no such GPU; this process sees {seen}$"):
+        _load(tiny_model, runner="cuda:4")
+
+
+def test_the_gpu_of_a_number_is_the_current_one_of_each_thread_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    facts: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_capability": lambda _: (9, 0),
+        "get_device_name": lambda _: "H100",
+        "set_device": chosen.append,
+        "Stream": lambda _: None,
+    }
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(load, "_avoid_fragments", lambda: None)
+    device = Device(load._device(1))
+    device.make_current()
+    assert chosen == [torch.device("cuda", 1)]
+
+
 def test_kv_cache_gets_what_the_largest_step_leaves_of_its_share_of_the_gpu() -> None:
     plain = {"total": 100 * GIB, "free": 80 * GIB, "peak": 6 * GIB, "utilization": 0.9}
     assert bytes_left(reserved=0, **plain) == (90 - 20 - 6) * GIB
