@@ -76,7 +76,7 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
         CommandEntry("dead", "penstock.cli.dead:app", "Show, retry or delete jobs that lost too many nodes"),
         CommandEntry("top", "penstock.cli.top.commands:top", "Show nodes, queues and tenants live"),
         CommandEntry(
-            "doctor", "penstock.cli.doctor:doctor", "Check this machine, its Redis and its nodes, with advice"
+            "doctor", "penstock.cli.machine.doctor:doctor", "Check this machine, its Redis and its nodes, with advice"
         ),
     ),
     "Measure": (

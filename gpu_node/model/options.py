@@ -13,6 +13,8 @@ from penstock.contract.adapters import AdapterName
 
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 """Exists where an NVIDIA driver is loaded. Reading settings must not import torch to ask it."""
+DEFAULT_KV_CACHE_GIB = 1.0
+"""On the CPU."""
 _Number = TypeVar("_Number", int, int | None)
 
 
@@ -45,12 +47,6 @@ def runner_name(given: str) -> str:
 def is_gpu(runner: str) -> bool:
     """Return whether the runner of this name computes on a GPU, whichever one."""
     return runner.partition(":")[0] == "gpu"
-
-
-def gpu_number(runner: str) -> int | None:
-    """Return the number of the GPU that a runner's name has, among those that the process sees; None: any."""
-    number = runner.partition(":")[2]
-    return int(number) if number else None
 
 
 def _number(value: object) -> object:
@@ -122,6 +118,17 @@ class RunnerSettings(BaseModel):
     """Cores to leave to other processes if num_threads is not set; at least one thread computes."""
     weight_cache: bool = True
     """Keep the native runner's packed weights in a cache file that all nodes of the machine map."""
+
+    @property
+    def wants_gpu(self) -> bool:
+        """Whether the setting `runner` asks for a GPU."""
+        return is_gpu(self.runner)
+
+    @property
+    def gpu_number(self) -> int | None:
+        """The number of the GPU that the setting `runner` asks for, among those that the process sees; None: any."""
+        number = self.runner.partition(":")[2]
+        return int(number) if number else None
 
     @field_validator("kv_cache_gib", mode="before")
     @classmethod

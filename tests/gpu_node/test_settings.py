@@ -69,7 +69,7 @@ def test_defaults_depend_on_the_runner(
 )
 def test_a_device_may_be_a_gpu_by_its_number(device: str, runner: str, number: int | None) -> None:
     config = EngineConfig.of("m", {"device": device})
-    assert (config.runner, options.gpu_number(config.runner)) == (runner, number)
+    assert (config.runner, config.gpu_number) == (runner, number)
     assert config.max_num_seqs == (256 if device.startswith(("cuda", "gpu")) else 64)
     assert engine_config(NodeSettings.load(model="m", redis_url="unix://x", runner=device)).runner == runner
 

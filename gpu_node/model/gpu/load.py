@@ -25,7 +25,7 @@ from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, peak_by
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.runner import FIXED_SPLITS, GpuRunner, Limits
 from penstock.gpu_node.model.gpu.weights import StoredLinearLoader, load_weights
-from penstock.gpu_node.model.options import RunnerOptions, gpu_number
+from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 
@@ -43,7 +43,7 @@ _GIB = 1 << 30
 @translate_out_of_memory()
 def load_gpu(described: Description, options: RunnerOptions, progress: Progress) -> tuple[GpuRunner, str]:
     """Return the runner and the name of its arithmetic. Raises ConfigError for a missing or unsupported feature."""
-    device = Device(_device(gpu_number(options.runner)))
+    device = Device(_device(options.gpu_number))
     device.make_current()
     spec = described.spec
     name: str = options.dtype

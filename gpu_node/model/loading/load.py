@@ -22,7 +22,7 @@ from penstock.gpu_node.model.checkpoint.revision import revision_of, stamps_of_s
 from penstock.gpu_node.model.checkpoint.source import ModelSource, OpenModel, Progress, open_model
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
-from penstock.gpu_node.model.options import RunnerOptions, is_gpu
+from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, WrittenTokenizer
 
 log = logging.getLogger(__package__)
@@ -122,14 +122,14 @@ def _open(model: str, options: RunnerOptions, progress: Progress, revision: str 
 
 def _load(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
     """Return the runner and the name of its arithmetic (`LoadedModel.arithmetic`)."""
-    if is_gpu(options.runner) or (options.runner == "auto" and _has_gpu()):
+    if options.wants_gpu or (options.runner == "auto" and _has_gpu()):
         missing = ", ".join(special_features(described.spec))
         if not missing:
             from penstock.gpu_node.model.gpu.load import load_gpu
 
             return load_gpu(described, options, progress)
         reason = f"{described.architecture} is not supported on a GPU, which has no {missing}"
-        if is_gpu(options.runner):
+        if options.wants_gpu:
             raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
         log.warning("the CPU computes, not the GPU", extra={"reason": reason})
     if options.runner != "torch":

@@ -14,11 +14,9 @@ import redis
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 
-from penstock.cli import doctor
-from penstock.cli.doctor import (
+from penstock.cli import services
+from penstock.cli.machine.doctor import (
     NODE_ADVICE,
-    Gpu,
-    GpuMachine,
     check_demo_model,
     check_extras,
     check_kernels,
@@ -27,9 +25,9 @@ from penstock.cli.doctor import (
     judge_node,
     judge_pool,
     judge_redis,
-    this_machine,
 )
 from penstock.contract.pool import NodePressure, PoolStats, QueueState
+from penstock.gpu_node.gpus import Gpu, GpuMachine, this_machine
 from penstock.gpu_node.service import health
 
 GOOD = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}
@@ -107,7 +105,7 @@ def test_missing_compiler_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_machine_without_the_packages_of_a_node_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(doctor, "_version_of", lambda package: None if package == "tokenizers" else "1.0")
+    monkeypatch.setattr(services, "version_of", lambda package: None if package == "tokenizers" else "1.0")
     assert check_kernels("avx2").level == "ok"
 
 
@@ -170,7 +168,7 @@ def test_output_of_nvidia_smi_is_parsed(tmp_path: Path, monkeypatch: pytest.Monk
 def test_missing_model_and_extras_are_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.files", lambda _: None)
     assert "pip install" in check_demo_model().advice
-    monkeypatch.setattr("penstock.cli.doctor._version_of", lambda _: None)
+    monkeypatch.setattr("penstock.cli.services.version_of", lambda _: None)
     assert {check.level for check in check_extras()} == {"warn"}
 
 
