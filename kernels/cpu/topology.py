@@ -73,7 +73,7 @@ def cpu_shares(num_shares: int, *, reserved: int = 0, system: Path = SYSTEM) -> 
     allowed = sorted(os.sched_getaffinity(0))
     usable = usable_cores() - reserved
     if usable < num_shares:
-        raise ValueError(f"{num_shares} need a core each, but only {max(0, usable)} may be used")
+        raise ValueError(f"{num_shares} processes need a core each, but only {max(0, usable)} may be used")
     cores = [core.cpus for core in cores_of(allowed, system)]
     units: Sequence[tuple[int, ...]] = cores if len(cores) >= num_shares else [(cpu,) for core in cores for cpu in core]
     cpus = [tuple(sorted(chain.from_iterable(units[start:end]))) for start, end in _spans(len(units), num_shares)]

@@ -67,7 +67,7 @@ def test_a_quota_and_reserved_cores_leave_fewer_threads(two_sockets: Path, monke
     monkeypatch.setattr(topology, "usable_cores", lambda: 3)
     assert [(len(share.cpus), share.num_threads) for share in cpu_shares(2, system=two_sockets)] == [(4, 2), (4, 1)]
     assert [share.num_threads for share in cpu_shares(2, reserved=1, system=two_sockets)] == [1, 1]
-    with pytest.raises(ValueError, match="2 need a core each, but only 1 may be used"):
+    with pytest.raises(ValueError, match="2 processes need a core each, but only 1 may be used"):
         cpu_shares(2, reserved=2, system=two_sockets)
 
 
