@@ -80,6 +80,7 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
         ),
     ),
     "Measure": (
+        CommandEntry("plan", "penstock.cli.machine.plan:plan", "Say which ranks and replicas of a model fit devices"),
         CommandEntry("bench", "penstock.cli.bench.commands:app", "Put load on a server and measure it"),
         CommandEntry("profile", "penstock.cli.profile:profile", "Record where the time of a running node goes"),
     ),

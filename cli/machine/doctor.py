@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from penstock.cli.demo_model import REMEDY, SIZE_MB, demo_model
+from penstock.cli.machine.plan import planned, summary
 from penstock.cli.output import AsJson, JsonArray
 from penstock.cli.services import missing_packages
 from penstock.contract.errors import ConfigError, PenstockError
@@ -69,7 +72,7 @@ def doctor(
     if url and all(check.level != "fail" for check in checks):
         checks += asyncio.run(check_nodes(url))
     checks += check_machine()
-    checks += [check_demo_model(), *check_extras()]
+    checks += [check_demo_model(), *check_plan(), *check_extras()]
     if as_json:
         with JsonArray() as array:
             array.add(*map(asdict, checks))
@@ -231,6 +234,22 @@ def check_demo_model() -> Check:
     except ConfigError:
         finding = f"the demo model is not installed; serve downloads it from the hub ({SIZE_MB} MB)"
         return Check("ok", "model", finding, f"without access to the hub: {REMEDY}")
+
+
+def check_plan() -> Iterator[Check]:
+    """Check whether the model of $PENSTOCK_NODE_MODEL, or the demo model, fits this machine. Nothing is downloaded."""
+    if missing_packages("node"):
+        return
+    try:
+        model = os.environ.get("PENSTOCK_NODE_MODEL") or str(demo_model())
+        if not Path(model).expanduser().exists():
+            return
+        found = planned({"model": model})
+    except ConfigError as error:
+        yield Check("warn", "plan", error.message, "penstock plan MODEL says more")
+        return
+    level: Literal["ok", "warn"] = "warn" if found.best is None else "ok"
+    yield Check(level, "plan", summary(found), "" if found.best else f"penstock plan {model} lists what was tried")
 
 
 def check_extras(extras: Sequence[str] = EXTRAS) -> Iterator[Check]:

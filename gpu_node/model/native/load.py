@@ -52,7 +52,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     _check(described, options)
     isa, library = _kernels(progress)
     spec, kv_format = described.spec, _KV_FORMATS[options.kv_cache_dtype]
-    sizes = cache_sizes(described, options, _kv_token_bytes(spec, kv_format))
+    token_bytes = spec.num_layers * spec.num_kv_heads * kv_head_bytes(spec, options.kv_cache_dtype)
+    sizes = cache_sizes(described, options, token_bytes)
     threads = options.num_threads or max(1, usable_cores() - options.reserved_cores)
     native_spec = _native_spec(described, options, sizes.num_blocks, kv_format)
     cores = cores_to_stay_on(threads)
@@ -163,6 +164,15 @@ def _check(described: Description, options: RunnerOptions) -> None:
     _check_sizes(described.spec)
 
 
+def native_problem(described: Description, options: RunnerOptions) -> str | None:
+    """Return why the native runner cannot compute a model on this machine; None if it can, once it is compiled."""
+    try:
+        _check(described, options)
+    except NativeUnavailableError as error:
+        return str(error)
+    return NO_ISA if best_isa(cpu_flags()) is None else None
+
+
 def _check_sizes(spec: ModelSpec) -> None:
     head_dim = spec.head_dim
     if head_dim % PAGE_TOKENS or head_dim > MAX_HEAD_DIM:
@@ -179,10 +189,9 @@ def _check_sizes(spec: ModelSpec) -> None:
         raise NativeUnavailableError(reason, "--runner torch")
 
 
-def _kv_token_bytes(spec: ModelSpec, kv_format: KvFormat) -> int:
-    """Return the KV bytes of one token over all layers; int8 includes a float32 scale per key and value."""
-    head_bytes = 2 * spec.head_dim if kv_format is not KvFormat.INT8 else spec.head_dim + 4
-    return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
+def kv_head_bytes(spec: ModelSpec, kv_cache_dtype: str) -> int:
+    """Return the bytes of the key and the value of one token, layer and KV head; int8 includes two float32 scales."""
+    return 2 * (spec.head_dim + 4 if _KV_FORMATS[kv_cache_dtype] is KvFormat.INT8 else 2 * spec.head_dim)
 
 
 def _native_spec(described: Description, options: RunnerOptions, num_blocks: int, kv_format: KvFormat) -> NativeSpec:
@@ -200,7 +209,7 @@ def _native_spec(described: Description, options: RunnerOptions, num_blocks: int
         block_size=options.block_size,
         num_blocks=num_blocks,
         kv_format=kv_format,
-        hadamard_rotation=_is_rotated(spec, options.quantization),
+        hadamard_rotation=is_rotated(spec, options.quantization),
         rotary_dim=0 if spec.rope is None else spec.rope.dim,
         activation=_ACTIVATIONS[spec.activation],
         has_layer_norms=spec.norm == "layer",
@@ -222,7 +231,7 @@ def _native_spec(described: Description, options: RunnerOptions, num_blocks: int
     )
 
 
-def _is_rotated(spec: ModelSpec, quantization: str) -> bool:
+def is_rotated(spec: ModelSpec, quantization: str) -> bool:
     """Return whether the hidden state is Hadamard-rotated, which spreads outlier channels over all channels.
 
     Only int8 needs it: a row has a single scale there, while grouped formats have one per group. RMS norms commute
