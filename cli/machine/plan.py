@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ import typer
 from penstock.cli.options import options_of, takes
 from penstock.cli.output import AsJson
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.gpus import devices_here, gpu_problems, this_machine
+from penstock.gpu_node.gpus import GpuDevice, devices_here, gpu_problems, this_machine
 from penstock.gpu_node.settings import NodeSettings, pool_of_model
 from penstock.kernels.cpu.probe import usable_cores
 from penstock.runtime.process_memory import available_bytes
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.gpu_node.plan import Devices, ModelPlan, ShapeFit
 
 _GIB = 1 << 30
+_GPUS = re.compile(r"cuda|cuda:\d{1,3}(,cuda:\d{1,3})*")
 _OF_NODE = (
     *("runner", "load_format", "dtype", "quantization", "kv_cache_dtype", "revision", "max_model_len"),
     *("kv_cache_gib", "block_size", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens"),
@@ -38,7 +40,11 @@ def plan(
         ),
     ],
     devices: Annotated[
-        str, typer.Option(help="auto: this machine's GPUs, or else its CPU; cpu; or a number of GPUs, such as 8.")
+        str,
+        typer.Option(
+            help="auto: this machine's GPUs, or else its CPU; cpu; cuda; some of its GPUs, such as cuda:0,cuda:1; or a "
+            "number of GPUs, such as 8."
+        ),
     ] = "auto",
     memory: Annotated[
         float | None,
@@ -112,17 +118,28 @@ def _devices(words: str, memory_gib: float | None, cores: int | None, settings: 
         if each is None:
             raise ConfigError("memory: give the GiB of each GPU, such as --memory 80", param="memory")
         return Devices("gpu", int(words), each)
-    if words not in ("auto", "cpu"):
-        raise ConfigError(f"devices: {words!r} is neither auto, cpu nor a number of GPUs", param="devices")
-    if words == "auto" and may_be_gpus:
-        machine = this_machine()
-        if machine.gpus and not any(gpu_problems(machine)) and (gpus := devices_here()):
-            # A rank needs the same of each GPU, so the smallest one decides.
-            return Devices("gpu", len(gpus), each or min(gpu.total_mib for gpu in gpus) << 20)
-    if settings.wants_gpu:
+    if words not in ("auto", "cpu") and not _GPUS.fullmatch(words):
+        reason = "is neither auto, cpu, cuda, a list such as cuda:0,cuda:1 nor a number of GPUs"
+        raise ConfigError(f"devices: {words!r} {reason}", param="devices")
+    if words != "cpu" and may_be_gpus and (gpus := _gpus_here(words)):
+        # A rank needs the same of each GPU, so the smallest one decides.
+        return Devices("gpu", len(gpus), each or min(gpu.total_mib for gpu in gpus) << 20)
+    if settings.wants_gpu or words not in ("auto", "cpu"):
         reason = "no GPU is usable here (penstock doctor); name some, such as --devices 8 --memory 80"
         raise ConfigError(f"devices: {reason}", param="devices")
     return Devices("cpu", cores or usable_cores(), each, available_bytes())
+
+
+def _gpus_here(words: str) -> list[GpuDevice]:
+    """Return the usable GPUs of this machine: all, or those that `words` names by their numbers."""
+    machine = this_machine()
+    if not machine.gpus or any(gpu_problems(machine)):
+        return []
+    gpus = list(devices_here())
+    numbers = [int(word.partition(":")[2]) for word in words.split(",") if ":" in word]
+    if missing := [number for number in numbers if number >= len(gpus)]:
+        raise ConfigError(f"devices: there is no cuda:{missing[0]}; {len(gpus)} GPUs are visible", param="devices")
+    return [gpus[number] for number in dict.fromkeys(numbers)] if numbers else gpus
 
 
 def lines_of(found: ModelPlan) -> Iterator[str]:

@@ -255,7 +255,7 @@ def test_a_second_signal_gives_the_jobs_back(started: Replicas, redis_url: str) 
     async def submit() -> None:
         async with AsyncClient(redis_url) as client:
             for at in range(32):
-                options = {"model": started.name, "max_tokens": 1500, "ignore_eos": True, "background": True}
+                options: Any = {"model": started.name, "max_tokens": 1500, "ignore_eos": True, "background": True}
                 await client.submit_unread(f"gate {at}", **options)
 
     asyncio.run(submit())
