@@ -28,6 +28,7 @@ from penstock.contract.pool import NodePressure
 from penstock.gpu_node.gpus import VISIBLE, GpuDevice
 from penstock.gpu_node.settings import NodeSettings
 from penstock.kernels.cpu import topology
+from penstock.kernels.cpu.probe import usable_cores
 from penstock.producer.client import AsyncClient
 from tests.source_tree import ROOT
 
@@ -38,7 +39,7 @@ GPUS = tuple(GpuDevice(f"GPU-{at}", "H100", 81_559) for at in range(4))
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight cores, 64 GiB of free memory, and four GPUs."""
-    monkeypatch.setattr(topology.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(topology, "usable_cores", lambda: 8)
     monkeypatch.setattr(topology, "cores_of", lambda cpus, _: [topology.Core(0, (cpu,)) for cpu in cpus])
     monkeypatch.setattr(replicas, "available_bytes", lambda: 64 << 30)
@@ -184,15 +185,17 @@ class Replicas:
 
     def processes(self) -> list[psutil.Process]:
         """Return all processes below the command: guards, nodes and theirs."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        found: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return found
 
     def pid_of(self, number: int) -> int:
-        (found,) = [
+        found: list[int] = [
             one.pid
             for one in self.processes()
             if f"{self.name}-{number}" in one.cmdline() and not any("process_guard" in word for word in one.cmdline())
         ]
-        return found
+        (pid,) = found
+        return pid
 
     def until(self, is_so: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
@@ -213,7 +216,7 @@ class Replicas:
 @pytest.fixture
 def started(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicas]:
     monkeypatch.undo()
-    if topology.usable_cores() < 2:
+    if usable_cores() < 2:
         pytest.skip("there is one core")
     one = Replicas(redis_url, tmp_path, f"r{time.time_ns()}")
     try:
