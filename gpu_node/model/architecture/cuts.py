@@ -39,9 +39,10 @@ class Parallel:
 
 
 def check_cuts(spec: ModelSpec, parallel: Parallel, runner: CutRunner, *, column_group: int = 1) -> None:
-    """Raise ConfigError with the first of `cut_problems`, under the name of the setting."""
-    for setting, problem in cut_problems(spec, parallel, runner, column_group=column_group):
-        raise ConfigError(problem, param=setting)
+    """Raise ConfigError with all of `cut_problems`, under the name of the setting that the first one is about."""
+    problems = list(cut_problems(spec, parallel, runner, column_group=column_group))
+    if problems:
+        raise ConfigError("; ".join(problem for _, problem in problems), param=problems[0][0])
 
 
 def cut_problems(

@@ -13,7 +13,15 @@ from math import prod
 import numpy as np
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.cuts import CutRunner, Parallel, cut_problems, kv_head_spans, stage_layers
+from penstock.gpu_node.model.architecture.cuts import (
+    CutRunner,
+    Parallel,
+    check_cuts,
+    head_spans,
+    kv_head_spans,
+    panel_spans,
+    stage_layers,
+)
 from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK, block_kind
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
@@ -49,8 +57,8 @@ class MatrixSize:
 
     def largest_part(self, parts: int) -> int:
         """Return the bytes of the largest of equal parts; those of the native runner have whole panels."""
-        panels = -(-self.num_rows // PANEL)
-        return -(-self.num_bytes * -(-panels // parts) // panels) if panels >= parts else self.num_bytes
+        largest = panel_spans(self.num_rows, parts)[0]
+        return -(-self.num_bytes * -(-len(largest) // PANEL) // -(-self.num_rows // PANEL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +248,10 @@ def _fit(
 ) -> ShapeFit:
     counts = parallel.tensor, parallel.pipeline, replicas
     group = BLOCK if options.quantization == "int4" and sizes.runner == "gpu" else 1
-    problems = [problem for _, problem in cut_problems(described.spec, parallel, sizes.runner, column_group=group)]
-    if problems:
-        return ShapeFit(*counts, problem="; ".join(problems))
+    try:
+        check_cuts(described.spec, parallel, sizes.runner, column_group=group)
+    except ConfigError as error:
+        return ShapeFit(*counts, problem=error.message)
     ranks = _ranks_of(described.spec, sizes, parallel)
     most = max(rank.weight_bytes for rank in ranks)
     room = _gpu_tokens if devices.kind == "gpu" else _cpu_tokens
@@ -299,10 +308,10 @@ def _gpu_tokens(
 
 def _step_bytes(spec: ModelSpec, options: RunnerOptions, item_bytes: int, tensor: int) -> int:
     """Estimate what the largest step takes: activations of its tokens, and logits of its sampling rows."""
-    inner = (
-        spec.intermediate_size * (3 if spec.is_gated else 2) + (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    )
-    activations = options.max_num_batched_tokens * (4 * spec.hidden_size + -(-inner // tensor)) * item_bytes
+    gated, heads = 3 if spec.is_gated else 2, max(len(span) for span in head_spans(spec, tensor))
+    kv_heads = max(len(span) for span in kv_head_spans(spec, tensor))
+    inner = gated * -(-spec.intermediate_size // tensor) + (heads + 2 * kv_heads) * spec.head_dim
+    activations = options.max_num_batched_tokens * (4 * spec.hidden_size + inner) * item_bytes
     logits = options.max_num_seqs * spec.vocab_size * (item_bytes + 4)
     return activations + logits + _GPU_FIXED_BYTES
 

@@ -82,7 +82,7 @@ def test_stages_are_for_torch_and_gpus_and_no_more_than_layers() -> None:
     assert "native runner has no stages" in _problems(spec, "native", 1, 2)[0]
 
 
-def test_the_first_problem_is_an_error_under_its_setting() -> None:
+def test_all_problems_are_one_error_under_the_setting_of_the_first() -> None:
     with pytest.raises(ConfigError, match="num_heads 9 is not a multiple") as raised:
         check_cuts(_spec(_SMOLLM), Parallel(tensor=9 * 3), "torch")
     assert raised.value.param == "tensor_parallel_size"
