@@ -12,6 +12,7 @@ from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.native.adapters import NativeAdapters
+from penstock.gpu_node.model.native.placement import Placement
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.gpu_node.model.native.weight_loader import WeightLoader
@@ -56,20 +57,23 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     sizes = cache_sizes(described, options, token_bytes)
     threads = options.num_threads or max(1, usable_cores() - options.reserved_cores)
     native_spec = _native_spec(described, options, sizes.num_blocks, kv_format)
-    cores = cores_to_stay_on(threads)
+    placement = Placement.of(cores_to_stay_on(threads))
     try:
-        model = NativeModel(library, native_spec, threads, cores)
+        model = NativeModel(library, native_spec, threads, placement.cores)
     except AbiError as error:
         raise ConfigError(f"the compiled kernels do not fit this code, build them again: {error}") from error
     except KernelError as error:
         raise ConfigError(f"num_threads {threads} cannot be started: {error}") from error
+    if placement.is_spread:
+        model.set_nodes(placement.nodes)
+        log.info("weights are placed by NUMA node", extra={"nodes": list(dict.fromkeys(placement.nodes))})
     quantization, rotated = options.quantization, bool(native_spec.hadamard_rotation)
     if quantization == "int8" and not rotated:
         quantization = "int8_group"
     layout = f"{library.stem}-{quantization}{'-rotated' if rotated else ''}"
     # Random weights take seconds to make and gigabytes to keep.
     cache = WeightCache(described, layout) if options.weight_cache and not described.source.is_dummy else None
-    weights = WeightLoader(described, library, native_spec, quantization)
+    weights = WeightLoader(described, library, native_spec, quantization, placement)
     # The tables are computed outside the interpreter, while the weights are opened. The model keeps both apart.
     with ThreadPoolExecutor(1, "penstock-positions") as pool:
         positions = pool.submit(set_positions, model, described)

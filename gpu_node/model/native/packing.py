@@ -61,11 +61,11 @@ def runs_of(parts: Sequence[Stored], quantization: str, *, interleaved: bool) ->
 
 def packed_bytes(runs: Sequence[Run], columns: int) -> int:
     """Return the size of a matrix in the kernels' packed layout (src/weights/weights.h)."""
-    return sum(-(-rows // PANEL) * _panel_bytes(weights, -(-columns // PANEL) * PANEL) for weights, rows in runs)
+    return sum(-(-rows // PANEL) * panel_bytes(weights, -(-columns // PANEL) * PANEL) for weights, rows in runs)
 
 
-def _panel_bytes(weights: Format, columns: int) -> int:
-    """Return the bytes of 32 rows. Blocks of a stored format keep their size."""
+def panel_bytes(weights: Format, columns: int) -> int:
+    """Return the bytes of 32 rows, whose columns are padded. Blocks of a stored format keep their size."""
     if weights is Format.BF16:
         return PANEL * 2 * columns
     if weights is Format.INT8:

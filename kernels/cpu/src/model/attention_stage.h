@@ -21,7 +21,7 @@ class AttentionStage {
         buffers_(buffers) {}
 
   // Plans the step, and reserves memory for it.
-  void prepare(int num_threads);
+  void prepare(const Team& team);
   // Computes the queries, keys and values of all tokens.
   void project(Worker& worker, const Layer& layer, LayerProducts& products) const;
   // Stores the keys and values in the cache, and attends.
@@ -32,7 +32,16 @@ class AttentionStage {
  private:
   struct RowInputs;
 
+  // An item is a tile and a key/value head. Those of a head follow one another if the team spans NUMA nodes.
+  struct Item {
+    int tile, head;
+  };
   int num_items() const { return (int)plan_.tiles.size() * spec_.num_kv_heads; }
+  Item item(int i) const { return item_of(i, (int)plan_.tiles.size()); }
+  Item item_of(int i, int count) const {
+    if (by_head_) return {i % count, i / count};
+    return {i / spec_.num_kv_heads, i % spec_.num_kv_heads};
+  }
   void store_all(Worker& worker, const Layer& layer) const;
   void store_key_value(const Layer& layer, int token, int head) const;
   void norm_all_heads(Worker& worker, const Layer& layer) const;
@@ -40,7 +49,7 @@ class AttentionStage {
   int slot_of(int token) const;
   bool begins_last_page(int token) const;
   void attend_by_span(Worker& worker, const Layer& layer) const;
-  void attend_tile(const Layer& layer, int item) const;
+  void attend_tile(const Layer& layer, int i) const;
   int token_of(const QueryTile& tile, int row) const;
   Context context_of(const QueryTile& tile, const Layer& layer, int head) const;
   QueryRows query_rows(const QueryTile& tile, const Layer& layer, int head, RowInputs& inputs) const;
@@ -53,6 +62,7 @@ class AttentionStage {
   const Step& step_;
   const StepBuffers& buffers_;
   AttentionPlan plan_;
+  bool by_head_ = false;
   Buffer<RowState> partials_;  // [spans][key/value heads][kMaxQueryRows]
 };
 
