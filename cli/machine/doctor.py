@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +23,7 @@ from penstock.contract.pool import NodePressure, PoolStats
 from penstock.gpu_node.gpus import FLOAT8_COMPUTE_CAPABILITY, ON_CPU, GpuMachine, gpu_problems, this_machine
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, origin_of
 from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cpu_flags, usable_cores
+from penstock.kernels.cpu.topology import cores_of, numa_nodes, refuses_mbind
 from penstock.runtime.local_redis import running_url
 from penstock.runtime.settings import RedisSettings, without_password
 
@@ -207,6 +208,7 @@ def check_machine() -> Iterator[Check]:
     cores = usable_cores()
     advice = "a node needs two: one for the model, one for the queue" if cores < 2 else ""
     yield Check("warn" if advice else "ok", "cores", f"{cores} usable", advice)
+    yield judge_sockets(numa_nodes(cores_of(os.sched_getaffinity(0))), is_refused=refuses_mbind())
     yield from judge_gpus(this_machine())
 
 
@@ -215,6 +217,21 @@ def judge_cpu(machine: str, isa: Isa | None) -> Check:
     if isa is None:
         return Check("warn", "processor", f"{machine}: {NO_ISA}; {_TORCH_COMPUTES}", NO_ISA_REMEDY)
     return Check("ok", "processor", f"{machine}, {isa} kernels")
+
+
+def judge_sockets(nodes: Mapping[int, Sequence[int]], *, is_refused: bool) -> Check:
+    """Return how the usable CPUs lie on NUMA nodes, and what the native runner does about it.
+
+    `is_refused`: the system refuses to set the policy of memory (mbind).
+    """
+    if len(nodes) < 2:
+        return Check("ok", "sockets", "all usable CPUs are on one NUMA node")
+    counts = ", ".join(f"{len(cpus)} CPUs on node {node}" for node, cpus in nodes.items())
+    finding = f"{counts}; a node with a thread on each CPU copies the weights to the NUMA node that computes them"
+    if is_refused:
+        finding += "; the system refuses mbind, as containers do, which is not needed for that"
+    advice = f"never measured on such a machine: compare it with --replicas {len(nodes)}, a node on each socket"
+    return Check("ok", "sockets", finding, advice)
 
 
 def check_kernels(isa: Isa) -> Check:

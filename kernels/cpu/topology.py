@@ -6,7 +6,11 @@ different sockets. Each function takes the folder that it reads, so that a test 
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
 import os
+import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -60,6 +64,27 @@ def numa_nodes(cores: Iterable[Core]) -> dict[int, tuple[int, ...]]:
     for core in cores:
         nodes.setdefault(core.numa_node, []).extend(core.cpus)
     return {node: tuple(sorted(cpus)) for node, cpus in sorted(nodes.items())}
+
+
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_MPOL_DEFAULT = 0
+
+
+def refuses_mbind() -> bool:
+    """Return whether the system refuses to set the policy of memory, as a container does without CAP_SYS_NICE.
+
+    `penstock` never asks for that: it places memory by writing it first (`gpu_node/model/native/placement.py`).
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return False
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        page = ctypes.c_char.from_buffer(memory)
+        call = ctypes.CDLL(None, use_errno=True).syscall
+        address, size = ctypes.c_void_p(ctypes.addressof(page)), ctypes.c_ulong(mmap.PAGESIZE)
+        answer = call(number, address, size, _MPOL_DEFAULT, None, ctypes.c_ulong(0), 0)
+        del page
+        return answer != 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS)
 
 
 def cpu_shares(num_shares: int, *, reserved: int = 0, system: Path = SYSTEM) -> tuple[CpuShare, ...]:

@@ -25,6 +25,7 @@ from penstock.cli.machine.doctor import (
     judge_node,
     judge_pool,
     judge_redis,
+    judge_sockets,
 )
 from penstock.contract.pool import NodePressure, PoolStats, QueueState
 from penstock.gpu_node.gpus import Gpu, GpuMachine, this_machine
@@ -95,6 +96,15 @@ def test_doctor_checks_live_nodes_and_names_pools_without_nodes(redis_url: str) 
 def test_processor_is_judged_by_the_kernels_it_runs() -> None:
     assert judge_cpu("x86_64", None).level == "warn"
     assert "avx512" in judge_cpu("x86_64", "avx512").finding
+
+
+def test_sockets_are_named_with_what_the_native_runner_does() -> None:
+    assert judge_sockets({0: (0, 1)}, is_refused=True).finding == "all usable CPUs are on one NUMA node"
+    two = judge_sockets({0: (0, 1, 4, 5), 1: (2, 3)}, is_refused=False)
+    assert two.finding.startswith("4 CPUs on node 0, 2 CPUs on node 1; a node with a thread on each CPU copies")
+    assert "mbind" not in two.finding and "--replicas 2" in two.advice
+    refused = judge_sockets({0: (0,), 1: (1,)}, is_refused=True)
+    assert refused.level == "ok" and "the system refuses mbind" in refused.finding
 
 
 def test_missing_compiler_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,12 @@ def test_this_machine_is_divided_completely() -> None:
     assert sorted(cpu for core in cores_of(allowed) for cpu in core.cpus) == sorted(allowed)
     (whole,) = cpu_shares(1)
     assert set(whole.cpus) == allowed
+
+
+def test_a_refused_policy_of_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert topology.refuses_mbind() in (False, True)
+    # No system call has this number, as in a container that hides it.
+    monkeypatch.setattr(topology, "_MBIND", {platform.machine(): 99_999})
+    assert topology.refuses_mbind()
+    monkeypatch.setattr(topology, "_MBIND", {})
+    assert not topology.refuses_mbind()
