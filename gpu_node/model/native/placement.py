@@ -1,9 +1,9 @@
 """Which thread is on which NUMA node, and weights in the memory of the node whose threads compute them.
 
-A page belongs to the node of the thread that writes it first. A shared mapping of a file lies where it was read. So
-with several nodes each matrix is copied into private memory: a pinned thread of each node writes the panels that this node's
-threads compute. No call moves pages or sets a policy (`mbind`), which containers may refuse. With one node nothing is
-copied.
+A page belongs to the node of the thread that writes it first. A shared mapping of a file lies where it was read.
+So with several nodes each matrix is copied into private memory: a pinned thread of each node writes the panels that
+this node's threads compute. No call moves pages or sets a policy (`mbind`), which containers may refuse. With one node
+nothing is copied.
 """
 
 from __future__ import annotations
