@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from fakes.processes.python_process import PythonProcess, run_python
 from fixtures.tiny_model import make_tiny_model
 
 from penstock.cli import replicas
+from penstock.cli.main import app
 from penstock.cli.options import words_of
 from penstock.cli.processes import ChildCommand
 from penstock.cli.replicas import replica_commands, replicas_of
 from penstock.cli.services import NODE_FLAGS
-from penstock.contract.errors import ConfigError
+from penstock.contract.errors import ConfigError, PenstockError
 from penstock.contract.pool import NodePressure
 from penstock.gpu_node.gpus import VISIBLE, GpuDevice
 from penstock.gpu_node.settings import NodeSettings
@@ -135,6 +136,22 @@ def test_the_flags_of_a_replica_come_last_and_its_drain_may_take_its_time() -> N
     assert second.argv[:5] == command.argv and second.argv[5:9] == ("--replicas", "1", "--name", "host-1")
     assert second.env == {"A": "1", VISIBLE: "GPU-1"}
     assert replica_commands(command, (), drain_s=1.0) == [command]
+
+
+def test_serve_starts_the_same_replicas_and_one_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[ChildCommand, ...]] = []
+
+    async def start_all(_: object, url: str, model: str, nodes: Sequence[ChildCommand], of_gateway: object) -> None:
+        started.append(tuple(nodes))
+        raise PenstockError("enough")
+
+    monkeypatch.setattr("penstock.cli.serve.start_all", start_all)
+    for options in (["--replicas", "2", "--device", "cpu"], ["--replicas", "auto", "--device", "cuda"], []):
+        app(["serve", "m", "--redis-url", "unix://x", *options], standalone_mode=False)
+    cores, gpus, one = started
+    assert [(node.name, node.cpus) for node in cores] == [("node-0", (0, 1, 2, 3)), ("node-1", (4, 5, 6, 7))]
+    assert [(node.name, node.env[VISIBLE]) for node in gpus] == [(f"node-{at}", f"GPU-{at}") for at in range(4)]
+    assert [(node.name, node.cpus) for node in one] == [("node", ())]
 
 
 def test_the_settings_of_all_replicas_become_flags_again() -> None:
