@@ -12,7 +12,7 @@ from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.native.adapters import NativeAdapters
-from penstock.gpu_node.model.native.placement import Placement
+from penstock.gpu_node.model.native.placement import NumaPlacement
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.gpu_node.model.native.weight_loader import WeightLoader
@@ -57,7 +57,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     sizes = cache_sizes(described, options, token_bytes)
     threads = options.num_threads or max(1, usable_cores() - options.reserved_cores)
     native_spec = _native_spec(described, options, sizes.num_blocks, kv_format)
-    placement = Placement.of(cores_to_stay_on(threads))
+    placement = NumaPlacement.of(cores_to_stay_on(threads))
     try:
         model = NativeModel(library, native_spec, threads, placement.cores)
     except AbiError as error:

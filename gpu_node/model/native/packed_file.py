@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from penstock.gpu_node.model.checkpoint.mapped_file import PageFaults
 from penstock.gpu_node.model.native.background_writer import BackgroundWriter, write_at
 from penstock.gpu_node.model.native.packed_matrix import OnMatrix, PackedMatrix
-from penstock.gpu_node.model.native.placement import Placement
+from penstock.gpu_node.model.native.placement import NumaPlacement
 from penstock.kernels.cpu.formats import Format, RowLayout, Run
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 
@@ -152,7 +152,7 @@ class PackedWeights:
                 mapped.madvise(advice)
         return cls(np.frombuffer(mapped, np.uint8), json.loads(table))
 
-    def place(self, placement: Placement) -> None:
+    def place(self, placement: NumaPlacement) -> None:
         """Copy the matrices into memory near the threads that compute them, if these are on several NUMA nodes."""
         for _, _, runs, columns, start, size in self._table["matrices"] if placement.is_spread else ():
             formats = [(Format(weights), rows) for weights, rows in runs]

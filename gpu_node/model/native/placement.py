@@ -37,14 +37,14 @@ def copy_on(cpus: Sequence[int], target: Bytes, source: Bytes) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class NumaPlacement:
     """The cores of a team's threads, in the order of the threads, and their NUMA nodes."""
 
     cores: tuple[int, ...]
     nodes: tuple[int, ...]
 
     @classmethod
-    def of(cls, cores: Sequence[int], system: Path = SYSTEM) -> Placement:
+    def of(cls, cores: Sequence[int], system: Path = SYSTEM) -> NumaPlacement:
         """Order the cores of a team by their nodes. With one node they keep their order."""
         by_node = numa_nodes(cores_of(cores, system))
         if len(by_node) < 2:

@@ -15,7 +15,7 @@ from penstock.gpu_node.model.native.background_packing import BackgroundPacking,
 from penstock.gpu_node.model.native.packed_file import PackedWeights
 from penstock.gpu_node.model.native.packed_matrix import PackedMatrix, PrivateWriter, WeightWriter
 from penstock.gpu_node.model.native.packing import NotLosslessError, Packer
-from penstock.gpu_node.model.native.placement import Placement
+from penstock.gpu_node.model.native.placement import NumaPlacement
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.kernels.cpu.formats import Format
 from penstock.kernels.cpu.library import NativeModel
@@ -30,7 +30,7 @@ class WeightLoader:
     """Loads the weights of one model in one quantization."""
 
     def __init__(
-        self, described: Description, library: Path, spec: NativeSpec, quantization: str, placement: Placement
+        self, described: Description, library: Path, spec: NativeSpec, quantization: str, placement: NumaPlacement
     ) -> None:
         self._described = described
         self._library = library

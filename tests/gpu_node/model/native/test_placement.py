@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.gpu_node.engine.engine import Engine
 from penstock.gpu_node.model.native import load, placement
 from penstock.gpu_node.model.native.packing import packed_bytes
-from penstock.gpu_node.model.native.placement import Placement
+from penstock.gpu_node.model.native.placement import NumaPlacement
 from penstock.kernels.cpu.formats import Format
 
 PROMPTS = ["the gate opens", "water flows through the turbine and " * 12, "a"]
@@ -31,14 +31,14 @@ def two_nodes(tmp_path: Path) -> Path:
 
 
 def test_threads_of_a_node_are_side_by_side(two_nodes: Path, tmp_path: Path) -> None:
-    assert Placement.of([0, 1, 2, 3], two_nodes) == Placement((0, 2, 1, 3), (0, 0, 1, 1))
-    assert Placement.of([3, 1], two_nodes) == Placement((3, 1), (0, 0)), "one node: as they were"
-    assert not Placement.of([], two_nodes).is_spread
-    assert Placement.of([1, 0], tmp_path / "none") == Placement((1, 0), (0, 0))
+    assert NumaPlacement.of([0, 1, 2, 3], two_nodes) == NumaPlacement((0, 2, 1, 3), (0, 0, 1, 1))
+    assert NumaPlacement.of([3, 1], two_nodes) == NumaPlacement((3, 1), (0, 0)), "one node: as they were"
+    assert not NumaPlacement.of([], two_nodes).is_spread
+    assert NumaPlacement.of([1, 0], tmp_path / "none") == NumaPlacement((1, 0), (0, 0))
 
 
 def test_each_node_has_the_items_that_its_threads_compute() -> None:
-    uneven = Placement((0, 2, 4, 1), (0, 0, 0, 1))
+    uneven = NumaPlacement((0, 2, 4, 1), (0, 0, 0, 1))
     assert list(uneven.parts(10)) == [((0, 2, 4), range(7)), ((1,), range(7, 10))]
     assert list(uneven.parts(1)) == [((0, 2, 4), range(0)), ((1,), range(1))]
 
@@ -52,12 +52,12 @@ def test_the_panels_of_a_node_are_copied_by_a_thread_on_its_cores() -> None:
 
     runs, columns = [(Format.BF16, 64), (Format.INT8_GROUP, 96)], 64
     packed = np.arange(packed_bytes(runs, columns)).astype(np.uint8)
-    placed = Placement((0, 2, 1, 3), (0, 0, 1, 1)).placed(runs, columns, packed, copy)
+    placed = NumaPlacement((0, 2, 1, 3), (0, 0, 1, 1)).placed(runs, columns, packed, copy)
     assert (placed == packed).all() and not np.shares_memory(placed, packed)
     # Two of five panels, both of bfloat16, and the three of int8.
     bf16, int8 = 32 * 2 * 64, 32 * 2 * 34
     assert sorted(calls) == [((0, 2), 2 * bf16), ((1, 3), 3 * int8)]
-    assert Placement((0, 2), (0, 0)).placed(runs, columns, packed, copy) is packed
+    assert NumaPlacement((0, 2), (0, 0)).placed(runs, columns, packed, copy) is packed
     assert len(calls) == 2
 
 
@@ -95,8 +95,8 @@ def on_two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Sequence[int]
 
     cores = sorted(os.sched_getaffinity(0))[:2]
     monkeypatch.setattr(load, "cores_to_stay_on", lambda _: cores)
-    monkeypatch.setattr(Placement, "of", classmethod(lambda cls, given: cls(tuple(given), (0, 1))))
-    monkeypatch.setattr(Placement.placed, "__defaults__", (copy,))
+    monkeypatch.setattr(NumaPlacement, "of", classmethod(lambda cls, given: cls(tuple(given), (0, 1))))
+    monkeypatch.setattr(NumaPlacement.placed, "__defaults__", (copy,))
     yield calls
 
 
