@@ -1,12 +1,13 @@
 """A guard process that runs one command and ends it when the owning process ends. The owner holds a pipe to it.
 
-    python -I -S process_guard.py GRACE_S FOLDER CPUS COMMAND...
+    python -I -S process_guard.py GRACE_S FOLDER CPUS DESCRIPTORS COMMAND...
 
 The guard ends the command when the pipe closes, the owner dies, or the guard receives SIGTERM. It sends SIGTERM, waits
 GRACE_S seconds, sends SIGKILL to the command's process group, removes FOLDER unless that is the empty string, and exits
 with the command's status. If it receives SIGINT while it waits, it sends a second SIGTERM, by which a node ends at
 once; no system sends SIGINT to all processes of a service. The command stays on CPUS, such as 0,2, unless that is the
-empty string. The guard uses the standard library only, because it must start fast and not depend on the rest.
+empty string, and inherits DESCRIPTORS, numbers with commas between them. The guard uses the standard library only,
+because it must start fast and not depend on the rest.
 """
 
 from __future__ import annotations
@@ -27,10 +28,16 @@ _OWNER_CHECK_S = 1.0
 _REAP_POLL_S = 0.02
 
 
-def guarded(command: list[str], *, grace_s: float, folder: str = "", cpus: Iterable[int] = ()) -> list[str]:
-    """Return the command line that runs `command` under a guard. Start it with a pipe as stdin, in a new session."""
+def guarded(
+    command: list[str], *, grace_s: float, folder: str = "", cpus: Iterable[int] = (), descriptors: Iterable[int] = ()
+) -> list[str]:
+    """Return the command line that runs `command` under a guard. Start it with a pipe as stdin, in a new session.
+
+    descriptors: those that the command inherits, under the same numbers. Pass them to the guard too.
+    """
     guard = [sys.executable, "-I", "-S", os.path.abspath(__file__)]
-    return [*guard, str(grace_s), folder, ",".join(map(str, cpus)), *command]
+    lists = (",".join(map(str, numbers)) for numbers in (cpus, descriptors))
+    return [*guard, str(grace_s), folder, *lists, *command]
 
 
 def _stay_on(cpus: str) -> None:
@@ -83,7 +90,7 @@ def _end(child: subprocess.Popen[bytes], grace_s: float, wake: int) -> int:
     return child.wait()
 
 
-def _main(grace_s: float, folder: str, cpus: str, command: list[str]) -> int:
+def _main(grace_s: float, folder: str, cpus: str, descriptors: str, command: list[str]) -> int:
     if cpus:
         _stay_on(cpus)
     wake, wake_in = os.pipe()
@@ -96,6 +103,7 @@ def _main(grace_s: float, folder: str, cpus: str, command: list[str]) -> int:
             command,
             stdin=subprocess.DEVNULL,
             preexec_fn=_die_with_guard(),  # noqa: PLW1509  the guard has one thread
+            pass_fds=[int(number) for number in descriptors.split(",") if number],
             process_group=0,
         )
         _wait_for_end(child, wake)
@@ -107,4 +115,4 @@ def _main(grace_s: float, folder: str, cpus: str, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(float(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]))
+    sys.exit(_main(float(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5:]))

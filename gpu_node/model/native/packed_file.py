@@ -152,6 +152,12 @@ class PackedWeights:
                 mapped.madvise(advice)
         return cls(np.frombuffer(mapped, np.uint8), json.loads(table))
 
+    @classmethod
+    def of_descriptor(cls, descriptor: int, key: str) -> PackedWeights:
+        """Map a file by a descriptor, which stays open, as `open` does."""
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            return cls.mapped(file, key)
+
     def place(self, placement: NumaPlacement) -> None:
         """Copy the matrices into memory near the threads that compute them, if these are on several NUMA nodes."""
         for _, _, runs, columns, start, size in self._table["matrices"] if placement.is_spread else ():

@@ -44,29 +44,35 @@ struct AttentionStage::RowInputs {
 };
 
 void AttentionStage::prepare(const Team& team) {
-  plan_.set(spec_, step_.plan, team.size());
+  plan_.set(spec_, num_heads(), step_.plan, team.size());
   by_head_ = team.spans_nodes();
   if (!plan_.splits_spans) return;
-  partials_.reserve((size_t)plan_.span_starts.back() * spec_.num_kv_heads * kMaxQueryRows);
+  partials_.reserve((size_t)plan_.span_starts.back() * num_heads() * kMaxQueryRows);
 }
 
 void AttentionStage::project(Worker& worker, const Layer& layer, LayerProducts& products) const {
   const auto normed = [&](int i) { return layer.attention_norm.apply(buffers_.hidden.row(i)).values; };
+  const bool is_joint = spec_.joins_head_norms && !group_.is_alone();
+  const RowBuffer& rows = is_joint ? buffers_.joint : buffers_.qkv;
   products.run(worker, layer, Slot::kQkv, normed, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
-      std::copy_n(out + r * kPanel, kPanel, buffers_.qkv.row(first + r) + panel * kPanel);
+      std::copy_n(out + r * kPanel, kPanel, rows.row(first + r) + panel * kPanel);
     }
   });
-  if (spec_.joins_head_norms) norm_all_heads(worker, layer);
+  if (is_joint) group_.meet(worker);
+  if (spec_.joins_head_norms) norm_all_heads(worker, layer, rows);
 }
 
 // Norms the queries of each token, and its keys, over all heads together.
-void AttentionStage::norm_all_heads(Worker& worker, const Layer& layer) const {
+void AttentionStage::norm_all_heads(Worker& worker, const Layer& layer, const RowBuffer& unnormed) const {
   const int queries = spec_.queries(), keys = spec_.num_kv_heads * spec_.head_dim;
   worker.for_each(step_.plan.num_tokens, [&](int i) {
+    const float* from = unnormed.row(i);
     float* row = buffers_.qkv.row(i);
-    rms_norm(row, layer.q_norm.data(), queries, queries, spec_.norm_eps, row);
-    rms_norm(row + queries, layer.k_norm.data(), keys, keys, spec_.norm_eps, row + queries);
+    rms_norm(from, layer.q_norm.data(), queries, queries, spec_.norm_eps, row);
+    rms_norm(from + queries, layer.k_norm.data(), keys, keys, spec_.norm_eps, row + queries);
+    const int values = queries + keys;
+    if (from != row) std::copy_n(from + values, keys, row + values);
   });
 }
 
@@ -91,7 +97,7 @@ void AttentionStage::attend(Worker& worker, const Layer& layer) const {
 
 void AttentionStage::store_all(Worker& worker, const Layer& layer) const {
   const std::vector<int>& runs = plan_.store_runs;
-  const int count = (int)runs.size() - 1, end = count * spec_.num_kv_heads;
+  const int count = (int)runs.size() - 1, end = count * num_heads();
   worker.for_each(end, [&](int i) {
     const auto [run, head] = item_of(i, count);
     const Item later = item_of(std::min(i + kStoresAhead, end - 1), count);
@@ -104,9 +110,10 @@ void AttentionStage::store_key_value(const Layer& layer, int token, int head) co
   const int dim = spec_.head_dim;
   alignas(64) float key[kMaxHeadDim];
   const float* keys = buffers_.qkv.row(token) + spec_.queries();
-  prepare_head(layer, keys + head * dim, layer.k_norm, step_.plan.positions[token], key);
+  const int own = share_.kv_heads().begin + head;
+  prepare_head(layer, keys + own * dim, layer.k_norm, step_.plan.positions[token], key);
   const int slot = slot_of(token);
-  cache_.set(layer.index, slot, head, key, keys + (spec_.num_kv_heads + head) * dim);
+  cache_.set(layer.index, slot, head, key, keys + (spec_.num_kv_heads + own) * dim);
   if (begins_last_page(token)) cache_.clear_behind(layer.index, slot, head);
 }
 
@@ -155,7 +162,7 @@ void AttentionStage::attend_tile(const Layer& layer, int i) const {
 
 void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
   const std::vector<int>& starts = plan_.span_starts;
-  const int heads = spec_.num_kv_heads;
+  const int heads = num_heads();
   const auto partial = [&](int span, int head) { return &partials_[((size_t)span * heads + head) * kMaxQueryRows]; };
   worker.for_each(starts.back() * heads, [&](int i) {
     const auto [span, head] = item_of(i, starts.back());
@@ -184,11 +191,11 @@ Context AttentionStage::context_of(const QueryTile& tile, const Layer& layer, in
 }
 
 QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, int head, RowInputs& inputs) const {
-  const int dim = spec_.head_dim, group = spec_.group();
+  const int dim = spec_.head_dim;
   const bool has_biases = positions_.biases.count();
   for (int r = 0; r < tile.rows; ++r) {
     const int token = token_of(tile, r), position = step_.plan.positions[token];
-    const int query = head * group + (tile.first_row + r) % group;
+    const int query = query_of(head, tile.first_row + r);
     inputs.limits[r] = position + 1;
     inputs.firsts[r] = first_seen(position, layer);
     inputs.biases[r] = has_biases ? &positions_.biases[(size_t)query * biases_stride_] : nullptr;
@@ -210,9 +217,8 @@ QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, 
 }
 
 void AttentionStage::write_rows(const QueryTile& tile, int head, const RowState* states) const {
-  const int group = spec_.group();
   for (int r = 0; r < tile.rows; ++r) {
-    const int query = head * group + (tile.first_row + r) % group;
+    const int query = query_of(head, tile.first_row + r);
     finish(states[r], spec_.head_dim, buffers_.attended.row(token_of(tile, r)) + query * spec_.head_dim);
   }
 }
