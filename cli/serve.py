@@ -195,7 +195,7 @@ PORT_TIMEOUT_S = 3.0
 """Seconds to wait for the port of an earlier `penstock serve` that is ending, such as one that was killed."""
 _OF_NODE = (
     *("aliases", "lora", "max_model_len", "num_threads", "revision", "dtype", "quantization", "kv_cache_dtype"),
-    *("runner", "tensor_parallel_size", "load_format", "generation_config", "replicas"),
+    *("runner", "tensor_parallel_size", "pipeline_parallel_size", "load_format", "generation_config", "replicas"),
     *("kv_cache_gib", "scheduling_policy", "speculative"),
 )
 _OF_GATEWAY = ("host", "port", "unknown_fields", "max_tokens_beyond_context")
@@ -256,7 +256,7 @@ def serve(
             of_node["generation_config"] = SAMPLING
     _check_settings(model, of_node, of_gateway)
     settings = _node_settings(model, of_node)
-    replicas = replicas_of(settings, ranks=settings.tensor_parallel_size)
+    replicas = replicas_of(settings, ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size)
     if ephemeral and data_dir is not None:
         raise ConfigError("ephemeral: --ephemeral keeps nothing in the folder of --data-dir; give one of them")
     configure_logging(logs, prefix=log_prefix("serve"))

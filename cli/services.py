@@ -53,7 +53,7 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
     logs = LogSettings.load(**taken_for(LogSettings, given))
     settings = NodeSettings.load(**given | {"model": model, "redis_url": redis_url_of(given["redis_url"])})
     configure_logging(logs)
-    if replicas := replicas_of(settings, ranks=settings.tensor_parallel_size):
+    if replicas := replicas_of(settings, ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size):
         engine_config(settings)
         # The URL may be a secret, so it is no argument.
         arguments = words_of({name: value for name, value in given.items() if name != "redis_url"}, NODE_FLAGS)

@@ -49,8 +49,9 @@ def encode_request(job: JobDef) -> bytes:
     head: dict[str, Any] = {"v": PROTOCOL_VERSION, "kind": job.kind}
     fields = dict(head)
     add_prompt(fields, job)
+    given = job.model_fields_set
     for name, default in _DEFAULTS.items():
-        if (value := getattr(job, name)) != default:
+        if name in given and (value := getattr(job, name)) != default:
             fields[name] = value.model_dump() if isinstance(value, BaseModel) else value
     if job.task is None:
         fields["params"] = job.params.model_dump(exclude_defaults=True)

@@ -77,8 +77,7 @@ def _native_problems(spec: ModelSpec, size: int) -> Iterator[str]:
 def _even_problems(spec: ModelSpec, size: int) -> Iterator[str]:
     if spec.num_kv_heads % size and size % spec.num_kv_heads:
         yield f"num_kv_heads {spec.num_kv_heads} is neither a multiple nor a divisor of it"
-    sizes = {"num_heads": spec.num_heads, "intermediate_size": spec.intermediate_size, "vocab_size": spec.vocab_size}
-    for name, number in sizes.items():
+    for name, number in {"num_heads": spec.num_heads, "intermediate_size": spec.intermediate_size}.items():
         if number % size:
             yield f"{name} {number} is not a multiple of it"
 
