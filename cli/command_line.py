@@ -47,7 +47,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
             "enforce_eager",
         ),
     ),
-    "Queue": ("redis_url", "name", "pool", "aliases"),
+    "Queue": ("redis_url", "name", "replicas", "pool", "aliases"),
     "Memory": (
         *("kv_cache_gib", "block_size", "num_kv_blocks", "swap_space_gib", "num_swap_blocks"),
         *("gpu_memory_utilization", "cpu_offload_gib", "enable_prefix_caching", "prefix_eviction"),

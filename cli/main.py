@@ -76,10 +76,11 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
         CommandEntry("dead", "penstock.cli.dead:app", "Show, retry or delete jobs that lost too many nodes"),
         CommandEntry("top", "penstock.cli.top.commands:top", "Show nodes, queues and tenants live"),
         CommandEntry(
-            "doctor", "penstock.cli.doctor:doctor", "Check this machine, its Redis and its nodes, with advice"
+            "doctor", "penstock.cli.machine.doctor:doctor", "Check this machine, its Redis and its nodes, with advice"
         ),
     ),
     "Measure": (
+        CommandEntry("plan", "penstock.cli.machine.plan:plan", "Say which ranks and replicas of a model fit devices"),
         CommandEntry("bench", "penstock.cli.bench.commands:app", "Put load on a server and measure it"),
         CommandEntry("profile", "penstock.cli.profile:profile", "Record where the time of a running node goes"),
     ),

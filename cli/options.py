@@ -161,6 +161,9 @@ def words_of(given: Mapping[str, object], flags: Mapping[str, Sequence[str]] | N
     """
     words: list[str] = []
     for name, value in given.items():
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
+            continue
         values = value if isinstance(value, list) else [] if value is None else [value]
         flag = (flags or {}).get(name, (f"--{name.replace('_', '-')}",))[0]
         words += [word for one in values for word in (flag, str(one))]

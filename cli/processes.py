@@ -1,4 +1,4 @@
-"""Child processes of one command. The command starts them, waits until they are ready, and stops them in reverse order.
+"""Child processes of one command: started, watched until they are ready, started again, stopped in reverse order.
 
 Each child runs under a guard (`runtime/process_guard.py`) in its own session. So Ctrl-C does not reach it, the command
 controls the order of the shutdown, and the child ends even if the command is killed. A child reports
@@ -14,14 +14,17 @@ import os
 import re
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from penstock.contract.errors import ConfigError, PenstockError
+from penstock.runtime.logging import LogSettings, has_color
 from penstock.runtime.process_guard import guarded
 from penstock.runtime.settings import RedisSettings
 
@@ -75,6 +78,7 @@ def _end_event_in(line: str) -> tuple[str, str] | None:
 
 _log = logging.getLogger(__package__)
 NODE_GRACE_S = 30.0
+NODE_HURRY_S = 5.0
 GATEWAY_GRACE_S = 35.0
 _GUARD_MARGIN_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
@@ -110,6 +114,12 @@ class ChildCommand:
     """Seconds after which a child that does not stop is killed."""
     on_progress: Callable[[Event], None] | None = None
     """Called with each progress event."""
+    group: str = ""
+    """Children of one group that were started one after the other stop at the same time."""
+    hurry_s: float = 0.0
+    """Seconds that it gets if a second signal ends the command: a node gives its jobs back in that time."""
+    cpus: tuple[int, ...] = ()
+    """The CPUs that it stays on; empty: all."""
 
 
 class Child:
@@ -163,6 +173,26 @@ class Child:
         await self.kill()
         await self.task
 
+    def hurry(self) -> bool:
+        """Ask the child once more to end, and now; return whether it gets time for that."""
+        if self.task.done() or not self.hurry_s:
+            return False
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
+        return True
+
+    @property
+    def group(self) -> str:
+        """The children that it stops with; its name if there are no others."""
+        return self._command.group or self.name
+
+    @property
+    def hurry_s(self) -> float:
+        """Seconds that it gets for a quick end."""
+        return self._command.hurry_s
+
     async def kill(self) -> None:
         """Kill the child if it still runs."""
         if not self.task.done():
@@ -209,9 +239,10 @@ class Child:
 
 
 class Supervisor:
-    """Owns the child processes of one command. Leaving its context stops them, the last started child first.
+    """Owns the child processes of one command. Leaving its context stops them, the last started group first.
 
-    If the task is canceled while it waits for children to stop, all remaining children are killed at once.
+    If the task is canceled while it waits for children to stop, all remaining children are killed: those that may
+    hurry a few seconds later.
     """
 
     def __init__(self, sink: LogSink, env: Mapping[str, str] | None = None) -> None:
@@ -228,11 +259,21 @@ class Supervisor:
     ) -> None:
         try:
             while self._children:
-                await self._children[-1].stop()
-                self._children.pop()
+                _, group = next(groupby(reversed(self._children), key=lambda child: child.group))
+                stopping = list(group)
+                await asyncio.gather(*(child.stop() for child in stopping))
+                del self._children[-len(stopping) :]
         except BaseException:
-            await asyncio.gather(*(child.kill() for child in self._children))
+            await self._end_now()
             raise
+
+    async def _end_now(self) -> None:
+        try:
+            if hurrying := [child for child in self._children if child.hurry()]:
+                patience_s = max(child.hurry_s for child in hurrying)
+                await asyncio.wait([child.task for child in hurrying], timeout=patience_s)
+        finally:
+            await asyncio.gather(*(child.kill() for child in self._children))
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -242,7 +283,7 @@ class Supervisor:
     async def start(self, command: ChildCommand) -> Child:
         """Start a child and return it without waiting until it is ready."""
         process = await asyncio.create_subprocess_exec(
-            *guarded([*command.argv], grace_s=command.grace_s),
+            *guarded([*command.argv], grace_s=command.grace_s, cpus=command.cpus),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -281,8 +322,106 @@ class Supervisor:
             await asyncio.gather(task, watch, return_exceptions=True)
 
 
-def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`. Each Ctrl-C or SIGTERM cancels it; the process then exits with 128 plus the signal's number."""
+# --- restarts: each waits for a growing pause and logs why the child ended
+
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
+STEADY_S = 60.0
+"""Seconds that a child must run for its pause to be reset to FIRST_PAUSE_S."""
+
+Say = Callable[[str], None]
+
+
+class BackOff:
+    """Exponential backoff for the restarts of one child. A steady run resets the pause."""
+
+    def __init__(self) -> None:
+        self._pause_s = FIRST_PAUSE_S
+
+    def pause_s(self, ran_s: float) -> float:
+        """Return the seconds to wait before the next start. `ran_s`: seconds that the child ran before it ended."""
+        if ran_s >= STEADY_S:
+            self._pause_s = FIRST_PAUSE_S
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
+        return pause_s
+
+
+async def keep_child(supervisor: Supervisor, child: Child, command: ChildCommand, say: Say) -> NoReturn:
+    """Restart a child process whenever it ends."""
+    back_off, started_s = BackOff(), time.monotonic()
+    while True:
+        await child.ended()
+        pause_s = back_off.pause_s(time.monotonic() - started_s)
+        say(f"{child.why_it_ended()}; it starts again in {pause_s:g} s")
+        await asyncio.sleep(pause_s)
+        started_s = time.monotonic()
+        try:
+            child = await supervisor.replace(child, command)
+            await child.ready()
+        except ProcessDiedError:
+            continue
+        except OSError as error:
+            # The machine may have no memory for another process now.
+            say(f"{command.name} does not start: {error}")
+            continue
+        say(f"{command.name} serves again")
+
+
+async def first_ready(children: Sequence[Child]) -> Event:
+    """Wait until one of these children is ready, and return its ready event. Others may have ended by then.
+
+    Raises the ProcessDiedError of the first one if all end before.
+    """
+    waiting = {asyncio.create_task(child.ready()) for child in children}
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if task.exception() is None:
+                    return task.result()
+        raise children[0].death()
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+# --- the logs of children, and the end of the command
+
+
+def relay_of(logs: LogSettings) -> LogSink:
+    """Return what writes a child's log line to stderr: after the child's name for people, as JSON for programs."""
+    is_json = logs.format_for(sys.stderr) == "json"
+
+    def relay(name: str, line: str) -> None:
+        if not is_json:
+            print(f"{log_prefix(name)}{line}", file=sys.stderr, flush=True)
+        elif line.startswith('{"'):
+            # The first field says whose event it is. Nothing is parsed, because each job of a node has a line.
+            print(f'{{"part": "{name}", {line[1:]}', file=sys.stderr, flush=True)
+        else:
+            _log.info("output", extra={"part": name, "line": line})
+
+    return relay
+
+
+def log_prefix(name: str) -> str:
+    """Return what begins a process's lines for people."""
+    return f"{name:8}| "
+
+
+def log_variables(logs: LogSettings) -> dict[str, str]:
+    """Return the environment variables by which the children log as this process does."""
+    log_format = logs.format_for(sys.stderr)
+    variables = {"PENSTOCK_LOG_LEVEL": logs.log_level, "PENSTOCK_LOG_FORMAT": log_format}
+    # The children write to a pipe, so they cannot see the terminal.
+    return variables | ({"FORCE_COLOR": "1"} if log_format == "console" and has_color(sys.stderr) else {})
+
+
+def run_until_stopped(work: Coroutine[Any, Any, None], *, status: int | None = None) -> None:
+    """Run `work`. Each Ctrl-C or SIGTERM cancels it; the process then exits with 128 plus the signal's number.
+
+    `status`: the exit status instead.
+    """
     received: list[int] = []
 
     async def stoppable() -> None:
@@ -301,7 +440,7 @@ def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
     try:
         asyncio.run(stoppable())
     except asyncio.CancelledError:
-        sys.exit(128 + received[0])
+        sys.exit(128 + received[0] if status is None else status)
 
 
 def node_command(
@@ -309,7 +448,8 @@ def node_command(
 ) -> ChildCommand:
     """Return the command of a node that runs `model`."""
     env = {**_redis_variable(redis_url), "PENSTOCK_NODE_PROGRESS": "json"}
-    return ChildCommand("node", (*_PENSTOCK, "node", model, *arguments), env, NODE_GRACE_S, on_progress)
+    words = (*_PENSTOCK, "node", model, *arguments)
+    return ChildCommand("node", words, env, NODE_GRACE_S, on_progress, group="node", hurry_s=NODE_HURRY_S)
 
 
 def gateway_command(redis_url: str, *, arguments: Sequence[str] = ()) -> ChildCommand:

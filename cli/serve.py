@@ -11,9 +11,9 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, Self
@@ -22,21 +22,26 @@ from urllib.parse import urlsplit
 import typer
 
 from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SAMPLING, SIZE_MB, default_model
-from penstock.cli.doctor import check_extras
 from penstock.cli.options import options_of, taken_for, takes, words_of
 from penstock.cli.processes import (
-    Child,
+    BackOff,
     ChildCommand,
     Event,
-    LogSink,
     ProcessDiedError,
+    Say,
     Supervisor,
     end_in_words,
+    first_ready,
     gateway_command,
+    keep_child,
+    log_prefix,
+    log_variables,
     node_command,
+    relay_of,
     run_until_stopped,
 )
-from penstock.cli.services import NODE_FLAGS
+from penstock.cli.replicas import replica_commands, replicas_of
+from penstock.cli.services import NODE_FLAGS, missing_packages
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.gateway.http.listen_address import check_address
 from penstock.gateway.settings import GatewaySettings
@@ -46,7 +51,7 @@ from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.data_folder import default_data_folder
 from penstock.runtime.embedded_redis import DEFAULT_MAXMEMORY_MIB, EmbeddedRedis, find_or_start_redis
 from penstock.runtime.local_redis import RunningRedis
-from penstock.runtime.logging import LogSettings, configure_logging, has_color
+from penstock.runtime.logging import LogSettings, configure_logging
 from penstock.runtime.progress_log import STAGES, ProgressLog
 from penstock.runtime.settings import without_password
 
@@ -132,51 +137,10 @@ class LoadingBar:
             self._progress.stop()
 
 
-# --- restarts of the parts: each waits for a growing pause and logs why the part ended
+# --- Redis as a part that is restarted
 
-FIRST_PAUSE_S = 0.5
-MAX_PAUSE_S = 30.0
-STEADY_S = 60.0
-"""Seconds that a part must run for its pause to be reset to FIRST_PAUSE_S."""
 _POLL_INTERVAL_S = 0.1
 _JOINED_POLL_INTERVAL_S = 1.0
-
-Say = Callable[[str], None]
-
-
-class BackOff:
-    """Exponential backoff for the restarts of one part. A steady run resets the pause."""
-
-    def __init__(self) -> None:
-        self._pause_s = FIRST_PAUSE_S
-
-    def pause_s(self, ran_s: float) -> float:
-        """Return the seconds to wait before the next start. `ran_s`: seconds that the part ran before it ended."""
-        if ran_s >= STEADY_S:
-            self._pause_s = FIRST_PAUSE_S
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
-        return pause_s
-
-
-async def keep_child(supervisor: Supervisor, child: Child, command: ChildCommand, say: Say) -> NoReturn:
-    """Restart a child process whenever it ends."""
-    back_off, started_s = BackOff(), time.monotonic()
-    while True:
-        await child.ended()
-        pause_s = back_off.pause_s(time.monotonic() - started_s)
-        say(f"{child.why_it_ended()}; it starts again in {pause_s:g} s")
-        await asyncio.sleep(pause_s)
-        started_s = time.monotonic()
-        try:
-            child = await supervisor.replace(child, command)
-            await child.ready()
-        except ProcessDiedError:
-            continue
-        except OSError as error:
-            # The machine may have no memory for another process now.
-            say(f"{command.name} does not start: {error}")
-            continue
-        say(f"{command.name} serves again")
 
 
 async def keep_redis(server: EmbeddedRedis, say: Say) -> NoReturn:
@@ -231,7 +195,7 @@ PORT_TIMEOUT_S = 3.0
 """Seconds to wait for the port of an earlier `penstock serve` that is ending, such as one that was killed."""
 _OF_NODE = (
     *("aliases", "lora", "max_model_len", "num_threads", "revision", "dtype", "quantization", "kv_cache_dtype"),
-    *("runner", "tensor_parallel_size", "pipeline_parallel_size", "load_format", "generation_config"),
+    *("runner", "tensor_parallel_size", "pipeline_parallel_size", "load_format", "generation_config", "replicas"),
     *("kv_cache_gib", "scheduling_policy", "speculative"),
 )
 _OF_GATEWAY = ("host", "port", "unknown_fields", "max_tokens_beyond_context")
@@ -282,17 +246,20 @@ def serve(
     """
     logs = LogSettings.load(**taken_for(LogSettings, given))
     of_node, of_gateway = ({name: given[name] for name in names} for names in (_OF_NODE, _OF_GATEWAY))
-    missing = [check.finding for check in check_extras(("node", "gateway")) if check.level != "ok"]
-    if missing:
+    if missing := [
+        f"[{extra}] lacks {', '.join(names)}" for extra in ("node", "gateway") if (names := missing_packages(extra))
+    ]:
         raise ConfigError(f"packages are missing: pip install 'penstock[all]' ({'; '.join(missing)})")
     if model is None:
         model = default_model()
         if _node_settings(model, of_node).generation_config == "auto":
             of_node["generation_config"] = SAMPLING
     _check_settings(model, of_node, of_gateway)
+    settings = _node_settings(model, of_node)
+    replicas = replicas_of(settings, ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size)
     if ephemeral and data_dir is not None:
         raise ConfigError("ephemeral: --ephemeral keeps nothing in the folder of --data-dir; give one of them")
-    configure_logging(logs, prefix=_prefix("serve"))
+    configure_logging(logs, prefix=log_prefix("serve"))
     folders = {"data_dir": data_dir, "default_dir": None if ephemeral else default_data_folder()}
     with find_or_start_redis(redis_url, **folders, maxmemory_mib=maxmemory_mib) as (url, server):
         kept_in = server.data_dir if isinstance(server, EmbeddedRedis) else data_dir
@@ -301,7 +268,10 @@ def serve(
         _log_start(model, url, server)
         try:
             with _files_folder(data_dir, ephemeral=ephemeral) as files:
-                run_until_stopped(_serve(url, server, model, *words, logs, files))
+                nodes = replica_commands(
+                    node_command(model, url, arguments=words[0]), replicas, drain_s=settings.drain_s
+                )
+                run_until_stopped(_serve(url, server, model, nodes, words[1], logs, files))
         except ProcessDiedError as error:
             # The log above has the last lines of the process.
             is_download = model == ON_HUB and any(word in error.why for word in ("download", "hub"))
@@ -351,23 +321,20 @@ async def _serve(
     redis_url: str,
     server: EmbeddedRedis | RunningRedis | None,
     model: str,
-    of_node: Sequence[str],
+    nodes: Sequence[ChildCommand],
     of_gateway: Sequence[str],
     logs: LogSettings,
     files: str,
 ) -> None:
-    async with Supervisor(_relay_of(logs), {**_log_variables(logs), "PENSTOCK_FILES_URL": files}) as supervisor:
+    async with Supervisor(relay_of(logs), {**log_variables(logs), "PENSTOCK_FILES_URL": files}) as supervisor:
         # Counted meanwhile, before the node has taken any of them.
-        started = start_all(supervisor, redis_url, model, of_node, of_gateway)
+        started = start_all(supervisor, redis_url, model, nodes, of_gateway)
         ready, waiting = await asyncio.gather(started, _waiting_jobs(server))
         _print_ready(*ready, redis_url, is_local=server is not None)
         _say_what_waits(waiting, ready[0]["pool"])
         # A restarted gateway must use the same port, even if port 0 was requested, because callers know this one.
         port = str(urlsplit(ready[1]["url"]).port)
-        commands = (
-            node_command(model, redis_url, arguments=of_node),
-            gateway_command(redis_url, arguments=(*of_gateway, "--port", port)),
-        )
+        commands = (*nodes, gateway_command(redis_url, arguments=(*of_gateway, "--port", port)))
         async with asyncio.TaskGroup() as keepers:
             for child, command in zip(supervisor.children, commands, strict=True):
                 keepers.create_task(keep_child(supervisor, child, command, _log.warning))
@@ -420,40 +387,16 @@ def _say_what_ends(redis_url: str) -> None:
 
 
 async def start_all(
-    supervisor: Supervisor, redis_url: str, model: str, of_node: Sequence[str], of_gateway: Sequence[str]
+    supervisor: Supervisor, redis_url: str, model: str, nodes: Sequence[ChildCommand], of_gateway: Sequence[str]
 ) -> tuple[Event, Event]:
-    """Start a node and a gateway, show the progress, and return their ready events."""
+    """Start nodes and a gateway, show the progress, and return the ready events of the first ready node and of it."""
     progress = LoadingProgress(_log, pool_of_model(model))
-    node = await supervisor.start(node_command(model, redis_url, arguments=of_node, on_progress=progress.update))
+    shown = replace(nodes[0], on_progress=progress.update)
+    children = [await supervisor.start(command) for command in (shown, *nodes[1:])]
     # The gateway starts last and so stops first: no request arrives while the node returns its jobs to the queue.
     gateway = await supervisor.start(gateway_command(redis_url, arguments=of_gateway))
     async with progress.shown():
-        return await asyncio.gather(node.ready(), gateway.ready(timeout_s=GATEWAY_START_TIMEOUT_S))
-
-
-def _relay_of(logs: LogSettings) -> LogSink:
-    """Return what writes a child's log line to stderr: after the child's name for people, as JSON for programs."""
-    is_json = logs.format_for(sys.stderr) == "json"
-
-    def relay(name: str, line: str) -> None:
-        if is_json and not line.startswith("{"):
-            _log.info("output", extra={"part": name, "line": line})
-        else:
-            print(line if is_json else f"{_prefix(name)}{line}", file=sys.stderr, flush=True)
-
-    return relay
-
-
-def _prefix(name: str) -> str:
-    return f"{name:8}| "
-
-
-def _log_variables(logs: LogSettings) -> dict[str, str]:
-    """Return the environment variables by which the children log as this process does."""
-    log_format = logs.format_for(sys.stderr)
-    variables = {"PENSTOCK_LOG_LEVEL": logs.log_level, "PENSTOCK_LOG_FORMAT": log_format}
-    # The children write to a pipe, so they cannot see the terminal.
-    return variables | ({"FORCE_COLOR": "1"} if log_format == "console" and has_color(sys.stderr) else {})
+        return await asyncio.gather(first_ready(children), gateway.ready(timeout_s=GATEWAY_START_TIMEOUT_S))
 
 
 def _log_start(model: str, redis_url: str, server: EmbeddedRedis | RunningRedis | None) -> None:

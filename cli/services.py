@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 
-from penstock.cli.options import docstrings_of, options_of, taken_for, takes
+from penstock.cli.options import docstrings_of, options_of, taken_for, takes, words_of
 from penstock.cli.output import exit_code_of
+from penstock.cli.processes import node_command
+from penstock.cli.replicas import replicas_of, run_replicas
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.contract.tenant import UNLIMITED, Scope
 from penstock.gateway.settings import GatewaySettings
-from penstock.gpu_node.settings import VLLM_NAME_BY_NAME, NodeSettings
+from penstock.gpu_node.gpus import version_of
+from penstock.gpu_node.settings import VLLM_NAME_BY_NAME, NodeSettings, engine_config
 from penstock.runtime import event_loop
 from penstock.runtime.logging import LogSettings, configure_logging
 from penstock.runtime.settings import KeySettings, redis_url_of
@@ -43,17 +48,33 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
     Examples:
         penstock node ORG/MODEL --redis-url redis://localhost
         penstock node model.gguf --kv-cache-dtype int8 --alias small
+        penstock node ORG/MODEL --replicas auto
     """
+    logs = LogSettings.load(**taken_for(LogSettings, given))
+    settings = NodeSettings.load(**given | {"model": model, "redis_url": redis_url_of(given["redis_url"])})
+    configure_logging(logs)
+    if replicas := replicas_of(settings, ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size):
+        engine_config(settings)
+        # The URL may be a secret, so it is no argument.
+        arguments = words_of({name: value for name, value in given.items() if name != "redis_url"}, NODE_FLAGS)
+        command = node_command(settings.model, settings.redis_url, arguments=arguments)
+        run_replicas(settings, command, replicas, logs)
+        return
     try:
         from penstock.gpu_node.process import exiting_despite_threads, run_node
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock[node]'") from error
 
-    logs = LogSettings.load(**taken_for(LogSettings, given))
-    settings = NodeSettings.load(**given | {"model": model, "redis_url": redis_url_of(given["redis_url"])})
-    configure_logging(logs)
     with exiting_despite_threads(exit_code_of):
         event_loop.run(run_node(settings))
+
+
+def missing_packages(extra: str) -> list[str]:
+    """Return the packages of one of penstock's extras that are not installed."""
+    required = importlib.metadata.requires("penstock") or []
+    marker = re.compile(rf"extra\s*==\s*['\"]{extra}['\"]")
+    names = [re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] for line in required if marker.search(line)]
+    return [name for name in names if version_of(name) is None]
 
 
 _FLAGS = {

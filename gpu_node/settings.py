@@ -14,6 +14,7 @@ from penstock.contract.adapters import LORA_PATTERN
 from penstock.contract.named import NAME_PATTERN
 from penstock.contract.problems import config_error
 from penstock.contract.tools import ReasoningParserName, ToolParserName
+from penstock.gpu_node.engine.config import DEFAULT_KV_CACHE_GIB as DEFAULT_KV_CACHE_GIB
 from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig, EngineOptions, for_device
 from penstock.queue.policy import PolicyName
 from penstock.queue.policy_state import SHARE_WINDOW_MS
@@ -48,6 +49,9 @@ class NodeSettings(Settings, EngineOptions):
     """URL of the pool's Redis. Default: $PENSTOCK_REDIS_URL, or the Redis of penstock serve."""
     name: str = Field(default_factory=lambda: slug(socket.gethostname()), pattern=NAME_PATTERN)
     """Name of this node in logs and records; default: the host name."""
+    replicas: str = Field(default="1", pattern=r"^(auto|[1-9][0-9]?)$")
+    """Number of nodes to start, each in a process of its own. auto: one for each GPU that this process sees, or a
+    single one without GPUs. On the CPU they divide its cores, and the KV cache if it has no set size."""
     pool: str | None = Field(default=None, pattern=NAME_PATTERN)
     """Pool to serve; default: a name made from the model's name."""
     aliases: tuple[str, ...] = ()
@@ -150,6 +154,15 @@ class NodeSettings(Settings, EngineOptions):
         """The settings on which all nodes of the pool must agree, under the names that the scripts use; '' for None."""
         given = {name: "" if (value := getattr(self, name)) is None else value for name in POOL_WIDE}
         return {"policy": given.pop("scheduling_policy"), **given}
+
+
+MAX_REPLICAS = 64
+"""As many nodes of one host as `service/seats.py` tells apart."""
+
+
+def replica_name(name: str, number: int) -> str:
+    """Return the name of a replica of the node `name`."""
+    return f"{name[:60]}-{number}"
 
 
 def engine_config(settings: NodeSettings) -> EngineConfig:

@@ -20,7 +20,10 @@ from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedCho
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.output import BadWords
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+from penstock.gpu_node.model.protocol import Devices as Devices
 from penstock.gpu_node.model.protocol import LoadedModel
+from penstock.gpu_node.model.protocol import ModelPlan as ModelPlan
+from penstock.gpu_node.model.protocol import ShapeFit as ShapeFit
 from penstock.runtime.gc_freeze import no_collection
 
 Defaults = dict[str, int | float]
@@ -58,6 +61,18 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
             # If both fail, the error of the runner is raised.
             model = loading.result()
     return model, tokenizer, defaults
+
+
+def plan(config: EngineConfig, devices: Devices, shapes: Items[tuple[int, int, int]]) -> ModelPlan:
+    """Return what the model that `config` names takes of devices, in each shape: ranks, stages, replicas.
+
+    It reads the model's config and the headers of its files. Raises ConfigError.
+    """
+    from penstock.gpu_node.model.loading.load import find_model
+    from penstock.gpu_node.model.loading.plan import plan_model
+
+    found = find_model(config.model, config, lambda _stage, _done: None, revision=config.revision)
+    return plan_model(found, config, devices, shapes)
 
 
 @dataclass(frozen=True, slots=True)

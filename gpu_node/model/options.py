@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from penstock.contract.adapters import AdapterName
 
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 """Exists where an NVIDIA driver is loaded. Reading settings must not import torch to ask it."""
+DEFAULT_KV_CACHE_GIB = 1.0
+"""On the CPU."""
 _Number = TypeVar("_Number", int, int | None)
 
 
@@ -19,10 +22,31 @@ def for_device(on_cpu: _Number, on_gpu: _Number) -> Callable[[dict[str, Any]], _
     """Return the factory of a default that depends on what will compute: the setting `runner`, read before."""
 
     def default(settings: dict[str, Any]) -> _Number:
-        runner = settings.get("runner")
-        return on_gpu if runner == "gpu" or (runner == "auto" and _NVIDIA_DRIVER.exists()) else on_cpu
+        runner = str(settings.get("runner"))
+        return on_gpu if is_gpu(runner) or (runner == "auto" and _NVIDIA_DRIVER.exists()) else on_cpu
 
     return default
+
+
+_RUNNERS = ("auto", "cpu", "native", "torch", "gpu")
+_GPU = re.compile(r"(?:gpu|cuda)(:\d{1,3})?")
+
+
+def runner_name(given: str) -> str:
+    """Return the name of a runner in one spelling. vLLM's users know the GPU's by its device: cuda, or cuda:1.
+
+    Raises ValueError for another name.
+    """
+    if (gpu := _GPU.fullmatch(given)) is not None:
+        return f"gpu{gpu[1] or ''}"
+    if given not in _RUNNERS:
+        raise ValueError(f"must be {', '.join(_RUNNERS)}, cuda, or a GPU by its number, such as cuda:1")
+    return given
+
+
+def is_gpu(runner: str) -> bool:
+    """Return whether the runner of this name computes on a GPU, whichever one."""
+    return runner.partition(":")[0] == "gpu"
 
 
 def _number(value: object) -> object:
@@ -41,9 +65,9 @@ class RunnerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    runner: Literal["auto", "gpu", "cuda", "cpu", "native", "torch"] = "auto"
-    """What computes the model. gpu or cuda: a CUDA GPU; native: C++ kernels on the CPU; torch: PyTorch on the CPU;
-    cpu: native, else torch. auto: a GPU if there is one, else as cpu."""
+    runner: Annotated[str, AfterValidator(runner_name)] = "auto"
+    """What computes the model. gpu or cuda: a CUDA GPU, cuda:1: the second of those that the process sees; native: C++
+    kernels on the CPU; torch: PyTorch on the CPU; cpu: native, else torch. auto: a GPU if there is one, else as cpu."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights, of the shape in the model folder's config.json or of a known one: llama-8b, llama-3b,
     llama-1b, qwen3-0.6b, tiny. Without a tokenizer in that folder, tokens are bytes. auto: the weights of the model's
@@ -104,11 +128,16 @@ class RunnerSettings(BaseModel):
     weight_cache: bool = True
     """Keep the native runner's packed weights in a cache file that all nodes of the machine map."""
 
-    @field_validator("runner")
-    @classmethod
-    def _cuda_is_gpu(cls, given: str) -> str:
-        """VLLM's users know the GPU's runner by the name of its device."""
-        return "gpu" if given == "cuda" else given
+    @property
+    def wants_gpu(self) -> bool:
+        """Whether the setting `runner` asks for a GPU."""
+        return is_gpu(self.runner)
+
+    @property
+    def gpu_number(self) -> int | None:
+        """The number of the GPU that the setting `runner` asks for, among those that the process sees; None: any."""
+        number = self.runner.partition(":")[2]
+        return int(number) if number else None
 
     @field_validator("kv_cache_gib", mode="before")
     @classmethod

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app, start_http_server
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.contract.errors import ConfigError
@@ -129,10 +129,18 @@ class NodeCollector(Collector):
                 "penstock_node_loop_late_seconds", "penstock_node_loop_hold_seconds", self._loop_watch
             )
         if stats is not None:
+            yield _info(self._settings.name, stats)
             yield from engine_metrics(stats)
             yield from vllm_metrics(ledger, stats, self._settings)
             if (load := self._gpu.read(stats.gpu_uuid)) is not None:
                 yield from gpu_metrics(load)
+
+
+def _info(name: str, stats: EngineStats) -> Metric:
+    text = "1, with the node's name, which tells the replicas of a host apart, and what it computes on."
+    found = GaugeMetricFamily("penstock_node_info", text, labels=("name", "device", "arithmetic"))
+    found.add_metric((name, stats.gpu_uuid or "cpu", stats.arithmetic), 1)
+    return found
 
 
 def _of_counts(counts: NodeCounts) -> Iterator[Metric]:

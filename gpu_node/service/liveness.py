@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock.gpu_node.settings import MAX_REPLICAS, replica_name
+
 log = logging.getLogger(__package__)
 
 
@@ -44,9 +46,11 @@ async def answering(name: str, state: Callable[[], State]) -> AsyncIterator[None
 
 
 def states_of(name: str) -> list[State]:
-    """Return the states of this container's nodes of this name, as far as they answer."""
+    """Return the states of this container's nodes of this name and of its replicas, as far as they answer."""
     found = _SOCKETS.read_text().split() if _SOCKETS.exists() else ()
-    addresses = sorted({word for word in found if word.startswith(f"@{_prefix(name)}")})
+    names = [name, *(replica_name(name, number) for number in range(MAX_REPLICAS))]
+    prefixes = tuple(f"@{_prefix(one)}" for one in names)
+    addresses = sorted({word for word in found if word.startswith(prefixes)})
     return [state for address in addresses if (state := _asked(address)) is not None]
 
 

@@ -83,6 +83,13 @@ class NativeModel:
         self._check(self._library.penstock_model_new(c.byref(spec), num_threads, pinned_cores, c.byref(self._handle)))
         self._free = weakref.finalize(self, self._library.penstock_model_free, self._handle)
 
+    def set_nodes(self, nodes: Sequence[int]) -> None:
+        """Set the NUMA node of each thread's core, before the first step. With one node, nothing changes.
+
+        Threads then take the work of their own node first, and items of a panel or a KV head stay on a node.
+        """
+        self._library.penstock_nodes_set(self._handle, (c.c_int32 * len(nodes))(*nodes))
+
     def close(self) -> None:
         """End the threads and free all memory, as garbage collection does. The model cannot be used afterwards."""
         self._free()
@@ -264,6 +271,7 @@ def open_library(path: Path) -> Any:
         "penstock_isa": (c.c_char_p, []),
         "penstock_model_new": (c.c_char_p, [pointer, number, pointer, pointer]),
         "penstock_bind_thread": (None, [pointer]),
+        "penstock_nodes_set": (None, [pointer, pointer]),
         "penstock_model_free": (None, [pointer]),
         "penstock_matrix_new": (c.c_char_p, [pointer, number, number, pointer, pointer, number, number, pointer]),
         "penstock_matrix_on_read": (c.c_char_p, [pointer, number, number, pointer, pointer, number, number]),

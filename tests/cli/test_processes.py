@@ -14,9 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import serve
-from penstock.cli.processes import Child, ChildCommand, Event, ProcessDiedError, Supervisor, reason_in
-from penstock.cli.serve import BackOff, keep_child
+from penstock.cli import processes
+from penstock.cli.processes import (
+    BackOff,
+    Child,
+    ChildCommand,
+    Event,
+    ProcessDiedError,
+    Supervisor,
+    keep_child,
+    reason_in,
+)
 from penstock.runtime.logging import ConsoleFormatter
 
 READY = 'import json, time; print(json.dumps({"event": "ready", "pool": "p"}), flush=True)\n'
@@ -212,7 +220,7 @@ time.sleep(300)
 async def test_part_that_ends_is_restarted_after_growing_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: str, told: str
 ) -> None:
-    monkeypatch.setattr(serve, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.05)
     path, said = tmp_path / "runs", []
     part = command(FAILING.format(path=str(path), dies=dies), name="node")
     async with Supervisor(quiet) as supervisor:
@@ -234,7 +242,7 @@ async def test_part_that_ends_is_restarted_after_growing_pauses(
 async def test_a_part_starts_again_when_the_machine_can_fork_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.01)
     said: list[str] = []
     part = command(FAILING.format(path=str(tmp_path / "runs"), dies="sys.exit(3)"), name="node")
     async with Supervisor(quiet) as supervisor:
@@ -279,7 +287,7 @@ async def test_child_whose_log_cannot_be_written_keeps_running_and_drains_at_the
     def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(serve, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.01)
     path, said = tmp_path / "runs", list[str]()
     part = command(TALKING.format(path=str(path)), name="node", on_progress=refuse)
     async with Supervisor(refuse) as supervisor:

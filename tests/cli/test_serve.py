@@ -9,6 +9,7 @@ import pytest
 from fakes.command import run_command
 
 from penstock.cli.main import app
+from penstock.cli.processes import ChildCommand
 from penstock.contract.errors import PenstockError
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
@@ -39,9 +40,12 @@ def test_options_of_serve_reach_node_and_gateway_and_others_come_from_the_enviro
     nodes: list[NodeSettings] = []
     gateways: list[GatewaySettings] = []
 
-    async def start_all(_supervisor: object, _url: str, model: str, *words: Sequence[str]) -> None:
+    async def start_all(
+        _supervisor: object, _url: str, model: str, nodes: Sequence[ChildCommand], of_gateway: Sequence[str]
+    ) -> None:
         assert model == "m"
-        started.append((words[0], words[1]))
+        (node,) = nodes
+        started.append((node.argv[node.argv.index("m") + 1 :], of_gateway))
         raise PenstockError("enough")
 
     async def run_node(settings: NodeSettings) -> None:
@@ -104,7 +108,7 @@ def test_bad_values_are_refused_by_name_before_anything_starts(
 
 def test_missing_packages_are_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmbeddedRedis, "start", lambda _: pytest.fail("started a server"))
-    monkeypatch.setattr("penstock.cli.doctor._version_of", lambda name: None if name == "torch" else "1")
+    monkeypatch.setattr("penstock.cli.services.version_of", lambda name: None if name == "torch" else "1")
     done = run_command("serve", "m")
     assert done.returncode == 2
     assert done.stderr == "penstock: packages are missing: pip install 'penstock[all]' ([node] lacks torch)\n"

@@ -57,6 +57,29 @@ def test_defaults_depend_on_the_runner(
         assert EngineConfig(**given, max_num_seqs=9).max_num_seqs == 9
 
 
+@pytest.mark.parametrize(
+    ("device", "runner", "number"),
+    [
+        ("auto", "auto", None),
+        ("cpu", "cpu", None),
+        ("cuda", "gpu", None),
+        ("cuda:1", "gpu:1", 1),
+        ("gpu:0", "gpu:0", 0),
+    ],
+)
+def test_a_device_may_be_a_gpu_by_its_number(device: str, runner: str, number: int | None) -> None:
+    config = EngineConfig.of("m", {"device": device})
+    assert (config.runner, config.gpu_number) == (runner, number)
+    assert config.max_num_seqs == (256 if device.startswith(("cuda", "gpu")) else 64)
+    assert engine_config(NodeSettings.load(model="m", redis_url="unix://x", runner=device)).runner == runner
+
+
+@pytest.mark.parametrize("device", ["cuda:", "cuda:-1", "cuda:x", "cuda1", "mps", ""])
+def test_an_unknown_device_is_refused_with_the_ones_that_exist(device: str) -> None:
+    with pytest.raises(ConfigError, match=r"^runner: must be auto, cpu, native, torch, gpu, cuda, or .* cuda:1$"):
+        EngineConfig.of("m", {"device": device})
+
+
 @pytest.mark.parametrize(("given", "read"), [("8", 8), ("32", 32)])
 def test_the_block_size_may_be_an_environment_variable(monkeypatch: pytest.MonkeyPatch, given: str, read: int) -> None:
     monkeypatch.setenv("PENSTOCK_NODE_BLOCK_SIZE", given)

@@ -169,6 +169,15 @@ def test_the_services_serve_a_stream_and_a_batch(host: Host) -> None:
         assert host.stop(service) in (0, -signal.SIGTERM), host.log(service)
 
 
+def test_one_service_has_all_gpus_and_a_node_on_each() -> None:
+    gpu, cpu = SERVICES["gpu_node"], SERVICES["gpu_node-cpu"]
+    assert gpu["command"] == [*cpu["command"], "--replicas", "auto"]
+    (devices,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert (devices["driver"], devices["count"]) == ("nvidia", "all")
+    # The worker's metrics are on 9101 of another container.
+    assert gpu["environment"] == cpu["environment"] and gpu["healthcheck"] == cpu["healthcheck"]
+
+
 def make_secrets(folder: Path, redis_address: str = "redis:6379") -> dict[str, str]:
     """Run the commands in the overlay's head. Return each secret by the name of its file."""
     head = (ROOT / "ops/acl/compose.yml").read_text().partition("\n#   echo COMPOSE_FILE")[0]

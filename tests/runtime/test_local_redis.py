@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from penstock import Client
-from penstock.cli import serve
+from penstock.cli import processes
 from penstock.cli.serve import keep_redis, watch_joined_redis
 from penstock.contract.errors import ConfigError
 from penstock.runtime.embedded_redis import EmbeddedRedis, find_or_start_redis
@@ -97,7 +97,7 @@ def _fail(error: Exception) -> None:
 
 
 async def test_a_redis_whose_socket_was_deleted_starts_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.01)
     said: asyncio.Queue[str] = asyncio.Queue()
     with find_or_start_redis(None, data_dir=None, maxmemory_mib=64) as (url, server):
         assert isinstance(server, EmbeddedRedis)

@@ -96,6 +96,11 @@ class Device:
         self.is_gpu = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if self.is_gpu else None  # type: ignore[no-untyped-call]
 
+    def make_current(self) -> None:
+        """Let the calling thread's kernels and events go to this GPU, which CUDA decides for each thread alone."""
+        if self.is_gpu:
+            torch.cuda.set_device(self.torch)
+
     @property
     def has_float8(self) -> bool:
         """Whether kernels can convert to float8 and multiply it."""

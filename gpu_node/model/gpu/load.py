@@ -53,7 +53,9 @@ def load_gpu(
     ranks, host_ranks = links
     if options.tensor_parallel_size != ranks.size:
         raise ConfigError(f"tensor_parallel_size {options.tensor_parallel_size} on a GPU needs a process for each rank")
-    device, part = Device(_device()), RankPart(described.spec, ranks.rank, ranks.size, vocab_multiple=HEAD_ROWS)
+    device = Device(_device(options.gpu_number))
+    device.make_current()
+    part = RankPart(described.spec, ranks.rank, ranks.size, vocab_multiple=HEAD_ROWS)
     spec = part.spec
     name: str = options.dtype
     if name == "auto":
@@ -107,19 +109,25 @@ def _fewest(sizes: CacheSizes, ranks: Communicator) -> CacheSizes:
     return replace(sizes, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks)
 
 
-def _device() -> torch.device:
+def _device(number: int | None) -> torch.device:
+    """Return the GPU of this number, None: the current one. Raises ConfigError if it is not there or too old."""
     if torch.cuda.is_available():
         # Before anything starts CUDA: the next lines do.
         _avoid_fragments()
-        device = torch.device("cuda", torch.cuda.current_device())
+        if number is not None and number >= (count := torch.cuda.device_count()):
+            last = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+            raise ConfigError(f"runner cuda:{number}: there is no such GPU; this process sees {last}", param="runner")
+        device = torch.device("cuda", torch.cuda.current_device() if number is None else number)
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         if capability < MIN_COMPUTE_CAPABILITY:
             has, wanted = (".".join(map(str, pair)) for pair in (capability, MIN_COMPUTE_CAPABILITY))
             raise ConfigError(f"runner gpu: {name} has compute capability {has}; at least {wanted} is needed")
         return device
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    name = "gpu" if number is None else f"cuda:{number}"
+    if os.environ.get("TRITON_INTERPRET") != "1" or number:
         raise ConfigError(
-            "runner gpu: torch sees no CUDA device (TRITON_INTERPRET=1 runs its kernels slowly on the CPU)"
+            f"runner {name}: torch sees no CUDA device (TRITON_INTERPRET=1 runs its kernels slowly on the CPU)",
+            param="runner",
         )
     return torch.device("cpu")
 

@@ -205,7 +205,8 @@ class GpuRunner:
         return False
 
     def bind_thread(self) -> None:
-        """Do nothing: the GPU computes."""
+        """Let the calling thread's work go to this runner's GPU."""
+        self._device.make_current()
 
     def start_profile(self) -> None:
         """Start recording the operations of the calling thread and of the GPU."""
@@ -235,6 +236,7 @@ class GpuRunner:
     @translate_out_of_memory()
     @torch.inference_mode()
     def _submit(self, plan: StepPlan) -> GpuStep:
+        self._device.make_current()
         self._unfinished.run_deferred()
         staging = self._staging_buffers[0]
         self._staging_buffers.rotate(-1)
@@ -261,6 +263,8 @@ class GpuRunner:
 
         @torch.inference_mode()
         def choose() -> None:
+            # Another runner's step may have come between.
+            self._device.make_current()
             if (mark_rows >= 0).any():
                 rules = self._row_marks.write(plan.sampling, mark_rows)
                 self._tokens[: len(rules)] = sample(logits[: len(rules)], rules, self._row_marks.marks)
@@ -279,6 +283,7 @@ class GpuRunner:
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
+        self._device.make_current()
         self._unfinished.run_deferred()
         staging = self._staging_buffers[0]
         staging.wait()
@@ -306,6 +311,7 @@ class GpuRunner:
     @torch.inference_mode()
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, after the steps that were already submitted."""
+        self._device.make_current()
         part = self._decoder.part
         self._adapters.set(adapter_slot, adapter if part.size == 1 else RankAdapter(adapter, part))
 

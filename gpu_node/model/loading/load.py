@@ -133,14 +133,14 @@ def _load(
         raise ConfigError(f"{setting} {options.pipeline_parallel_size} needs runner torch", param=setting)
     if options.tensor_parallel_size > 1 and options.runner in ("auto", "cpu", "native"):
         return _load_ranks(described, options, progress)
-    if options.runner == "gpu" or (options.runner == "auto" and _has_gpu()):
+    if options.wants_gpu or (options.runner == "auto" and _has_gpu()):
         missing = ", ".join(special_features(described.spec))
         if not missing:
             from penstock.gpu_node.model.gpu.load import load_gpu
 
             return load_gpu(described, options, progress, *([] if links is None else [links]))
         reason = f"{described.architecture} is not supported on a GPU, which has no {missing}"
-        if options.runner == "gpu":
+        if options.wants_gpu:
             raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
         log.warning("the CPU computes, not the GPU", extra={"reason": reason})
     if options.runner != "torch":

@@ -14,6 +14,7 @@ from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.adapters import NativeAdapters
 from penstock.gpu_node.model.native.packed_file import PackedWeights
+from penstock.gpu_node.model.native.placement import NumaPlacement
 from penstock.gpu_node.model.native.ranks import (
     NativeRank,
     NativeRanks,
@@ -65,20 +66,21 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     _check(described, options)
     isa, library = _kernels(progress)
     spec, kv_format = described.spec, _KV_FORMATS[options.kv_cache_dtype]
-    sizes = cache_sizes(described, options, _kv_token_bytes(spec, kv_format))
+    token_bytes = spec.num_layers * spec.num_kv_heads * kv_head_bytes(spec, options.kv_cache_dtype)
+    sizes = cache_sizes(described, options, token_bytes)
     threads = options.num_threads or max(1, usable_cores() - options.reserved_cores)
     place = RankPlace(0, options.tensor_parallel_size)
     if place.size > 1:
         check_size(place.size, spec, threads)
     native_spec = _native_spec(described, options, sizes.num_blocks, kv_format, place)
-    model = _new_model(library, native_spec, place, threads)
+    model, placement = _new_model(library, native_spec, place, threads)
     quantization, rotated = options.quantization, bool(native_spec.hadamard_rotation)
     if quantization == "int8" and not rotated:
         quantization = "int8_group"
     layout = f"{library.stem}-{quantization}{'-rotated' if rotated else ''}"
     # Random weights take seconds to make and gigabytes to keep.
     cache = WeightCache(described, layout) if options.weight_cache and not described.source.is_dummy else None
-    weights = WeightLoader(described, library, native_spec, quantization)
+    weights = WeightLoader(described, library, native_spec, quantization, placement)
     # The tables are computed outside the interpreter, while the weights are opened. The model keeps both apart.
     shared: SharedWeights | None = None
     packing = None
@@ -133,7 +135,7 @@ def load_rank(
     _, library = _kernels(lambda stage, fraction: None)
     kv_format = _KV_FORMATS[options.kv_cache_dtype]
     spec = _native_spec(described, options, num_blocks, kv_format, place)
-    model = _new_model(library, spec, place, num_threads)
+    model, _ = _new_model(library, spec, place, num_threads)
     set_positions(model, described)
     PackedWeights.of_descriptor(*weights).give_to(model)
     adapters = NativeAdapters(model, described, rotated=bool(spec.hadamard_rotation))
@@ -141,15 +143,24 @@ def load_rank(
     return NativeRank(model, adapters, named), facts_of(library, spec), library
 
 
-def _new_model(library: Path, spec: NativeSpec, place: RankPlace, num_threads: int) -> NativeModel:
-    """Create the model of a rank. num_threads: of all ranks together. Raises ConfigError."""
+def _new_model(
+    library: Path, spec: NativeSpec, place: RankPlace, num_threads: int
+) -> tuple[NativeModel, NumaPlacement]:
+    """Create the model of a rank, and return it with its cores; num_threads: of all ranks. Raises ConfigError."""
     own = place.threads_of(num_threads)
+    # In the order of their NUMA nodes, so that a rank lies on few of them.
+    cores = NumaPlacement.of(cores_to_stay_on(num_threads)).cores
+    placement = NumaPlacement.of(cores_of(cores, own))
     try:
-        return NativeModel(library, spec, len(own), cores_of(cores_to_stay_on(num_threads), own))
+        model = NativeModel(library, spec, len(own), placement.cores)
     except AbiError as error:
         raise ConfigError(f"the compiled kernels do not fit this code, build them again: {error}") from error
     except KernelError as error:
         raise ConfigError(f"num_threads {num_threads} cannot be started: {error}") from error
+    if placement.is_spread:
+        model.set_nodes(placement.nodes)
+        log.info("weights are placed by NUMA node", extra={"nodes": list(dict.fromkeys(placement.nodes))})
+    return model, placement
 
 
 _CHUNK_TOKENS = 64
@@ -222,6 +233,15 @@ def _check(described: Description, options: RunnerOptions) -> None:
     _check_sizes(described.spec)
 
 
+def native_problem(described: Description, options: RunnerOptions) -> str | None:
+    """Return why the native runner cannot compute a model on this machine; None if it can, once it is compiled."""
+    try:
+        _check(described, options)
+    except NativeUnavailableError as error:
+        return str(error)
+    return NO_ISA if best_isa(cpu_flags()) is None else None
+
+
 def _check_sizes(spec: ModelSpec) -> None:
     head_dim = spec.head_dim
     if head_dim % PAGE_TOKENS or head_dim > MAX_HEAD_DIM:
@@ -238,10 +258,9 @@ def _check_sizes(spec: ModelSpec) -> None:
         raise NativeUnavailableError(reason, "--runner torch")
 
 
-def _kv_token_bytes(spec: ModelSpec, kv_format: KvFormat) -> int:
-    """Return the KV bytes of one token over all layers; int8 includes a float32 scale per key and value."""
-    head_bytes = 2 * spec.head_dim if kv_format is not KvFormat.INT8 else spec.head_dim + 4
-    return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
+def kv_head_bytes(spec: ModelSpec, kv_cache_dtype: str) -> int:
+    """Return the bytes of the key and the value of one token, layer and KV head; int8 includes two float32 scales."""
+    return 2 * (spec.head_dim + 4 if _KV_FORMATS[kv_cache_dtype] is KvFormat.INT8 else 2 * spec.head_dim)
 
 
 def _native_spec(
@@ -261,7 +280,7 @@ def _native_spec(
         block_size=options.block_size,
         num_blocks=num_blocks,
         kv_format=kv_format,
-        hadamard_rotation=_is_rotated(spec, options.quantization),
+        hadamard_rotation=is_rotated(spec, options.quantization),
         rotary_dim=0 if spec.rope is None else spec.rope.dim,
         activation=_ACTIVATIONS[spec.activation],
         has_layer_norms=spec.norm == "layer",
@@ -285,7 +304,7 @@ def _native_spec(
     )
 
 
-def _is_rotated(spec: ModelSpec, quantization: str) -> bool:
+def is_rotated(spec: ModelSpec, quantization: str) -> bool:
     """Return whether the hidden state is Hadamard-rotated, which spreads outlier channels over all channels.
 
     Only int8 needs it: a row has a single scale there, while grouped formats have one per group. RMS norms commute

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from penstock.gpu_node.model.checkpoint.mapped_file import PageFaults
 from penstock.gpu_node.model.native.background_writer import BackgroundWriter, write_at
 from penstock.gpu_node.model.native.packed_matrix import OnMatrix, PackedMatrix
+from penstock.gpu_node.model.native.placement import NumaPlacement
 from penstock.kernels.cpu.formats import Format, RowLayout, Run
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 
@@ -119,6 +120,8 @@ class PackedWeights:
     def __init__(self, content: NDArray[np.uint8], table: dict[str, list[Any]]) -> None:
         self._content = content
         self._table = table
+        self._placed: dict[int, NDArray[np.uint8]] = {}
+        """Copies of matrices near their threads, by the offset of the matrix."""
         self.formats = {Format(number) for number in table["formats"]}
         """The formats of the matrices."""
 
@@ -155,10 +158,16 @@ class PackedWeights:
         with os.fdopen(os.dup(descriptor), "rb") as file:
             return cls.mapped(file, key)
 
+    def place(self, placement: NumaPlacement) -> None:
+        """Copy the matrices into memory near the threads that compute them, if these are on several NUMA nodes."""
+        for _, _, runs, columns, start, size in self._table["matrices"] if placement.is_spread else ():
+            formats = [(Format(weights), rows) for weights, rows in runs]
+            self._placed[start] = placement.placed(formats, columns, self._content[start : start + size])
+
     def give_to(self, model: NativeModel) -> None:
         """Let a model read the matrices in place, and set its biases and vectors."""
         for slot, layer, runs, columns, start, size in self._table["matrices"]:
-            packed = self._content[start : start + size]
+            packed = self._placed.get(start, self._content[start : start + size])
             model.use(Slot(slot), layer, [(Format(weights), rows) for weights, rows in runs], columns, packed)
         for slot, layer, first, layout, start, size in self._table["biases"]:
             model.set_bias(Slot(slot), layer, self._numbers(start, size), first=first, layout=RowLayout(layout))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
@@ -56,6 +57,22 @@ def runs_of(parts: Sequence[Stored], quantization: str, *, interleaved: bool) ->
     if interleaved or any(count % PANEL for count in num_rows[:-1]):
         return [(Format.INT8_GROUP, sum(num_rows))]
     return list(zip(formats, num_rows, strict=True))
+
+
+def packed_bytes(runs: Sequence[Run], columns: int) -> int:
+    """Return the size of a matrix in the kernels' packed layout (src/weights/weights.h)."""
+    return sum(-(-rows // PANEL) * panel_bytes(weights, -(-columns // PANEL) * PANEL) for weights, rows in runs)
+
+
+def panel_bytes(weights: Format, columns: int) -> int:
+    """Return the bytes of 32 rows, whose columns are padded. Blocks of a stored format keep their size."""
+    if weights is Format.BF16:
+        return PANEL * 2 * columns
+    if weights is Format.INT8:
+        return PANEL * (columns + 4)
+    kind = {Format.INT8_GROUP: "Q8_0", Format.INT4_GROUP: "Q4_1"}.get(weights, weights.name)
+    block_columns, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return PANEL * -(-columns // block_columns) * block_bytes
 
 
 def keeps_bits(parts: Sequence[Stored], runs: Sequence[Run]) -> bool:

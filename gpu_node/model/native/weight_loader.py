@@ -6,6 +6,7 @@ import copy
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.gpu_node.model.checkpoint.description import Description
@@ -13,8 +14,9 @@ from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.native.background_packing import BackgroundPacking, PackingState
 from penstock.gpu_node.model.native.packed_file import KEY_DIGITS, PackedWeights, PackedWriter
-from penstock.gpu_node.model.native.packed_matrix import PrivateWriter, WeightWriter
+from penstock.gpu_node.model.native.packed_matrix import PackedMatrix, PrivateWriter, WeightWriter
 from penstock.gpu_node.model.native.packing import NotLosslessError, Packer
+from penstock.gpu_node.model.native.placement import NumaPlacement
 from penstock.gpu_node.model.native.ranks import SharedWeights
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.kernels.cpu.formats import Format
@@ -29,11 +31,14 @@ _FAULT_IN_S = 0.2
 class WeightLoader:
     """Loads the weights of one model in one quantization."""
 
-    def __init__(self, described: Description, library: Path, spec: NativeSpec, quantization: str) -> None:
+    def __init__(
+        self, described: Description, library: Path, spec: NativeSpec, quantization: str, placement: NumaPlacement
+    ) -> None:
         self._described = described
         self._library = library
         self._spec = spec
         self._quantization = quantization
+        self._placement = placement
 
     def load(
         self, model: NativeModel, cache: WeightCache | None, progress: Progress
@@ -58,6 +63,7 @@ class WeightLoader:
                 return formats, self._pack_in_background(model, tensors, cache)
             if weights is None:
                 return self._pack(model, tensors, progress, tensors.release), None
+        weights.place(self._placement)
         weights.give_to(model)
         ends_s = time.monotonic() + _FAULT_IN_S
         weights.fault_in(lambda: time.monotonic() > ends_s)
@@ -145,9 +151,15 @@ class WeightLoader:
                 state.check()
                 time.sleep(_POLL_S)
 
-            weights = cache.packed_once(write, wait, state.matrices.append)
+            def add(matrix: PackedMatrix) -> None:
+                placed = self._placement.placed(matrix.runs, matrix.columns, matrix.packed)
+                state.matrices.append(replace(matrix, packed=placed))
+
+            weights = cache.packed_once(write, wait, add)
             if weights is None:
-                write(PrivateWriter(state.matrices.append))
+                write(PrivateWriter(add))
+            else:
+                weights.place(self._placement)
             return weights
 
         return BackgroundPacking(model, pack, tensors.fault_in)

@@ -71,6 +71,8 @@ async def test_metrics_of_a_working_node(redis_url: str) -> None:
     assert 0 < calls == found["penstock_node_emit_seconds_bucket:+Inf"] < 3 * 20
     assert 0 < found["penstock_node_emit_seconds_sum"] < calls * 10
     assert found["penstock_engine_kv_blocks_total"] > 0
+    (info,) = [name.split(":") for name in found if name.startswith("penstock_node_info:")]
+    assert info[1:] == ["reference", "cpu", settings_of(redis_url).name], "arithmetic, device and name"
 
 
 @pytest.mark.parametrize(("is_core_free", "limit"), [(False, 0.03), (True, 0.25)], ids=["no free core", "free core"])

@@ -118,9 +118,48 @@ void crowd() {
   check(sum == 20, "an item was lost or done twice in a crowd");
 }
 
+// The threads whose parts a thread works on, in their order.
+std::vector<int> victims_of(const Team& team, int index) {
+  std::vector<int> victims;
+  for (int k = 0; k < team.active(); ++k) victims.push_back(team.victim(index, k));
+  return victims;
+}
+
+void steal_inside_a_node_first() {
+  Team team(4);
+  using List = std::vector<int>;
+  check(victims_of(team, 1) == List{1, 2, 3, 0} && !team.spans_nodes(), "without nodes, parts follow one another");
+  const int32_t one[] = {7, 7, 7, 7}, two[] = {0, 0, 1, 1}, mixed[] = {0, 1, 0, 1};
+  team.set_nodes(one);
+  check(victims_of(team, 1) == List{1, 2, 3, 0} && !team.spans_nodes(), "with one node, nothing changes");
+  team.set_nodes(two);
+  check(team.spans_nodes(), "two nodes");
+  check(victims_of(team, 0) == List{0, 1, 2, 3} && victims_of(team, 1) == List{1, 0, 2, 3}, "the first node");
+  check(victims_of(team, 2) == List{2, 3, 0, 1} && victims_of(team, 3) == List{3, 2, 0, 1}, "the second node");
+  team.set_nodes(mixed);
+  check(victims_of(team, 1) == List{1, 3, 2, 0}, "nodes that alternate");
+  team.resize(3);
+  check(victims_of(team, 1) == List{1, 2, 0} && victims_of(team, 2) == List{2, 0, 1}, "a smaller team");
+  for (int size : {2, 5}) {
+    Team divided(size);
+    const int32_t nodes[] = {0, 0, 0, 1, 1}, halves[] = {0, 1};
+    divided.set_nodes(size == 2 ? halves : nodes);
+    for (int round = 0; round < 20; ++round) {
+      std::vector<int> values(1000);
+      divided.start([&](Worker& worker) {
+        for (int loop = 0; loop < 7; ++loop) worker.for_each(1000, [&](int i) { values[i] += i; });
+      });
+      divided.join();
+      for (int i = 0; i < 1000; ++i) check(values[i] == 7 * i, "an item was lost or done twice on two nodes");
+      divided.resize(1 + round % size);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
+  steal_inside_a_node_first();
   choose_sizes();
   keep_best_cores();
   std::vector<double> truth = {.1, .2, .3, .4, .5};

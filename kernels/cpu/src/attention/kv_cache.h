@@ -47,6 +47,9 @@ class KvCache {
         pages_shift_(std::countr_zero((unsigned)shape.pages_per_block())),
         memory_(shape.num_blocks * shape.block_bytes()) {}
 
+  // Lets the heads of a page be near different cores: a huge page would have them all. Nothing may be stored yet.
+  void use_small_pages() const { memory_.use_small_pages(); }
+
   // Stores a token's key and value, each [head_dim], at `slot` = block * block_size + offset.
   void set(int layer, int slot, int head, const float* key, const float* value) const;
   // Clears values after `slot` in its page that earlier sequences left. Their weights are 0, but 0 times NaN is NaN.

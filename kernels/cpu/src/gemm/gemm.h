@@ -73,9 +73,11 @@ void multiply(Worker& worker, const Activations& left, const Matrix& right, cons
       right.is_packed_on_read() ? std::max(1, num_tiles) : std::max(1, kRowsPerPass / max_tile_rows(right.encoding()));
   const int passes = (num_tiles + tiles_per_pass - 1) / tiles_per_pass;
   const int num_panels = panels.count();
+  const bool by_panel = worker.spans_nodes();
   worker.for_each(passes * num_panels, [&](int unit) {
-    const int begin = unit / num_panels * tiles_per_pass, end = std::min(num_tiles, begin + tiles_per_pass);
-    multiply_panel(left, begin, end, num_tiles, right, panels.at(unit % num_panels), finish);
+    const int pass = by_panel ? unit % passes : unit / num_panels, panel = by_panel ? unit / passes : unit % num_panels;
+    const int begin = pass * tiles_per_pass, end = std::min(num_tiles, begin + tiles_per_pass);
+    multiply_panel(left, begin, end, num_tiles, right, panels.at(panel), finish);
   });
 }
 

@@ -100,6 +100,9 @@ PENSTOCK_API const char* penstock_model_new(const Spec* spec, int num_threads, c
 // Declares that the calling thread does nothing but start steps and wait for them.
 PENSTOCK_API void penstock_bind_thread(Model* model) { model->team().bind_leader(); }
 
+// Sets the NUMA node of each thread's core, before the first step and before the KV cache is used.
+PENSTOCK_API void penstock_nodes_set(Model* model, const int32_t* nodes) { model->set_nodes(nodes); }
+
 PENSTOCK_API void penstock_model_free(Model* model) { delete model; }
 
 // The matrix consists of `num_runs` runs of rows, each with a format. `packed`: null for a matrix of zeros to fill; else

@@ -43,8 +43,9 @@ struct AttentionStage::RowInputs {
   const float* biases[kMaxQueryRows];
 };
 
-void AttentionStage::prepare(int num_threads) {
-  plan_.set(spec_, num_heads(), step_.plan, num_threads);
+void AttentionStage::prepare(const Team& team) {
+  plan_.set(spec_, num_heads(), step_.plan, team.size());
+  by_head_ = team.spans_nodes();
   if (!plan_.splits_spans) return;
   partials_.reserve((size_t)plan_.span_starts.back() * num_heads() * kMaxQueryRows);
 }
@@ -83,11 +84,12 @@ void AttentionStage::add_output(Worker& worker, const Layer& layer, LayerProduct
 void AttentionStage::attend(Worker& worker, const Layer& layer) const {
   if (!plan_.stores_with_tiles) store_all(worker, layer);
   if (plan_.splits_spans) return attend_by_span(worker, layer);
-  const int heads = num_heads(), end = num_items();
+  const int end = num_items();
   worker.for_each(end, [&](int i) {
     if (plan_.stores_with_tiles) {
-      store_key_value(layer, i / heads, i % heads);
-      if (i + 1 < end) cache_.fetch(layer.index, slot_of((i + 1) / heads), (i + 1) % heads);
+      const auto [token, head] = item(i);
+      store_key_value(layer, token, head);
+      if (i + 1 < end) cache_.fetch(layer.index, slot_of(item(i + 1).tile), item(i + 1).head);
     }
     attend_tile(layer, i);
   });
@@ -95,11 +97,12 @@ void AttentionStage::attend(Worker& worker, const Layer& layer) const {
 
 void AttentionStage::store_all(Worker& worker, const Layer& layer) const {
   const std::vector<int>& runs = plan_.store_runs;
-  const int heads = num_heads(), end = ((int)runs.size() - 1) * heads;
+  const int count = (int)runs.size() - 1, end = count * num_heads();
   worker.for_each(end, [&](int i) {
-    const int run = i / heads, later = std::min(i + kStoresAhead, end - 1);
-    cache_.fetch(layer.index, slot_of(runs[later / heads]), later % heads);
-    for (int token = runs[run]; token < runs[run + 1]; ++token) store_key_value(layer, token, i % heads);
+    const auto [run, head] = item_of(i, count);
+    const Item later = item_of(std::min(i + kStoresAhead, end - 1), count);
+    cache_.fetch(layer.index, slot_of(runs[later.tile]), later.head);
+    for (int token = runs[run]; token < runs[run + 1]; ++token) store_key_value(layer, token, head);
   });
 }
 
@@ -146,15 +149,15 @@ bool AttentionStage::begins_last_page(int token) const {
          position - plan.positions[plan.query_starts[seq]] >= position % kPage;
 }
 
-void AttentionStage::attend_tile(const Layer& layer, int item) const {
-  const int heads = num_heads(), next = item + 1, head = item % heads;
-  const QueryTile& tile = plan_.tiles[item / heads];
+void AttentionStage::attend_tile(const Layer& layer, int i) const {
+  const Item own = item(i);
+  const QueryTile& tile = plan_.tiles[own.tile];
   RowInputs inputs;
   RowState states[kMaxQueryRows];
-  QueryRows rows = query_rows(tile, layer, head, inputs);
-  if (next < num_items()) rows.next = context_of(plan_.tiles[next / heads], layer, next % heads);
+  QueryRows rows = query_rows(tile, layer, own.head, inputs);
+  if (i + 1 < num_items()) rows.next = context_of(plan_.tiles[item(i + 1).tile], layer, item(i + 1).head);
   penstock::attend(cache_, rows, tile.context, states);
-  write_rows(tile, head, states);
+  write_rows(tile, own.head, states);
 }
 
 void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
@@ -162,14 +165,14 @@ void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
   const int heads = num_heads();
   const auto partial = [&](int span, int head) { return &partials_[((size_t)span * heads + head) * kMaxQueryRows]; };
   worker.for_each(starts.back() * heads, [&](int i) {
-    const int span = i / heads, head = i % heads;
+    const auto [span, head] = item_of(i, starts.back());
     const int t = (int)(std::upper_bound(starts.begin(), starts.end(), span) - starts.begin()) - 1;
     const int begin = (span - starts[t]) * kSpan, end = std::min(begin + kSpan, plan_.tiles[t].context);
     RowInputs inputs;
     attend_span(cache_, query_rows(plan_.tiles[t], layer, head, inputs), begin, end, partial(span, head));
   });
   worker.for_each(num_items(), [&](int i) {
-    const int t = i / heads, head = i % heads;
+    const auto [t, head] = item(i);
     RowState* states = partial(starts[t], head);
     for (int span = starts[t] + 1; span < starts[t + 1]; ++span) {
       for (int r = 0; r < plan_.tiles[t].rows; ++r) merge(states[r], partial(span, head)[r], spec_.head_dim);

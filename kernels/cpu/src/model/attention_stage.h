@@ -23,7 +23,7 @@ class AttentionStage {
         buffers_(buffers) {}
 
   // Plans the step, and reserves memory for it.
-  void prepare(int num_threads);
+  void prepare(const Team& team);
   // Computes the queries, keys and values of all tokens, of a rank those of its heads.
   void project(Worker& worker, const Layer& layer, LayerProducts& products) const;
   // Stores the keys and values in the cache, and attends.
@@ -34,10 +34,19 @@ class AttentionStage {
  private:
   struct RowInputs;
 
+  // An item is a tile and a key/value head. Those of a head follow one another if the team spans NUMA nodes.
+  struct Item {
+    int tile, head;
+  };
   // The key/value heads of this rank. They are counted from 0, as in its cache.
   int num_heads() const { return share_.kv_heads().count(); }
   int query_of(int head, int row) const { return (share_.kv_heads().begin + head) * spec_.group() + row % spec_.group(); }
   int num_items() const { return (int)plan_.tiles.size() * num_heads(); }
+  Item item(int i) const { return item_of(i, (int)plan_.tiles.size()); }
+  Item item_of(int i, int count) const {
+    if (by_head_) return {i % count, i / count};
+    return {i / num_heads(), i % num_heads()};
+  }
   void store_all(Worker& worker, const Layer& layer) const;
   void store_key_value(const Layer& layer, int token, int head) const;
   void norm_all_heads(Worker& worker, const Layer& layer, const RowBuffer& unnormed) const;
@@ -45,7 +54,7 @@ class AttentionStage {
   int slot_of(int token) const;
   bool begins_last_page(int token) const;
   void attend_by_span(Worker& worker, const Layer& layer) const;
-  void attend_tile(const Layer& layer, int item) const;
+  void attend_tile(const Layer& layer, int i) const;
   int token_of(const QueryTile& tile, int row) const;
   Context context_of(const QueryTile& tile, const Layer& layer, int head) const;
   QueryRows query_rows(const QueryTile& tile, const Layer& layer, int head, RowInputs& inputs) const;
@@ -60,6 +69,7 @@ class AttentionStage {
   const Step& step_;
   const StepBuffers& buffers_;
   AttentionPlan plan_;
+  bool by_head_ = false;
   Buffer<RowState> partials_;  // [spans][key/value heads][kMaxQueryRows]
 };
 

@@ -85,7 +85,7 @@ void Model::prepare() {
       later.prepare(layer, Slot::kMlpOut);
     }
   }
-  attention_.prepare(team_.size());
+  attention_.prepare(team_);
   head_.prepare(team_.size());
   scores_.prepare();
 }

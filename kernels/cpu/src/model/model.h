@@ -27,6 +27,11 @@ class Model {
   ~Model() { team_.join(); }
 
   Team& team() { return team_; }
+  // Sets the NUMA node of each thread's core. No step may have run.
+  void set_nodes(const int32_t* nodes) {
+    team_.set_nodes(nodes);
+    if (team_.spans_nodes()) cache_.use_small_pages();
+  }
   DecoderWeights& weights() { return weights_; }
   const KvCache& cache() const { return cache_; }
 

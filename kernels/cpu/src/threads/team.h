@@ -27,6 +27,9 @@ class Worker {
   // The thread's index, in [0, threads of this program).
   int index() const { return index_; }
   bool leads() const { return index_ == 0; }
+  // Whether the team's cores are on several NUMA nodes. Loops over weights and KV heads then put the items of a panel or
+  // head side by side, so that the threads of one node take them in each step.
+  bool spans_nodes() const;
 
   // Calls `body(i)` for every i in [0, count), divided among the threads, and returns when all threads have finished.
   // Each thread first works through a contiguous part of its own, because long runs stream best from memory. Then it
@@ -68,6 +71,12 @@ class Team {
   ~Team() { end(); }
 
   int size() const { return ranks_.size(); }
+  bool spans_nodes() const { return !nodes_.empty(); }
+  // The thread whose part a thread works on after `count` others, its own part being the first: those of its NUMA node
+  // come before those of others.
+  int victim(int index, int count) const {
+    return nodes_.empty() ? (index + count) % active() : victims_[(size_t)index * active() + count];
+  }
   // The number of threads that run the next program.
   int active() const { return ranks_.active(); }
 
@@ -76,6 +85,13 @@ class Team {
   void bind_leader() {
     slots_[0].thread = gettid();
     schedule(0);
+  }
+
+  // Sets the NUMA node of each core. `join` must have returned for the last program.
+  void set_nodes(const int32_t* nodes) {
+    nodes_.assign(nodes, nodes + size());
+    if (std::all_of(nodes_.begin(), nodes_.end(), [this](int32_t node) { return node == nodes_[0]; })) nodes_.clear();
+    order_victims();
   }
 
   // Starts `program` on the team's own threads. `join` must have returned for the previous program.
@@ -108,6 +124,7 @@ class Team {
       poll_until([this] { return !is_probing(); });
       ranks_.grow(count);
     }
+    order_victims();
     for (int i = 0; i < size(); ++i) schedule(i);
   }
 
@@ -235,6 +252,18 @@ class Team {
     }
   }
 
+  void order_victims() {
+    if (nodes_.empty()) return;
+    victims_.clear();
+    for (int index = 0; index < active(); ++index) {
+      const auto begin = victims_.end() - victims_.begin();
+      for (int k = 0; k < active(); ++k) victims_.push_back((index + k) % active());
+      const int node = nodes_[ranks_.core(index)];
+      std::stable_partition(victims_.begin() + begin, victims_.end(),
+                            [&](int rank) { return nodes_[ranks_.core(rank)] == node; });
+    }
+  }
+
   // Tells Linux on which cores a thread may run and how long its time slices are.
   void schedule(int index) {
     const pid_t thread = slots_[index].thread;
@@ -268,6 +297,8 @@ class Team {
 
   Ranks ranks_;
   std::vector<int32_t> cores_;  // the core to pin a thread to, by the core's index in `ranks_`
+  std::vector<int32_t> nodes_;  // the NUMA node of each core; empty if there is one
+  std::vector<int> victims_;    // [active threads][active threads]
   bool is_crowded_ = false;
   int64_t probed_ns_ = 0;
   int64_t window_ns_ = 0;  // program time since the last check
@@ -283,11 +314,13 @@ class Team {
   std::vector<std::thread> threads_;
 };
 
+inline bool Worker::spans_nodes() const { return team_.spans_nodes(); }
+
 template <class Body, class Finish>
 void Worker::for_each(int count, const Body& body, const Finish& finish) {
   const int num_threads = team_.active();
   for (int k = 0; k < num_threads; ++k) {
-    const int owner = (index_ + k) % num_threads;
+    const int owner = team_.victim(index_, k);
     const int begin = (int)((int64_t)count * owner / num_threads), end = (int)((int64_t)count * (owner + 1) / num_threads);
     auto& taken = team_.counter(loop_, owner).taken;
     for (;;) {

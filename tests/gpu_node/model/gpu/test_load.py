@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +29,12 @@ from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.graphs import GraphShapes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
+from penstock.gpu_node.model.gpu.linear import padded_head
 from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
-from penstock.gpu_node.model.gpu.weights import load_weights
-from penstock.gpu_node.model.loading.load import load_model
+from penstock.gpu_node.model.gpu.weights import StoredLinearLoader, load_weights
+from penstock.gpu_node.model.loading.load import find_model, load_model
+from penstock.gpu_node.model.loading.plan import sizes_of
 from penstock.gpu_node.model.protocol import NO_ADAPTER, CacheSizes
 
 GIB = 1 << 30
@@ -59,6 +63,42 @@ def test_gpu_runner_is_refused_without_a_gpu(tiny_model: Path, monkeypatch: pyte
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="no CUDA device"):
         _load(tiny_model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card is there")
+def test_a_gpu_by_its_number_is_not_replaced_by_the_interpreter(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="runner cuda:1: torch sees no CUDA device") as refused:
+        _load(tiny_model, runner="cuda:1")
+    assert refused.value.param == "runner"
+
+
+@pytest.mark.parametrize(("count", "seen"), [(1, "cuda:0"), (4, "cuda:0 to cuda:3")])
+def test_a_gpu_that_is_not_there_is_named(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, count: int, seen: str
+) -> None:
+    for name, value in {"is_available": True, "device_count": count}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(load, "_avoid_fragments", lambda: None)
+    with pytest.raises(ConfigError, match=f"runner cuda:4: there is no such GPU; this process sees {seen}$"):
+        _load(tiny_model, runner="cuda:4")
+
+
+def test_the_gpu_of_a_number_is_the_current_one_of_each_thread_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    facts: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_capability": lambda _: (9, 0),
+        "get_device_name": lambda _: "H100",
+        "set_device": chosen.append,
+        "Stream": lambda _: None,
+    }
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(load, "_avoid_fragments", lambda: None)
+    device = Device(load._device(1))
+    device.make_current()
+    assert chosen == [torch.device("cuda", 1)]
 
 
 def test_kv_cache_gets_what_the_largest_step_leaves_of_its_share_of_the_gpu() -> None:
@@ -242,3 +282,24 @@ def test_gpu_that_is_too_old_is_refused_by_name(tiny_model: Path, monkeypatch: p
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_deterministic_runner_loads_in_float16_and_bfloat16(dtype: str, tiny_model: Path) -> None:
     _load(tiny_model, dtype=dtype, deterministic=True)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plan_knows_the_bytes_of_the_weights(quantization: str, tied: bool, tmp_path: Path) -> None:
+    """All tensors of the matrices; norms are left out."""
+    folder = make_family_model(tmp_path, "qwen2", "bfloat16", tie_word_embeddings=tied)
+    options = runner_options(runner="gpu", dtype="bfloat16", quantization=quantization)
+    described = find_model(str(folder), options, lambda *_: None).described
+    device = Device(torch.device("cpu"))
+    keep = StoredLinearLoader(quantization, device)
+    tensors = DecoderTensors(described.open_checkpoint(), described.spec)
+    head = partial(padded_head, quantization=quantization)
+    weights = load_weights(tensors, described.spec, torch.bfloat16, lambda _: None, device.torch, keep, tuple, head)
+    products = [getattr(layer, name) for layer in weights.layers for name in ("qkv", "out", "mlp_in", "mlp_out")]
+    kept = [getattr(one, field.name) for one in (*products, weights.head) for field in fields(one)]
+    found = {id(one): one for one in (*kept, weights.embedding.weight) if one is not None and one.dim() > 0}
+    biases = {id(one.bias) for one in products if one.bias is not None}
+    assert sizes_of(described, options, "gpu").weight_bytes == sum(
+        one.nbytes for name, one in found.items() if name not in biases
+    )

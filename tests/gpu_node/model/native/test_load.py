@@ -28,8 +28,8 @@ from fakes.runners.stale_blocks import logits_over
 from fixtures.plans import Track, logits_alone, plan_of, tokens_of_step
 from fixtures.sampling import rows_of
 
-from penstock.cli import doctor
-from penstock.cli.doctor import check_machine
+from penstock.cli.machine import doctor
+from penstock.cli.machine.doctor import check_machine
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.native import load as native_load

@@ -3,158 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
+import os
 import platform
 import re
-import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from penstock.cli.demo_model import REMEDY, SIZE_MB, demo_model
+from penstock.cli.machine.plan import planned, summary
 from penstock.cli.output import AsJson, JsonArray
+from penstock.cli.services import missing_packages
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.contract.pool import NodePressure, PoolStats
+from penstock.gpu_node.gpus import FLOAT8_COMPUTE_CAPABILITY, ON_CPU, GpuMachine, gpu_problems, this_machine
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, origin_of
 from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cpu_flags, usable_cores
+from penstock.kernels.cpu.topology import cores_of, numa_nodes, refuses_mbind
 from penstock.runtime.local_redis import running_url
 from penstock.runtime.settings import RedisSettings, without_password
-
-# --- GPUs: what a node would find on this machine, and what would compute
-
-_TIMEOUT_S = 20
-_FIELDS = "name,driver_version,compute_cap,memory.free,memory.total"
-MIN_COMPUTE_CAPABILITY = 8.0
-"""A copy of the GPU runner's constant, which cannot be imported without torch."""
-FLOAT8_COMPUTE_CAPABILITY = 8.9
-_CPU = "models run on the CPU"
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """An NVIDIA GPU as its driver reports it."""
-
-    name: str
-    driver: str
-    compute_capability: float
-    free_mib: int
-    total_mib: int
-
-
-@dataclass(frozen=True, slots=True)
-class GpuMachine:
-    """The GPUs and libraries that a node would find on this machine."""
-
-    gpus: tuple[Gpu, ...]
-    driver_cuda: str | None
-    """The newest CUDA version that the driver supports; None: unknown."""
-    torch: str | None
-    """The installed version; None: none. Likewise `triton`."""
-    torch_cuda: str | None
-    """The CUDA version that torch was built for; None: torch cannot use a GPU."""
-    triton: str | None
-
-
-def this_machine() -> GpuMachine:
-    """Ask the driver and look at the installed packages, without importing torch."""
-    gpus = tuple(_gpus_in(_smi(f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")))
-    # Only the table for people names the version of CUDA.
-    cuda = re.search(r"CUDA Version: *([0-9.]+)", _smi()) if gpus else None
-    versions = _version_of("torch"), _torch_cuda(), _version_of("triton")
-    return GpuMachine(gpus, cuda[1] if cuda else None, *versions)
-
-
-def judge_gpus(machine: GpuMachine) -> Iterator[Check]:
-    """Yield each GPU's facts, then what is missing to use it, or what will compute on it."""
-    if not machine.gpus:
-        finding = f"none: nvidia-smi reports no GPU, or there is no driver; {_CPU}"
-        yield Check("ok", "GPU", finding, "for a GPU: install its driver, then a CUDA build of torch and triton")
-        return
-    for gpu in machine.gpus:
-        memory = f"{gpu.free_mib / 1024:.1f} of {gpu.total_mib / 1024:.1f} GiB free"
-        driver = f"driver {gpu.driver} (CUDA {machine.driver_cuda or 'unknown'})"
-        yield Check("ok", "GPU", f"{gpu.name}: {driver}, compute capability {gpu.compute_capability}, {memory}")
-    if missing := list(_missing_gpu(machine)):
-        yield from missing
-        return
-    first = machine.gpus[0]
-    float8 = "fp8 too" if first.compute_capability >= FLOAT8_COMPUTE_CAPABILITY else "no fp8"
-    dtypes = f"dtype: as the checkpoint (bfloat16, float16, float32); int8, int4, {float8}"
-    packages = f"torch {machine.torch} for CUDA {machine.torch_cuda}, triton {machine.triton}"
-    yield Check(
-        "ok", "GPU", f"runner gpu (--device cuda) will compute; attention: Triton kernels; {dtypes}; {packages}"
-    )
-
-
-def _missing_gpu(machine: GpuMachine) -> Iterator[Check]:
-    """Yield a warning for each thing without which models run on the CPU."""
-    capability = machine.gpus[0].compute_capability
-    if capability < MIN_COMPUTE_CAPABILITY:
-        finding = f"compute capability {capability} is below {MIN_COMPUTE_CAPABILITY}: {_CPU}"
-        yield Check("warn", "GPU", finding, "use a GPU of the Ampere generation or later")
-    if machine.torch_cuda is None:
-        version = "is not installed" if machine.torch is None else f"{machine.torch} cannot use a GPU"
-        yield Check("warn", "GPU", f"torch {version}: {_CPU}", "install a CUDA build of torch")
-    elif machine.driver_cuda is not None and _major(machine.torch_cuda) > _major(machine.driver_cuda):
-        finding = f"torch {machine.torch} needs CUDA {machine.torch_cuda}, the driver has {machine.driver_cuda}: {_CPU}"
-        yield Check("warn", "GPU", finding, "update the driver, or install a torch for an older CUDA")
-    if machine.triton is None:
-        finding = "triton is not installed: a node with a GPU cannot start"
-        yield Check("warn", "GPU", finding, "install triton, which CUDA builds of torch bring")
-
-
-def _gpus_in(report: str) -> Iterator[Gpu]:
-    """Yield the GPUs of nvidia-smi's lines; a line with an unknown number, such as [N/A], is left out."""
-    for line in report.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == len(_FIELDS.split(",")):
-            name, driver, *numbers = fields
-            try:
-                capability, free, total = map(float, numbers)
-            except ValueError:
-                continue
-            yield Gpu(name, driver, capability, int(free), int(total))
-
-
-def _smi(*words: str) -> str:
-    """Return what nvidia-smi prints; nothing without a driver."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    try:
-        done = subprocess.run([tool, *words], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
-
-
-def _torch_cuda() -> str | None:
-    """Read the CUDA version from torch's files: importing it takes seconds."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    path = Path(spec.origin).with_name("version.py")
-    found = re.search(r"^cuda\b.*= *'([0-9.]+)'", path.read_text(), re.MULTILINE) if path.is_file() else None
-    return found[1] if found else None
-
-
-def _major(version: str) -> int:
-    return int(version.partition(".")[0])
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-# --- the report
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +73,7 @@ def doctor(
     if url and all(check.level != "fail" for check in checks):
         checks += asyncio.run(check_nodes(url))
     checks += check_machine()
-    checks += [check_demo_model(), *check_extras()]
+    checks += [check_demo_model(), *check_plan(), *check_extras()]
     if as_json:
         with JsonArray() as array:
             array.add(*map(asdict, checks))
@@ -222,6 +93,28 @@ def _print(checks: list[Check]) -> None:
         console.print(check.finding, markup=False)
         if check.advice:
             console.print(f"{'':18}{check.advice}", markup=False, style="dim")
+
+
+def judge_gpus(machine: GpuMachine) -> Iterator[Check]:
+    """Yield each GPU's facts, then what is missing to use it, or what will compute on it."""
+    if not machine.gpus:
+        finding = f"none: nvidia-smi reports no GPU, or there is no driver; {ON_CPU}"
+        yield Check("ok", "GPU", finding, "for a GPU: install its driver, then a CUDA build of torch and triton")
+        return
+    for gpu in machine.gpus:
+        memory = f"{gpu.free_mib / 1024:.1f} of {gpu.total_mib / 1024:.1f} GiB free"
+        driver = f"driver {gpu.driver} (CUDA {machine.driver_cuda or 'unknown'})"
+        yield Check("ok", "GPU", f"{gpu.name}: {driver}, compute capability {gpu.compute_capability}, {memory}")
+    if problems := list(gpu_problems(machine)):
+        yield from (Check("warn", "GPU", finding, remedy) for finding, remedy in problems)
+        return
+    first = machine.gpus[0]
+    float8 = "fp8 too" if first.compute_capability >= FLOAT8_COMPUTE_CAPABILITY else "no fp8"
+    dtypes = f"dtype: as the checkpoint (bfloat16, float16, float32); int8, int4, {float8}"
+    packages = f"torch {machine.torch} for CUDA {machine.torch_cuda}, triton {machine.triton}"
+    yield Check(
+        "ok", "GPU", f"runner gpu (--device cuda) will compute; attention: Triton kernels; {dtypes}; {packages}"
+    )
 
 
 async def check_redis(url: str | None) -> list[Check]:
@@ -315,6 +208,7 @@ def check_machine() -> Iterator[Check]:
     cores = usable_cores()
     advice = "a node needs two: one for the model, one for the queue" if cores < 2 else ""
     yield Check("warn" if advice else "ok", "cores", f"{cores} usable", advice)
+    yield judge_sockets(numa_nodes(cores_of(os.sched_getaffinity(0))), is_refused=refuses_mbind())
     yield from judge_gpus(this_machine())
 
 
@@ -325,9 +219,24 @@ def judge_cpu(machine: str, isa: Isa | None) -> Check:
     return Check("ok", "processor", f"{machine}, {isa} kernels")
 
 
+def judge_sockets(nodes: Mapping[int, Sequence[int]], *, is_refused: bool) -> Check:
+    """Return how the usable CPUs lie on NUMA nodes, and what the native runner does about it.
+
+    `is_refused`: the system refuses to set the policy of memory (mbind).
+    """
+    if len(nodes) < 2:
+        return Check("ok", "sockets", "all usable CPUs are on one NUMA node")
+    counts = ", ".join(f"{len(cpus)} CPUs on node {node}" for node, cpus in nodes.items())
+    finding = f"{counts}; a node with a thread on each CPU copies the weights to the NUMA node that computes them"
+    if is_refused:
+        finding += "; the system refuses mbind, as containers do, which is not needed for that"
+    advice = f"never measured on such a machine: compare it with --replicas {len(nodes)}, a node on each socket"
+    return Check("ok", "sockets", finding, advice)
+
+
 def check_kernels(isa: Isa) -> Check:
     """Check that the native kernels are installed or can be built, if a node can run here at all."""
-    if _missing("node"):
+    if missing_packages("node"):
         return Check("ok", "kernels", "none needed: the extra [node] is not installed, so no node runs here")
     try:
         return Check("ok", "kernels", origin_of(isa))
@@ -344,10 +253,26 @@ def check_demo_model() -> Check:
         return Check("ok", "model", finding, f"without access to the hub: {REMEDY}")
 
 
+def check_plan() -> Iterator[Check]:
+    """Check whether the model of $PENSTOCK_NODE_MODEL, or the demo model, fits this machine. Nothing is downloaded."""
+    if missing_packages("node"):
+        return
+    try:
+        model = os.environ.get("PENSTOCK_NODE_MODEL") or str(demo_model())
+        if not Path(model).expanduser().exists():
+            return
+        found = planned({"model": model})
+    except ConfigError as error:
+        yield Check("warn", "plan", error.message, "penstock plan MODEL says more")
+        return
+    level: Literal["ok", "warn"] = "warn" if found.best is None else "ok"
+    yield Check(level, "plan", summary(found), "" if found.best else f"penstock plan {model} lists what was tried")
+
+
 def check_extras(extras: Sequence[str] = EXTRAS) -> Iterator[Check]:
     """Yield a check for each of the package's extras: whether its packages are installed."""
     for extra in extras:
-        if missing := _missing(extra):
+        if missing := missing_packages(extra):
             finding = f"[{extra}] lacks {', '.join(missing)}"
             yield Check("warn", "extra", finding, f"if this machine needs it: pip install 'penstock[{extra}]'")
         else:
@@ -373,13 +298,3 @@ def _judge_version(version: str) -> Check:
     if numbers < MIN_REDIS:
         return Check("fail", "Redis", f"version {version}", "install Redis 6.2 or later, or Valkey")
     return Check("ok", "Redis", f"version {version}")
-
-
-def _missing(extra: str) -> list[str]:
-    return [name for name in _packages_of(extra) if _version_of(name) is None]
-
-
-def _packages_of(extra: str) -> list[str]:
-    required = importlib.metadata.requires("penstock") or []
-    marker = re.compile(rf"extra\s*==\s*['\"]{extra}['\"]")
-    return [re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] for line in required if marker.search(line)]

@@ -14,11 +14,9 @@ import redis
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 
-from penstock.cli import doctor
-from penstock.cli.doctor import (
+from penstock.cli import services
+from penstock.cli.machine.doctor import (
     NODE_ADVICE,
-    Gpu,
-    GpuMachine,
     check_demo_model,
     check_extras,
     check_kernels,
@@ -27,9 +25,10 @@ from penstock.cli.doctor import (
     judge_node,
     judge_pool,
     judge_redis,
-    this_machine,
+    judge_sockets,
 )
 from penstock.contract.pool import NodePressure, PoolStats, QueueState
+from penstock.gpu_node.gpus import Gpu, GpuMachine, this_machine
 from penstock.gpu_node.service import health
 
 GOOD = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}
@@ -99,6 +98,15 @@ def test_processor_is_judged_by_the_kernels_it_runs() -> None:
     assert "avx512" in judge_cpu("x86_64", "avx512").finding
 
 
+def test_sockets_are_named_with_what_the_native_runner_does() -> None:
+    assert judge_sockets({0: (0, 1)}, is_refused=True).finding == "all usable CPUs are on one NUMA node"
+    two = judge_sockets({0: (0, 1, 4, 5), 1: (2, 3)}, is_refused=False)
+    assert two.finding.startswith("4 CPUs on node 0, 2 CPUs on node 1; a node with a thread on each CPU copies")
+    assert "mbind" not in two.finding and "--replicas 2" in two.advice
+    refused = judge_sockets({0: (0,), 1: (1,)}, is_refused=True)
+    assert refused.level == "ok" and "the system refuses mbind" in refused.finding
+
+
 def test_missing_compiler_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert check_kernels("avx2").level == "warn"
@@ -107,7 +115,7 @@ def test_missing_compiler_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_machine_without_the_packages_of_a_node_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(doctor, "_version_of", lambda package: None if package == "tokenizers" else "1.0")
+    monkeypatch.setattr(services, "version_of", lambda package: None if package == "tokenizers" else "1.0")
     assert check_kernels("avx2").level == "ok"
 
 
@@ -170,7 +178,7 @@ def test_output_of_nvidia_smi_is_parsed(tmp_path: Path, monkeypatch: pytest.Monk
 def test_missing_model_and_extras_are_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.files", lambda _: None)
     assert "pip install" in check_demo_model().advice
-    monkeypatch.setattr("penstock.cli.doctor._version_of", lambda _: None)
+    monkeypatch.setattr("penstock.cli.services.version_of", lambda _: None)
     assert {check.level for check in check_extras()} == {"warn"}
 
 

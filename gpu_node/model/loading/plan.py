@@ -1,0 +1,348 @@
+"""Which numbers of ranks and replicas fit given devices, from a model's config and headers; no weight is read.
+
+Bytes of weights are those of the runner's formats. What a step takes beside them on a GPU is an estimate: a node
+measures it when it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.cuts import (
+    CutRunner,
+    Parallel,
+    check_cuts,
+    head_spans,
+    kv_head_spans,
+    panel_spans,
+    stage_layers,
+)
+from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
+from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK, block_kind
+from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
+from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
+from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
+from penstock.gpu_node.model.loading.load import FoundModel, special_features
+from penstock.gpu_node.model.native.load import is_rotated, kv_head_bytes, native_problem
+from penstock.gpu_node.model.native.packing import packed_bytes, runs_of
+from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
+from penstock.gpu_node.model.protocol import Devices, MatrixName, ModelPlan, ShapeFit
+from penstock.kernels.cpu.formats import PANEL
+from penstock.kernels.cpu.probe import cpu_flags
+
+_GIB = 1 << 30
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
+_UTILIZATION = 0.9
+"""Share of a GPU's memory that a node takes by default (`gpu_memory_utilization`)."""
+_GPU_FIXED_BYTES = 1 << 30
+"""CUDA's context, workspaces of libraries, and the graphs: an estimate."""
+_NOTHING = np.empty((0, 0), np.uint8)
+
+
+# --- the bytes of a model
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSize:
+    """A matrix, in the format of the runner."""
+
+    num_bytes: int
+    num_rows: int
+
+    def largest_part(self, parts: int) -> int:
+        """Return the bytes of the largest of equal parts; those of the native runner have whole panels."""
+        largest = panel_spans(self.num_rows, parts)[0]
+        return -(-self.num_bytes * -(-len(largest) // PANEL) // -(-self.num_rows // PANEL))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """The bytes of a model's weights, and of its KV cache."""
+
+    runner: CutRunner
+    dtype: str
+    layers: tuple[tuple[MatrixSize, ...], ...]
+    head: MatrixSize
+    embedding_bytes: int
+    """0 if the head is also the embedding."""
+    kv_head_bytes: int
+    """Key and value of one token, layer and KV head."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """All matrices."""
+        inner = sum(matrix.num_bytes for layer in self.layers for matrix in layer)
+        return inner + self.head.num_bytes + self.embedding_bytes
+
+
+def runner_for(described: Description, options: RunnerOptions, *, on_gpus: bool) -> CutRunner:
+    """Return the runner that would compute a model. Raises ConfigError where `runner` asks for one that cannot."""
+    if on_gpus:
+        if missing := ", ".join(special_features(described.spec)):
+            raise ConfigError(f"runner gpu: {described.architecture} is not supported on a GPU, which has no {missing}")
+        return "gpu"
+    problem = "runner torch is wanted" if options.runner == "torch" else native_problem(described, options)
+    if problem is not None and options.runner == "native":
+        raise ConfigError(f"runner native: {problem}", param="runner")
+    return "native" if problem is None else "torch"
+
+
+def sizes_of(described: Description, options: RunnerOptions, runner: CutRunner) -> ModelSizes:
+    """Return the sizes of a model. Of the weights only the headers are read, and a quantized matrix or two.
+
+    All layers of a quantized safetensors checkpoint count as its first one, because reading a matrix unpacks it.
+    """
+    spec, dtype = described.spec, _dtype_of(described, options, runner)
+    tensors = None if described.source.is_dummy else DecoderTensors(described.open_checkpoint(), spec)
+    measured = spec.num_layers if described.read_scaled is None and tensors is not None else 1
+    size = _Sizer(options.quantization, runner, dtype, spec).size
+    layers = [
+        tuple(
+            size(parts, interleaved=name == "mlp_in")
+            for name in MATRICES
+            for parts in _parts_of(spec, tensors, at, name)
+        )
+        for at in range(measured)
+    ]
+    table = StoredTensor("table", "bfloat16", (spec.vocab_size, spec.hidden_size), _NOTHING)
+    head = size((table if tensors is None else tensors.head(),), is_head=True)
+    embedding = size((table if tensors is None else tensors.embedding(),), is_embedding=True)
+    is_own = not spec.tied_head or head.num_bytes != embedding.num_bytes
+    if runner == "native":
+        kv_bytes = kv_head_bytes(spec, options.kv_cache_dtype)
+        is_own = not spec.tied_head or is_rotated(spec, options.quantization)
+    else:
+        kept = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+        kv_bytes = 2 * (spec.head_dim * _ITEM_BYTES[kept] + (4 if _ITEM_BYTES[kept] == 1 else 0))
+    every = tuple(layers) if measured == spec.num_layers else tuple(layers) * spec.num_layers
+    return ModelSizes(runner, dtype, every, head, embedding.num_bytes if is_own else 0, kv_bytes)
+
+
+def _dtype_of(described: Description, options: RunnerOptions, runner: CutRunner) -> str:
+    if runner == "native":
+        return "bfloat16"
+    if options.dtype != "auto":
+        return options.dtype
+    stored = described.stored_dtype
+    if runner == "torch":
+        return stored if stored == "bfloat16" and "avx512_bf16" in cpu_flags() else "float32"
+    return stored if stored in ("bfloat16", "float16") else "float32"
+
+
+def _parts_of(
+    spec: ModelSpec, tensors: DecoderTensors | None, layer: int, name: MatrixName
+) -> Iterator[tuple[Stored, ...]]:
+    """Yield the stored parts of a layer's matrix: of each expert's, if there are experts."""
+    if tensors is None:
+        rows, columns = spec.parts_of(name), spec.columns_of(name)
+        parts = tuple(StoredTensor(part, "bfloat16", (count, columns), _NOTHING) for part, count in rows)
+        yield from (parts,) * (spec.experts.count if spec.experts is not None and "mlp" in name else 1)
+    elif name == "qkv":
+        yield tensors.qkv(layer).weights
+    elif name == "out":
+        yield tensors.out(layer).weights
+    else:
+        yield from (pair[0 if name == "mlp_in" else 1].weights for pair in tensors.experts(layer))
+
+
+class _Sizer:
+    """Knows the bytes of a matrix in the formats of one runner."""
+
+    def __init__(self, quantization: str, runner: CutRunner, dtype: str, spec: ModelSpec) -> None:
+        self._runner = runner
+        self._item_bytes = _ITEM_BYTES[dtype]
+        self._is_gated = spec.is_gated
+        self._asked = quantization
+        rotated = is_rotated(spec, quantization)
+        self._native = "int8_group" if quantization == "int8" and not rotated else quantization
+        self._precise_embedding = rotated
+
+    def size(
+        self, parts: Sequence[Stored], *, interleaved: bool = False, is_head: bool = False, is_embedding: bool = False
+    ) -> MatrixSize:
+        num_rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        if self._runner == "native":
+            wanted = "none" if is_embedding and self._precise_embedding else self._native
+            runs = runs_of(parts, wanted, interleaved=interleaved and self._is_gated)
+            return MatrixSize(packed_bytes(runs, columns), num_rows)
+        name = "none"
+        if self._runner == "gpu" and not is_embedding:
+            # The head is quantized to float8 only.
+            name = self._gpu_format(parts) if not is_head else "fp8" if self._asked == "fp8" else "none"
+        return MatrixSize(_gpu_bytes(name, num_rows, columns, self._item_bytes), num_rows)
+
+    def _gpu_format(self, parts: Sequence[Stored]) -> str:
+        if self._asked != "auto":
+            return self._asked
+        names = {_stored_format(part) for part in parts}
+        return names.pop() if len(names) == 1 else "none"
+
+
+def _stored_format(part: Stored) -> str:
+    """Return the format in which a GPU keeps a stored matrix with quantization auto (`StoredLinearLoader`)."""
+    if isinstance(part, ScaledTensor) and part.kind in ("int8", "fp8"):
+        return part.kind if part.group >= part.shape[1] and part.zeros is None else "none"
+    return "int4" if block_kind(part) in ("q4_0", "q4_1") else "none"
+
+
+def _gpu_bytes(name: str, num_rows: int, columns: int, item_bytes: int) -> int:
+    if name in ("int8", "fp8"):
+        return num_rows * (columns + 4)
+    if name == "int4":
+        return num_rows * (columns // 2 + 4 * -(-columns // BLOCK))
+    return num_rows * columns * item_bytes
+
+
+# --- what fits
+
+
+def plan_model(
+    found: FoundModel, options: RunnerOptions, devices: Devices, shapes: Sequence[tuple[int, int, int]]
+) -> ModelPlan:
+    """Return what each shape takes of the devices: ranks in both directions, and replicas."""
+    described, spec = found.described, found.described.spec
+    runner = runner_for(described, options, on_gpus=devices.kind == "gpu")
+    sizes = sizes_of(described, options, runner)
+    fits = [
+        _fit(described, options, sizes, devices, Parallel(tensor, pipeline), replicas)
+        for tensor, pipeline, replicas in shapes
+    ]
+    kv_dtype = options.kv_cache_dtype
+    return ModelPlan(
+        model=found.name,
+        runner=runner,
+        dtype=sizes.dtype,
+        quantization=options.quantization,
+        kv_cache_dtype=sizes.dtype if kv_dtype == "auto" else kv_dtype,
+        max_model_len=described.max_model_len,
+        layers=spec.num_layers,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        weight_bytes=sizes.weight_bytes,
+        kv_token_bytes=spec.num_layers * spec.num_kv_heads * sizes.kv_head_bytes,
+        shapes=tuple(fits),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """The largest rank of a stage."""
+
+    weight_bytes: int
+    kv_token_bytes: int
+
+
+def _fit(
+    described: Description,
+    options: RunnerOptions,
+    sizes: ModelSizes,
+    devices: Devices,
+    parallel: Parallel,
+    replicas: int,
+) -> ShapeFit:
+    counts = parallel.tensor, parallel.pipeline, replicas
+    group = BLOCK if options.quantization == "int4" and sizes.runner == "gpu" else 1
+    try:
+        check_cuts(described.spec, parallel, sizes.runner, column_group=group)
+    except ConfigError as error:
+        return ShapeFit(*counts, problem=error.message)
+    ranks = _ranks_of(described.spec, sizes, parallel)
+    most = max(rank.weight_bytes for rank in ranks)
+    room = _gpu_tokens if devices.kind == "gpu" else _cpu_tokens
+    try:
+        tokens = room(described, options, sizes, devices, ranks, parallel, replicas)
+    except ConfigError as error:
+        return ShapeFit(*counts, problem=error.message, weight_bytes=most)
+    return ShapeFit(*counts, "", most, max(rank.kv_token_bytes for rank in ranks) * tokens, tokens)
+
+
+def _ranks_of(spec: ModelSpec, sizes: ModelSizes, parallel: Parallel) -> list[_Rank]:
+    """Return the largest rank of each stage. The embedding is whole on each rank of the first stage."""
+    heads = max(len(span) for span in kv_head_spans(spec, parallel.tensor))
+    layers = [sum(matrix.largest_part(parallel.tensor) for matrix in layer) for layer in sizes.layers]
+    head = sizes.head.largest_part(parallel.tensor)
+    # A head that is also the embedding is whole where tokens enter, and cut where logits are made.
+    shared = sizes.head.num_bytes if not sizes.embedding_bytes and parallel.num_ranks > 1 else 0
+    first = sizes.embedding_bytes or shared
+    stages = stage_layers(layers, parallel.pipeline, first_bytes=first, last_bytes=head)
+    ranks = []
+    for at, stage in enumerate(stages):
+        weights = sum(layers[layer] for layer in stage)
+        weights += (first if at == 0 else 0) + (head if at == len(stages) - 1 else 0)
+        ranks.append(_Rank(weights, len(stage) * heads * sizes.kv_head_bytes))
+    return ranks
+
+
+def _gpu_tokens(
+    described: Description,
+    options: RunnerOptions,
+    sizes: ModelSizes,
+    devices: Devices,
+    ranks: Sequence[_Rank],
+    parallel: Parallel,
+    replicas: int,
+) -> int:
+    """Return the tokens of KV cache that the fullest GPU holds. Raises ConfigError if that is no block."""
+    if parallel.num_ranks * replicas > devices.count:
+        raise ConfigError(f"{parallel.num_ranks * replicas} ranks need as many GPUs, there are {devices.count}")
+    share = options.gpu_memory_utilization or _UTILIZATION
+    limit = int((devices.rank_bytes or 0) * share)
+    step = _step_bytes(described.spec, options, _ITEM_BYTES[sizes.dtype], parallel.tensor)
+    blocks = []
+    for rank in ranks:
+        left, block_bytes = limit - rank.weight_bytes - step, rank.kv_token_bytes * options.block_size
+        if left < block_bytes:
+            needs, has = (number / _GIB for number in (rank.weight_bytes + step, limit))
+            raise ConfigError(f"a rank's weights and steps take {needs:.4g} GiB of the {has:.4g} GiB that it may use")
+        if options.kv_cache_gib is not None:
+            left = min(left, int(options.kv_cache_gib * _GIB))
+        blocks.append(left // block_bytes)
+    return min(blocks) * options.block_size
+
+
+def _step_bytes(spec: ModelSpec, options: RunnerOptions, item_bytes: int, tensor: int) -> int:
+    """Estimate what the largest step takes: activations of its tokens, and logits of its sampling rows."""
+    gated, heads = 3 if spec.is_gated else 2, max(len(span) for span in head_spans(spec, tensor))
+    kv_heads = max(len(span) for span in kv_head_spans(spec, tensor))
+    inner = gated * -(-spec.intermediate_size // tensor) + (heads + 2 * kv_heads) * spec.head_dim
+    activations = options.max_num_batched_tokens * (4 * spec.hidden_size + inner) * item_bytes
+    logits = options.max_num_seqs * spec.vocab_size * (item_bytes + 4)
+    return activations + logits + _GPU_FIXED_BYTES
+
+
+def _cpu_tokens(
+    described: Description,
+    options: RunnerOptions,
+    sizes: ModelSizes,
+    devices: Devices,
+    ranks: Sequence[_Rank],
+    parallel: Parallel,
+    replicas: int,
+) -> int:
+    """Return the tokens of KV cache of a replica. Raises ConfigError if a rank's memory does not hold its part."""
+    if parallel.num_ranks * replicas > devices.count:
+        raise ConfigError(f"{parallel.num_ranks * replicas} ranks need a core each, there are {devices.count}")
+    spec = described.spec
+    total = prod((spec.num_layers, spec.num_kv_heads, sizes.kv_head_bytes))
+    own = options.model_copy(update={"kv_cache_gib": options.kv_cache_gib or DEFAULT_KV_CACHE_GIB / replicas})
+    num_tokens = cache_sizes(described, own, total).num_device_blocks * options.block_size
+    kv_bytes = sum(rank.kv_token_bytes for rank in ranks) * num_tokens
+    if devices.rank_bytes is not None:
+        # Stages are for other runners, so there is one.
+        weights, has, whose = ranks[0].weight_bytes, devices.rank_bytes, "a rank's"
+    else:
+        # All processes of a machine map one file with the native runner's weights.
+        copies = 1 if sizes.runner == "native" else replicas * parallel.num_ranks
+        weights, has, whose = copies * sizes.weight_bytes, devices.shared_bytes, "all"
+        kv_bytes *= replicas * parallel.tensor
+    if weights + kv_bytes > has:
+        takes, beside, limit = (f"{number / _GIB:.4g} GiB" for number in (weights, kv_bytes, has))
+        remedy = "; a smaller kv_cache_gib would fit" if weights < has else ""
+        raise ConfigError(f"{whose} weights take {takes} and KV cache {beside}, more than {limit} of memory{remedy}")
+    return num_tokens

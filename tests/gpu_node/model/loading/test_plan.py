@@ -1,0 +1,150 @@
+"""A plan says what a loaded model takes, without loading it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.runners.runner_options import runner_options
+from fixtures.gguf_file import write_gguf
+from fixtures.random_families import make_family_model
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.loading.load import FoundModel, find_model, load_found
+from penstock.gpu_node.model.loading.plan import plan_model, sizes_of
+from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.protocol import Devices, ModelPlan, ShapeFit
+from tests.gpu_node.model.conftest import Quantized
+
+GIB = 1 << 30
+NATIVE = {"runner": "native", "dtype": "bfloat16", "num_threads": 1, "num_kv_blocks": 8, "weight_cache": False}
+
+
+def found_with(folder: Path | str, **options: Any) -> tuple[FoundModel, RunnerOptions]:
+    given = runner_options(**options)
+    return find_model(str(folder), given, lambda *_: None), given
+
+
+def check_native(folder: Path, **options: Any) -> None:
+    """The runner's own count of its packed matrices and of a KV block is the plan's."""
+    found, given = found_with(folder, **NATIVE, **options)
+    sizes = sizes_of(found.described, given, "native")
+    spec, runner = found.described.spec, load_found(found, given, lambda *_: None).runner
+    assert sizes.weight_bytes == runner.placement.weight_bytes
+    token_bytes = spec.num_layers * spec.num_kv_heads * sizes.kv_head_bytes
+    assert token_bytes * given.block_size == runner.cache_sizes.block_bytes
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8", "int8_group", "int4"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_sizes_are_those_of_the_native_runner(tiny_model: Path, quantization: str, kv_cache_dtype: str) -> None:
+    check_native(tiny_model, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+
+
+@pytest.mark.parametrize("family", ["qwen3 moe", "gemma2", "gpt-neox", "phi3"])
+def test_sizes_of_other_families(tmp_path: Path, family: str) -> None:
+    check_native(make_family_model(tmp_path, family, "bfloat16"))
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "q6_k", "q8_0", "q5_1"])
+def test_sizes_of_gguf_formats(tmp_path: Path, kind: str) -> None:
+    folder = make_family_model(tmp_path / "model", "llama", "bfloat16", hidden_size=256, intermediate_size=256)
+    write_gguf(folder, tmp_path / "model.gguf", "llama", kind)
+    check_native(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("layout", ["gptq int4 groups of 32", "awq", "int8 by row", "fp8 by matrix"])
+def test_sizes_of_quantized_checkpoints(quantized: Quantized, layout: str) -> None:
+    check_native(quantized("llama", layout)[0])
+
+
+# --- what fits
+
+
+def planned(model: str, devices: Devices, shapes: list[tuple[int, int, int]], **options: Any) -> ModelPlan:
+    given: dict[str, Any] = {"load_format": "dummy", "runner": "auto", "dtype": "auto", "num_kv_blocks": None}
+    found, chosen = found_with(model, **given | {"kv_cache_gib": None} | options)
+    return plan_model(found, chosen, devices, shapes)
+
+
+def gpus(count: int, gib: int) -> Devices:
+    return Devices("gpu", count, gib * GIB)
+
+
+def test_a_model_larger_than_one_gpu_is_refused_on_one_and_fits_on_two() -> None:
+    found = planned("llama-8b", gpus(2, 12), [(1, 1, 2), (2, 1, 1), (1, 2, 1)])
+    one, tensor, stages = found.shapes
+    assert "weights and steps take 16" in one.problem and "of the 10.8 GiB" in one.problem
+    assert tensor.problem == stages.problem == ""
+    # Half of each layer and of the head, and the whole embedding; or half of the layers.
+    embedding = 128_256 * 4096 * 2
+    assert tensor.weight_bytes == (found.weight_bytes - embedding) // 2 + embedding
+    assert stages.weight_bytes == found.weight_bytes // 2
+    assert found.best in (tensor, stages)
+
+
+def test_the_best_shape_has_few_ranks_and_on_gpus_many_replicas() -> None:
+    found = planned("llama-8b", gpus(8, 80), [(1, 1, 8), (2, 1, 4), (1, 2, 4), (8, 1, 1)])
+    assert found.best == found.shapes[0] and found.best.replicas == 8
+    assert all(shape.kv_tokens > 131_072 for shape in found.shapes)
+    halves = planned("llama-8b", gpus(8, 34), [(1, 1, 8), (2, 1, 4), (1, 2, 4), (8, 1, 1)])
+    # One GPU holds the weights, but not a sequence of full length beside them.
+    assert halves.shapes[0].problem == "" and halves.best == halves.shapes[1]
+
+
+def test_kv_cache_is_cut_by_kv_head_and_by_layer() -> None:
+    found = planned("llama-8b", gpus(16, 80), [(8, 1, 2), (16, 1, 1), (1, 4, 4)], kv_cache_gib=1)
+    by_head, shared, by_layer = found.shapes
+    assert found.kv_token_bytes == 2 * 32 * 8 * 128 * 2
+    assert by_head.kv_tokens == 8 * GIB // found.kv_token_bytes
+    assert shared.kv_tokens == by_head.kv_tokens, "two ranks hold each KV head"
+    # The stages in the middle have 9 of 32 layers, because the first has the embedding and the last the head.
+    assert by_layer.kv_tokens == 32 * GIB // (9 * found.kv_token_bytes) // 16 * 16
+
+
+def test_sizes_that_do_not_divide_are_named(demo_gguf: Path) -> None:
+    found = planned(str(demo_gguf), gpus(4, 8), [(2, 1, 2), (1, 40, 1)], load_format="auto", dtype="auto")
+    assert "num_kv_heads 3 is neither a multiple nor a divisor" in found.shapes[0].problem
+    assert "num_heads 9 is not a multiple" in found.shapes[0].problem
+    assert found.shapes[1].problem == "pipeline_parallel_size 40: the model has only 30 layers (num_layers)"
+    assert found.best is None
+    int4 = planned("tiny", gpus(4, 8), [(4, 1, 1)], quantization="int4")
+    assert int4.shapes[0].problem.endswith("no whole groups of 32")
+
+
+def test_a_process_on_the_cpu_has_its_memory_and_ranks_divide_it() -> None:
+    shapes = [(1, 1, 1), (2, 1, 1), (1, 1, 2), (9, 1, 1), (1, 2, 1)]
+    devices = Devices("cpu", 4, int(2.2 * GIB))
+    one, two, replicas, nine, stages = planned("llama-1b", devices, shapes, dtype="bfloat16", kv_cache_gib=1).shapes
+    assert one.problem.startswith("a rank's weights take 2.3") and one.problem.endswith("2.2 GiB of memory")
+    assert two.problem == "" and two.weight_bytes < 1.8 * GIB and two.kv_bytes == GIB // 2
+    assert replicas.problem.startswith("a rank's weights")
+    assert "cuts by KV head, and the model has 8" in nine.problem and "no stages" in stages.problem
+
+
+def test_replicas_on_the_cpu_share_the_weights_and_divide_the_default_kv_cache() -> None:
+    devices = Devices("cpu", 4, None, shared_bytes=int(3.6 * GIB))
+    shapes = [(1, 1, 1), (1, 1, 2), (1, 1, 8)]
+    one, two, eight = planned("llama-1b", devices, shapes, dtype="bfloat16").shapes
+    assert (one.problem, two.problem) == ("", "")
+    assert one.kv_tokens == 2 * two.kv_tokens and one.weight_bytes == two.weight_bytes
+    assert eight.problem == "8 ranks need a core each, there are 4"
+    small = Devices("cpu", 4, None, shared_bytes=3 * GIB)
+    (refused,) = planned("llama-1b", small, [(1, 1, 1)], dtype="bfloat16").shapes
+    assert refused.problem.endswith("of memory; a smaller kv_cache_gib would fit")
+
+
+def test_what_a_gpu_cannot_compute_is_refused(tmp_path: Path) -> None:
+    folder = make_family_model(tmp_path, "qwen3 moe", "bfloat16")
+    with pytest.raises(ConfigError, match="not supported on a GPU, which has no experts"):
+        planned(str(folder), gpus(1, 80), [(1, 1, 1)], load_format="auto")
+    with pytest.raises(ConfigError, match=r"runner native: .* not float32"):
+        planned(str(folder), Devices("cpu", 1, None), [(1, 1, 1)], runner="native", dtype="float32")
+    torch = planned(str(folder), Devices("cpu", 1, None, GIB), [(1, 1, 1)], runner="torch", dtype="float32")
+    assert torch.runner == "torch" and torch.best == ShapeFit(1, 1, 1, "", torch.weight_bytes, *_kv(torch))
+
+
+def _kv(found: ModelPlan) -> tuple[int, int]:
+    tokens = found.shapes[0].kv_tokens
+    return tokens * found.kv_token_bytes, tokens
