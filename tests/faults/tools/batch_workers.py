@@ -25,6 +25,8 @@ _WORKER = ("worker", "--loglevel", "INFO", "--without-mingle", "--without-gossip
 _POOLS = (("--pool", "threads", "--concurrency", "4"), ("--pool", "prefork", "--concurrency", "2"))
 _EVERY_S = 1.0
 _LAST_TASKS_S = 120.0
+_SENT = "Sending due task"
+"""What the scheduler logs before it sends a task."""
 _RESULTS = f"{KEY_PREFIX}celery-task-meta-*"
 
 
@@ -127,9 +129,11 @@ class WorkerFleet(Fleet):
         return problems
 
     def measurements(self) -> dict[str, Measurement]:
-        """Return how many scheduled tasks have ended."""
+        """Return how many scheduled tasks were sent, and how many have ended."""
+        num_sent = sum(log.read_text(errors="replace").count(_SENT) for log in self._folder.glob("celery-*.log"))
         with self.redis.client() as redis:
-            return {"scheduled tasks": len(cast("list[bytes]", redis.keys(_RESULTS)))}
+            num_ended = len(cast("list[bytes]", redis.keys(_RESULTS)))
+        return {"scheduled tasks, sent": num_sent, "scheduled tasks, ended": num_ended}
 
     def _num_open_tasks(self) -> int:
         with self.redis.client() as redis:
@@ -140,7 +144,9 @@ class WorkerFleet(Fleet):
         return self._start_celery((*_WORKER, "-n", f"w{place}@faults", *_POOLS[place]))
 
     def _start_scheduler(self) -> CeleryProcess:
-        return self._start_celery(("beat", "--schedule", str(self._folder / "schedule"), "--pidfile", ""))
+        return self._start_celery(
+            ("beat", "--loglevel", "INFO", "--schedule", str(self._folder / "schedule"), "--pidfile", "")
+        )
 
     def _start_celery(self, words: Sequence[str]) -> CeleryProcess:
         self._num_celery += 1
