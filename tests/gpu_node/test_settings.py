@@ -20,6 +20,7 @@ DIFFER = {
     "max_prefill_ms_beside_decode": "a node's callers read along, so it has a limit",
     "max_num_seqs": "a node tells Redis of each sequence, so it has a bound",
     "lora": "variables and flags are texts",
+    "lease_ms": "an engine by itself has no lease, so its ranks may end at any time after it",
 }
 
 
