@@ -102,7 +102,7 @@ def make_engine(model: str, step_s: float, max_num_seqs: int) -> tuple[Engine, W
 def _loading(gpu: WaitingGpu, max_num_seqs: int) -> Iterator[None]:
     """Let engines load a runner for `gpu`, of one layer with random weights: the host's work depends on neither."""
 
-    def load_waiting(described: Description, _options: RunnerOptions, _progress: Any) -> tuple[GpuRunner, str]:
+    def load_waiting(described: Description, _options: RunnerOptions, *_rest: Any) -> tuple[GpuRunner, str]:
         spec = replace(described.spec, num_layers=1, windows=(None,))
         options = Options(
             max_num_seqs=max_num_seqs, max_model_len=2 * CONTEXT, num_blocks=2 * max_num_seqs * CONTEXT // 16
