@@ -67,12 +67,10 @@ from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.producer.files.service import Files
 from penstock.producer.files.settings import FilesSettings
 from penstock.producer.stored_batches.holder import BatchHolder
-from penstock.runtime.cancellation import cancel_until_done
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder, cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
-from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
 from penstock.runtime.loop_watch import LoopWatch
-from penstock.runtime.process_memory import keep_large_blocks_apart
+from penstock.runtime.process_memory import freeze_gc, keep_large_blocks_apart, make_full_collections_rare
 from penstock.runtime.settings import KeySettings
 from penstock.runtime.stall_guard import StallGuard
 from penstock.runtime.tracing.setup import tracing_of

@@ -13,9 +13,8 @@ from pydantic_core import to_json
 from starlette.routing import Route
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.job import pool_of
+from penstock.contract.job import PackedPrompt, pool_of
 from penstock.contract.output import Usage
-from penstock.contract.packed_prompt import PackedPrompt
 from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
@@ -23,8 +22,8 @@ from penstock.gateway.stream.answer import Generate
 from penstock.gateway.stream.dialect import AnswerHead, TaskDialect, WholeEncoder
 from penstock.producer.client.request import Prompt
 from penstock.producer.openai.json_parts import Text, json_parts
-from penstock.queue.msgpack_codec import unpack_all
 from penstock.queue.results import PackedOutput, PackedResult
+from penstock.queue.wire import unpack_all
 
 # Answers of `/v1/embeddings`, `/rerank` and `/score`, rendered in parts.
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from penstock.contract.errors import RequestError
 from penstock.queue.files.file import MAX_NAME_CHARS
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 MAX_FIELDS = 16
 MAX_FIELD_BYTES = 4096

@@ -18,7 +18,7 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.producer.files.service import Files, Upload
 from penstock.producer.files.settings import FilesSettings
 from penstock.queue.files.file import PURPOSES
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = ("purpose", "file", _ANCHOR, _SECONDS)

@@ -24,11 +24,18 @@ from penstock.gateway.stream.flow import EventSink, Waiting, batches_of, until_d
 from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter, CallerGoneError, EventWriter, event
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.job_objects import job_object, outcome_object, queue_members, usage_object
-from penstock.producer.openai.json_parts import Items, Rows, Text, json_parts
-from penstock.producer.openai.logprobs import chat_logprobs, prompt_logprobs, whole_chat_logprobs
+from penstock.producer.openai.json_parts import (
+    Items,
+    Rows,
+    Text,
+    chat_logprobs,
+    json_parts,
+    prompt_logprobs,
+    whole_chat_logprobs,
+)
 from penstock.queue.broker.producer import JobStatus
 from penstock.queue.results import PackedChoice, PackedResult
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 # Encoding of a job's chunks as server-sent events, and of its result as a JSON object.
 

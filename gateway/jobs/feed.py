@@ -19,7 +19,7 @@ from penstock.gateway.stream.writer import EventWriter, event
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.completions import Completion, CompletionCursor, CompletionFeed, FeedEvent, checked_tag
 from penstock.producer.client.job_objects import completion_object
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 MAX_POOL_CHARS = 69
 _EVENTS_AT_ONCE = 64

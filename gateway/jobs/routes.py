@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError
 from penstock.contract.job import RETURN_PROGRESS, SubmitOptions, lowered_max_tokens, pool_of
-from penstock.contract.job_filter import JobFilter
+from penstock.contract.job_actions import JobFilter
 from penstock.contract.problems import rename
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body, soon
@@ -44,7 +44,7 @@ from penstock.producer.client.job_objects import job_object, queue_members
 from penstock.producer.client.many import SubmitRequest
 from penstock.producer.client.request import Prompt, choose_pool
 from penstock.queue.broker.producer import Submitted
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 # `POST /v1/jobs`: submit one job or a list of jobs, and return their ids at once.
 

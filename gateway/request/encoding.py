@@ -11,14 +11,13 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
-from penstock.contract.job import MAX_CUSTOM_ID_CHARS, SamplingParams
+from penstock.contract.job import MAX_CUSTOM_ID_CHARS, PackedPrompt, SamplingParams
 from penstock.contract.named import UNKNOWN_FIELD
-from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.contract.tasks import Task
 from penstock.gateway.request.generation import ParsedBody, RequestBody, RequestContent, parse, with_packed_prompts
 from penstock.producer.openai.messages import ToolUse
-from penstock.queue.msgpack_codec import pack, unpack_all
+from penstock.queue.wire import pack, unpack_all
 
 # Lists of bodies.
 

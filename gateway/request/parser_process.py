@@ -32,7 +32,7 @@ from penstock.gateway.request.socket_message import (
     parse_socket_message,
 )
 from penstock.gateway.request.structure import check_structure
-from penstock.queue.msgpack_codec import MAX_BYTES
+from penstock.queue.wire import MAX_BYTES
 from penstock.runtime.process_memory import keep_large_blocks_apart, limit_growth
 
 HEAD = struct.Struct(">BI")

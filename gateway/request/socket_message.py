@@ -15,7 +15,7 @@ from penstock.contract.problems import request_error
 from penstock.gateway.request.encoding import decode_parsed_body, encode_parsed_body, encode_refusal
 from penstock.gateway.request.generation import ParsedBody, RequestBody, parse, with_packed_prompts
 from penstock.producer.openai.fields import Wire
-from penstock.queue.msgpack_codec import pack, unpack_all
+from penstock.queue.wire import pack, unpack_all
 
 JOBS_PATH = "/v1/jobs"
 BodiesOfPaths = Mapping[str, type[RequestBody]]

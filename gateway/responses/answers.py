@@ -33,7 +33,7 @@ from penstock.gateway.stream.flow import Ended, Waiting, batches_of, ends_of, un
 from penstock.gateway.stream.writer import PIECE_BYTES, CallerGoneError, EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.queue.broker.producer import JobStatus
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 DIALECT = ResponseDialect()
 

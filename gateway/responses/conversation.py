@@ -8,8 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from penstock.contract.errors import NotFoundError, RequestError
-from penstock.contract.job import MAX_MESSAGES
-from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.job import MAX_MESSAGES, PackedPrompt
 from penstock.contract.tools import MAX_CALLS_OF_CHAT
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.responses.output import OutputItem, OutputReader, message_of, reading_of
@@ -26,9 +25,9 @@ from penstock.gateway.responses.record import (
 )
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import Prompt, pack_prompt_of
-from penstock.queue.msgpack_codec import array_header
 from penstock.queue.results import PackedResult
-from penstock.runtime.cooperative import in_rounds
+from penstock.queue.wire import array_header
+from penstock.runtime.event_loop import in_rounds
 
 MAX_CHAIN = 256
 """Most responses of a chain of `previous_response_id`. Each one is read from Redis by itself."""

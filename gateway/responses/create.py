@@ -18,9 +18,8 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
-from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.job import PackedPrompt, ResponseRecord
 from penstock.contract.problems import rename
-from penstock.contract.response_record import ResponseRecord
 from penstock.contract.webhook import EVENT_TYPES, MAX_WEBHOOKS
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.request.generation import GenerationRequest, ParsedBody, RequestContent
@@ -39,7 +38,7 @@ from penstock.gateway.stream.writer import CallerGoneError
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import answer_format, names_of, with_defaults
 from penstock.queue.broker.producer import ServedPool
-from penstock.queue.msgpack_codec import MAX_BYTES
+from penstock.queue.wire import MAX_BYTES
 
 RESPONSE_EVENTS = tuple(name for name in EVENT_TYPES if name.startswith("response."))
 

@@ -35,7 +35,7 @@ from penstock.gateway.responses.record import (
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter, CallerGoneError
 from penstock.producer.client import AsyncClient
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 # The list of a stored response's input items, sent in pieces.
 

@@ -60,7 +60,7 @@ from penstock.producer.client.request import answer_format, choose_pool, require
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.results import PackedResult
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 JOB_HEADER = "X-Penstock-Job"
 MAX_JOBS_SHOWN = 64

@@ -24,7 +24,7 @@ from penstock.gateway.stream.flow import Batch, is_large, until_disconnected, wa
 from penstock.gateway.stream.framing import framing_of, note_broken_event
 from penstock.gateway.stream.writer import KEEP_ALIVE, CallerGoneError, EventWriter, direct_body_of
 from penstock.producer.client import AsyncJob
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 
 class EventSource(ABC):

@@ -16,7 +16,7 @@ from penstock.producer.client import AsyncJob
 from penstock.producer.client.stream import ChunkSink
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES
 from penstock.queue.results import PackedResult
-from penstock.runtime.gather import CALLS_AT_ONCE
+from penstock.runtime.event_loop import CALLS_AT_ONCE
 
 # Detection of callers that disconnect.
 

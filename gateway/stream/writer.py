@@ -18,7 +18,7 @@ from penstock.contract.errors import InvariantError, PenstockError
 from penstock.gateway.errors import ErrorShape
 from penstock.gateway.stream.framing import END_OF_EVENT, SSE, Framing
 from penstock.runtime import crash_points
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 
 class CallerGoneError(Exception):

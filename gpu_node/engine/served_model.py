@@ -21,7 +21,7 @@ from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.output import BadWords
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import LoadedModel
-from penstock.runtime.gc_freeze import no_collection
+from penstock.runtime.process_memory import no_collection
 
 Defaults = dict[str, int | float]
 _HEAD_START_S = 0.05

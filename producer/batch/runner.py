@@ -41,7 +41,7 @@ from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt, choose_pool, require_tool_parser
 from penstock.producer.client.tasks import output_of
 from penstock.queue.broker.producer import ServedPool
-from penstock.runtime.gather import try_all
+from penstock.runtime.event_loop import try_all
 
 _LOST_RESULT = ("job_not_found", "result_expired")
 """Codes of a job that has ended and whose result is gone."""

@@ -17,13 +17,11 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
-from penstock.contract.job import MEMORY, JobKey, JobOptions, SubmitOptions, is_job_id
-from penstock.contract.job_filter import FilterOptions, JobFilter
+from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id, prompts_of
+from penstock.contract.job_actions import FilterOptions, JobFilter
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats
 from penstock.contract.priority import Priority, class_not_allowed
-from penstock.contract.prompts import prompts_of
-from penstock.contract.response_record import NO_RESPONSE
 from penstock.contract.tasks import Detokenized, Embedding, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery

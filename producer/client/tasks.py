@@ -16,7 +16,7 @@ from penstock.contract.tasks import Detokenize, Embed, Embedding, Pooling, Task,
 from penstock.contract.tenant import Terms
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt
-from penstock.runtime.gather import CALLS_AT_ONCE, gathered, try_all
+from penstock.runtime.event_loop import CALLS_AT_ONCE, gathered, try_all
 
 AnyOutput = TypeVar("AnyOutput", bound=TaskOutput)
 

@@ -19,7 +19,7 @@ from penstock.producer.client.pools import Admissions
 from penstock.queue.broker.connection import Patience, ignoring_retried_errors
 from penstock.queue.broker.jobs import MAX_POSITIONS, JobWait, QueuePositions
 from penstock.queue.job_cost import expected_wait
-from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.event_loop import cancel_until_done
 
 _LOG = logging.getLogger(__package__)
 INTERVAL_S = 0.25

@@ -46,8 +46,7 @@ from penstock.producer.stored_batches.stored_input import (
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem, is_of_messages
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file import BATCH_OUTPUT, MESSAGE_RESULTS, object_of
-from penstock.runtime.cancellation import cancel_until_done
-from penstock.runtime.gather import CALLS_AT_ONCE, try_all
+from penstock.runtime.event_loop import CALLS_AT_ONCE, cancel_until_done, try_all
 
 _LOG = logging.getLogger(__package__)
 MIN_WINDOW, MAX_WINDOW = 64, 4096

@@ -19,7 +19,7 @@ from penstock.producer.client.sync import LoopThread
 from penstock.producer.files.service import Files
 from penstock.producer.files.settings import FilesSettings
 from penstock.producer.stored_batches.holder import BatchHolder
-from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.settings import redis_url_of
 
 _LOG = logging.getLogger(__package__)

@@ -15,9 +15,9 @@ from penstock.contract.webhook import DeliveryState, WebhookEndpoint, event_id_o
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.msgpack_codec import WireError
 from penstock.queue.results import PackedResult
 from penstock.queue.webhooks.endpoints import EndpointStore, call
+from penstock.queue.wire import WireError
 
 MAX_PENDING_OF_TENANT = 100_000
 """Pending deliveries of a tenant. Further ones are dead at once, so that their owner may deliver them again."""

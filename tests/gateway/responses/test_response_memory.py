@@ -22,7 +22,7 @@ from penstock.gateway.responses.record import (
     decoding_bytes_to_claim,
 )
 from penstock.producer.openai.parsed_text import AnswerFormat
-from penstock.queue.msgpack_codec import pack
+from penstock.queue.wire import pack
 
 MODEL = "acme/echo"
 RECORD_BYTES = 600 << 10
