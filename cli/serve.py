@@ -38,8 +38,7 @@ from penstock.cli.processes import (
 )
 from penstock.cli.services import NODE_FLAGS
 from penstock.contract.errors import ConfigError, PenstockError
-from penstock.gateway.http.listen_address import check_address
-from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.settings import GatewaySettings, check_address
 from penstock.gpu_node.settings import NodeSettings, engine_config, pool_of_model
 from penstock.runtime.cache_folders import state_folder
 from penstock.runtime.embedded_redis import (

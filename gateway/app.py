@@ -21,16 +21,14 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 
 from penstock.gateway.anthropic.routes import ANTHROPIC
-from penstock.gateway.api_docs.page import ApiDocs
+from penstock.gateway.api_docs.openapi import ApiDocs
 from penstock.gateway.batches.routes import BATCHES
 from penstock.gateway.budget import SharedBudget
-from penstock.gateway.embeddings.routes import EMBEDDINGS
 from penstock.gateway.errors import ErrorHandlers, ErrorShapes
 from penstock.gateway.files.routes import FILES
 from penstock.gateway.health import HealthRoutes
 from penstock.gateway.http.dialect import Services
 from penstock.gateway.http.entry import Entry, is_closed_without_keys, tell_without_keys
-from penstock.gateway.http.listen_address import check_address
 from penstock.gateway.http.middleware import (
     END_GRACE_S,
     TRACE_HEADER,
@@ -53,16 +51,15 @@ from penstock.gateway.openai.routes import OPENAI
 from penstock.gateway.request.parser_process import BodySchemas
 from penstock.gateway.request.reading import BodyBudgets, Parser, RequestReader
 from penstock.gateway.responses.routes import RESPONSES
-from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.settings import GatewaySettings, check_address
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER, Answers, WholeSender
-from penstock.gateway.tokens.routes import TOKENS
+from penstock.gateway.tasks.routes import TASKS
 from penstock.gateway.usage import UsageRoutes
-from penstock.gateway.web.dashboard import Dashboard
-from penstock.gateway.web.routes import ASSET_PATHS, WebRoutes
+from penstock.gateway.web.routes import ASSET_PATHS, Dashboard, WebRoutes
 from penstock.gateway.webhooks.deliverer import Deliverer
 from penstock.gateway.webhooks.routes import WEBHOOKS
 from penstock.gateway.webhooks.sender import Sender
-from penstock.gateway.websocket.handshake import StreamSocket, socket_routes
+from penstock.gateway.websocket.session import StreamSocket, socket_routes
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.producer.files.service import Files
 from penstock.producer.files.settings import FilesSettings
@@ -78,7 +75,7 @@ from penstock.runtime.tracing.setup import tracing_of
 if TYPE_CHECKING:
     from penstock.runtime.tracing.export import Tracing
 
-DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS, FILES, BATCHES, MESSAGE_BATCHES, WEBHOOKS)
+DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TASKS, FILES, BATCHES, MESSAGE_BATCHES, WEBHOOKS)
 """The APIs of this gateway."""
 BODIES = tuple(schema for dialect in DIALECTS for schema in dialect.bodies)
 _SOCKET_BODIES = {path: schema for dialect in DIALECTS for path, schema in dialect.socket_bodies.items()}

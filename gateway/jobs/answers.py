@@ -19,8 +19,15 @@ from penstock.gateway.errors import error_body
 from penstock.gateway.metrics import StreamMeter
 from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.gateway.stream.dialect import ChunkEncoder
-from penstock.gateway.stream.event_stream import ChunkWriter, EventSource
-from penstock.gateway.stream.flow import EventSink, Waiting, batches_of, until_disconnected, while_connected
+from penstock.gateway.stream.event_stream import (
+    ChunkWriter,
+    EventSink,
+    EventSource,
+    Waiting,
+    batches_of,
+    until_disconnected,
+    while_connected,
+)
 from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter, CallerGoneError, EventWriter, event
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.job_objects import job_object, outcome_object, queue_members, usage_object

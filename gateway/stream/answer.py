@@ -36,11 +36,13 @@ from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.route_doc import RouteDoc
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, WholeEncoder
-from penstock.gateway.stream.event_stream import ChunkWriter, EventSource, EventStream
-from penstock.gateway.stream.flow import (
+from penstock.gateway.stream.event_stream import (
     Batch,
+    ChunkWriter,
     Ended,
     EventSink,
+    EventSource,
+    EventStream,
     Waiting,
     batches_of,
     ends_of,
