@@ -1,6 +1,6 @@
 """What a reader has not read yet: queues of chunks from the client's inbox, and updates about a waiting job.
 
-Updates are positions in the queue, and progress of the prompt on the node. The positions of all watched jobs of a process
+Updates are positions in the queue, and progress of the prompt on the node. The positions of a process's watched jobs
 are read together. The number of reads has a limit, so with many watched jobs each of them gets its position less often.
 """
 
