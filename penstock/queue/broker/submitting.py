@@ -184,21 +184,23 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         request = with_members(request, [("trace", [pack(trace)])])
     notes = {**(job.metadata or {}), **({} if job.custom_id is None else {wire.CUSTOM_ID: job.custom_id})}
     metadata = json.dumps(notes, separators=(",", ":"), ensure_ascii=False) if notes else ""
+    # The fields `needs_reader` and `limits` of the job's record (see prelude.lua).
+    needs_reader = (job.reader_grace_ms or 1) if job.requires_reader else 0
+    limits = (job.params.max_tokens, job.max_total_tokens)
     row = (
         *(job.id, job.level, job.num_sequences, submission.cost, body, job.deadline_ms or 0),
-        *(int(submission.channel), _reader_need(job), keys.key_hash(job.idempotency_key)),
+        *(int(submission.channel), needs_reader, keys.key_hash(job.idempotency_key)),
         *(estimate_output_bytes(job, len(request)), job.not_before_ms or 0, record.keep_ms),
         *(submission.rate_tokens or ("", 0, 0, "")),
-        *(_limits_of(job), "" if job.max_wait_ms is None else job.max_wait_ms, int(job.in_feed)),
+        *(
+            "" if None in limits else "{} {}".format(*limits),
+            "" if job.max_wait_ms is None else job.max_wait_ms,
+            int(job.in_feed),
+        ),
         *(job.ttl_ms or 0, " ".join(job.tags), metadata, (job.retry_of or "").rpartition(".")[2]),
         " ".join(job.webhooks),
     )
     return PackedSubmission(job, inbox, terms, row, request, record.data)
-
-
-def _reader_need(job: JobDef) -> int:
-    """Return the field `needs_reader` of a job's record (see prelude.lua)."""
-    return (job.reader_grace_ms or 1) if job.requires_reader else 0
 
 
 def _arguments_of(submissions: Sequence[PackedSubmission]) -> tuple[Argument, ...]:
@@ -215,12 +217,6 @@ def _arguments_of(submissions: Sequence[PackedSubmission]) -> tuple[Argument, ..
         rows.append((numbers[key], *packed.row))
     payloads = (data for packed in submissions for data in (packed.request, packed.response))
     return submissions[0].inbox, scripts.packed(terms), scripts.packed(rows), *payloads
-
-
-def _limits_of(job: JobDef) -> str:
-    """Return the field `limits` of a job's record."""
-    max_tokens, max_total_tokens = job.params.max_tokens, job.max_total_tokens
-    return "" if max_tokens is None or max_total_tokens is None else f"{max_tokens} {max_total_tokens}"
 
 
 def _submitted(answer: list[Any]) -> Submitted:
