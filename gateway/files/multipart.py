@@ -10,7 +10,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from penstock.contract.errors import RequestError
-from penstock.queue.files.file import MAX_NAME_CHARS
+from penstock.queue.files.file_records import MAX_NAME_CHARS
 from penstock.runtime.event_loop import LoopYielder
 
 MAX_FIELDS = 16

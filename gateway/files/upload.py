@@ -17,7 +17,7 @@ from penstock.gateway.request.reading import caller_of, idempotency_key_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.files.service import Files, Upload
 from penstock.producer.files.settings import FilesSettings
-from penstock.queue.files.file import PURPOSES
+from penstock.queue.files.file_records import PURPOSES
 from penstock.runtime.event_loop import LoopYielder
 
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"

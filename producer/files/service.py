@@ -13,8 +13,15 @@ from typing import ParamSpec, Self, TypeVar
 from penstock.contract.errors import BusyError, NotFoundError, PenstockError, TooLargeError, UnavailableError
 from penstock.producer.files.settings import FilesSettings
 from penstock.producer.files.storage import BLOCK_BYTES, ObjectWriter, Storage, storage_errors
-from penstock.queue.files.file import NewFile, StoredFile, is_file_id, new_file_id, object_of
-from penstock.queue.files.file_records import FileRecords, no_file
+from penstock.queue.files.file_records import (
+    FileRecords,
+    NewFile,
+    StoredFile,
+    is_file_id,
+    new_file_id,
+    no_file,
+    object_of,
+)
 
 _LOG = logging.getLogger(__package__)
 NUM_THREADS = 8

@@ -11,8 +11,7 @@ from penstock.producer.files.service import ORPHAN_AGE_S, Files
 from penstock.producer.files.settings import FilesSettings
 from penstock.producer.files.storage import PARTIAL, Listed
 from penstock.queue.broker.audit import Finding
-from penstock.queue.files.file import is_file_id, object_of
-from penstock.queue.files.file_records import FileRecords
+from penstock.queue.files.file_records import FileRecords, is_file_id, object_of
 from penstock.queue.files.records_audit import Contents, contents_of
 
 _KEY = "storage"

@@ -45,7 +45,7 @@ from penstock.producer.stored_batches.stored_input import (
 )
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem, is_of_messages
 from penstock.queue.files.batch_records import BatchRecords
-from penstock.queue.files.file import BATCH_OUTPUT, MESSAGE_RESULTS, object_of
+from penstock.queue.files.file_records import BATCH_OUTPUT, MESSAGE_RESULTS, object_of
 from penstock.runtime.event_loop import CALLS_AT_ONCE, cancel_until_done, try_all
 
 _LOG = logging.getLogger(__package__)

@@ -31,8 +31,14 @@ from penstock.queue.files.batch import (
     RowProblem,
     is_batch_id,
 )
-from penstock.queue.files.file import NewFile
-from penstock.queue.files.file_records import call_script, file_arguments, key_conflict, no_file, upload_dropped
+from penstock.queue.files.file_records import (
+    NewFile,
+    call_script,
+    file_arguments,
+    key_conflict,
+    no_file,
+    upload_dropped,
+)
 
 _RETRY_MS = 60_000
 
