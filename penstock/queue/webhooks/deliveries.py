@@ -1,4 +1,4 @@
-"""Webhook endpoints of all tenants, and deliveries to them: from the ends of jobs in a pool's outbox to the last attempt.
+"""Webhook endpoints of all tenants, and the deliveries to them: from the ends of jobs in an outbox to the last attempt.
 
 Only gateways and the operator can read the secrets of endpoints.
 """
