@@ -106,6 +106,12 @@ _SETTING_OF = {
 }
 
 
+def check(answer: Sequence[Any], refusals: Mapping[bytes, PenstockError]) -> None:
+    """Raise the error of the refusal that the first part of a script's answer names, if it names one."""
+    if (error := refusals.get(answer[0])) is not None:
+        raise error
+
+
 async def call_script(redis: Redis, what: str, **arguments: Any) -> list[Any]:
     """Do one thing by files.lua and return its answer."""
     answer: list[Any] = await scripts.call(redis, "files", keys.FILES, what, scripts.packed(arguments))
@@ -181,12 +187,10 @@ class FileRecords:
     @retried
     async def delete(self, file_id: str, tenant: str) -> None:
         """Drop a file. Raises NotFoundError, and ConflictError while an open batch reads it."""
-        answer = await call_script(self._redis, "delete", id=file_id, tenant=tenant)
-        if answer[0] == b"NOT_FOUND":
-            raise no_file(file_id)
-        if answer[0] == b"IN_USE":
-            message = f"file {file_id} is the input of an open batch; cancel the batch or wait for its end"
-            raise ConflictError(message, code="file_in_use", param="file_id")
+        message = f"file {file_id} is the input of an open batch; cancel the batch or wait for its end"
+        in_use = ConflictError(message, code="file_in_use", param="file_id")
+        refusals = {b"NOT_FOUND": no_file(file_id), b"IN_USE": in_use}
+        check(await call_script(self._redis, "delete", id=file_id, tenant=tenant), refusals)
 
     @retried
     async def find(self, file_id: str, tenant: str) -> StoredFile:
