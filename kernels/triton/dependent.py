@@ -9,9 +9,12 @@ each of its own programs waited too. So every program of every such kernel must 
 at once because its row is padding. Without the wait it could end before the kernel ahead of it. The kernel behind would
 then read results that are not there yet, or write to memory that is still read.
 
-Kernels of libraries may run between such kernels: each waits for the kernel ahead, by its launch or by itself. Weights
-and norms could be loaded before the wait. They are not: it would save only the latency of one load, and a kernel could
-no longer read weights that the kernel ahead has written.
+Kernels of libraries may run between such kernels: each waits for the kernel ahead, by its launch or by itself.
+
+No kernel of a step writes weights, so products of one row load their first weights before they wait: memory would be
+idle while a small kernel ahead ends. Nothing else may be read there. On an H100, a step of Llama-3.1-8B with one
+sequence is 4 % faster by it. It was 7 % slower when all products fetched weights to the L2 cache. It was also slower
+with the signal before the wait: programs that wait take the place of those that work.
 
 Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA, `griddepcontrol`.
 """

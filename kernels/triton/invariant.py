@@ -58,7 +58,7 @@ def _multiply_part(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _add_parts(
+def add_parts(
     out, parts, bias, num_rows, num_outputs,
     PARTS: tl.constexpr, RUN: tl.constexpr, BIASED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -100,6 +100,6 @@ def _multiply_piece(out: Tensor, parts: Tensor, x: Tensor, weight: Tensor, bias:
         num_stages=3,
         **dependent,
     )
-    _add_parts[(num_rows, triton.cdiv(num_outputs, _RUN))](
+    add_parts[(num_rows, triton.cdiv(num_outputs, _RUN))](
         *(out, parts, bias, num_rows, num_outputs), PARTS=num_parts, RUN=_RUN, BIASED=bias is not None, **dependent
     )

@@ -152,7 +152,7 @@ def sample(logits: Tensor, rules: Tensor, marks: Marks) -> Tensor:
     passes.scan_tiles[by_tile](
         *bests, scratch.weights, *sums, scratch.found, *given, **cleared, **sizes, **buckets, **options
     )
-    passes.count_buckets[by_tile](*sums, *bests, *given, **sizes, **best_of, **buckets, **options)
+    passes.count_buckets[by_tile](*sums, scratch.weights, *bests, *given, **sizes, **best_of, **buckets, **options)
     passes.bound_limits[by_row](scratch.bounds, *sums, rules, vocab, **buckets, FIELDS=passes.BOUND_FIELDS, **options)
     found = scratch.candidates, scratch.found, scratch.weights, scratch.bounds, *bests
     passes.collect_candidates[by_tile](*found, *given, **sizes, **best_of, **collected, **options)

@@ -23,6 +23,7 @@ from penstock.kernels.triton.sampling_rows import (
     FAILED,
     INFINITY_BITS,
     NUM_RULE_COLUMNS,
+    WEIGHT_UNIT,
     best_of,
     bucket_of,
     distance_of,
@@ -78,12 +79,38 @@ def scan_tiles(
 
 
 @triton.jit
+def _least_of_top_k(bests, rule, TILES: tl.constexpr, TILES_PAD: tl.constexpr):
+    """Return a score that at least top_k tokens reach: those of the best tiles. -inf if there are fewer tiles."""
+    least, top_k = tl.full([], -float("inf"), tl.float32), tl.load(rule + 6)
+    if top_k <= TILES:
+        t = tl.arange(0, TILES_PAD)
+        here = tl.load(bests + tl.program_id(0) * TILES + t, mask=t < TILES, other=-float("inf"))
+        num_better = tl.sum((here[None, :] > here[:, None]).to(tl.int32), 1)
+        least = tl.min(tl.where((t < TILES) & (num_better < top_k), here, float("inf")), 0)
+    return least
+
+
+@triton.jit
+def _total_weight(bests, weights, best, temperature, TILES: tl.constexpr, TILES_PAD: tl.constexpr):
+    """Return 0.99 of the weight of a row's tokens, where the best one weighs 1: rounding may enlarge it."""
+    t = tl.arange(0, TILES_PAD)
+    at = tl.program_id(0) * TILES + t
+    distance, _ = distance_of(tl.load(bests + at, mask=t < TILES, other=-float("inf")), best, temperature)
+    relative = tl.load(weights + at, mask=t < TILES, other=0).to(tl.float64) / WEIGHT_UNIT
+    return 0.99 * tl.sum(relative * tl.exp(-distance).to(tl.float64), 0)
+
+
+@triton.jit
 def count_buckets(
-    counts, masses, bests, tokens, logits, rules, marks, biases, vocab, stride,
+    counts, masses, weights, bests, tokens, logits, rules, marks, biases, vocab, stride,
     COLUMNS: tl.constexpr, BUCKETS: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, tiles]. Pass 2: the tokens of each bucket for top_k, their weight for top_p."""
+    """Grid [rows, tiles]. Pass 2: the tokens of each bucket for top_k, their weight for top_p.
+
+    Each token costs an atomic addition, so tokens that surely lie beyond a limit are left out. The weight of those
+    that top_p surely drops is added to the last bucket, which has no token.
+    """
     wait_for_kernel_ahead(DEPENDENT)
     index = tl.program_id(0)
     rule, row = row_of(logits, rules, marks, biases, vocab, stride)
@@ -99,10 +126,21 @@ def count_buckets(
             kept = (near <= max_bits) & (near < INFINITY_BITS)
             at = index * BUCKETS + tl.where(kept, bucket_of(distance, near), 0)
             if is_k:
+                kept = kept & (scores >= _least_of_top_k(bests, rule, TILES, TILES_PAD))
                 tl.atomic_add(counts + at, 1, mask=kept, sem="relaxed")
             if is_p:
+                # Of the best token's weight, which is one unit of 1, at least.
+                total = tl.full([], 1.0, tl.float64)
+                if (is_k == 0) & (max_bits == INFINITY_BITS):
+                    total = _total_weight(bests, weights, best, temperature, TILES, TILES_PAD)
+                # All tokens lighter than this weigh at most half of what top_p drops.
+                least = (1.0 - real(rule, 1)).to(tl.float64) * total / (2 * vocab) * WEIGHT_UNIT
                 weight = weight_of(distance)
-                tl.atomic_add(masses + at, weight, mask=kept & (weight > 0), sem="relaxed")
+                is_light = kept & (weight.to(tl.float64) < least)
+                tl.atomic_add(masses + at, weight, mask=kept & (is_light == 0) & (weight > 0), sem="relaxed")
+                light = tl.sum(tl.where(is_light, weight, 0), 0)
+                if light > 0:
+                    tl.atomic_add(masses + index * BUCKETS + BUCKETS - 1, light, sem="relaxed")
 
 
 @triton.jit

@@ -16,7 +16,7 @@ PROMPT, BANNED = tl.constexpr(1 << 29), tl.constexpr(1 << 30)
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
 FAILED = tl.constexpr(-1)
-_UNIT = tl.constexpr(float(1 << 40))
+WEIGHT_UNIT = tl.constexpr(float(1 << 40))
 _EVEN_BUCKETS = tl.constexpr(1024)
 _EVEN_LIMIT = tl.constexpr(16.0)
 _EVEN_PER_UNIT = tl.constexpr(64.0)
@@ -69,7 +69,7 @@ def distance_of(scores, best, temperature):
 @triton.jit
 def weight_of(distance):
     """Return the weight of tokens at a distance, in units of 2^-40."""
-    return (tl.exp(-distance) * _UNIT).to(tl.int64)
+    return (tl.exp(-distance) * WEIGHT_UNIT).to(tl.int64)
 
 
 @triton.jit

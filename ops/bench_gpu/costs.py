@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from penstock.kernels.triton.int4_packing import GROUP
+from penstock.kernels.triton.int4 import GROUP
 from penstock.kernels.triton.sampling_passes import BUCKETS, COLUMNS
 
 _REAL = 4

@@ -18,7 +18,8 @@ from penstock.kernels.norm_weights import Addend
 from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import decode_attention, num_splits
-from penstock.kernels.triton.int4_packing import pack_int4, pair_scales
+from penstock.kernels.triton.few_rows import MOST_ROWS, is_for_few, multiply_few
+from penstock.kernels.triton.int4 import multiply_int4, pack_int4, pair_scales
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.launches import Launch, prefill_rows, shape_name
 from penstock.kernels.triton.norms import add_norm
@@ -89,7 +90,7 @@ def profiled_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     """Yield a case for each kernel that a profiler looks at."""
     rows = prefill_rows(sizes.head_dim, sizes.dtype, device)
     yield from (decode_case(sizes, device, sizes.dtype), prefill_case(sizes, device, rows))
-    wanted = {"multiply_scaled int8 1 rows", "multiply_int4 1 rows", "sample top_p", "add_norm"}
+    wanted = {"multiply_few 1 rows", "multiply_int4 1 rows", "sample top_p", "add_norm"}
     others = *_product_cases(sizes, 1, device, has_float8=False), *_sampler_cases(sizes, device)
     yield from (case for case in (*others, *_small_cases(sizes, device)) if case.name in wanted)
 
@@ -138,10 +139,13 @@ def _product_cases(sizes: Sizes, rows: int, device: torch.device, *, has_float8:
         x, weight = (normal(n, columns, sizes=sizes, device=device) for n in (rows, outputs))
         packed, *scales = pack_int4(weight)
         pairs = pair_scales(*scales)
-        return lambda: products.multiply_int4(x, packed, pairs)
+        return lambda: multiply_int4(x, packed, pairs)
 
     whole, short_moved = outputs * columns, rows * (columns + outputs * sizes.dtype.itemsize)
     yield Case(f"cuBLAS {rows} rows", plain(torch.nn.functional.linear), 2 * whole + moved, operations)
+    if rows <= MOST_ROWS and is_for_few(*(torch.empty(n, 16, dtype=sizes.dtype, device=device) for n in (rows, 16))):
+        few = plain(lambda x, weight: multiply_few(x, weight, None))
+        yield Case(f"multiply_few {rows} rows", few, 2 * whole + moved, operations)
     fixed = plain(lambda x, weight: multiply_invariant(x, weight, None))
     yield Case(f"multiply_invariant {rows} rows", fixed, 2 * whole + moved, operations)
     for name, kept in SCALED.items():

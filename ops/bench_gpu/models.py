@@ -82,7 +82,7 @@ class Options:
     deterministic: bool = False
     by_layer: bool = False
     """Whether the KV cache has the blocks of each layer one after another."""
-    dependent_launches: bool = False
+    dependent_launches: bool = True
     """Whether the kernels of graphs start while the kernel ahead of them runs."""
     num_offloaded: int = 0
     """Layers whose matrices are in host memory; 0, or at least 3."""

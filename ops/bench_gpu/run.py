@@ -101,7 +101,7 @@ class Run:
         name, rows = ("tiny", 2) if self._dry else ("qwen3-0.6b", 64)
         self._check_steps(name, rows)
         self._check_steps(name, rows, " deterministic", deterministic=True)
-        self._check_steps(name, min(rows, 8), " dependent launches", dependent_launches=True)
+        self._check_steps(name, min(rows, 8), " independent launches", dependent_launches=False)
         self._check_steps("tiny", 2, " offloaded", num_layers=4, num_offloaded=3)
         self._check("sanitizer", lambda: tools.sanitized(self._clock, dry=self._dry))
 
@@ -170,8 +170,11 @@ class Run:
     def _decode_otherwise(self) -> None:
         """Measure the same decode steps with each option that a measurement decides about."""
         name, rows, grid = self._decode_grid()
-        for title, option in (("cache by layer", "by_layer"), ("dependent launches", "dependent_launches")):
-            make = partial(self._make, name, max_num_seqs=rows, **{option: True})
+        for title, options in (
+            ("cache by layer", {"by_layer": True}),
+            ("independent launches", {"dependent_launches": False}),
+        ):
+            make = partial(self._make, name, max_num_seqs=rows, **options)
             model = self._part(f"{name}, {title}: made", make, keep=False)
             if model is not None:
                 self._rows(f"{name} decode, {title}", steps.decode(model, self._clock, self._ceilings, grid))

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-PROFILED = ("_decode", "_prefill", "_multiply_scaled", "_multiply_few_int4", "_add_norm", "draw_tokens")
+PROFILED = ("_decode", "_prefill", "_multiply_row", "_multiply_row_int4", "_add_norm", "draw_tokens")
 """The kernels of the part `profiled`, whose time matters most in a step."""
 
 

@@ -38,7 +38,8 @@ def sanitized(clock: Clock, *, dry: bool, tool: str | None = None, python: str =
             ended = run_program(program, clock.left_s)
             _check({"tool": "none", "part": part}, ended)
         # torch's allocator would hide an access behind a tensor's end. Graphs cannot be captured without it.
-        env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if part == "kernels" else {}
+        # The tool does not permit segments that grow.
+        env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if part == "kernels" else {"PYTORCH_ALLOC_CONF": ""}
         yield _under("compute-sanitizer", command, program, env, clock, dry=dry)
 
 

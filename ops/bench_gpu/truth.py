@@ -23,7 +23,8 @@ from penstock.kernels.reference import attention as reference_attention
 from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import num_splits
-from penstock.kernels.triton.int4_packing import pack_int4, pair_scales
+from penstock.kernels.triton.few_rows import MOST_ROWS, multiply_few
+from penstock.kernels.triton.int4 import multiply_int4, pack_int4, pair_scales
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.launches import prefill_rows
 from penstock.kernels.triton.lora import add_lora, lora_tiles
@@ -170,12 +171,16 @@ def _plain_products(sizes: Sizes, device: torch.device) -> Iterator[Row]:
     pairs = pair_scales(scales, minima)
     nibbles = torch.stack((bytes_of & 15, bytes_of >> 4)).view(2, len(weight), -1, 16).permute(1, 2, 0, 3)
     meant = nibbles.flatten(2).double() * scales.double().unsqueeze(-1) + minima.double().unsqueeze(-1)
-    for rows in (1, 17, sizes.prompt):
+    for rows in (1, 2, 17, 64, sizes.prompt):
         x = normal(rows, sizes.hidden, sizes=sizes, device=device)
         want = x.double() @ weight.double().T
         yield judge(f"multiply_invariant, {rows} rows", multiply_invariant(x, weight, None), want, PRODUCT)
+        if rows <= MOST_ROWS:
+            for part in (weight, weight[: len(weight) // 4]):
+                name = f"multiply_few, {rows} rows, {len(part)} outputs"
+                yield judge(name, multiply_few(x, part, None), want[:, : len(part)], PRODUCT)
         want = x.double() @ meant.flatten(1).T
-        yield judge(f"multiply_int4, {rows} rows", products.multiply_int4(x, bytes_of, pairs), want, PRODUCT)
+        yield judge(f"multiply_int4, {rows} rows", multiply_int4(x, bytes_of, pairs), want, PRODUCT)
 
 
 def _scaled_products(sizes: Sizes, device: torch.device, kept: torch.dtype) -> Iterator[Row]:

@@ -27,8 +27,8 @@ SHORT = Bound(0.004, 0.02)
 """One rounding to bfloat16 errs by at most 2^-9 of a number. Products round inputs, weights or shares as well."""
 
 _FLOAT8 = Bound(0.04, 0.07)
-_INT8_LARGEST = 0.006
-"""Half a step is 1 / 254 of a vector's largest number."""
+_INT8_LARGEST = 1 / 254 + 2**-8
+"""Half a step is 1 / 254 of a vector's largest number, which may have been rounded to bfloat16 before."""
 
 
 def stored_bound(kept: torch.dtype, want: Tensor) -> Bound:

@@ -23,7 +23,9 @@ _NOT_OF_PARAMS = ("position", "seed", "choice", "num_seen_prompt")
 def _columns_of(rows: type[SamplingRows]) -> dict[str, type[np.generic]]:
     """Return the dtype of each field that has one number for each row."""
     hints = get_type_hints(rows)
-    return {name: get_args(get_args(hint)[1])[0] for name, hint in hints.items() if get_origin(hint) is np.ndarray}
+    # Until NumPy 2.4, NDArray[x] is ndarray[shape, dtype[x]]. From 2.5 on, it is an alias of its own.
+    arrays = {name: get_args(hint)[-1] for name, hint in hints.items() if get_origin(hint) in (np.ndarray, NDArray)}
+    return {name: (*get_args(dtype), dtype)[0] for name, dtype in arrays.items()}
 
 
 _SETTINGS = {name: dtype for name, dtype in _columns_of(SamplingRows).items() if name != "position"}

@@ -32,14 +32,15 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
     torch's own allocator would round the size up to a power of two. Raises MemoryError if the memory cannot be locked.
     """
     # A shared mapping, the default of mmap: after a fork, pages that the GPU still uses are not copied on write.
-    area = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    mapping = mmap.mmap(-1, num_bytes)
+    area = np.frombuffer(mapping, np.uint8)
     tensor = torch.from_numpy(area)
     code = int(_runtime().cudaHostRegister(tensor.data_ptr(), num_bytes, _MAPPED_AND_PORTABLE))
     if code:
         gib = num_bytes / (1 << 30)
         raise MemoryError(f"cannot lock {gib:.4g} GiB of host memory for {device}: cudaHostRegister failed with {code}")
-    # The tensor's storage holds `area`, which holds the mapping. An array's finalizers run before its memory is freed.
-    weakref.finalize(area, _release, tensor.data_ptr(), device).atexit = False
+    # The tensor's storage holds `area`. The finalizer holds the mapping, so that it is unregistered while it is mapped.
+    weakref.finalize(area, _release, tensor.data_ptr(), device, mapping).atexit = False
     return tensor
 
 
@@ -64,7 +65,7 @@ def check_host_address(memory: Tensor, device: torch.device) -> None:
         )
 
 
-def _release(address: int, device: torch.device) -> None:
+def _release(address: int, device: torch.device, _mapping: mmap.mmap) -> None:
     """Unregister the memory after all copies of the device are complete."""
     torch.cuda.synchronize(device)
     _runtime().cudaHostUnregister(address)

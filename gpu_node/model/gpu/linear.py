@@ -11,17 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.norm_weights import Addend, NormWeights
-from penstock.kernels.triton.int4_packing import GROUP, pack_int4, pair_scales
+from penstock.kernels.triton.few_rows import is_for_few, multiply_few
+from penstock.kernels.triton.int4 import GROUP, multiply_int4, pack_int4, pair_scales
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.layers import activate_quantized
 from penstock.kernels.triton.norms import add_norm_quantized
-from penstock.kernels.triton.products import (
-    library_multiplies,
-    multiply_by_library,
-    multiply_int4,
-    multiply_scaled,
-    quantize_vectors,
-)
+from penstock.kernels.triton.products import library_multiplies, multiply_by_library, multiply_scaled, quantize_vectors
 from penstock.kernels.triton.quantizing import QuantizedRows
 
 SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -39,6 +34,8 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in]; returns [num_tokens, out]."""
+        if is_for_few(x, self.weight):
+            return multiply_few(x.contiguous(), self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
 

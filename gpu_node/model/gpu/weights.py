@@ -31,7 +31,7 @@ from penstock.gpu_node.model.gpu.linear import (
 )
 from penstock.gpu_node.model.torch_common.layers import LayerWeights, Product
 from penstock.gpu_node.model.torch_common.tensors import Convert, Converter, read_layer, read_norm
-from penstock.kernels.triton.int4_packing import pair_scales
+from penstock.kernels.triton.int4 import pair_scales
 
 MakeLinear: TypeAlias = Callable[[StoredLinear, Convert], Product]
 """Makes a product of a stored matrix, which it may keep as stored or convert."""

@@ -32,6 +32,8 @@ from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import MAX_SPLITS, decode_attention
 from penstock.kernels.triton.dependent import dependent_launches
 from penstock.kernels.triton.embedding import embed
+from penstock.kernels.triton.few_rows import multiply_few
+from penstock.kernels.triton.int4 import multiply_int4
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.lora import add_lora
 from penstock.kernels.triton.norms import add_norm, add_norm_quantized, norm_all_heads
@@ -140,13 +142,17 @@ def _compile_layers(formats: list[torch.dtype]) -> None:
 
 def _compile_products(formats: list[torch.dtype]) -> None:
     real = {"dtype": torch.float32}
-    for rows in (4, 16, 64, 512):
+    for rows in (1, 4, 16, 64, 512):
         x = _empty(rows, 4096)
         for kept in formats:
             q, scales = products.quantize_vectors(x, kept)
             products.multiply_scaled(q, scales, _empty(6144, 4096, dtype=kept), _empty(6144, **real), torch.bfloat16)
         for given in (x, x.float()):
-            products.multiply_int4(given, _empty(6144, 2048, dtype=torch.uint8), _ints(128, 6144))
+            multiply_int4(given, _empty(6144, 2048, dtype=torch.uint8), _ints(6144, 128))
+    for rows in (1, 4, 64):
+        for outputs in (4096, 6144, 28_672):
+            multiply_few(_empty(rows, 4096), _empty(outputs, 4096), None)
+        multiply_few(_empty(rows, 14_336), _empty(4096, 14_336), _empty(4096))
     for x in (_empty(4, 4096), _empty(4, 4096, **real)):
         multiply_invariant(x, _empty(6144, 4096, dtype=x.dtype), _empty(6144, dtype=x.dtype))
     for rank in (16, 3 * 512):

@@ -10,7 +10,7 @@ from penstock.kernels.reference import attention as reference_attention
 from penstock.kernels.reference import products as reference
 from penstock.kernels.reference.quantized import quantize_int4_groups
 from penstock.kernels.triton import products
-from penstock.kernels.triton.int4_packing import pack_int4, pair_scales
+from penstock.kernels.triton.int4 import multiply_int4, pack_int4, pair_scales
 from penstock.kernels.triton.lora import add_lora, lora_tiles
 
 from .conftest import TOLERANCES
@@ -55,7 +55,7 @@ def test_products_with_int4(shape: tuple[int, int, int], dtype: torch.dtype, dev
     weight = torch.randn(outputs, columns, device=device)
     weight[0, :32] = 0.25
     packed = pack_int4(weight)
-    got = products.multiply_int4(x, packed[0], pair_scales(*packed[1:]))
+    got = multiply_int4(x, packed[0], pair_scales(*packed[1:]))
     want = reference.multiply_int4(x, *packed)
     tolerance = TOLERANCES[dtype] * columns**0.5
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)

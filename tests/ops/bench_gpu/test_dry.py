@@ -80,10 +80,10 @@ def test_a_dry_run_gets_through_all_stages(tmp_path: Path) -> None:
         "bound_logits",
     }
     assert truth["tiny: graph = eager"]
-    assert truth["tiny dependent launches: graph = eager"]
+    assert truth["tiny independent launches: graph = eager"]
     assert truth["tiny deterministic: alone = in a batch"]
     assert all(row["fraction"] > 0 for row in kernels["kernels"])
-    assert all(steps[f"tiny decode{other}"] for other in ("", ", cache by layer", ", dependent launches"))
+    assert all(steps[f"tiny decode{other}"] for other in ("", ", cache by layer", ", independent launches"))
     ahead, after = steps["tiny load"]
     assert ahead["tokens"] == after["tokens"]
     assert ahead["steps_ahead"] > 0 == after["steps_ahead"]
