@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(300)
 NUM_JOBS = 400
 IN_FLIGHT = 32
 TIMEOUT_S = 90.0
-"""A gateway takes over after the lease of 10 s; the rest is for a busy machine."""
+"""Far more than a gateway takes, for a busy machine."""
 
 
 async def submit_all(client: AsyncClient, **options: Any) -> list[str]:
@@ -48,7 +48,6 @@ async def changed_by(redis: Any, bulk_id: str, num_changed: int) -> int:
 
 
 async def test_another_gateway_finishes_the_actions_of_killed_ones(redis_url: str) -> None:
-    """The two actions wait for the end of their leases together."""
     redis = cast(Any, connect(redis_url))
     with GatewayProcess(redis_url) as other:
         async with FakeNode(redis_url, auto=False), AsyncClient(redis_url) as client, httpx.AsyncClient() as http:
@@ -62,6 +61,7 @@ async def test_another_gateway_finishes_the_actions_of_killed_ones(redis_url: st
                     async with asyncio.timeout(TIMEOUT_S):
                         assert await changed_by(redis, bulk_ids[-1], NUM_JOBS // 10) < NUM_JOBS
                     one.kill()
+                await redis.hset(keys.bulk(POOL, bulk_ids[-1]), "lease_until", 0)  # as if LEASE_MS had passed
                 await client.submit_unread("later", tags=[action], not_before_s=600)
             for bulk_id in bulk_ids:
                 async with asyncio.timeout(TIMEOUT_S):
