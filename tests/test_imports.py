@@ -59,7 +59,7 @@ GATEWAY_FLOORS = (
     {"http"},
     {
         *("openai", "responses", "anthropic", "jobs", "tasks", "files", "batches", "message_batches"),
-        *("websocket", "web", "webhooks", "api_docs", "health", "usage"),
+        *("websocket", "web", "webhooks", "api_docs", "usage"),
     },
     {"app"},
 )
