@@ -30,6 +30,8 @@ from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.runtime.settings import redis_url_of
 
+# Drawing of a frame.
+
 WIDE_COLUMNS = 130
 _BAR_CELLS, _WIDE_BAR_CELLS = 10, 20
 _NAME_CHARS, _WIDE_NAME_CHARS = 14, 24
@@ -251,6 +253,8 @@ def _seconds(num_ms: int) -> str:
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
+
+# The command.
 
 _MAX_KEYS = 64
 

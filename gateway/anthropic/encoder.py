@@ -36,6 +36,8 @@ from penstock.producer.openai.render import is_cut
 from penstock.producer.openai.tool_calls import Call
 from penstock.queue.results import PackedResult
 
+# Errors in Anthropic's shape, with its types and status codes.
+
 ID_HEADER = "request-id"
 """Response header with the request's id in the access log. Anthropic's client shows it in its errors."""
 VERSION_HEADER = "anthropic-version"

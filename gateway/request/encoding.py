@@ -149,6 +149,8 @@ def _fields_of(prompt: Any) -> list[Any]:
     return [prompt.form, prompt.data, prompt.num_text_bytes, prompt.num_tokens, prompt.num_tool_bytes]
 
 
+# The messages that a client sends over a WebSocket.
+
 JOBS_PATH = "/v1/jobs"
 BodiesOfPaths = Mapping[str, type[RequestBody]]
 """The schema of the body for each path that a message may name."""

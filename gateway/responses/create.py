@@ -57,6 +57,8 @@ from penstock.queue.results import PackedResult
 from penstock.queue.wire import MAX_BYTES, array_header
 from penstock.runtime.event_loop import in_rounds
 
+# The conversation.
+
 MAX_CHAIN = 256
 """Most responses of a chain of `previous_response_id`. Each one is read from Redis by itself."""
 MAX_REFERENCED = 64
@@ -259,6 +261,8 @@ def _no_item(item_id: str) -> RequestError:
     message = f"input: no item with id {item_id[:MAX_SHOWN_CHARS]!r} is stored"
     return RequestError(message, code="item_not_found", param="input")
 
+
+# From a body to a job.
 
 RESPONSE_EVENTS = tuple(name for name in EVENT_TYPES if name.startswith("response."))
 

@@ -49,6 +49,8 @@ from penstock.producer.client import AsyncClient
 from penstock.queue.results import PackedResult
 from penstock.runtime.event_loop import LoopYielder
 
+# `POST /v1/responses/compact`.
+
 _ANSWER = object_of(
     id=TEXT,
     object={"const": "response.compaction"},

@@ -323,6 +323,8 @@ def shown_choice(choice: Choice | None) -> Any:
     return choice.model_dump(exclude_none=True)
 
 
+# The text input of a custom tool, which the model writes as the only argument of a function.
+
 _OPENING = re.compile(rf'\s*\{{\s*"{TEXT_ARGUMENT}"\s*:\s*"')
 _COMPACT_OPENING = f'{{"{TEXT_ARGUMENT}":"'
 _MAX_OPENING_CHARS = 64

@@ -245,6 +245,9 @@ class EventSink:
             self._writer.write_now(events)
 
 
+# The stream: its source, and its sending.
+
+
 class EventSource(ABC):
     """What a stream sends: it reads the events' content, and knows how they are encoded."""
 

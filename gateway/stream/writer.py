@@ -23,6 +23,8 @@ from penstock.gateway.errors import ErrorShape
 from penstock.runtime import crash_points
 from penstock.runtime.event_loop import LoopYielder
 
+# How a streamed answer is framed: as server-sent events, or as one JSON object per line (NDJSON).
+
 END_OF_EVENT = b"\n\n"
 """Encoders never split this between two parts."""
 EVENT_STREAM = "text/event-stream"

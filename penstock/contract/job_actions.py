@@ -192,6 +192,8 @@ def id_time(unix_s: float | None) -> str:
     return f"{digits[:8]}-{digits[8:]}"
 
 
+# What an action changes, and its report.
+
 ActionName = Literal["cancel", "retry", "reschedule", "change_class"]
 ACTIONS: tuple[ActionName, ...] = get_args(ActionName)
 STATES_OF: Mapping[ActionName, tuple[str, ...]] = {

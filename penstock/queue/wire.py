@@ -20,6 +20,8 @@ from penstock.contract.tasks import GENERATE, KINDS, Task
 from penstock.contract.tools import few_calls
 from penstock.queue.keys import PROTOCOL_VERSION
 
+# Values as msgpack, encoded and decoded with limits: extension types and large or deeply nested values are refused.
+
 MAX_BYTES = 16 << 20
 MAX_DEPTH = 8
 
@@ -134,6 +136,8 @@ def _check_depth(value: dict[str, Any] | list[Any], depth: int = 1) -> None:
         if isinstance(item, (dict, list)):
             _check_depth(item, depth + 1)
 
+
+# Requests.
 
 CUSTOM_ID = ""
 """Name of the custom_id among a job's stored metadata. The caller's own names are not empty."""

@@ -23,6 +23,8 @@ from penstock.queue.job_cost import expected_wait
 from penstock.runtime.event_loop import cancel_until_done
 
 _LOG = logging.getLogger(__package__)
+# Updates about a waiting job.
+
 POSITIONS_INTERVAL_S = 0.25
 """Seconds between two reads of positions. A read covers up to MAX_POSITIONS jobs."""
 REPEAT_S = 5.0
@@ -152,6 +154,8 @@ def _position_of(wait: JobWait | None, nodes: Sequence[NodePressure]) -> QueuePo
         return QueuePosition(0, NO_WAIT)
     return QueuePosition(wait.ahead.num_jobs + 1, expected_wait(nodes, wait.ahead, is_background=wait.is_background))
 
+
+# Queues of chunks.
 
 POLL_S = 0.2
 """How often a reader polls if the job already pushes to the maximum number of processes."""

@@ -52,6 +52,8 @@ from penstock.queue.job_cost import call_bytes, num_prompt_ids, prompt_bytes, to
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
 from penstock.queue.wire import add_prompt, pack
 
+# `tool_choice`: the text of a job is constrained to calls, and the calls to their functions' schemas.
+
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_OBJECT = {"type": "object"}
 
@@ -157,6 +159,8 @@ def _constrained(calls: WantedCalls, job: JobDef, *, at_fault: str) -> JobDef:
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPrompt
 """Text, token ids, the messages of a chat, or any of these packed by `pack_prompt_of`."""
 
+
+# A caller's arguments become a job.
 
 _OF_JOB = OPTIONS_OF_QUEUE & JobDef.model_fields.keys() - {"adapter", "params", "tenant"}
 """Options that become a field of the job as they are."""

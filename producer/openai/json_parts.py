@@ -106,6 +106,9 @@ def _batches(rows: Iterable[T]) -> Iterator[list[T]]:
         yield batch
 
 
+# Token ids.
+
+
 class TokenIds(NamedTuple):
     """The token ids that a stream object reports."""
 
@@ -119,6 +122,8 @@ def prompt_ids_of(result: Result | PackedResult) -> Rows:
     """Return the ids of a result's prompt, which are decoded when they are written."""
     return Rows(lambda: (entry.token_ids[0] for entry in result.prompt_logprobs))
 
+
+# Log-probabilities, as OpenAI's objects for chats and completions, and those of prompts in vLLM's form.
 
 LOWEST = -9999.0
 """The lowest log-probability that is reported, as OpenAI does, because JSON has no infinity."""

@@ -210,6 +210,8 @@ def _uuid(job_id: str) -> str:
     return job_id.rpartition(".")[2]
 
 
+# Dead letters.
+
 _FIELDS = ("tenant", "level", "weight", "cost", "submitted", "finished", "chunks", "preemptions", "loss_nodes")
 
 _PURGED_AT_ONCE = 100

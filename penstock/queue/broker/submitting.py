@@ -36,6 +36,8 @@ from penstock.queue.wire import pack, with_members
 from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.tracing.context import Carried
 
+# Calls that many callers share: what is asked for at the same time goes to Redis together.
+
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
@@ -123,6 +125,9 @@ class SharedCalls(Generic[Item, Answer]):
             if not done.done():
                 done.set_exception(error or InvariantError("a shared call left an item without an answer"))
         self._send(key)
+
+
+# Submissions.
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.results import PackedResult
 from penstock.queue.wire import WireError
 
+# Endpoints, with their secrets.
+
 _CONFIG = f"{keys.WEBHOOKS}:config"
 MAX_SHOWN_CHARS = 64
 
@@ -121,6 +123,8 @@ def _decoded(data: bytes | None) -> WebhookEndpoint | None:
     except (ValidationError, ValueError):
         return None  # A damaged record hides this endpoint alone.
 
+
+# Deliveries.
 
 MAX_PENDING_OF_TENANT = 100_000
 """Pending deliveries of a tenant. Further ones are dead at once, so that their owner may deliver them again."""
