@@ -253,13 +253,10 @@ def _example(path: str, method: str, operation: dict[str, Any], body: dict[str, 
         return command
     if method != "post" or not body.get("examples"):
         return ""
-    return f"{command} \\\n  -H 'Content-Type: {_JSON}' \\\n  -d '{_quoted(body['examples'][0])}'"
-
-
-def _quoted(example: Any) -> str:
-    """Return JSON for a text in single quotes of a shell, with the model's name from its variable."""
-    text = json.dumps(example, ensure_ascii=False).replace("'", "'\\''")
-    return text.replace(f'"{EXAMPLE_MODEL}"', f'"\'"${MODEL}"\'"')
+    # JSON in single quotes of the shell, with the model's name from its variable.
+    text = json.dumps(body["examples"][0], ensure_ascii=False).replace("'", "'\\''")
+    text = text.replace(f'"{EXAMPLE_MODEL}"', f'"\'"${MODEL}"\'"')
+    return f"{command} \\\n  -H 'Content-Type: {_JSON}' \\\n  -d '{text}'"
 
 
 def _marked(text: str) -> str:
