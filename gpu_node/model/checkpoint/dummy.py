@@ -24,7 +24,7 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_VERSION = 1
+_VERSION = 2
 """Increased when the written files change, so that no node uses outdated ones."""
 
 
@@ -56,7 +56,8 @@ def dummy_folder(model: str) -> Path:
     """Return a folder with the config and a tokenizer of a model without weights.
 
     model: a folder with a config.json, or a name of `SHAPES`. A folder that has a tokenizer is returned itself; else
-    the tokenizer's tokens are the 256 bytes. Raises ConfigError for another name, or if the vocabulary is too small.
+    the tokenizer has the 256 bytes, which prompts are made of, and words for the rest of the vocabulary, so that
+    each sampled token has a text. Raises ConfigError for another name, or if the vocabulary is too small.
     """
     path = Path(model).expanduser()
     if (path / "config.json").is_file():
@@ -79,7 +80,10 @@ def _write(folder: Path, config: Mapping[str, Any]) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True)
-    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    known = *sorted(pre_tokenizers.ByteLevel.alphabet()), *_SPECIAL_TOKENS
+    # Ġ is the space. No merge makes these words, so no prompt has them.
+    words = (f"Ġ{i:x}" for i in range(len(known), config["vocab_size"]))
+    vocab = {token: i for i, token in enumerate((*known, *words))}
     tokenizer: Any = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -162,9 +162,18 @@ class StepGraphs:
     """The CUDA graphs of one decoder. All of them read a step from one device buffer."""
 
     def __init__(
-        self, device: Device, compute: Compute, shapes: GraphShapes, max_blocks: int, logits: tuple[int, torch.dtype]
+        self,
+        device: Device,
+        compute: Compute,
+        shapes: GraphShapes,
+        max_blocks: int,
+        logits: tuple[int, torch.dtype],
+        report: Callable[[float], None],
     ) -> None:
-        """max_blocks: KV blocks of one sequence; logits: the vocabulary size and the dtype of logits."""
+        """max_blocks: KV blocks of one sequence; logits: the vocabulary size and the dtype of logits.
+
+        report: takes the fraction of graphs that are captured.
+        """
         self._shapes = shapes
         # Rows of whole lines of memory, as the head's product has them.
         padded = torch.zeros(shapes.max_rows, padded_vocab(logits[0]), dtype=logits[1], device=device.torch)
@@ -179,6 +188,7 @@ class StepGraphs:
             blank = blank_step(shape)
             packed = device.pinned(size_of(blank), dtype=torch.int32)
             step = replace(to_device(packed, self._inputs, blank), block_tables=self._tables[: shape.num_seqs])
+            report(len(self._replays) / len(shapes.all))
             self._replays[shape], pool = device.capture(self._work(compute, step), pool)
 
     def find(self, step: StepInputs[Ints]) -> StepShape | str:

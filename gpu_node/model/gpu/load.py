@@ -70,7 +70,7 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     limits = Limits(
         *sizes_of_steps, options.deterministic, options.max_num_batched_tokens, enforce_eager=options.enforce_eager
     )
-    runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes)
+    runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes, partial(progress, "capture"))
     if device.is_gpu:
         # Before the first request arrives.
         runner.compile_eager_steps()

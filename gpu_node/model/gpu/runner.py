@@ -151,7 +151,9 @@ class GpuRunner:
         limits: Limits,
         device: Device,
         weight_bytes: int = 0,
+        report: Callable[[float], None] = lambda captured: None,
     ) -> None:
+        """report: takes the fraction of graphs that are captured."""
         self._decoder = decoder
         self._adapters = adapters
         self._pool = pool
@@ -170,7 +172,8 @@ class GpuRunner:
             self._tokens = torch.zeros(shapes.max_rows, dtype=torch.int32, device=device.torch)
             self._graphs: StepGraphs | None = None
             if not limits.enforce_eager:
-                self._graphs = StepGraphs(device, self._compute_for_graph, shapes, max_blocks, (vocab, decoder.dtype))
+                logits = vocab, decoder.dtype
+                self._graphs = StepGraphs(device, self._compute_for_graph, shapes, max_blocks, logits, report)
         self.replays = True
         """Whether graphs are replayed. If not, their steps are computed with the same padding, for comparisons."""
         self._unfinished = GpuStep(device.record_event(), device.record_event())

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from penstock.gpu_node.model.gpu import linear
 from penstock.gpu_node.model.gpu.device import Device
-from penstock.kernels.triton import decode_attention, launches, products
+from penstock.kernels.triton import decode_attention, few_rows, launches, products
 
 LIBRARY_PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm"}
 _MAKES_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -154,10 +154,15 @@ def recording(gpu: Gpu) -> Iterator[Recorder]:
         # The tensors are on the CPU; the product's own rule asks for a GPU.
         return products.library_multiplies(_OnGpu(q), weight, dtype)  # type: ignore[arg-type]
 
+    def is_for_few(x: Tensor, weight: Tensor) -> bool:
+        return few_rows.is_for_few(_OnGpu(x), weight)  # type: ignore[arg-type]
+
     with (
         patch.object(JITFunction, "run", run),
         patch.object(launches, "architecture", architecture),
         patch.object(products, "architecture", architecture),
+        patch.object(few_rows, "architecture", architecture),
+        patch.object(linear, "is_for_few", is_for_few),
         patch.object(decode_attention, "num_multiprocessors", multiprocessors),
         patch.object(linear, "library_multiplies", library_multiplies),
         recorder,

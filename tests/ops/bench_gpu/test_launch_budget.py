@@ -11,8 +11,11 @@ import pytest
 
 from tests.source_tree import ROOT
 
-LAYER = {"bf16": 10, "int8": 11, "fp8": 11, "int4": 10}
-"""Launches of a layer in decode steps, by the format of its matrices."""
+LAYER = {"bf16": 10, "int8": 11, "fp8": 11, "int4": 14}
+"""Launches of a layer in decode steps, by the format of its matrices. Sums of a product in int4 are split into parts,
+and another kernel adds them: on an H100, one kernel took up to five times as long, because it did not fill the GPU."""
+WIDENED = {"llama-8b int4": {"decode many": 19, "mixed many": 20}}
+"""What more than 64 rows add to each layer in int4: pieces of a matrix are widened and then multiplied, in turn."""
 OUTSIDE = {"bf16": 12, "int8": 12, "fp8": 13, "int4": 12}
 """Launches of a step outside of its layers: embedding, last layer's gathers, final norm, head, sampler, results."""
 PREFILL_ATTENTION = 1
@@ -24,7 +27,7 @@ ADAPTERS = 8
 def _counts(part: str) -> dict[str, dict[str, tuple[int, int]]]:
     """Return by setup and kind of step: launches per layer, launches outside of layers.
 
-    Where launches are dependent, a step has no other ones of Triton.
+    Where launches are dependent, a decode step has no other ones of Triton.
     """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'ops'}"
@@ -39,8 +42,10 @@ def _counts(part: str) -> dict[str, dict[str, tuple[int, int]]]:
 def _assert_within_budget(counts: dict[str, dict[str, tuple[int, int]]]) -> None:
     for setup, kinds in counts.items():
         matrices = setup.split()[1]
+        widened = WIDENED.get(" ".join(setup.split()[:2]), {})
         for kind, (layer, outside) in kinds.items():
             layer_budget = LAYER[matrices] + PREFILL_ATTENTION * ("mixed" in kind) + ADAPTERS * ("adapters" in kind)
+            layer_budget += widened.get(kind, 0)
             for part, found, budget in (
                 ("per layer", layer, layer_budget),
                 ("outside of layers", outside, OUTSIDE[matrices]),
