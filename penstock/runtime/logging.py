@@ -133,11 +133,12 @@ LOADING_STAGES = {
     "convert": "reading the GGUF file",
     "compile": "compiling the kernels, once per machine (45 s on two idle cores)",
     "load": "loading and packing weights",
+    "capture": "compiling GPU kernels and capturing graphs (a minute on a new machine)",
 }
 """Stage of a progress event → what the loading process is doing."""
 FIRST_PROGRESS_S = 1.5
 PROGRESS_INTERVAL_S = 5.0
-_LONG_STAGES = ("download", "compile")
+_LONG_STAGES = ("download", "compile", "capture")
 """Stages that are logged as soon as they begin: on a first start they are nearly all of the time."""
 
 
