@@ -1,8 +1,8 @@
 """Products of few rows with a matrix, where reading the matrix takes all the time.
 
 cuBLAS reads at most 90 % of what a GPU's memory delivers, and its programs start when the kernel ahead has ended. One
-row is multiplied without tensor cores: a program adds up products of a few rows of the matrix in registers, and it
-loads its first weights before the kernel ahead ends (`dependent`).
+row is multiplied without tensor cores: a program adds up products of a few rows of the matrix in registers. It loads
+its first weights before the kernel ahead ends (`dependent`).
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     options = {"BIASED": bias is not None, **dependent_launch(x.device)}
     if num_rows == 1:
         outputs, columns = (2, 2048) if num_outputs >= _MANY_OUTPUTS else (8, 512)
-        given = out, x, weight, bias, num_outputs, num_columns
+        row = out, x, weight, bias, num_outputs, num_columns
         grid = (triton.cdiv(num_outputs, outputs),)
-        _multiply_row[grid](*given, OUTPUTS=outputs, COLUMNS=columns, num_warps=4, **options)
+        _multiply_row[grid](*row, OUTPUTS=outputs, COLUMNS=columns, num_warps=4, **options)
         return out
     tiles, is_turned = _few_tiles(padded(num_rows, 16), num_outputs)
     grid = (triton.cdiv(num_outputs, tiles.OUTPUTS),)

@@ -55,9 +55,9 @@ class RandomWeights:
 def dummy_folder(model: str) -> Path:
     """Return a folder with the config and a tokenizer of a model without weights.
 
-    model: a folder with a config.json, or a name of `SHAPES`. A folder that has a tokenizer is returned itself; else
-    the tokenizer has the 256 bytes, which prompts are made of, and words for the rest of the vocabulary, so that
-    each sampled token has a text. Raises ConfigError for another name, or if the vocabulary is too small.
+    model: a folder with a config.json, or a name of `SHAPES`. A folder that has a tokenizer is returned itself. Else
+    the tokenizer has the 256 bytes, which prompts are made of. The rest of the vocabulary are words, so that each
+    sampled token has a text. Raises ConfigError for another name, or if the vocabulary is too small.
     """
     path = Path(model).expanduser()
     if (path / "config.json").is_file():

@@ -16,6 +16,8 @@ from tests.kernels.triton.launch_sites import launched_kernels
 from tests.source_tree import ROOT
 
 Facts = list[dict[str, Any]]
+LOADS_WEIGHTS_FIRST = {"_multiply_row", "_multiply_row_int4"}
+"""Kernels that read weights before they wait for the kernel ahead."""
 
 
 @pytest.fixture(scope="module", params=[pytest.param(80, marks=pytest.mark.slow), 90])
@@ -116,5 +118,6 @@ def test_all_programs_of_a_step_wait_first_also_in_machine_code(binaries: Facts)
     dependents = {facts["kernel"] for facts in binaries if facts["is_dependent"]}
     assert dependents in (set(), launched_kernels() - {"_copy", "_mark", "_mask"})
     for facts in binaries:
-        assert facts["waits_first"] is (True if facts["is_dependent"] else None), facts
-        assert facts["code_waits"] == facts["is_dependent"], facts
+        is_first = facts["kernel"] not in LOADS_WEIGHTS_FIRST
+        assert facts["waits_first"] is (is_first if facts["is_dependent"] else None), facts
+        assert facts["code_waits"] == (facts["is_dependent"] and is_first), facts

@@ -83,3 +83,16 @@ def test_each_rule_draws_what_it_keeps(vocab: int, rules: str, count: int, devic
     rows = rows_of(count, seed=np.arange(count), num_seen_prompt=10, seen=seen, **RULES[rules])
     case = SamplingCase(logits, rows)
     assert case.disagreements(sampled_tokens(case, device)) == []
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"top_k": 3}, {"top_k": 5, "top_p": 0.8}, {"top_p": 0.9}, {"top_p": 0.99, "min_p": 0.001}, {"top_k": 6}],
+    ids=str,
+)
+def test_limits_hold_where_most_tokens_are_not_counted(rules: dict[str, Any], device: torch.device) -> None:
+    """Of five tiles: their best tokens bound top_k, and few tokens have nearly all of the weight."""
+    rng, count = np.random.default_rng(3), 6
+    rows = rows_of(count, seed=np.arange(count), **rules)
+    case = SamplingCase((6 * rng.standard_normal((count, 10_000))).astype(np.float32), rows)
+    assert case.disagreements(sampled_tokens(case, device)) == []

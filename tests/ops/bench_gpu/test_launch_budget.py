@@ -12,8 +12,8 @@ import pytest
 from tests.source_tree import ROOT
 
 LAYER = {"bf16": 10, "int8": 11, "fp8": 11, "int4": 14}
-"""Launches of a layer in decode steps, by the format of its matrices. Sums of a product in int4 are split into parts,
-and another kernel adds them: on an H100, one kernel took up to five times as long, because it did not fill the GPU."""
+"""Launches of a layer in decode steps, by the format of its matrices. Sums of int4 are split; another kernel adds them.
+On an H100, one kernel took up to five times as long, because it did not fill the GPU."""
 WIDENED = {"llama-8b int4": {"decode many": 19, "mixed many": 20}}
 """What more than 64 rows add to each layer in int4: pieces of a matrix are widened and then multiplied, in turn."""
 OUTSIDE = {"bf16": 12, "int8": 12, "fp8": 13, "int4": 12}
