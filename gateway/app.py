@@ -67,7 +67,7 @@ from penstock.gateway.webhooks.sender import Sender
 from penstock.gateway.websocket.session import StreamSocket, socket_routes
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.producer.files.service import Files
-from penstock.producer.files.settings import FilesSettings
+from penstock.producer.files.storage import FilesSettings
 from penstock.producer.stored_batches.holder import BatchHolder
 from penstock.runtime.event_loop import LoopYielder, cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch

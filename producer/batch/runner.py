@@ -24,7 +24,6 @@ from penstock.contract.job import Durability, Priority, SubmitOptions
 from penstock.contract.output import Result
 from penstock.contract.tasks import Embedding
 from penstock.producer.batch import storage
-from penstock.producer.batch.outages import OnWait, outlast
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import BatchRequest, InputLine, InputSummary, lines_of, request_of_line, survey_of
 from penstock.producer.batch.results import (
@@ -37,6 +36,7 @@ from penstock.producer.batch.results import (
     row_id_of,
 )
 from penstock.producer.batch.rows import embeddings_body
+from penstock.producer.batch.storage import OnWait, outlast
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt, choose_pool, require_tool_parser
 from penstock.producer.client.tasks import output_of

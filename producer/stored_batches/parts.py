@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.producer.files.service import Files
-from penstock.producer.stored_batches.lines import KINDS, FinishedRow
+from penstock.producer.stored_batches.rows import KINDS, FinishedRow
 from penstock.queue.files.batch import BatchLease, Part, PartCounts, RowProblem
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file_records import NewFile

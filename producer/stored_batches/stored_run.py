@@ -32,15 +32,18 @@ from penstock.producer.batch.runner import answer
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import choose_pool
 from penstock.producer.files.service import Files
-from penstock.producer.stored_batches.lines import KINDS, OUTPUT, FinishedRow, format_of
 from penstock.producer.stored_batches.parts import BatchEnding, PartWriter, save_joined
 from penstock.producer.stored_batches.row_client import RowClient, require_lease
-from penstock.producer.stored_batches.stored_input import (
+from penstock.producer.stored_batches.rows import (
+    KINDS,
+    OUTPUT,
+    FinishedRow,
     InputCheck,
     InputLimits,
     RowReader,
     StoredRow,
     checked_input,
+    format_of,
     is_committed,
 )
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem, is_of_messages

@@ -29,7 +29,7 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.tenant import Terms
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
-from penstock.producer.files.settings import FilesSettings
+from penstock.producer.files.storage import FilesSettings
 from penstock.producer.stored_batches.row_client import KEY_TTL_S
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect

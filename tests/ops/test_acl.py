@@ -31,7 +31,7 @@ from penstock.contract.usage import UsageQuery
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.webhooks import Webhooks
 from penstock.producer.files.service import Files
-from penstock.producer.files.settings import FilesSettings
+from penstock.producer.files.storage import FilesSettings
 from penstock.producer.stored_batches.holder import BatchHolder
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
