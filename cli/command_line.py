@@ -38,6 +38,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
         *(
             "reasoning_parser",
             "generation_config",
+            "tensor_parallel_size",
             "num_threads",
             "reserved_cores",
             "weight_cache",
@@ -58,7 +59,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
     ),
     "LoRA adapters": ("lora", "lora_dir", "max_loras", "max_lora_rank"),
     "Operation": (
-        *("drain_s", "stall_after_s", "max_unsent_bytes", "metrics_port", "metrics_host"),
+        *("drain_s", "stall_after_s", "rank_stall_s", "max_unsent_bytes", "metrics_port", "metrics_host"),
         *("loop_watch_ms", "loop_stall_s", "loop_debug", "log_jobs", "otlp_traces_endpoint"),
     ),
     "Pool: order of jobs (equal on all nodes of a pool)": (
@@ -260,8 +261,7 @@ _VARIABLE_PREFIXES = {
 
 _NOT_NEEDED = {
     "--api-key": "`penstock keys add TENANT` makes API keys",
-    "--pipeline-parallel-size": "a node computes its model on one device; further nodes share the load",
-    "--tensor-parallel-size": "a node computes its model on one device; further nodes share the load",
+    "--pipeline-parallel-size": "the layers of a model stay together; --tensor-parallel-size divides each of them",
     "--trust-remote-code": "code that comes with a checkpoint never runs",
 }
 """Options of vLLM's server that no command has → what is done instead."""

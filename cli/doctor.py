@@ -275,9 +275,9 @@ def judge_node(node: NodePressure) -> Iterator[Check]:
         yield Check("warn", "node", f"{node.node_id}: {part} {why}", advice)
     if not node.troubles:
         used = node.kv_blocks_total - node.kv_blocks_free
-        yield Check(
-            "ok", "node", f"{node.node_id}: {node.num_jobs} jobs, {used} of {node.kv_blocks_total} KV blocks used"
-        )
+        load = f"{node.num_jobs} jobs, {used} of {node.kv_blocks_total} KV blocks used"
+        ranks = f", {node.num_ranks} ranks, lost {node.num_rank_losses} times" if node.num_ranks > 1 else ""
+        yield Check("ok", "node", f"{node.node_id}: {load}{ranks}")
 
 
 def judge_redis(info: dict[str, Any]) -> Iterator[Check]:

@@ -78,7 +78,7 @@ class Node:
         self._broker = NodeBroker(self._redis, settings.pool_name, self.node_id, engine.revision)
         self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
-        self._worker = EngineWorker(engine, self._deliver)
+        self._worker = EngineWorker(engine, self._deliver, self._note_lost)
         self.pace = new_pace(settings.stream_interval_ms / 1000, leaves_core_free=engine.leaves_core_free)
         self._outbox = Outbox(
             self._broker,
@@ -197,6 +197,7 @@ class Node:
             ):
                 doorbell = keys.doorbell(self._settings.pool_name, self.node_id)
                 serving = [self._take_forever(), self._load_shedder.run(), self._profiler.run()]
+                serving.append(self._load_shedder.give_back_lost())
                 serving.append(listen(self._redis, doorbell, self._bell, self._on_message))
                 serving.append(declare_dead(self._broker, self._seats, has_joined=True))
                 if self._settings.has_adapters:
@@ -344,6 +345,11 @@ class Node:
         crash_points.point("after", "step")
         with suppress(RuntimeError):  # The event loop may be closed already.
             self._outbox.deliver(outputs)
+
+    def _note_lost(self, requests: frozenset[str]) -> None:
+        """Pass on the requests of a lost step. Runs on the engine's thread."""
+        with suppress(RuntimeError):  # The event loop may be closed already.
+            self._load_shedder.note_lost(requests)
 
     def _new_reports(self) -> JobReports:
         model, logs_jobs = self._settings.model_name, self._settings.log_jobs

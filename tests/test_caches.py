@@ -64,6 +64,7 @@ BY_ID = {
     "gpu_node.jobs.ledger:_jobs": "job id",
     "gpu_node.publishing.outbox:_waiters": "lease",
     "gpu_node.model.lora.library:_read": "digest of an adapter, which the operator chose",
+    "gpu_node.model.ranks.group:_started": "number of a rank",
     "gpu_node.model.torch_cpu.weights:_read": "tensor of a checkpoint",
     "gpu_node.service.health:_troubles": "part of the node",
     "gpu_node.publishing.outbox:_dirty": "job id",

@@ -46,7 +46,7 @@ NODE_FLOORS = (
 """Packages and modules of the node, lowest first. Each imports from its own floor and those below."""
 MODEL_FLOORS = (
     {"protocol", "options"},
-    {"architecture"},
+    {"architecture", "ranks"},
     {"checkpoint"},
     {"lora", "torch_common"},
     {"native", "gpu", "torch_cpu"},

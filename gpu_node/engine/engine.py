@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError
@@ -28,6 +28,7 @@ from penstock.gpu_node.engine.offline import (
     one_request,
     run_batch,
     spread,
+    step_of_any,
 )
 from penstock.gpu_node.engine.policy.by_policy import new_scheduling_policy, note_held
 from penstock.gpu_node.engine.policy.policy import AdapterSlots
@@ -39,6 +40,7 @@ from penstock.gpu_node.engine.records import (
     Generation,
     Prepared,
     RequestTimings,
+    StepLostError,
     StepOutput,
 )
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest
@@ -55,7 +57,14 @@ from penstock.gpu_node.engine.stats import engine_stats
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.structured.guide import late_rows
 from penstock.gpu_node.engine.timings import EngineProfiler, InFlightSteps, StepTimings
-from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import (
+    FAILED_TOKEN,
+    Logprobs,
+    RanksLostError,
+    RecoverableRunner,
+    StepPlan,
+    StepResult,
+)
 
 log = logging.getLogger(__package__)
 
@@ -109,6 +118,8 @@ class Engine:
         self._stall_after_s = config.stall_after_s
         self._last_step: tuple[list[Choice], float] = [], 0.0
         self._launch_error: Exception | None = None
+        recovers = isinstance(self._runner, RecoverableRunner) and self._runner.ranks.num_ranks > 1
+        self._ranked = cast("RecoverableRunner", self._runner) if recovers else None
         self._timings = StepTimings()
         self.profiler = EngineProfiler(self._timings, self._runner)
 
@@ -144,7 +155,7 @@ class Engine:
         """Step until no request is left, and yield all outputs. Requests may be added and aborted meanwhile."""
         while self.has_work():
             with held_interrupts():
-                outputs = self.step()
+                outputs = step_of_any(self)
             yield from outputs
 
     def timings(self, request_id: str) -> RequestTimings:
@@ -232,7 +243,11 @@ class Engine:
 
     def has_work(self) -> bool:
         """Return whether `step` has anything to do."""
-        return bool(self._requests or self._searches.is_active) or len(self._in_flight) > 0
+        return bool(self._requests or self._searches.is_active or self._in_flight) or self._has_lost_ranks
+
+    @property
+    def _has_lost_ranks(self) -> bool:
+        return self._ranked is not None and self._ranked.is_lost
 
     def wait(self) -> None:
         """Block until `step` would not wait. The step that it then submits includes requests added meanwhile."""
@@ -245,11 +260,16 @@ class Engine:
         dropped. Where the runner takes steps ahead, end tokens are found one step late as well.
 
         Exceptions of the runner and the scheduler propagate; the requests may be stepped again or aborted. If steps
-        keep failing because of one request while other steps succeed, that request ends with an error.
+        keep failing because of one request while other steps succeed, that request ends with an error. After
+        StepLostError, the next call starts the runner's ranks again, and all requests continue.
         """
         if (error := self._launch_error) is not None:
             self._launch_error = None
             raise error
+        if self._has_lost_ranks and self._ranked is not None and not self._in_flight:
+            self._scheduler.lose_blocks()
+            self._ranked.recover()
+            return []  # Requests that were aborted meanwhile must not be in the next step.
         self._finished_usage.clear()
         outcome = self._complete_step()
         try:
@@ -340,6 +360,9 @@ class Engine:
         completed = self._in_flight.complete()
         try:
             result = completed.result()
+        except RanksLostError as error:
+            self._timings.note_failed(error)
+            raise StepLostError(self._lose(completed.step)) from error
         except Exception as error:
             self._timings.note_failed(error)
             self._memory_trace.failed(error)
@@ -366,6 +389,16 @@ class Engine:
         self._times.note_step(completed.step, result, num_scored=num_scored, whole_ms=whole_ms)
         self._scheduler.background.note_step(completed.step, result.forward_ms + result.sample_ms)
         return outcome
+
+    def _lose(self, step: Step) -> frozenset[str]:
+        """Record that a step was lost with all KV blocks. Return its requests; those that may be the cause fail."""
+        self._scheduler.lose_blocks()
+        lost = frozenset(self._requests_of(step))
+        for request in [self._requests[request_id] for request_id in lost]:
+            for seq in request.note_loss():
+                self._scheduler.remove(seq)
+                self._fail(seq)
+        return lost
 
     def _is_slow(self, step: Step, result: StepResult) -> bool:
         """Return whether a step was slow, and log it if so."""

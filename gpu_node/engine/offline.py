@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +20,11 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Usage
 from penstock.contract.priority import Priority, level_of
 from penstock.contract.tasks import Embed, Embedding
-from penstock.gpu_node.engine.records import EngineRequest, Generation, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest, Generation, StepLostError, StepOutput
 from penstock.gpu_node.engine.served_model import truncated
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__package__)
 
 
 @contextmanager
@@ -150,6 +153,15 @@ class SteppedEngine(Protocol):
         """Run one step and return its outputs."""
 
 
+def step_of_any(engine: SteppedEngine) -> list[StepOutput]:
+    """Run one step and return its outputs; none if the step was lost. The next one then computes all again."""
+    try:
+        return engine.step()
+    except StepLostError as error:
+        log.warning("a step was lost", extra={"reason": str(error.__cause__)})
+        return []
+
+
 def run_batch(engine: SteppedEngine, batch: list[EngineRequest], name: str) -> list[StepOutput]:
     """Run a batch and return all outputs. After an error or interrupt no request of it stays in the engine.
 
@@ -163,7 +175,7 @@ def run_batch(engine: SteppedEngine, batch: list[EngineRequest], name: str) -> l
             for request in batch:
                 engine.add(request)
             while engine.has_work():
-                outputs += engine.step()
+                outputs += step_of_any(engine)
                 let_through()
         except BaseException:
             for request in batch:

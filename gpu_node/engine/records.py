@@ -14,6 +14,7 @@ from penstock.contract.output import Choice, FirstChoice, PrefillProgress, Usage
 from penstock.contract.pool import EngineLoad
 from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine.text.output import EndReason
+from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
 from penstock.runtime.histogram import Histogram
 
 if TYPE_CHECKING:
@@ -100,6 +101,15 @@ class StepOutput:
     def is_first_or_last(self) -> bool:
         """Whether this is the choice's first or last output. A reader waits for both."""
         return self.position == 0 or self.finish_reason is not None
+
+
+class StepLostError(Exception):
+    """A step was lost with all KV blocks, because a rank of the runner ended. Its requests continue in later steps."""
+
+    def __init__(self, requests: frozenset[str]) -> None:
+        """requests: the ids of those in the lost step."""
+        super().__init__(f"a step of {len(requests)} requests was lost")
+        self.requests = requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +214,8 @@ class EngineStats(EngineLoad):
     """Whether background work is below its share of engine time."""
     eager_steps: Mapping[str, int] = field(default_factory=dict)
     """Steps of a GPU that did not run as a CUDA graph, by the reason."""
+    ranks: RankStats = NO_RANKS
+    """The ranks that compute the model together."""
     step_seconds: Histogram | None = None
     batch_sequences: Histogram | None = None
     """Sequences of each step."""

@@ -72,6 +72,12 @@ class LiveChoice:
         )
 
 
+MAX_LOSSES = 3
+"""Lost steps of a request, without progress between them, after which it ends with an error."""
+PROGRESS_TOKENS = 64
+"""Output tokens that count as progress."""
+
+
 @dataclass(slots=True)
 class LiveRequest:
     """A request in the engine; a choice leaves `live` when it ends."""
@@ -88,6 +94,10 @@ class LiveRequest:
     """Log-probabilities of the prompt, until they are output."""
     pooled: PooledPrompt | None = None
     """The prompt's embedding."""
+    num_losses: int = 0
+    """Lost steps that it was in since it last made progress."""
+    next_progress: int = PROGRESS_TOKENS
+    """The output tokens at which it has made progress since the last lost step."""
     all_seqs: tuple[Sequence, ...] = ()
     """The sequences of all choices that it began with."""
 
@@ -122,6 +132,15 @@ class LiveRequest:
             beams = list(self.all_seqs)
             for seq in beams:
                 seq.beams = beams
+
+    def note_loss(self) -> list[Sequence]:
+        """Note that a step with this request was lost. Return its open sequences if they are to fail.
+
+        After several lost steps, without progress between them, the request may be what ends the ranks.
+        """
+        self.num_losses = 0 if self.completion_tokens >= self.next_progress else self.num_losses + 1
+        self.next_progress = self.completion_tokens + PROGRESS_TOKENS
+        return [choice.seq for choice in self.live.values()] if self.num_losses >= MAX_LOSSES else []
 
     def take_prompt_logprobs(self, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...]:
         """Return the prompt's log-probabilities once, when all are known."""

@@ -10,7 +10,7 @@ from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.search.searches import SharedBlocks
 from penstock.gpu_node.engine.structured.lanes import GrammarCounts
 from penstock.gpu_node.engine.timings import StepTimings
-from penstock.gpu_node.model.protocol import LoadedModel
+from penstock.gpu_node.model.protocol import NO_RANKS, LoadedModel, RecoverableRunner
 from penstock.runtime.process_memory import resident_bytes
 
 
@@ -25,6 +25,7 @@ def engine_stats(
 ) -> EngineStats:
     """Return a snapshot of memory, queues and counters."""
     device, host, hits = memory.device, memory.host, scheduler.prefix_hits
+    ranks = model.runner.ranks if isinstance(model.runner, RecoverableRunner) else NO_RANKS
     return EngineStats(
         kv_blocks_total=device.num_total,
         kv_blocks_free=device.num_free,
@@ -61,6 +62,9 @@ def engine_stats(
         block_bytes=model.runner.cache_sizes.block_bytes,
         weight_bytes=model.runner.placement.weight_bytes,
         gpu_uuid=model.runner.placement.gpu_uuid,
+        ranks=ranks,
+        num_ranks=ranks.num_ranks,
+        num_rank_losses=max(0, ranks.num_starts - 1),
         **timings.stats(),
         **asdict(grammars),
     )

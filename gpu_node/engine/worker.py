@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Prepared, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Prepared, StepLostError, StepOutput
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__package__)
@@ -105,9 +105,16 @@ class EngineLike(Protocol):
 class EngineWorker:
     """An engine's own thread. It calls `deliver` once per step that produced output."""
 
-    def __init__(self, engine: EngineLike, deliver: Callable[[list[StepOutput]], None]) -> None:
+    def __init__(
+        self,
+        engine: EngineLike,
+        deliver: Callable[[list[StepOutput]], None],
+        on_lost: Callable[[frozenset[str]], None] = lambda requests: None,
+    ) -> None:
+        """on_lost: gets the requests of a step that was lost with a rank, before the ranks are started again."""
         self._engine = engine
         self._deliver = deliver
+        self._on_lost = on_lost
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._may_step = threading.Event()
@@ -224,6 +231,8 @@ class EngineWorker:
             if self._num_failed_steps > MAX_FAILED_STEPS:
                 raise
             log.warning("a step failed", extra={"reason": repr(error), "in_a_row": self._num_failed_steps})
+            if isinstance(error, StepLostError):
+                self._on_lost(error.requests)
             time.sleep(min(MAX_PAUSE_S, 2**self._num_failed_steps / 1000))
             return []
 

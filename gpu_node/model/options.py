@@ -90,6 +90,12 @@ class RunnerSettings(BaseModel):
     """Maximum rank of a LoRA adapter."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads that compute the model; default: one per core that CPU affinity and quota allow."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Processes that compute each step together, each with a part of the weights and of the KV cache; native runner
+    only. They divide num_threads among themselves."""
+    rank_stall_s: float = Field(default=5.0, gt=0.0, allow_inf_nan=False)
+    """Seconds for which one of these processes may stand still while all others wait for it. Then it counts as hung,
+    and all of them are started again."""
     reserved_cores: int = Field(default=0, ge=0)
     """Cores to leave to other processes if num_threads is not set; at least one thread computes."""
     weight_cache: bool = True
@@ -111,6 +117,8 @@ class RunnerSettings(BaseModel):
 class RunnerOptions(RunnerSettings):
     """All settings that a runner is built with."""
 
+    lease_ms: int = Field(default=15_000, ge=1)
+    """Milliseconds without a sign of life of the engine's process after which the other ranks end."""
     lora: dict[AdapterName, Path] = Field(default={})
     """LoRA adapters by name: folders in PEFT's format."""
 

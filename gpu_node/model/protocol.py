@@ -197,6 +197,10 @@ class Adapter(Protocol):
     """A LoRA adapter of the model, ready to load into an adapter slot of its runner."""
 
     @property
+    def name(self) -> str:
+        """The name by which an `AdapterSource` finds it."""
+
+    @property
     def digest(self) -> str:
         """A digest of the content: adapters with equal digests give the same tokens."""
 
@@ -230,6 +234,10 @@ class CacheSizes:
     def num_blocks(self) -> int:
         """The number of blocks, the null block included."""
         return 1 + self.num_device_blocks + self.num_host_blocks
+
+
+class RanksLostError(Exception):
+    """The ranks of a runner have ended, and what they held: all KV blocks. `RecoverableRunner.recover` starts anew."""
 
 
 class StepHandle(Protocol):
@@ -287,6 +295,43 @@ class ModelRunner(Protocol):
         """Load an adapter into a slot, 0 <= adapter_slot < `max_loras`, and replace the adapter there.
 
         Steps that were submitted earlier still compute with the previous adapter.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class RankStats:
+    """The ranks that compute a model together. Times are seconds, by rank, since the ranks were started last."""
+
+    num_ranks: int = 1
+    num_starts: int = 0
+    """How often the ranks beside rank 0 were started: again each time after one was lost."""
+    waited_s: tuple[float, ...] = ()
+    """For the slowest rank."""
+    exchanged_s: tuple[float, ...] = ()
+    """From the arrival of the slowest rank until this one went on."""
+    num_meetings: int = 0
+    """At which all ranks have waited for each other."""
+
+
+NO_RANKS = RankStats()
+
+
+@runtime_checkable
+class RecoverableRunner(Protocol):
+    """A runner that may lose ranks that compute with it, and start them again."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank was lost, so that no step can run before `recover`. Any thread may read it."""
+
+    @property
+    def ranks(self) -> RankStats:
+        """The ranks, and what they have spent at meetings. Any thread may read it."""
+
+    def recover(self) -> None:
+        """Be as after loading, with empty KV blocks, after RanksLostError. Adapters stay in their slots.
+
+        Raises what loading raises.
         """
 
 

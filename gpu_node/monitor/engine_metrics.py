@@ -118,11 +118,31 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield classes
     text = "1 while background work is below its share of the engine's time."
     yield gauge("penstock_engine_background_due", text, stats.background_due)
+    yield from _ranks(stats)
     text = "Steps of a GPU that did not run as a CUDA graph, by reason."
     eager = CounterMetricFamily("penstock_engine_eager_steps", text, labels=("reason",))
     for reason, count in stats.eager_steps.items():
         eager.add_metric((reason,), count)
     yield eager
+
+
+def _ranks(stats: EngineStats) -> Iterator[Metric]:
+    """Yield the metrics of the ranks that compute the model together, if there are several."""
+    if stats.num_ranks == 1:
+        return
+    yield gauge("penstock_engine_ranks", "Processes that compute the model together.", stats.num_ranks)
+    text = "Times that a rank was lost, and all ranks were started again."
+    yield counter("penstock_engine_rank_losses", text, stats.num_rank_losses)
+    text = "Times that all ranks have waited for each other, since they were started last."
+    yield gauge("penstock_engine_rank_meetings", text, stats.ranks.num_meetings)
+    text = "Seconds that a rank has waited for the slowest one, since the ranks were started last."
+    waited = GaugeMetricFamily("penstock_engine_rank_waited_seconds", text, labels=("rank",))
+    text = "Seconds from the arrival of the slowest rank until a rank went on, since the ranks were started last."
+    exchanged = GaugeMetricFamily("penstock_engine_rank_exchanged_seconds", text, labels=("rank",))
+    for family, seconds in ((waited, stats.ranks.waited_s), (exchanged, stats.ranks.exchanged_s)):
+        for rank, number in enumerate(seconds):
+            family.add_metric((str(rank),), number)
+        yield family
 
 
 def kv_usage(stats: EngineStats) -> float:

@@ -78,6 +78,7 @@ COUNTED = {
     "given_back_drain": "Jobs given back because the node was draining.",
     "given_back_pressure": "Jobs given back because they did not fit here and did on another node.",
     "given_back_lacking": "Jobs given back because this node lacks their adapter.",
+    "given_back_lost": "Jobs given back because a rank of this node ended during their step.",
     "rewinds": "Times that Redis had lost chunks and asked for them again.",
     "outages": "Times that publishing failed because Redis was unavailable.",
 }

@@ -1,4 +1,4 @@
-"""Jobs that a node gives back to the queue: when it leaves, when it is overloaded, and when it lacks their adapter.
+"""Jobs that a node gives back to the queue: when it leaves, is overloaded, lacks their adapter, or lost their step.
 
 A node takes the jobs that will probably fit. If outputs become longer than predicted, or urgent jobs arrive, the engine
 preempts the least urgent and newest jobs. Those jobs move to a node with free capacity, if there is one.
@@ -16,7 +16,7 @@ from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.reports import JobReports
 from penstock.gpu_node.publishing.outbox import Outbox
-from penstock.queue.broker.node import GivenBackJob, NodeBroker, Why
+from penstock.queue.broker.node import GivenBackJob, LeaseLostError, NodeBroker, Why
 from penstock.queue.policy import preemption_order
 
 log = logging.getLogger(__package__)
@@ -47,6 +47,28 @@ class LoadShedder:
         self._outbox = outbox
         self._kv_tokens = kv_tokens
         self._max_num_seqs = max_num_seqs
+        self._loop = asyncio.get_running_loop()
+        self._lost: asyncio.Queue[frozenset[str]] = asyncio.Queue()
+
+    def note_lost(self, requests: frozenset[str]) -> None:
+        """Note the requests, by lease, of a step that was lost with a rank. Runs on the engine's thread.
+
+        Raises RuntimeError if the event loop is closed.
+        """
+        self._loop.call_soon_threadsafe(self._lost.put_nowait, requests)
+
+    async def give_back_lost(self) -> None:
+        """Give back the jobs of lost steps, each with a loss, while the engine starts its ranks again. Never returns.
+
+        The engine continues the other jobs. It also continues these if Redis is away.
+        """
+        while True:
+            lost = await self._lost.get()
+            jobs = [job for job in self._ledger if job.taken.lease in lost]
+            try:
+                await self.give_back(jobs, "lost")
+            except (UnavailableError, LeaseLostError) as error:
+                log.warning("jobs of a lost step stay here", extra={"num_jobs": len(jobs), "reason": str(error)})
 
     async def run(self) -> None:
         """Shed load once a second until canceled."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.cpu.abi import KernelError, check_sizes
 from penstock.kernels.cpu.formats import Format, RowLayout, Run, Source
-from penstock.kernels.cpu.structs import LowRankPart, LowRankRows, NativePlan, NativeSpec, low_rank_table
+from penstock.kernels.cpu.structs import ExchangeState, LowRankPart, LowRankRows, NativePlan, NativeSpec, low_rank_table
 
 
 class Slot(IntEnum):
@@ -57,6 +57,14 @@ class Activation(IntEnum):
     GELU_TANH = 2
 
 
+class Ending(IntEnum):
+    """How a step ended; the ranks of a group agree on it."""
+
+    DONE = 0
+    NO_MEMORY = 1
+    ABORTED = 2
+
+
 _NO_MEMORY = b"std::bad_alloc"
 
 
@@ -65,7 +73,7 @@ class NativeModel:
 
     def __init__(self, library: Path, spec: NativeSpec, num_threads: int, cores: Sequence[int] = ()) -> None:
         """Create the model. `cores`, one per thread, pins its threads; the first core is for the thread that waits."""
-        self._library = _open(library)
+        self._library = open_library(library)
         self._spec = spec
         self._kept: dict[tuple[Slot, int], NDArray[np.uint8]] = {}
         self._rows: dict[tuple[Slot, int], list[NDArray[Any]]] = {}
@@ -212,6 +220,21 @@ class NativeModel:
         """
         return int(self._library.penstock_step_wait(self._handle)) if self._free.alive else 0
 
+    @property
+    def ending(self) -> Ending:
+        """How the last step ended. NO_MEMORY: another rank of the group has no memory for it."""
+        return Ending(self._library.penstock_step_ending(self._handle)) if self._free.alive else Ending.ABORTED
+
+    def shared_bytes(self, plan: NativePlan) -> int:
+        """Return how many bytes the ranks of a group must share for a step. No step may be running."""
+        count = c.c_size_t()
+        self._check(self._library.penstock_step_shared_bytes(self._handle, c.byref(plan), c.byref(count)))
+        return count.value
+
+    def use_shared(self, state: int, memory: int, num_bytes: int) -> None:
+        """Set the addresses of the group's `ExchangeState` and of its memory for steps. No step may be running."""
+        self._library.penstock_group_use(self._handle, state, memory, num_bytes)
+
     def bind_thread(self) -> None:
         """Declare that the calling thread does nothing but start steps and wait for them.
 
@@ -233,7 +256,8 @@ def _c_runs(runs: Sequence[Run]) -> tuple[c.Array[c.c_int32], c.Array[c.c_int32]
     return formats, rows, len(runs)
 
 
-def _open(path: Path) -> Any:
+def open_library(path: Path) -> Any:
+    """Load the compiled kernels, with the types of their functions. Raises AbiError."""
     library = c.CDLL(str(path))
     pointer, number = c.c_void_p, c.c_int
     signatures: dict[str, tuple[Any, list[Any]]] = {
@@ -252,9 +276,18 @@ def _open(path: Path) -> Any:
         "penstock_adapter_set": (c.c_char_p, [pointer, *[number] * 3, pointer, number, pointer]),
         "penstock_step_start": (c.c_char_p, [pointer, pointer]),
         "penstock_step_wait": (number, [pointer]),
+        "penstock_step_ending": (number, [pointer]),
+        "penstock_step_shared_bytes": (c.c_char_p, [pointer, pointer, pointer]),
+        "penstock_group_use": (None, [pointer, pointer, pointer, c.c_size_t]),
+        "penstock_exchange_hand_out": (None, [pointer, c.c_uint32]),
+        "penstock_exchange_await": (c.c_uint32, [pointer, c.c_uint32, c.c_int64]),
+        "penstock_exchange_meet": (number, [pointer, number, number]),
+        "penstock_exchange_abort": (None, [pointer]),
+        "penstock_exchange_repeat": (number, [pointer, number, number, number, pointer, number]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    check_sizes(library, {"spec": NativeSpec, "plan": NativePlan, "low_rank_part": LowRankPart})
+    structs: dict[str, type[c.Structure]] = {"spec": NativeSpec, "plan": NativePlan, "low_rank_part": LowRankPart}
+    check_sizes(library, structs | {"exchange_state": ExchangeState})
     return library

@@ -25,6 +25,7 @@ class NativeSpec(c.Structure):
         *((name, c.c_int32) for name in ("num_experts", "experts_per_token", "normalizes_experts")),
         *((name, c.c_float) for name in ("embedding_scale", "residual_scale", "score_scale", "score_cap")),
         *((name, c.c_float) for name in ("logit_scale", "logit_cap")),
+        *((name, c.c_int32) for name in ("rank", "num_ranks")),
     ]
 
 
@@ -54,6 +55,43 @@ class NativePlan(c.Structure):
         *((name, c.c_void_p) for name in ("score_ids", "scores")),
         *((name, c.c_int32) for name in ("scores_width", "num_pooled")),
         *((name, c.c_void_p) for name in ("pooled_tokens", "hidden")),
+    ]
+
+
+_LINE = 64
+
+
+class RankState(c.Structure):
+    """What one rank shows to the others. Mirrors RankState of src/ranks/exchange.h; times are in nanoseconds."""
+
+    _fields_ = [
+        ("meetings", c.c_uint64),
+        *((name, c.c_int64) for name in ("waited_ns", "exchanged_ns")),
+        ("is_waiting", c.c_uint32),
+        ("padding", c.c_uint8 * (_LINE - 28)),
+    ]
+
+
+MAX_RANKS = 64
+
+
+class _SharedWord(c.Structure):
+    _fields_ = [("value", c.c_uint32), ("sleepers", c.c_uint32), ("padding", c.c_uint8 * (_LINE - 8))]
+
+
+class _Line(c.Structure):
+    _fields_ = [("value", c.c_uint32), ("padding", c.c_uint8 * (_LINE - 4))]
+
+
+class ExchangeState(c.Structure):
+    """The words at which the ranks of a group meet. Mirrors ExchangeState of src/ranks/exchange.h."""
+
+    _fields_ = [
+        *((name, _SharedWord) for name in ("step", "generation")),
+        *((name, _Line) for name in ("arrived", "aborted", "refused")),
+        ("completed_ns", c.c_int64),
+        ("padding", c.c_uint8 * (_LINE - 8)),
+        ("ranks", RankState * MAX_RANKS),
     ]
 
 

@@ -69,6 +69,10 @@ class EngineLoad:
     """Physical memory of the engine's process."""
     arithmetic: str = ""
     """The runner and the formats of weights and KV cache with which it computes."""
+    num_ranks: int = 1
+    """Processes that compute the model together."""
+    num_rank_losses: int = 0
+    """Times that one of them was lost, and they were started again."""
 
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 600.0, 3600.0)
@@ -161,6 +165,7 @@ EVENTS = {
     "given_back_drain": "jobs that a node gave back because it was draining",
     "given_back_pressure": "jobs that a node gave back because another node had capacity for them",
     "given_back_lacking": "jobs that a node gave back because it lacks their adapter",
+    "given_back_lost": "jobs that a node gave back because one of its ranks ended during their step",
     "given_back_unlisted": "jobs assigned to a node that did not know of them",
     "webhooks_dropped": "ends of jobs that no webhook tells of, because their tenant had 100,000 of them in the pool",
     "sweep_resets": "sweeps after half a lease without one: Redis was unreachable, or no process was running",

@@ -1,10 +1,11 @@
 """A guard process that runs one command and ends it when the owning process ends. The owner holds a pipe to it.
 
-    python -I -S process_guard.py GRACE_S FOLDER COMMAND...
+    python -I -S process_guard.py GRACE_S FOLDER DESCRIPTORS COMMAND...
 
 The guard ends the command when the pipe closes, the owner dies, or the guard receives SIGTERM. It sends SIGTERM, waits
 GRACE_S seconds, sends SIGKILL to the command's process group, removes FOLDER unless that is the empty string, and exits
-with the command's status. It uses the standard library only, because it must start fast and not depend on the rest.
+with the command's status. The command inherits DESCRIPTORS, numbers with commas between them. The guard uses the
+standard library only, because it must start fast and not depend on the rest.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 _PR_SET_PDEATHSIG = 1
 _OWNER_CHECK_S = 1.0
 _REAP_POLL_S = 0.02
 
 
-def guarded(command: list[str], *, grace_s: float, folder: str = "") -> list[str]:
-    """Return the command line that runs `command` under a guard. Start it with a pipe as stdin, in a new session."""
-    return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(grace_s), folder, *command]
+def guarded(command: list[str], *, grace_s: float, folder: str = "", descriptors: Iterable[int] = ()) -> list[str]:
+    """Return the command line that runs `command` under a guard. Start it with a pipe as stdin, in a new session.
+
+    descriptors: those that the command inherits, under the same numbers. Pass them to the guard too.
+    """
+    numbers = ",".join(map(str, descriptors))
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(grace_s), folder, numbers, *command]
 
 
 def _die_with_guard() -> Callable[[], None] | None:
@@ -70,7 +75,7 @@ def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
     return child.wait()
 
 
-def _main(grace_s: float, folder: str, command: list[str]) -> int:
+def _main(grace_s: float, folder: str, descriptors: list[int], command: list[str]) -> int:
     wake, wake_in = os.pipe()
     os.set_blocking(wake_in, False)
     signal.set_wakeup_fd(wake_in)
@@ -81,6 +86,7 @@ def _main(grace_s: float, folder: str, command: list[str]) -> int:
             command,
             stdin=subprocess.DEVNULL,
             preexec_fn=_die_with_guard(),  # noqa: PLW1509  the guard has one thread
+            pass_fds=descriptors,
             process_group=0,
         )
         _wait_for_end(child, wake)
@@ -92,4 +98,4 @@ def _main(grace_s: float, folder: str, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(float(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    sys.exit(_main(float(sys.argv[1]), sys.argv[2], [int(n) for n in sys.argv[3].split(",") if n], sys.argv[4:]))

@@ -101,7 +101,7 @@ void penstock_single_multiply(const MatrixPart* parts, int num_parts, int column
       std::copy_n(x + (size_t)i * columns, columns, padded.data());
       left.set_row(i, padded.data());
     });
-    multiply(worker, left, matrix, [&](int first, int count, int panel, const float* products) {
+    multiply(worker, left, matrix, AllPanels{matrix.num_panels()}, [&](int first, int count, int panel, const float* products) {
       const int begin = panel * kPanel, width = std::min(kPanel, matrix.rows - begin);
       for (int r = 0; r < count; ++r) {
         std::copy_n(products + r * kPanel, width, out + (size_t)(first + r) * matrix.rows + begin);

@@ -408,9 +408,7 @@ MUTANTS = (
         "if false then",
         "adapters.py",
     ),
-    Mutant(
-        "losses of a draining node", "sweep", "was_draining and 0 or count_loss(job)", "count_loss(job)", "capacity.py"
-    ),
+    Mutant("losses of a draining node", "sweep", "not was_draining and end_if_lost", "end_if_lost", "capacity.py"),
     # Pools
     Mutant(
         "a pool with nodes",

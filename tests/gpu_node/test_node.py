@@ -30,7 +30,7 @@ from penstock.contract.output import Chunk, Result
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.contract.tools import ToolCall
 from penstock.contract.usage import UsageQuery
-from penstock.gpu_node.engine.records import EngineRequest, Prepared, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest, Prepared, StepLostError, StepOutput
 from penstock.gpu_node.engine.text.chat import ChatTemplate
 from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS
 from penstock.gpu_node.engine.text.output import BadWords
@@ -318,6 +318,36 @@ async def test_job_that_kills_nodes_is_isolated_and_other_jobs_stay_token_exact(
     logged = sum(len(chunk.token_ids) for chunk in await broker.log(poison.id, 0))
     used = await UsageBroker(redis).per_owner(UsageQuery(days=2))
     assert used["default", ""][:3] == [7, 6, 30 * 6 + logged], "each job once, to the token, over three nodes"
+
+
+async def test_a_job_in_whose_steps_ranks_are_lost_becomes_a_dead_letter_and_no_other_token_changes(
+    redis_url: str, redis: Redis, broker: ProducerBroker
+) -> None:
+    """The jobs of a lost step count a loss; the node goes on, and no other job does."""
+
+    class LossyEngine(ReferenceEngine):
+        def step(self) -> list[StepOutput]:
+            if self.batches and any(bytes(live.prompt) == b"poison" for live in self._live):
+                raise StepLostError(frozenset(live.request_id for live in self._live))
+            return super().step()
+
+    poison, *others = [new_job(prompt, max_tokens=30) for prompt in ("poison", *"abcd")]
+    before, after = new_job("before", max_tokens=5), new_job("after", max_tokens=5)
+    async with running(redis_url, LossyEngine(step_s=0.002), avoid_ms=0) as node:
+        await broker.submit(Submission(before, 50))
+        await ended(broker, before)
+        await asyncio.gather(*(broker.submit(Submission(job, 50)) for job in (poison, *others)))
+        result = await ended(broker, poison)
+        assert (result.outcome.state, result.outcome.code) == ("dead", "node_lost")
+        for job in others:
+            result = await ended(broker, job)
+            assert (result.outcome.state, list(result.choices[0].token_ids)) == ("succeeded", expected(job))
+        await broker.submit(Submission(after, 50))
+        await ended(broker, after)
+        assert node.ledger.counts.given_back_lost >= 3
+    assert {(await broker.status(job.id, "default")).losses for job in (before, after)} == {0}
+    assert {(await broker.status(job.id, "default")).losses for job in others} <= {0, 1, 2}
+    assert await audit(AdminBroker(redis), POOL) == []
 
 
 async def test_while_redis_is_away_steps_pile_up_and_arrive_as_few_chunks(

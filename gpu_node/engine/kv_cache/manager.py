@@ -155,6 +155,11 @@ class KvCacheManager:
         for block in blocks:
             self._pool_of(block).uncache(block)
 
+    def uncache_all(self) -> None:
+        """Remove all blocks of both tiers from the cache. O(blocks)."""
+        for pool in (self.device, self.host):
+            self.uncache(range(pool.first, pool.first + pool.num_total))
+
     def uncache_unheld(self, blocks: Iterable[int]) -> None:
         """Remove from the cache those blocks that no sequence holds."""
         self.uncache(block for block in blocks if self.ref_count(block) == 0)

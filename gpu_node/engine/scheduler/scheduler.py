@@ -309,6 +309,21 @@ class Scheduler:
             self._preemptor.shrink(self.max_step_tokens)
         return faulty
 
+    def lose_blocks(self) -> None:
+        """Record that the step in flight failed and that no block has its content any more. All sequences start over.
+
+        No sequence is blamed: the fault isolator searches only in steps that failed by themselves.
+        """
+        self._in_flight = None
+        self._memory.uncache_all()
+        self._progress.revert()
+        for seq in self._batch.present[::-1]:
+            if seq.row >= 0:
+                self._preemptor.requeue(seq)
+        for seq in list(self.queues.swapped):
+            self._admission.recompute(seq)
+        self._memory.take_copies()
+
     def park(self, seq: Sequence) -> None:
         """Let a running beam, which has computed its newest token, skip steps until `continue_beams`."""
         self._delayed.park(seq)

@@ -122,6 +122,8 @@ def _open(model: str, options: RunnerOptions, progress: Progress, revision: str 
 
 def _load(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
     """Return the runner and the name of its arithmetic (`LoadedModel.arithmetic`)."""
+    if options.tensor_parallel_size > 1:
+        return _load_ranks(described, options, progress)
     if options.runner == "gpu" or (options.runner == "auto" and _has_gpu()):
         missing = ", ".join(special_features(described.spec))
         if not missing:
@@ -143,6 +145,18 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
     from penstock.gpu_node.model.torch_cpu.load import load_torch
 
     return load_torch(described, options, progress)
+
+
+def _load_ranks(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
+    """Load a model that several ranks compute together. Only the native runner can."""
+    setting = f"tensor_parallel_size {options.tensor_parallel_size}"
+    if options.runner not in ("auto", "cpu", "native"):
+        problem = f"{setting}: only the native runner divides a model among ranks, not runner {options.runner}"
+        raise ConfigError(problem, param="tensor_parallel_size")
+    try:
+        return load_native(described, options, progress)
+    except NativeUnavailableError as error:
+        raise ConfigError(f"{setting} needs the native runner: {error}; remedy: {error.remedy}") from error
 
 
 def special_features(spec: ModelSpec) -> tuple[str, ...]:

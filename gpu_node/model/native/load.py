@@ -11,11 +11,24 @@ from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.source import Progress
+from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.adapters import NativeAdapters
+from penstock.gpu_node.model.native.packed_file import PackedWeights
+from penstock.gpu_node.model.native.ranks import (
+    NativeRank,
+    NativeRanks,
+    RankPlace,
+    RankStart,
+    SharedWeights,
+    check_size,
+    cores_of,
+    facts_of,
+)
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.gpu_node.model.native.weight_loader import WeightLoader
 from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.ranks.group import RankGroup
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
 from penstock.kernels.cpu.abi import AbiError, KernelError
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path
@@ -54,14 +67,11 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     spec, kv_format = described.spec, _KV_FORMATS[options.kv_cache_dtype]
     sizes = cache_sizes(described, options, _kv_token_bytes(spec, kv_format))
     threads = options.num_threads or max(1, usable_cores() - options.reserved_cores)
-    native_spec = _native_spec(described, options, sizes.num_blocks, kv_format)
-    cores = cores_to_stay_on(threads)
-    try:
-        model = NativeModel(library, native_spec, threads, cores)
-    except AbiError as error:
-        raise ConfigError(f"the compiled kernels do not fit this code, build them again: {error}") from error
-    except KernelError as error:
-        raise ConfigError(f"num_threads {threads} cannot be started: {error}") from error
+    place = RankPlace(0, options.tensor_parallel_size)
+    if place.size > 1:
+        check_size(place.size, spec, threads)
+    native_spec = _native_spec(described, options, sizes.num_blocks, kv_format, place)
+    model = _new_model(library, native_spec, place, threads)
     quantization, rotated = options.quantization, bool(native_spec.hadamard_rotation)
     if quantization == "int8" and not rotated:
         quantization = "int8_group"
@@ -70,9 +80,14 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     cache = WeightCache(described, layout) if options.weight_cache and not described.source.is_dummy else None
     weights = WeightLoader(described, library, native_spec, quantization)
     # The tables are computed outside the interpreter, while the weights are opened. The model keeps both apart.
+    shared: SharedWeights | None = None
+    packing = None
     with ThreadPoolExecutor(1, "penstock-positions") as pool:
         positions = pool.submit(set_positions, model, described)
-        formats, packing = weights.load(model, cache, progress)
+        if place.size > 1:
+            formats, shared = weights.load_shared(model, cache, progress)
+        else:
+            formats, packing = weights.load(model, cache, progress)
         positions.result()
     names = "+".join(weights.name.lower() for weights in sorted(formats))
     arithmetic = f"native-{isa}-{names}{'-rotated' if rotated else ''}-kv-{kv_format.name.lower()}"
@@ -80,17 +95,61 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     log.info("native runner", extra=facts)
     adapters = NativeAdapters(model, described, rotated=rotated)
+    ranks = None
+    if shared is not None:
+        source = described.source.gguf or described.source.folder
+        counts = {"num_blocks": sizes.num_blocks, "num_threads": threads}
+        start = RankStart(source, options, shared, **counts)
+        group = RankGroup(place.size, library, start, stall_s=options.rank_stall_s)
+        ranks = NativeRanks(model, group, shared, facts_of(library, native_spec))
     runner = NativeRunner(
         model,
         adapters,
         sizes,
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        num_threads=threads,
+        num_threads=len(place.threads_of(threads)),
+        leaves_core_free=threads < usable_cores(),
         weight_bytes=_weight_bytes(model, spec.num_layers, has_embedding=rotated or not spec.tied_head),
         packing=packing,
+        ranks=ranks,
     )
     return runner, arithmetic
+
+
+def load_rank(
+    described: Description,
+    options: RunnerOptions,
+    place: RankPlace,
+    weights: SharedWeights,
+    *,
+    num_blocks: int,
+    num_threads: int,
+) -> tuple[NativeRank, dict[str, str], Path]:
+    """Load a further rank of a model that rank 0 has loaded with these options. num_threads: of all ranks together.
+
+    Return it with the facts that rank 0 compares, and the kernel library.
+    """
+    _, library = _kernels(lambda stage, fraction: None)
+    kv_format = _KV_FORMATS[options.kv_cache_dtype]
+    spec = _native_spec(described, options, num_blocks, kv_format, place)
+    model = _new_model(library, spec, place, num_threads)
+    set_positions(model, described)
+    PackedWeights.of_descriptor(*weights).give_to(model)
+    adapters = NativeAdapters(model, described, rotated=bool(spec.hadamard_rotation))
+    named = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
+    return NativeRank(model, adapters, named), facts_of(library, spec), library
+
+
+def _new_model(library: Path, spec: NativeSpec, place: RankPlace, num_threads: int) -> NativeModel:
+    """Create the model of a rank. num_threads: of all ranks together. Raises ConfigError."""
+    own = place.threads_of(num_threads)
+    try:
+        return NativeModel(library, spec, len(own), cores_of(cores_to_stay_on(num_threads), own))
+    except AbiError as error:
+        raise ConfigError(f"the compiled kernels do not fit this code, build them again: {error}") from error
+    except KernelError as error:
+        raise ConfigError(f"num_threads {num_threads} cannot be started: {error}") from error
 
 
 _CHUNK_TOKENS = 64
@@ -185,7 +244,9 @@ def _kv_token_bytes(spec: ModelSpec, kv_format: KvFormat) -> int:
     return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
 
 
-def _native_spec(described: Description, options: RunnerOptions, num_blocks: int, kv_format: KvFormat) -> NativeSpec:
+def _native_spec(
+    described: Description, options: RunnerOptions, num_blocks: int, kv_format: KvFormat, place: RankPlace
+) -> NativeSpec:
     spec = described.spec
     return NativeSpec(
         num_layers=spec.num_layers,
@@ -219,6 +280,8 @@ def _native_spec(described: Description, options: RunnerOptions, num_blocks: int
         score_cap=spec.score_cap or 0.0,
         logit_scale=spec.logit_scale,
         logit_cap=spec.logit_cap or 0.0,
+        rank=place.rank,
+        num_ranks=place.size,
     )
 
 

@@ -149,6 +149,12 @@ class PackedWeights:
                 mapped.madvise(advice)
         return cls(np.frombuffer(mapped, np.uint8), json.loads(table))
 
+    @classmethod
+    def of_descriptor(cls, descriptor: int, key: str) -> PackedWeights:
+        """Map a file by a descriptor, which stays open, as `open` does."""
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            return cls.mapped(file, key)
+
     def give_to(self, model: NativeModel) -> None:
         """Let a model read the matrices in place, and set its biases and vectors."""
         for slot, layer, runs, columns, start, size in self._table["matrices"]:

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.adapters import NativeAdapters
 from penstock.gpu_node.model.native.background_packing import BackgroundPacking
+from penstock.gpu_node.model.native.plans import (
+    NOTHING_RAGGED,
+    StepOutputs,
+    addresses,
+    logprob_buffers,
+    ragged_fields,
+    step_fields,
+    wanted_hidden,
+    wanted_logprobs,
+)
+from penstock.gpu_node.model.native.ranks import NativeRanks
 from penstock.gpu_node.model.protocol import (
+    NO_RANKS,
     Adapter,
     CacheSizes,
     Logprobs,
     Placement,
-    SamplingRows,
+    RanksLostError,
+    RankStats,
     StepPlan,
     StepResult,
 )
 from penstock.kernels.cpu.library import NativeModel
-from penstock.kernels.cpu.probe import usable_cores
-from penstock.kernels.cpu.structs import SAMPLING_COLUMNS, NativePlan
+from penstock.kernels.cpu.structs import NativePlan
 
 log = logging.getLogger(__package__)
 
@@ -70,18 +81,24 @@ class NativeRunner:
         vocab_size: int,
         hidden_size: int,
         num_threads: int,
+        leaves_core_free: bool,
         weight_bytes: int,
         packing: BackgroundPacking | None = None,
+        ranks: NativeRanks | None = None,
     ) -> None:
-        """packing: of the weights; until it is done, the model reads the rows of the checkpoint."""
+        """packing: of the weights; until it is done, the model reads the rows of the checkpoint.
+
+        ranks: those that compute each step together with this model.
+        """
         self._model = model
         self._adapters = adapters
         self._sizes = sizes
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
-        self._num_threads = num_threads
+        self._leaves_core_free = leaves_core_free
         self._weight_bytes = weight_bytes
         self._packing = packing
+        self._ranks = ranks
         self._cores = CrowdedCores(num_threads)
         self._started_s = 0.0
         self.num_threads_in_use = num_threads
@@ -95,7 +112,7 @@ class NativeRunner:
     @property
     def placement(self) -> Placement:
         """On the CPU."""
-        return Placement(self._weight_bytes, leaves_core_free=self._num_threads < usable_cores())
+        return Placement(self._weight_bytes, leaves_core_free=self._leaves_core_free)
 
     @property
     def verifies_drafts(self) -> bool:
@@ -109,27 +126,27 @@ class NativeRunner:
     def submit(self, plan: StepPlan) -> _InFlightStep:
         """Start a step."""
         tokens, times_ms = np.empty(len(plan.sample_tokens), dtype=np.int32), np.zeros(3, dtype=np.float32)
-        ragged, pooled = _ragged(plan.sampling), plan.pooled
+        ragged, pooled = ragged_fields(plan.sampling), plan.pooled
         hidden = None if pooled is None else np.empty((len(pooled.tokens), self._hidden_size), np.float32)
-        outputs = _Outputs(tokens, *self._logprobs(plan), times_ms, hidden)
-        self._start(
-            NativePlan(
-                *_step(plan),
-                *_addresses(*ragged, plan.adapters),
-                len(plan.copies),
-                *_addresses(plan.copies, tokens, None, times_ms),
-                **_wanted_logprobs(plan, outputs),
-                **_wanted_hidden(plan, outputs),
-            )
+        outputs = StepOutputs(tokens, *self._logprobs(plan), times_ms, hidden)
+        native = NativePlan(
+            *step_fields(plan),
+            *addresses(*ragged, plan.adapters),
+            len(plan.copies),
+            *addresses(plan.copies, tokens, None, times_ms),
+            **wanted_logprobs(plan, outputs),
+            **wanted_hidden(plan, outputs),
         )
+        self._start(plan, native)
         return _InFlightStep(self._wait, outputs, plan, ragged)
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
         logits = np.empty((len(plan.token_ids), self._vocab_size), dtype=np.float32)
         times_ms = np.zeros(3, dtype=np.float32)
-        rest = *_addresses(plan.adapters), len(plan.copies), *_addresses(plan.copies)
-        self._start(NativePlan(*_step(plan), *_NOTHING_RAGGED, *rest, *_addresses(None, logits, times_ms)))
+        rest = *addresses(plan.adapters), len(plan.copies), *addresses(plan.copies)
+        native = NativePlan(*step_fields(plan), *NOTHING_RAGGED, *rest, *addresses(None, logits, times_ms))
+        self._start(plan, native, returns_logits=True)
         self._wait()
         return logits
 
@@ -144,10 +161,12 @@ class NativeRunner:
         if self._packing is not None and self._packing.give():
             self._packing = None
 
-    def _start(self, plan: NativePlan) -> None:
+    def _start(self, plan: StepPlan, native: NativePlan, *, returns_logits: bool = False) -> None:
         self._use_packed()
         self._started_s = time.monotonic()
-        self._model.start(plan)
+        if self._ranks is not None:
+            self._ranks.hand_out(plan, native, returns_logits=returns_logits)
+        self._model.start(native)
 
     def _wait(self) -> None:
         self.num_threads_in_use = self._model.wait()
@@ -155,44 +174,62 @@ class NativeRunner:
             self._packing.begin()
         took_s = time.monotonic() - self._started_s
         self._cores.note_step(self.num_threads_in_use, took_s, packs=self._packing is not None)
+        if self._ranks is not None:
+            self._ranks.check_ending()
 
     def _logprobs(self, plan: StepPlan) -> tuple[Logprobs | None, Logprobs | None]:
         """Allocate the logprobs of the sampling rows and of the scored tokens; None where they are not wanted."""
         scored = None if plan.scored is None else plan.scored.num_logprobs
-        return _logprob_buffers(plan.sampling.num_logprobs, self._vocab_size), _logprob_buffers(
-            scored, self._vocab_size
-        )
+        return logprob_buffers(plan.sampling.num_logprobs, self._vocab_size), logprob_buffers(scored, self._vocab_size)
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Wait for the step in flight, then load an adapter into a slot."""
         self._model.wait()
-        self._adapters.set(adapter_slot, adapter)
+        if self._ranks is None:
+            self._adapters.set(adapter_slot, adapter)
+        else:
+            self._ranks.set_adapter(adapter_slot, adapter, self._adapters)
+
+    def recover(self) -> None:
+        """Start the ranks again after one was lost."""
+        self._model.wait()
+        if self._ranks is not None:
+            self._ranks.recover(self._adapters)
+
+    @property
+    def rank_pids(self) -> list[int]:
+        """The process of each further rank; none without ranks."""
+        return [] if self._ranks is None else self._ranks.pids
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank was lost; never without ranks."""
+        return self._ranks is not None and self._ranks.is_lost
+
+    @property
+    def ranks(self) -> RankStats:
+        """The ranks, and what they have spent at meetings."""
+        return NO_RANKS if self._ranks is None else self._ranks.stats
 
     def close(self) -> None:
         """End the model's threads and free its memory."""
         if self._packing is not None:
             self._packing.close()
+        if self._ranks is not None:
+            self._model.wait()
+            self._ranks.close()
         self._model.close()
-
-
-class _Outputs(NamedTuple):
-    """The arrays that the kernels write a step's results to."""
-
-    tokens: NDArray[np.int32]
-    logprobs: Logprobs | None
-    scores: Logprobs | None
-    times_ms: NDArray[np.float32]
-    hidden: NDArray[np.float32] | None
 
 
 class _InFlightStep:
     """A step that may still be running; keeps the arrays alive that the kernels read and write."""
 
-    def __init__(self, wait: Callable[[], None], outputs: _Outputs, *inputs: Any) -> None:
+    def __init__(self, wait: Callable[[], None], outputs: StepOutputs, *inputs: Any) -> None:
         self._wait = wait
         self._outputs = outputs
         self._inputs = inputs
         self._is_complete = False
+        self._error: Exception | None = None
 
     def __del__(self) -> None:
         # The kernels may still access the arrays of a step that was never waited for.
@@ -200,6 +237,8 @@ class _InFlightStep:
 
     def result(self) -> StepResult:
         self._complete()
+        if self._error is not None:
+            raise self._error
         tokens, logprobs, scores, times_ms, hidden = self._outputs
         forward_ms, sample_ms, copy_ms = times_ms.tolist()
         return StepResult(tokens, forward_ms, sample_ms, copy_ms, logprobs, scores, hidden)
@@ -207,81 +246,7 @@ class _InFlightStep:
     def _complete(self) -> None:
         if not self._is_complete:
             self._is_complete = True
-            self._wait()
-
-
-_columns_of = attrgetter(*SAMPLING_COLUMNS)
-"""Returns the columns of SamplingRows in the order of a NativePlan."""
-
-
-def _step(plan: StepPlan) -> tuple[int | None, ...]:
-    """Return the fields of a NativePlan that come before its ragged ones."""
-    return (
-        *(len(plan.token_ids), len(plan.context_lens), len(plan.sample_tokens)),
-        plan.block_tables.strides[0] // plan.block_tables.itemsize,
-        *_addresses(plan.token_ids, plan.positions, plan.query_starts, plan.block_tables, plan.sample_tokens),
-        *_addresses(*_columns_of(plan.sampling)),
-    )
-
-
-def _logprob_buffers(num_logprobs: NDArray[np.int32] | None, vocab_size: int) -> Logprobs | None:
-    """Allocate uninitialized logprobs, wide enough for the row that wants the most; None where no row wants any."""
-    if num_logprobs is None:
-        return None
-    shape = len(num_logprobs), 1 + min(int(num_logprobs.max()), vocab_size)
-    return Logprobs(np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32))
-
-
-def _wanted_logprobs(plan: StepPlan, outputs: _Outputs) -> dict[str, int | None]:
-    """Return the fields of a NativePlan for logprobs and scores."""
-    fields: dict[str, int | None] = {}
-    if (buffers := outputs.logprobs) is not None:
-        arrays = plan.sampling.num_logprobs, buffers.token_ids, buffers.values
-        fields |= zip(("num_logprobs", "logprob_ids", "logprobs"), _addresses(*arrays), strict=True)
-        fields["logprobs_width"] = buffers.values.shape[1]
-    if (scored := plan.scored) is not None and (buffers := outputs.scores) is not None:
-        names = "scored_tokens", "score_targets", "num_score_logprobs", "score_ids", "scores"
-        wanted = scored.tokens, scored.targets, scored.num_logprobs
-        fields |= zip(names, _addresses(*wanted, buffers.token_ids, buffers.values), strict=True)
-        fields |= {"num_scored": len(scored.tokens), "scores_width": buffers.values.shape[1]}
-    return fields
-
-
-def _wanted_hidden(plan: StepPlan, outputs: _Outputs) -> dict[str, int | None]:
-    """Return the fields of a NativePlan for hidden states."""
-    if plan.pooled is None:
-        return {}
-    tokens, hidden = _addresses(plan.pooled.tokens, outputs.hidden)
-    return {"num_pooled": len(plan.pooled.tokens), "pooled_tokens": tokens, "hidden": hidden}
-
-
-_Table: TypeAlias = NDArray[Any] | None
-_NOTHING_RAGGED: tuple[_Table, ...] = (None,) * 10
-
-
-def _ragged(rows: SamplingRows) -> tuple[_Table, ...]:
-    """Return the per-row lists of `rows` as tables of addresses and lengths; None where all lists are empty."""
-    seen, num_seen = _table(rows.seen)
-    banned, num_banned = _table(rows.banned)
-    biased, num_biased = _table(rows.biased)
-    biases = None if biased is None else _pointers(rows.biases)
-    masks = written = None
-    if (given := rows.masks) is not None:
-        # The address of each row's mask; 0 for rows without a mask.
-        starts = given.words.ctypes.data + given.rows.astype(np.uint64) * np.uint64(given.words.strides[0])
-        masks, written = np.where(given.rows >= 0, starts, np.uint64(0)), given.written
-    return seen, num_seen, rows.num_seen_prompt, banned, num_banned, biased, biases, num_biased, masks, written
-
-
-def _table(lists: Sequence[NDArray[np.int32]]) -> tuple[_Table, _Table]:
-    if not any(map(len, lists)):
-        return None, None
-    return _pointers(lists), np.array([len(ids) for ids in lists], dtype=np.int32)
-
-
-def _pointers(lists: Sequence[NDArray[Any]]) -> NDArray[np.uint64]:
-    return np.array(_addresses(*lists), dtype=np.uint64)
-
-
-def _addresses(*arrays: _Table) -> list[int | None]:
-    return [None if array is None else array.__array_interface__["data"][0] for array in arrays]
+            try:
+                self._wait()
+            except (MemoryError, RanksLostError) as error:
+                self._error = error

@@ -54,6 +54,17 @@ class WeightCache:
             return _opened(self._path, self._key)
         return None
 
+    @property
+    def key(self) -> str:
+        """The key of the file."""
+        return self._key
+
+    def descriptor(self) -> int | None:
+        """Return a descriptor of the file, for other processes to map; None if it cannot be read. The caller closes."""
+        with suppress(OSError):
+            return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        return None
+
     def is_current(self) -> bool:
         """Return whether the checkpoint's paths still lead to the files that this is for. If not, log a warning."""
         with suppress(OSError, ConfigError):

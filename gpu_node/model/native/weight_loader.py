@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,10 @@ from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.native.background_packing import BackgroundPacking, PackingState
-from penstock.gpu_node.model.native.packed_file import PackedWeights
+from penstock.gpu_node.model.native.packed_file import KEY_DIGITS, PackedWeights, PackedWriter
 from penstock.gpu_node.model.native.packed_matrix import PrivateWriter, WeightWriter
 from penstock.gpu_node.model.native.packing import NotLosslessError, Packer
+from penstock.gpu_node.model.native.ranks import SharedWeights
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.kernels.cpu.formats import Format
 from penstock.kernels.cpu.library import NativeModel
@@ -60,6 +62,39 @@ class WeightLoader:
         ends_s = time.monotonic() + _FAULT_IN_S
         weights.fault_in(lambda: time.monotonic() > ends_s)
         return weights.formats, None
+
+    def load_shared(
+        self, model: NativeModel, cache: WeightCache | None, progress: Progress
+    ) -> tuple[set[Format], SharedWeights]:
+        """Load packed weights that the ranks of a group share; they are packed first if they are not yet.
+
+        Without a usable cache they are in memory that only these ranks map.
+        """
+        shared = None if cache is None else self._cached(model, cache, progress)
+        if shared is None:
+            shared = self._packed_in_memory(model, progress)
+        weights = PackedWeights.of_descriptor(*shared)
+        weights.give_to(model)
+        return weights.formats, shared
+
+    def _cached(self, model: NativeModel, cache: WeightCache, progress: Progress) -> SharedWeights | None:
+        if cache.opened() is None:
+            tensors = DecoderTensors(self._described.open_checkpoint(), self._described.spec)
+            if not cache.is_current() or self._packed_once(model, tensors, cache, progress) is None:
+                return None
+        descriptor = cache.descriptor()
+        return None if descriptor is None else SharedWeights(descriptor, cache.key)
+
+    def _packed_in_memory(self, model: NativeModel, progress: Progress) -> SharedWeights:
+        descriptor, key = os.memfd_create("penstock-weights", os.MFD_CLOEXEC), "0" * KEY_DIGITS
+        tensors = DecoderTensors(self._described.open_checkpoint(), self._described.spec)
+        try:
+            with os.fdopen(os.dup(descriptor), "r+b") as file, PackedWriter(file, key) as writer:
+                writer.finish(self._pack(model, tensors, progress, tensors.release, keep=writer))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return SharedWeights(descriptor, key)
 
     def _pack(
         self,

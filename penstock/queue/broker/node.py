@@ -33,8 +33,8 @@ MAX_GIVE_BACK_JOBS = 128
 MAX_PREEMPTIONS = 3
 """A job that was given back this often costs its maximum KV tokens from then on. give_back.lua has the same value."""
 MAX_MESSAGE_CHARS = 1000
-Why = Literal["drain", "pressure", "lacking"]
-"""Why a node gives jobs back: it leaves, it lacks KV capacity, or it lacks their adapter."""
+Why = Literal["drain", "pressure", "lacking", "lost"]
+"""Why a node gives jobs back: it leaves, it lacks KV capacity or their adapter, or it lost a rank in their step."""
 _SET = "redis.call('DEL', KEYS[1]); return redis.call('SET', KEYS[1], ARGV[1])"
 _HSET = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
 """Writes behind a free write. A full Redis refuses a plain one, but a full Redis needs new nodes most."""

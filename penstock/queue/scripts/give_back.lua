@@ -1,7 +1,8 @@
--- give_back: a node returns running jobs to the queue. They keep their submission time; no loss is counted.
+-- give_back: a node returns running jobs to the queue. They keep their submission time. Only 'lost' counts a loss.
 -- ARGV: node why, then per job: id lease cost max_kv_tokens preemptions
 --   why: 'drain': the node leaves. 'pressure': it lacks capacity; a job returns only if another node has capacity for
 --   it. 'lacking': it lacks the job's adapter; a job returns only if some node is not known to lack that adapter too.
+--   'lost': one of its ranks ended during a step with the job, which may be why. A job lost too often is a dead letter.
 --   cost: predicted KV tokens. max_kv_tokens: the most that the job may hold. From its MAX_PREEMPTIONS-th return on,
 --   a job costs max_kv_tokens, so that the next node can keep it to its end. preemptions: how often the node's engine
 --   preempted the job's sequences.
@@ -11,7 +12,7 @@ local MAX_JOBS, MAX_PREEMPTIONS, FIRST, ARGS = 128, 3, 3, 5
 local node, why, now = ARGV[1], ARGV[2], clock()
 local config = read_config()
 if #ARGV >= FIRST + ARGS * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
-if why ~= 'drain' and why ~= 'pressure' and why ~= 'lacking' then return redis.error_reply('BAD_REASON') end
+if not ({drain = 1, pressure = 1, lacking = 1, lost = 1})[why] then return redis.error_reply('BAD_REASON') end
 
 -- Whether a node can continue the job and has slots for its choices.
 local function can_continue(other, job)
@@ -39,7 +40,9 @@ end
 
 -- Queues a job again, unless no other node could take it.
 local function give(job, cost, max_kv_tokens, engine_preemptions)
-  if why == 'lacking' then
+  if why == 'lost' then
+    if end_if_lost_too_often(job, node .. '/' .. now, config, now) then return 'OK' end
+  elseif why == 'lacking' then
     local lacks = all_that_lack(job.id)
     if not may_be_elsewhere(job, lacks) then return 'KEEP' end
     redis.call('HSET', job_key(job.id), 'lacks', lacks)

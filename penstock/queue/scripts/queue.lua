@@ -1055,6 +1055,25 @@ local function why_over(job, config, now)
   if lacks_reader(job, config, now) then return 'cancelled', 'unread', 'the job has no reader any more' end
 end
 
+-- Counts a loss of a job, and ends it as a dead letter after too many. Returns whether it has ended. A loss counts against
+-- the job only if it made no progress since its last loss and now lost something else. `lost`: a node, or one life of the
+-- ranks of a node.
+local function end_if_lost_too_often(job, lost, config, now)
+  local length = redis.call('LLEN', log_key(job.id))
+  local losses, nodes = tonumber(job.losses), job.loss_nodes
+  local entry = ' ' .. lost .. '@'
+  if length - (tonumber(job.loss_mark) or 0) >= config.progress_chunks then
+    losses, nodes = 0, entry .. now
+  elseif not string.find(nodes, entry, 1, true) then
+    losses, nodes = losses + 1, nodes .. entry .. now
+  end
+  count_event('losses')
+  redis.call('HSET', job_key(job.id), 'losses', losses, 'loss_mark', length, 'loss_nodes', nodes)
+  if losses < config.max_losses then return false end
+  end_job(job, config, now, 'dead', 'node_lost', 'its nodes died ' .. losses .. ' times without progress', '')
+  return true
+end
+
 -- Ends a job that must not run any longer. Returns whether it did so.
 local function end_if_over(job, config, now)
   local state, code, message = why_over(job, config, now)

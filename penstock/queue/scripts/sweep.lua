@@ -48,25 +48,8 @@ redis.call('DEL', P .. ':sweep')
 redis.call('SET', P .. ':sweep', now)
 local requeued, ended = 0, 0
 
--- A loss counts against the job only if the job made no progress since its last loss and now lost a different node.
-local function count_loss(job)
-  local length = redis.call('LLEN', log_key(job.id))
-  local losses, nodes = tonumber(job.losses), job.loss_nodes
-  local entry = ' ' .. job.node .. '@'
-  if length - (tonumber(job.loss_mark) or 0) >= config.progress_chunks then
-    losses, nodes = 0, entry .. now
-  elseif not string.find(nodes, entry, 1, true) then
-    losses, nodes = losses + 1, nodes .. entry .. now
-  end
-  count_event('losses')
-  redis.call('HSET', job_key(job.id), 'losses', losses, 'loss_mark', length, 'loss_nodes', nodes)
-  return losses
-end
-
 local function lose(job, was_draining)
-  local losses = was_draining and 0 or count_loss(job)
-  if losses >= config.max_losses then
-    end_job(job, config, now, 'dead', 'node_lost', 'its nodes died ' .. losses .. ' times without progress', '')
+  if not was_draining and end_if_lost_too_often(job, job.node, config, now) then
     ended = ended + 1
   elseif end_if_over(job, config, now) then
     ended = ended + 1

@@ -55,18 +55,27 @@ void multiply_panel(const Activations& left, int begin, int end, int num_tiles, 
   }
 }
 
-// Computes all outputs and passes them to `finish(first_row, num_rows, panel, out)`, out: [num_rows][kPanel].
-template <class Finish>
-void multiply(Worker& worker, const Activations& left, const Matrix& right, const Finish& finish) {
+// All panels of a matrix.
+struct AllPanels {
+  int num_panels;
+
+  int count() const { return num_panels; }
+  int at(int i) const { return i; }
+};
+
+// Computes the outputs of `panels` and passes them to `finish(first_row, num_rows, panel, out)`, out:
+// [num_rows][kPanel]. `panels`: has `count()`, and `at(i)` for each of them.
+template <class Panels, class Finish>
+void multiply(Worker& worker, const Activations& left, const Matrix& right, const Panels& panels, const Finish& finish) {
   const int num_tiles = left.tiling().tiles();
   // A panel that is packed on reading is packed once, for all rows.
   const int tiles_per_pass =
       right.is_packed_on_read() ? std::max(1, num_tiles) : std::max(1, kRowsPerPass / max_tile_rows(right.encoding()));
   const int passes = (num_tiles + tiles_per_pass - 1) / tiles_per_pass;
-  const int num_panels = right.num_panels();
+  const int num_panels = panels.count();
   worker.for_each(passes * num_panels, [&](int unit) {
     const int begin = unit / num_panels * tiles_per_pass, end = std::min(num_tiles, begin + tiles_per_pass);
-    multiply_panel(left, begin, end, num_tiles, right, unit % num_panels, finish);
+    multiply_panel(left, begin, end, num_tiles, right, panels.at(unit % num_panels), finish);
   });
 }
 

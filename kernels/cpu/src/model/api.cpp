@@ -179,6 +179,63 @@ PENSTOCK_API const char* penstock_step_start(Model* model, const Plan* plan) {
   return guarded([&] { model->start(*plan); });
 }
 
+// Returns the bytes that the ranks of a group must share for a step. No step may be running.
+PENSTOCK_API const char* penstock_step_shared_bytes(Model* model, const Plan* plan, size_t* count) {
+  return guarded([&] { *count = model->shared_bytes(*plan); });
+}
+
+// Returns how the last step ended: see Ending.
+PENSTOCK_API int penstock_step_ending(Model* model) { return (int)model->group().ending(); }
+
+// Sets what the ranks of a group share: an ExchangeState, and memory for the steps. No step may be running.
+PENSTOCK_API void penstock_group_use(Model* model, ExchangeState* state, uint8_t* memory, size_t size) {
+  model->group().use(state, memory, size);
+}
+
+// Hands out message `number` to the other ranks.
+PENSTOCK_API void penstock_exchange_hand_out(ExchangeState* state, uint32_t number) {
+  state->refused.store(0, std::memory_order_relaxed);
+  state->step.set(number);
+}
+
+// Waits for a message after `seen`, for the group's end, or for some time. Returns the number of the last message.
+PENSTOCK_API uint32_t penstock_exchange_await(ExchangeState* state, uint32_t seen, int64_t patience_ns) {
+  const auto is_aborted = [state] { return state->aborted.load(std::memory_order_acquire) != 0; };
+  state->step.wait_while(seen, patience_ns, is_aborted);
+  return state->step.value.load(std::memory_order_acquire);
+}
+
+// Meets the other ranks outside a step. Returns 0 if the group is aborted.
+PENSTOCK_API int penstock_exchange_meet(ExchangeState* state, int rank, int size) {
+  Exchange exchange(rank, size);
+  exchange.use(state);
+  return exchange.meet();
+}
+
+// Ends the group: all meetings, present and later ones, return at once.
+PENSTOCK_API void penstock_exchange_abort(ExchangeState* state) {
+  state->aborted.store(1, std::memory_order_seq_cst);
+  state->step.wake();
+  state->generation.wake();
+}
+
+// Runs `count` meetings of a rank, to measure them. Returns whether the group has not been aborted meanwhile.
+PENSTOCK_API int penstock_exchange_repeat(ExchangeState* state, int rank, int size, int count, float* rows, int floats) {
+  Exchange exchange(rank, size);
+  exchange.use(state);
+  const int begin = (int)((int64_t)floats * rank / size), end = (int)((int64_t)floats * (rank + 1) / size);
+  float total = 0;
+  for (int i = 0; i < count; ++i) {
+    for (int k = begin; k < end; ++k) rows[k] = (float)i + total;
+    if (!exchange.meet()) return 0;
+    float sum = 0;
+    for (int k = 0; k < floats; ++k) sum += rows[k];
+    total = sum > 0 ? 0 : 1;
+    if (!exchange.meet()) return 0;
+  }
+  return 1;
+}
+
 // Returns the number of threads that computed the step. It is below the team's size while other processes take cores.
 PENSTOCK_API int penstock_step_wait(Model* model) { return model->wait(); }
 
@@ -186,5 +243,6 @@ PENSTOCK_API int penstock_step_wait(Model* model) { return model->wait(); }
 PENSTOCK_API size_t penstock_sizeof_spec() { return sizeof(Spec); }
 PENSTOCK_API size_t penstock_sizeof_plan() { return sizeof(Plan); }
 PENSTOCK_API size_t penstock_sizeof_low_rank_part() { return sizeof(LowRankPart); }
+PENSTOCK_API size_t penstock_sizeof_exchange_state() { return sizeof(ExchangeState); }
 
 }  // extern "C"

@@ -17,14 +17,14 @@ bool fills_block(const Plan& plan, int block_size) {
 
 }  // namespace
 
-void AttentionPlan::set(const Spec& spec, const Plan& plan, int num_threads) {
+void AttentionPlan::set(const Spec& spec, int num_heads, const Plan& plan, int num_threads) {
   tiles.clear();
   span_starts.assign(1, 0);
   store_runs.clear();
   for (int s = 0; s < plan.num_seqs; ++s) add_sequence(spec, plan, s);
   store_runs.push_back(plan.num_tokens);
   const bool has_long = std::any_of(tiles.begin(), tiles.end(), [](auto& tile) { return tile.context > kSpan; });
-  splits_spans = has_long && (int)tiles.size() * spec.num_kv_heads < kTilesPerThread * num_threads;
+  splits_spans = has_long && (int)tiles.size() * num_heads < kTilesPerThread * num_threads;
   // Another sequence of this step may read only blocks that this step fills. If it fills none, no tile needs the
   // tokens of another one.
   const bool has_a_tile_per_token = plan.num_tokens == plan.num_seqs && (int)tiles.size() == plan.num_seqs;

@@ -24,7 +24,8 @@ struct AttentionPlan {
   // Whether a token's key and value are stored right before its own tile attends.
   bool stores_with_tiles = false;
 
-  void set(const Spec& spec, const Plan& plan, int num_threads);
+  // `num_heads`: key/value heads that attend.
+  void set(const Spec& spec, int num_heads, const Plan& plan, int num_threads);
 
  private:
   void add_sequence(const Spec& spec, const Plan& plan, int seq);

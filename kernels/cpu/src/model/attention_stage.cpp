@@ -44,28 +44,34 @@ struct AttentionStage::RowInputs {
 };
 
 void AttentionStage::prepare(int num_threads) {
-  plan_.set(spec_, step_.plan, num_threads);
+  plan_.set(spec_, num_heads(), step_.plan, num_threads);
   if (!plan_.splits_spans) return;
-  partials_.reserve((size_t)plan_.span_starts.back() * spec_.num_kv_heads * kMaxQueryRows);
+  partials_.reserve((size_t)plan_.span_starts.back() * num_heads() * kMaxQueryRows);
 }
 
 void AttentionStage::project(Worker& worker, const Layer& layer, LayerProducts& products) const {
   const auto normed = [&](int i) { return layer.attention_norm.apply(buffers_.hidden.row(i)).values; };
+  const bool is_joint = spec_.joins_head_norms && !group_.is_alone();
+  const RowBuffer& rows = is_joint ? buffers_.joint : buffers_.qkv;
   products.run(worker, layer, Slot::kQkv, normed, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
-      std::copy_n(out + r * kPanel, kPanel, buffers_.qkv.row(first + r) + panel * kPanel);
+      std::copy_n(out + r * kPanel, kPanel, rows.row(first + r) + panel * kPanel);
     }
   });
-  if (spec_.joins_head_norms) norm_all_heads(worker, layer);
+  if (is_joint) group_.meet(worker);
+  if (spec_.joins_head_norms) norm_all_heads(worker, layer, rows);
 }
 
 // Norms the queries of each token, and its keys, over all heads together.
-void AttentionStage::norm_all_heads(Worker& worker, const Layer& layer) const {
+void AttentionStage::norm_all_heads(Worker& worker, const Layer& layer, const RowBuffer& unnormed) const {
   const int queries = spec_.queries(), keys = spec_.num_kv_heads * spec_.head_dim;
   worker.for_each(step_.plan.num_tokens, [&](int i) {
+    const float* from = unnormed.row(i);
     float* row = buffers_.qkv.row(i);
-    rms_norm(row, layer.q_norm.data(), queries, queries, spec_.norm_eps, row);
-    rms_norm(row + queries, layer.k_norm.data(), keys, keys, spec_.norm_eps, row + queries);
+    rms_norm(from, layer.q_norm.data(), queries, queries, spec_.norm_eps, row);
+    rms_norm(from + queries, layer.k_norm.data(), keys, keys, spec_.norm_eps, row + queries);
+    const int values = queries + keys;
+    if (from != row) std::copy_n(from + values, keys, row + values);
   });
 }
 
@@ -77,7 +83,7 @@ void AttentionStage::add_output(Worker& worker, const Layer& layer, LayerProduct
 void AttentionStage::attend(Worker& worker, const Layer& layer) const {
   if (!plan_.stores_with_tiles) store_all(worker, layer);
   if (plan_.splits_spans) return attend_by_span(worker, layer);
-  const int heads = spec_.num_kv_heads, end = num_items();
+  const int heads = num_heads(), end = num_items();
   worker.for_each(end, [&](int i) {
     if (plan_.stores_with_tiles) {
       store_key_value(layer, i / heads, i % heads);
@@ -89,7 +95,7 @@ void AttentionStage::attend(Worker& worker, const Layer& layer) const {
 
 void AttentionStage::store_all(Worker& worker, const Layer& layer) const {
   const std::vector<int>& runs = plan_.store_runs;
-  const int heads = spec_.num_kv_heads, end = ((int)runs.size() - 1) * heads;
+  const int heads = num_heads(), end = ((int)runs.size() - 1) * heads;
   worker.for_each(end, [&](int i) {
     const int run = i / heads, later = std::min(i + kStoresAhead, end - 1);
     cache_.fetch(layer.index, slot_of(runs[later / heads]), later % heads);
@@ -101,9 +107,10 @@ void AttentionStage::store_key_value(const Layer& layer, int token, int head) co
   const int dim = spec_.head_dim;
   alignas(64) float key[kMaxHeadDim];
   const float* keys = buffers_.qkv.row(token) + spec_.queries();
-  prepare_head(layer, keys + head * dim, layer.k_norm, step_.plan.positions[token], key);
+  const int own = share_.kv_heads().begin + head;
+  prepare_head(layer, keys + own * dim, layer.k_norm, step_.plan.positions[token], key);
   const int slot = slot_of(token);
-  cache_.set(layer.index, slot, head, key, keys + (spec_.num_kv_heads + head) * dim);
+  cache_.set(layer.index, slot, head, key, keys + (spec_.num_kv_heads + own) * dim);
   if (begins_last_page(token)) cache_.clear_behind(layer.index, slot, head);
 }
 
@@ -140,7 +147,7 @@ bool AttentionStage::begins_last_page(int token) const {
 }
 
 void AttentionStage::attend_tile(const Layer& layer, int item) const {
-  const int heads = spec_.num_kv_heads, next = item + 1, head = item % heads;
+  const int heads = num_heads(), next = item + 1, head = item % heads;
   const QueryTile& tile = plan_.tiles[item / heads];
   RowInputs inputs;
   RowState states[kMaxQueryRows];
@@ -152,7 +159,7 @@ void AttentionStage::attend_tile(const Layer& layer, int item) const {
 
 void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
   const std::vector<int>& starts = plan_.span_starts;
-  const int heads = spec_.num_kv_heads;
+  const int heads = num_heads();
   const auto partial = [&](int span, int head) { return &partials_[((size_t)span * heads + head) * kMaxQueryRows]; };
   worker.for_each(starts.back() * heads, [&](int i) {
     const int span = i / heads, head = i % heads;
@@ -181,11 +188,11 @@ Context AttentionStage::context_of(const QueryTile& tile, const Layer& layer, in
 }
 
 QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, int head, RowInputs& inputs) const {
-  const int dim = spec_.head_dim, group = spec_.group();
+  const int dim = spec_.head_dim;
   const bool has_biases = positions_.biases.count();
   for (int r = 0; r < tile.rows; ++r) {
     const int token = token_of(tile, r), position = step_.plan.positions[token];
-    const int query = head * group + (tile.first_row + r) % group;
+    const int query = query_of(head, tile.first_row + r);
     inputs.limits[r] = position + 1;
     inputs.firsts[r] = first_seen(position, layer);
     inputs.biases[r] = has_biases ? &positions_.biases[(size_t)query * biases_stride_] : nullptr;
@@ -207,9 +214,8 @@ QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, 
 }
 
 void AttentionStage::write_rows(const QueryTile& tile, int head, const RowState* states) const {
-  const int group = spec_.group();
   for (int r = 0; r < tile.rows; ++r) {
-    const int query = head * group + (tile.first_row + r) % group;
+    const int query = query_of(head, tile.first_row + r);
     finish(states[r], spec_.head_dim, buffers_.attended.row(token_of(tile, r)) + query * spec_.head_dim);
   }
 }

@@ -11,9 +11,11 @@ namespace penstock {
 
 class AttentionStage {
  public:
-  AttentionStage(const Spec& spec, const PositionTables& positions, const KvCache& cache, const Step& step,
-                 const StepBuffers& buffers)
+  AttentionStage(const Spec& spec, const Share& share, RankGroup& group, const PositionTables& positions,
+                 const KvCache& cache, const Step& step, const StepBuffers& buffers)
       : spec_(spec),
+        share_(share),
+        group_(group),
         biases_stride_(round_up(spec.max_position, kChunk)),
         positions_(positions),
         cache_(cache),
@@ -22,7 +24,7 @@ class AttentionStage {
 
   // Plans the step, and reserves memory for it.
   void prepare(int num_threads);
-  // Computes the queries, keys and values of all tokens.
+  // Computes the queries, keys and values of all tokens, of a rank those of its heads.
   void project(Worker& worker, const Layer& layer, LayerProducts& products) const;
   // Stores the keys and values in the cache, and attends.
   void attend(Worker& worker, const Layer& layer) const;
@@ -32,10 +34,13 @@ class AttentionStage {
  private:
   struct RowInputs;
 
-  int num_items() const { return (int)plan_.tiles.size() * spec_.num_kv_heads; }
+  // The key/value heads of this rank. They are counted from 0, as in its cache.
+  int num_heads() const { return share_.kv_heads().count(); }
+  int query_of(int head, int row) const { return (share_.kv_heads().begin + head) * spec_.group() + row % spec_.group(); }
+  int num_items() const { return (int)plan_.tiles.size() * num_heads(); }
   void store_all(Worker& worker, const Layer& layer) const;
   void store_key_value(const Layer& layer, int token, int head) const;
-  void norm_all_heads(Worker& worker, const Layer& layer) const;
+  void norm_all_heads(Worker& worker, const Layer& layer, const RowBuffer& unnormed) const;
   void prepare_head(const Layer& layer, const float* x, const Buffer<float>& norm, int position, float* out) const;
   int slot_of(int token) const;
   bool begins_last_page(int token) const;
@@ -47,6 +52,8 @@ class AttentionStage {
   void write_rows(const QueryTile& tile, int head, const RowState* states) const;
 
   const Spec& spec_;
+  const Share& share_;
+  RankGroup& group_;
   const int biases_stride_;
   const PositionTables& positions_;
   const KvCache& cache_;

@@ -16,7 +16,7 @@ void ExpertStage::prepare(const Layer& layer, int rows) {
     input->groups.reserve(spec_.num_experts);
   }
   normed_.reserve(rows);
-  gated_.reserve(entries);
+  if (group_.is_alone()) gated_.reserve(entries);
   outputs_.reserve(entries);
   ends_.resize(spec_.num_experts);
   if ((int)choices_.size() >= entries) return;
@@ -36,11 +36,15 @@ void ExpertStage::run(Worker& worker, const Layer& layer, const std::vector<int>
   }
   worker.for_each(0, [](int) {});  // the other threads wait at this barrier
   worker.for_each(entries, [&](int i) { input_.rows.set_row(i, normed_.row(rows_[i])); });
-  multiply_groups(worker, input_, in, [&](int first, int count, int panel, const float* inner) {
+  multiply_groups(worker, input_, layer, Slot::kMlpIn, [&](int first, int count, int panel, const float* inner) {
     for (int r = 0; r < count; ++r) activate(spec_, inner + r * kPanel, panel, gated_.row(first + r));
   });
+  if (!group_.is_alone() && group_.leads() && gated_.stride() != spec_.intermediate) {
+    worker.for_each(entries, [&](int i) { clear_padding(gated_, i, spec_.intermediate); });
+  }
+  group_.meet(worker);
   worker.for_each(entries, [&](int i) { gated_input_.rows.set_row(i, gated_.row(i)); });
-  multiply_groups(worker, gated_input_, out, [&](int first, int count, int panel, const float* product) {
+  multiply_groups(worker, gated_input_, layer, Slot::kMlpOut, [&](int first, int count, int panel, const float* product) {
     for (int r = 0; r < count; ++r) {
       std::copy_n(product + r * kPanel, kPanel, outputs_.row(first + r) + panel * kPanel);
     }
@@ -111,13 +115,15 @@ void ExpertStage::cut(Input& input, const Matrix& matrix) const {
 }
 
 template <class Finish>
-void ExpertStage::multiply_groups(Worker& worker, const Input& input, const Matrix& matrix,
+void ExpertStage::multiply_groups(Worker& worker, const Input& input, const Layer& layer, Slot slot,
                                   const Finish& finish) const {
-  const int panels = matrix.num_panels() / spec_.num_experts;
+  const Matrix& matrix = layer.matrix(slot);
+  const PanelSet& own = share_.panels(slot);
+  const int panels_of_expert = matrix.num_panels() / spec_.num_experts, panels = own.count();
   worker.for_each((int)input.groups.size() * panels, [&](int i) {
     const Group& group = input.groups[i / panels];
-    const int first_panel = group.expert * panels;
-    multiply_panel(input.rows, group.begin, group.end, group.end - group.begin, matrix, first_panel + i % panels,
+    const int first_panel = group.expert * panels_of_expert;
+    multiply_panel(input.rows, group.begin, group.end, group.end - group.begin, matrix, first_panel + own.at(i % panels),
                    [&](int first, int count, int panel, const float* out) {
                      finish(first, count, panel - first_panel, out);
                    });
@@ -125,10 +131,11 @@ void ExpertStage::multiply_groups(Worker& worker, const Input& input, const Matr
 }
 
 void ExpertStage::add_outputs(int row, float* sum) const {
+  const Span own = share_.hidden();
   for (int k = 0; k < spec_.experts_per_token; ++k) {
     const size_t choice = (size_t)row * spec_.experts_per_token + k;
     const float weight = choices_[choice].weight * spec_.residual_scale;
-    add_scaled(outputs_.row(entries_[choice]), weight, outputs_.stride(), sum);
+    add_scaled(outputs_.row(entries_[choice]) + own.begin, weight, own.count(), sum + own.begin);
   }
 }
 

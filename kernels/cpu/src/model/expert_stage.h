@@ -9,6 +9,8 @@
 
 #include "gemm/gemm.h"
 #include "model/step_buffers.h"
+#include "ranks/group.h"
+#include "ranks/share.h"
 #include "weights/decoder_weights.h"
 #include "weights/spec.h"
 
@@ -16,8 +18,17 @@ namespace penstock {
 
 class ExpertStage {
  public:
-  ExpertStage(const Spec& spec, const StepBuffers& buffers)
-      : spec_(spec), buffers_(buffers), normed_(spec.hidden), gated_(spec.intermediate), outputs_(spec.hidden) {}
+  ExpertStage(const Spec& spec, const Share& share, RankGroup& group, const StepBuffers& buffers)
+      : spec_(spec),
+        share_(share),
+        group_(group),
+        buffers_(buffers),
+        normed_(spec.hidden),
+        gated_(spec.intermediate),
+        outputs_(spec.hidden) {}
+
+  // Places the rows that the ranks share, for `rows` rows of a layer.
+  void place(Arena& arena, int rows) { gated_.place(arena, rows * spec_.experts_per_token); }
 
   // Reserves memory for `rows` rows of a layer.
   void prepare(const Layer& layer, int rows);
@@ -45,13 +56,15 @@ class ExpertStage {
   void sort(int rows);
   // Cuts an input into tiles by expert. The entries must be sorted.
   void cut(Input& input, const Matrix& matrix) const;
-  // Multiplies each expert's entries with its rows of a matrix. `finish`: as for `multiply`, with the panels of each
-  // expert counted from 0.
+  // Multiplies each expert's entries with this rank's panels of its matrix. `finish`: as for `multiply`, with the
+  // panels of each expert counted from 0.
   template <class Finish>
-  void multiply_groups(Worker& worker, const Input& input, const Matrix& matrix, const Finish& finish) const;
+  void multiply_groups(Worker& worker, const Input& input, const Layer& layer, Slot slot, const Finish& finish) const;
   void add_outputs(int row, float* sum) const;
 
   const Spec& spec_;
+  const Share& share_;
+  RankGroup& group_;
   const StepBuffers& buffers_;
   Input input_, gated_input_;
   RowBuffer normed_;             // by row

@@ -34,14 +34,35 @@ SamplingRule rule_of(const Plan& p, int row) {
 
 }  // namespace
 
+void HeadStage::plan_rows() {
+  num_kept_ = 0;
+  if (!group_.leads()) return;
+  for (int i = 0; i < step_.num_chosen; ++i) num_kept_ += keeps_all(i);
+}
+
+bool HeadStage::keeps_all(int row) const {
+  return step_.plan.logits || wants_logprobs(row) || !rule_of(step_.plan, row).is_plain_greedy();
+}
+
+void HeadStage::place(Arena& arena) {
+  Buffer<int> logits_row = arena.place<int>(step_.num_chosen);
+  Buffer<BestLogit> bests = arena.place<BestLogit>((size_t)group_.size() * step_.num_chosen);
+  // The logits come last: only the rank that leads knows how many there are.
+  logits_.place(arena, num_kept_);
+  if (arena.only_counts()) return;
+  logits_row_ = std::move(logits_row);
+  bests_of_ranks_ = std::move(bests);
+}
+
 void HeadStage::prepare(int num_threads) {
   const int rows = step_.num_chosen;
-  int kept = 0;
-  logits_row_.assign(rows, -1);
-  for (int i = 0; i < rows; ++i) {
-    if (step_.plan.logits || wants_logprobs(i) || !rule_of(step_.plan, i).is_plain_greedy()) logits_row_[i] = kept++;
+  if (group_.is_alone()) {
+    logits_row_.reserve(rows);
+    logits_.reserve(num_kept_);
   }
-  logits_.reserve(kept);
+  if (group_.leads()) {
+    for (int i = 0, kept = 0; i < rows; ++i) logits_row_[i] = keeps_all(i) ? kept++ : -1;
+  }
   inputs_.prepare(rows, head_);
   bests_.reset(rows, num_threads);
   poisoned_.assign(rows, 0);
@@ -54,8 +75,11 @@ void HeadStage::project(Worker& worker) {
     inputs_.set_row(i, normed.values);
     poisoned_[i] = !normed.is_finite;
   });
-  multiply(worker, inputs_, head_,
+  multiply(worker, inputs_, head_, share_.head_panels(),
            [&](int first, int count, int panel, float* out) { note_logits(worker, first, count, panel, out); });
+  if (group_.is_alone()) return;
+  worker.for_each(step_.num_chosen, [&](int i) { best_of(group_.rank(), i) = bests_.best(i); });
+  group_.meet(worker);
 }
 
 // Keeps a row's best logit so far, by thread; or all of its logits if they are needed.
@@ -94,7 +118,11 @@ void HeadStage::await_masks(Worker& worker) const {
 
 int32_t HeadStage::choose_one(int row) const {
   const Plan& plan = step_.plan;
-  if (!keeps_logits(row)) return bests_.token(row);
+  if (!keeps_logits(row)) {
+    BestLogit best = bests_.best(row);
+    for (int rank = 1; rank < group_.size(); ++rank) best.join(best_of(rank, row));
+    return best.chosen();
+  }
   if (!wants_logprobs(row)) return sample(logits_of(row), vocab_, rule_of(plan, row));
   thread_local std::vector<float> raw;
   raw.assign(logits_of(row), logits_of(row) + vocab_);

@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "gemm/gemm.h"
+#include "ranks/group.h"
+#include "ranks/share.h"
 #include "weights/adapters.h"
 #include "weights/decoder_weights.h"
 #include "model/step.h"
@@ -15,22 +17,29 @@ namespace penstock {
 class LayerProducts {
  public:
   // `tokens`: the token of each row, which may change between steps.
-  LayerProducts(const std::vector<int>& tokens, const Spec& spec, const Step& step, const Adapters& adapters,
-                const StepBuffers& buffers, int num_threads)
-      : tokens_(tokens), spec_(spec), step_(step), adapters_(adapters), buffers_(buffers), inputs_(num_threads) {}
+  LayerProducts(const std::vector<int>& tokens, const Spec& spec, const Share& share, RankGroup& group, const Step& step,
+                const Adapters& adapters, const StepBuffers& buffers, int num_threads)
+      : tokens_(tokens),
+        spec_(spec),
+        share_(share),
+        group_(group),
+        step_(step),
+        adapters_(adapters),
+        buffers_(buffers),
+        inputs_(num_threads) {}
 
   const std::vector<int>& tokens() const { return tokens_; }
 
   // Reserves memory for the rows' product with a layer's matrix.
   void prepare(const Layer& layer, Slot slot);
 
-  // Multiplies each row with a layer's matrix. `read(row)` returns the row's input. Panels of outputs go to
+  // Multiplies each row with this rank's panels of a layer's matrix. `read(row)` returns the row's input. Panels of outputs go to
   // `finish(first_row, num_rows, panel, out)`, as for `multiply`.
   template <class Read, class Finish>
   void run(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Finish& finish);
 
-  // Adds each row's product with a layer's matrix to the hidden state of the row's token. `norm` norms the products
-  // if the model has output norms.
+  // Adds each row's product with a layer's matrix to the hidden state of the row's token, as far as this rank computes
+  // that. `norm` norms the products if the model has output norms.
   template <class Read>
   void add(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Norm& norm);
 
@@ -51,6 +60,8 @@ class LayerProducts {
 
   const std::vector<int>& tokens_;
   const Spec& spec_;
+  const Share& share_;
+  RankGroup& group_;
   const Step& step_;
   const Adapters& adapters_;
   const StepBuffers& buffers_;
@@ -73,7 +84,7 @@ void LayerProducts::run(Worker& worker, const Layer& layer, Slot slot, const Rea
   } else {
     worker.for_each(num_rows, set_row);
   }
-  multiply(worker, left, matrix, [&](int first, int count, int panel, float* out) {
+  multiply(worker, left, matrix, share_.panels(slot), [&](int first, int count, int panel, float* out) {
     if (step_.plan.adapters) add_adapters(first, count, layer, slot, panel, out);
     finish(first, count, panel, out);
   });
@@ -88,9 +99,11 @@ void LayerProducts::add(Worker& worker, const Layer& layer, Slot slot, const Rea
         std::copy_n(out + r * kPanel, kPanel, buffers_.outputs.row(first + r) + panel * kPanel);
       }
     });
+    group_.meet(worker);
+    const Span own = share_.hidden();
     worker.for_each((int)tokens_.size(), [&](int i) {
       const float* normed = norm.apply(buffers_.outputs.row(i)).values;
-      add_scaled(normed, scale, buffers_.hidden.stride(), buffers_.hidden.row(tokens_[i]));
+      add_scaled(normed + own.begin, scale, own.count(), buffers_.hidden.row(tokens_[i]) + own.begin);
     });
     return;
   }

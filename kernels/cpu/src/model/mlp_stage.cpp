@@ -9,6 +9,7 @@ void MlpStage::run(Worker& worker, const Layer& layer, LayerProducts& products) 
   products.run(worker, layer, Slot::kMlpIn, normed, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) activate(spec_, out + r * kPanel, panel, buffers_.gated.row(first + r));
   });
+  group_.meet(worker);
   const auto gated = [&](int i) { return gated_row(i); };
   products.add(worker, layer, Slot::kMlpOut, gated, layer.mlp_output_norm);
 }

@@ -13,8 +13,8 @@ void activate(const Spec& spec, const float* inner, int panel, float* row);
 class MlpStage {
  public:
   // `rotation`: of the gated products; null if the model is not rotated.
-  MlpStage(const Spec& spec, const HadamardRotation* rotation, const StepBuffers& buffers)
-      : spec_(spec), rotation_(rotation), buffers_(buffers) {}
+  MlpStage(const Spec& spec, RankGroup& group, const HadamardRotation* rotation, const StepBuffers& buffers)
+      : spec_(spec), group_(group), rotation_(rotation), buffers_(buffers) {}
 
   // Adds the output of the MLP to the hidden state.
   void run(Worker& worker, const Layer& layer, LayerProducts& products) const;
@@ -23,6 +23,7 @@ class MlpStage {
   const float* gated_row(int row) const;
 
   const Spec& spec_;
+  RankGroup& group_;
   const HadamardRotation* rotation_;
   const StepBuffers& buffers_;
 };

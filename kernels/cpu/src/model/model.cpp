@@ -7,19 +7,21 @@ namespace penstock {
 
 Model::Model(const Spec& spec, int num_threads, const int32_t* cores)
     : spec_(spec),
+      share_(spec),
+      group_(spec.rank, spec.group_size()),
       team_(num_threads, cores),
       weights_(spec),
-      cache_({(KvFormat)spec.kv_format, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.block_size,
+      cache_({(KvFormat)spec.kv_format, spec.num_layers, share_.kv_heads().count(), spec.head_dim, spec.block_size,
               spec.num_blocks}),
       adapters_(spec.num_layers),
-      buffers_(spec),
-      products_(step_.all_tokens, spec_, step_, adapters_, buffers_, num_threads),
-      last_products_(step_.head_tokens, spec_, step_, adapters_, buffers_, num_threads),
-      attention_(spec_, weights_.positions, cache_, step_, buffers_),
-      mlp_(spec_, weights_.gated_rotation(), buffers_),
-      experts_(spec_, buffers_),
-      head_(spec_, weights_.final_norm, weights_.head, step_, buffers_),
-      scores_(spec_, weights_.final_norm, weights_.head, step_, buffers_),
+      buffers_(spec_),
+      products_(step_.all_tokens, spec_, share_, group_, step_, adapters_, buffers_, num_threads),
+      last_products_(step_.head_tokens, spec_, share_, group_, step_, adapters_, buffers_, num_threads),
+      attention_(spec_, share_, group_, weights_.positions, cache_, step_, buffers_),
+      mlp_(spec_, group_, weights_.gated_rotation(), buffers_),
+      experts_(spec_, share_, group_, buffers_),
+      head_(spec_, share_, group_, weights_.final_norm, weights_.head, step_, buffers_),
+      scores_(spec_, share_, group_, weights_.final_norm, weights_.head, step_, buffers_),
       states_(spec.hidden, weights_, step_, buffers_) {}
 
 void Model::set_adapter(int adapter_slot, int layer, Slot matrix, const LowRankPart* parts, int num_parts,
@@ -28,9 +30,22 @@ void Model::set_adapter(int adapter_slot, int layer, Slot matrix, const LowRankP
   adapters_.set(adapter_slot, layer, matrix, std::move(low_rank));
 }
 
+size_t Model::shared_bytes(const Plan& plan) {
+  this->plan(plan);
+  Arena counted;
+  place(counted);
+  return counted.used();
+}
+
 void Model::start(const Plan& plan) {
-  step_.begin(plan);
-  prepare();
+  group_.begin();
+  try {
+    this->plan(plan);
+    prepare();
+  } catch (const std::bad_alloc&) {
+    group_.refuse();
+    throw;
+  }
   team_.start([this](Worker& worker) { run(worker); });
 }
 
@@ -40,8 +55,25 @@ int Model::wait() {
   return active;
 }
 
+void Model::plan(const Plan& plan) {
+  step_.begin(plan);
+  head_.plan_rows();
+}
+
+void Model::place(Arena& arena) {
+  buffers_.place(arena, step_.plan.num_tokens);
+  if (spec_.num_experts > 0) experts_.place(arena, step_.plan.num_tokens);
+  scores_.place(arena);
+  head_.place(arena);
+}
+
 void Model::prepare() {
-  buffers_.reserve(step_.plan.num_tokens);
+  if (group_.is_alone()) {
+    buffers_.reserve(step_.plan.num_tokens);
+  } else {
+    Arena arena = group_.arena();
+    place(arena);
+  }
   for (const Layer& layer : weights_.layers) {
     products_.prepare(layer, Slot::kQkv);
     LayerProducts& later = products_after_attention(layer);
@@ -59,6 +91,11 @@ void Model::prepare() {
 }
 
 void Model::run(Worker& worker) {
+  group_.vote(worker);
+  if (!group_.is_over()) compute(worker);
+}
+
+void Model::compute(Worker& worker) {
   const Plan& plan = step_.plan;
   const auto started = std::chrono::steady_clock::now();
   if (plan.num_copies > 0) {
@@ -66,11 +103,16 @@ void Model::run(Worker& worker) {
   }
   const auto began = std::chrono::steady_clock::now();
   embed(worker);
-  for (const Layer& layer : weights_.layers) run_layer(worker, layer);
+  for (const Layer& layer : weights_.layers) {
+    run_layer(worker, layer);
+    if (group_.is_over()) return;
+  }
   head_.project(worker);
+  if (group_.is_over()) return;
   const auto projected = std::chrono::steady_clock::now();
-  head_.choose(worker);
+  if (group_.leads()) head_.choose(worker);
   scores_.run(worker);
+  if (group_.is_over() || !group_.leads()) return;
   states_.run(worker);
   if (worker.leads()) {
     const auto milliseconds = [](auto span) { return std::chrono::duration<float, std::milli>(span).count(); };
@@ -84,29 +126,40 @@ void Model::embed(Worker& worker) {
   const Matrix& table = weights_.embedding_rows();
   const RowBuffer& hidden = buffers_.hidden;
   worker.for_each(step_.plan.num_tokens, [&](int i) {
+    if (!share_.embeds(step_.plan.token_ids[i])) return;
     float* row = hidden.row(i);
     table.get_row(step_.plan.token_ids[i], row);
-    std::fill(row + spec_.hidden, row + hidden.stride(), 0.f);
+    if (group_.is_alone()) {
+      clear_padding(hidden, i, spec_.hidden);
+    } else {
+      buffers_.clear_paddings(i);
+    }
     if (spec_.embedding_scale == 1) return;
     for (int c = 0; c < hidden.stride(); c += kLanes) {
       store(row + c, load(row + c) * broadcast(spec_.embedding_scale));
     }
   });
+  group_.meet(worker);
 }
 
 void Model::run_layer(Worker& worker, const Layer& layer) {
   attention_.project(worker, layer, products_);
   attention_.attend(worker, layer);
+  group_.meet(worker);
   LayerProducts& products = products_after_attention(layer);
   if (products.tokens().empty()) return;
   if (spec_.is_parallel) {
     // The MLP comes first, because it reads the same hidden state as the attention.
     run_mlp(worker, layer, products);
+    // The other ranks have read the outputs whose rows the next ones take.
+    if (spec_.has_output_norms) group_.meet(worker);
     attention_.add_output(worker, layer, products);
   } else {
     attention_.add_output(worker, layer, products);
+    group_.meet(worker);
     run_mlp(worker, layer, products);
   }
+  group_.meet(worker);
 }
 
 void Model::run_mlp(Worker& worker, const Layer& layer, LayerProducts& products) {

@@ -11,6 +11,8 @@
 #include "model/mlp_stage.h"
 #include "model/score_stage.h"
 #include "weights/spec.h"
+#include "ranks/group.h"
+#include "ranks/share.h"
 #include "model/step.h"
 #include "model/step_buffers.h"
 #include "threads/team.h"
@@ -33,9 +35,15 @@ class Model {
   void set_adapter(int adapter_slot, int layer, Slot matrix, const LowRankPart* parts, int num_parts,
                    const float* gains);
 
+  // The ranks that compute each step together. All of them start the same steps in the same order.
+  RankGroup& group() { return group_; }
+  // Returns how much memory the ranks must share for a step. No step may be running.
+  size_t shared_bytes(const Plan& plan);
+
   // Starts a step on the team. `wait` must be called before the next one.
   void start(const Plan& plan);
-  // Returns when the step is done: the number of threads that computed it.
+  // Returns when the step is done: the number of threads that computed it. `group().ending()` then says whether all
+  // ranks have computed it.
   int wait();
 
  private:
@@ -43,13 +51,18 @@ class Model {
   LayerProducts& products_after_attention(const Layer& layer) {
     return layer.index + 1 < spec_.num_layers ? products_ : last_products_;
   }
+  void plan(const Plan& plan);
+  void place(Arena& arena);
   void prepare();
   void run(Worker& worker);
   void embed(Worker& worker);
+  void compute(Worker& worker);
   void run_layer(Worker& worker, const Layer& layer);
   void run_mlp(Worker& worker, const Layer& layer, LayerProducts& products);
 
   const Spec spec_;
+  const Share share_;
+  RankGroup group_;
   Team team_;
   DecoderWeights weights_;
   const KvCache cache_;

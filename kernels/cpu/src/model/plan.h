@@ -25,7 +25,9 @@ struct Plan {
   int32_t num_copies;
   const int32_t* copies;        // [num_copies, 2]: block copies, run in order before everything else
   int32_t* tokens;              // out: [num_samples]
-  float* logits;                // out, may be null: [num_tokens, vocab]; if set, no token is sampled
+  // Out, may be null: [num_tokens, vocab]; if set, no token is sampled. On a rank that does not lead it only tells that
+  // the rank that leads has one.
+  float* logits;
   float* times_ms;              // out: [3]: duration of the forward pass, of sampling and of the copies
   const int32_t* num_logprobs;  // by row, negative for none; null if no row wants any
   int32_t* logprob_ids;         // out: [num_samples, logprobs_width], as logprobs.h writes them

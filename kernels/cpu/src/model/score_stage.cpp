@@ -14,18 +14,24 @@ constexpr int kScoredAtOnce = 64;
 
 }  // namespace
 
+void ScoreStage::place(Arena& arena) { logits_.place(arena, std::min(kScoredAtOnce, step_.plan.num_scored)); }
+
 void ScoreStage::prepare() {
   if (step_.plan.num_scored == 0) return;
   const int rows = std::min(kScoredAtOnce, step_.plan.num_scored);
   inputs_.prepare(rows, head_);
-  logits_.reserve(rows);
+  if (group_.is_alone()) logits_.reserve(rows);
 }
 
 void ScoreStage::run(Worker& worker) {
   for (int first = 0; first < step_.plan.num_scored; first += kScoredAtOnce) {
     const int rows = std::min(kScoredAtOnce, step_.plan.num_scored - first);
+    // The rank that leads has read the logits of the rows before.
+    if (first > 0) group_.meet(worker);
     project(worker, first, rows);
-    worker.for_each(rows, [&](int i) { write(first, i); });
+    group_.meet(worker);
+    if (group_.is_over()) return;
+    if (group_.leads()) worker.for_each(rows, [&](int i) { write(first, i); });
   }
 }
 
@@ -35,7 +41,7 @@ void ScoreStage::project(Worker& worker, int first, int rows) {
     const int token = step_.head_tokens[step_.num_chosen + first + i];
     inputs_.set_row(i, norm_.apply(buffers_.hidden.row(token)).values);
   });
-  multiply(worker, inputs_, head_, [&](int begin, int count, int panel, float* out) {
+  multiply(worker, inputs_, head_, share_.head_panels(), [&](int begin, int count, int panel, float* out) {
     for (int r = 0; r < count; ++r) {
       finish_logits(spec_, out + r * kPanel);
       std::copy_n(out + r * kPanel, kPanel, logits_.row(begin + r) + panel * kPanel);

@@ -1,8 +1,11 @@
 // The rows of numbers that the stages of a step hand to each other.
 #pragma once
+#include "ranks/group.h"
 #include "weights/spec.h"
 #include "weights/weights.h"
 #include "threads/memory.h"
+
+#include <algorithm>
 
 namespace penstock {
 
@@ -13,6 +16,11 @@ class RowBuffer {
 
   // Grows the buffer to at least `count` rows. Growing discards the old contents.
   void reserve(int count) { values_.reserve((size_t)count * stride_); }
+  // Uses memory that the ranks share. It holds anything, padding included.
+  void place(Arena& arena, int count) {
+    Buffer<float> placed = arena.place<float>((size_t)count * stride_);
+    if (!arena.only_counts()) values_ = std::move(placed);
+  }
   float* row(int i) const { return values_.data() + (size_t)i * stride_; }
   // Numbers of a row, padding included.
   int stride() const { return stride_; }
@@ -22,6 +30,11 @@ class RowBuffer {
   Buffer<float> values_;
 };
 
+// Clears a row's padding.
+inline void clear_padding(const RowBuffer& rows, int i, int columns) {
+  std::fill(rows.row(i) + columns, rows.row(i) + rows.stride(), 0.f);
+}
+
 // sum += scale * values.
 inline void add_scaled(const float* values, float scale, int count, float* sum) {
   for (int i = 0; i < count; i += kLanes) store(sum + i, fma(load(values + i), broadcast(scale), load(sum + i)));
@@ -29,7 +42,8 @@ inline void add_scaled(const float* values, float scale, int count, float* sum) 
 
 struct StepBuffers {
   RowBuffer hidden;    // by token: the residual stream
-  RowBuffer qkv;       // by token: queries, keys, values
+  RowBuffer qkv;       // by token: queries, keys, values. A rank has those of its heads.
+  RowBuffer joint;     // by token: the same of all ranks. Only for norms over the heads of all ranks.
   RowBuffer attended;  // by token: the output of the attention
   RowBuffer gated;     // by row of a layer's products: the input of the MLP's second matrix.
   RowBuffer outputs;   // by row of a layer's products: outputs that are normed before they are added.
@@ -37,13 +51,34 @@ struct StepBuffers {
   explicit StepBuffers(const Spec& spec)
       : hidden(spec.hidden),
         qkv(spec.queries() + 2 * spec.num_kv_heads * spec.head_dim),
+        joint(qkv.stride()),
         attended(spec.queries()),
         gated(spec.intermediate),
-        outputs(spec.hidden) {}
+        outputs(spec.hidden),
+        spec_(spec) {}
 
   void reserve(int num_tokens) {
     for (RowBuffer* rows : {&hidden, &qkv, &attended, &gated, &outputs}) rows->reserve(num_tokens);
   }
+
+  // As `reserve`, for a rank of a group: it shares the rows that other ranks read.
+  void place(Arena& arena, int num_tokens) {
+    for (RowBuffer* rows : {&hidden, &attended, &gated}) rows->place(arena, num_tokens);
+    if (spec_.has_output_norms) outputs.place(arena, num_tokens);
+    if (spec_.joins_head_norms) joint.place(arena, num_tokens);
+    if (!arena.only_counts()) qkv.reserve(num_tokens);
+  }
+
+  // Clears the padding of a token's shared rows, which steps of other sizes have used for other numbers.
+  void clear_paddings(int token) const {
+    clear_padding(hidden, token, spec_.hidden);
+    clear_padding(attended, token, spec_.queries());
+    clear_padding(gated, token, spec_.intermediate);
+    if (spec_.has_output_norms) clear_padding(outputs, token, spec_.hidden);
+  }
+
+ private:
+  const Spec& spec_;
 };
 
 }  // namespace penstock

@@ -32,7 +32,12 @@ class Worker {
   // Each thread first works through a contiguous part of its own, because long runs stream best from memory. Then it
   // helps with the other parts, because a thread may lose its core to another process for a while.
   template <class Body>
-  void for_each(int count, const Body& body);
+  void for_each(int count, const Body& body) {
+    for_each(count, body, [] {});
+  }
+  // As above. One thread calls `finish` when all have finished, and then they return.
+  template <class Body, class Finish>
+  void for_each(int count, const Body& body, const Finish& finish);
 
  private:
   friend class Team;
@@ -247,12 +252,14 @@ class Team {
   }
 
   // Waits for all threads at the end of a loop; `loop` counts the loops of this program. The last thread to arrive
-  // resets the loop's counters.
-  void barrier(Worker& worker, uint32_t loop) {
+  // resets the loop's counters, and calls `finish` while the others wait.
+  template <class Finish>
+  void barrier(Worker& worker, uint32_t loop, const Finish& finish) {
     const uint32_t generation = generation_.value();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == active() - 1) {
       for (int i = 0; i < active(); ++i) counter(loop, i).taken.store(0, std::memory_order_relaxed);
       arrived_.store(0, std::memory_order_relaxed);
+      finish();
       generation_.set(generation + 1);
     } else {
       while (generation_.value() == generation) worker.slept_ns_ += generation_.wait_while(generation);
@@ -276,8 +283,8 @@ class Team {
   std::vector<std::thread> threads_;
 };
 
-template <class Body>
-void Worker::for_each(int count, const Body& body) {
+template <class Body, class Finish>
+void Worker::for_each(int count, const Body& body, const Finish& finish) {
   const int num_threads = team_.active();
   for (int k = 0; k < num_threads; ++k) {
     const int owner = (index_ + k) % num_threads;
@@ -290,7 +297,7 @@ void Worker::for_each(int count, const Body& body) {
       for (int i = first; i < std::min(first + chunk, end); ++i) body(i);
     }
   }
-  team_.barrier(*this, loop_++);
+  team_.barrier(*this, loop_++, finish);
 }
 
 }  // namespace penstock

@@ -27,9 +27,13 @@ struct Spec {
   float score_scale;                       // factor of attention scores; 0: 1 / sqrt(head_dim).
   float score_cap;                         // a score s becomes cap * tanh(s / cap); 0: it stays.
   float logit_scale, logit_cap;            // Likewise.
+  int32_t rank, num_ranks;                 // of the group that computes the model together; 0 or 1 ranks: no group.
 
   int queries() const { return num_heads * head_dim; }
   int group() const { return num_heads / num_kv_heads; }
+  // The panels of the MLP's first matrix, or of an expert's.
+  int inner_panels() const { return ((is_gated ? 2 : 1) * intermediate + 31) / 32; }
+  int group_size() const { return num_ranks > 1 ? num_ranks : 1; }
 };
 
 }  // namespace penstock

@@ -1,0 +1,267 @@
+"""Rank 0's side of a group: it starts the ranks, hands them messages, and ends all of them when one is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.contract.adapters import AdapterRef
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.protocol import RanksLostError, RankStats, StepPlan
+from penstock.gpu_node.model.ranks.control import GroupMemory
+from penstock.gpu_node.model.ranks.messages import Kind, write_adapter, write_step
+
+log = logging.getLogger(__package__)
+
+START_PATIENCE_S = 120.0
+"""How long the ranks may take to load the model. On a busy machine, Python alone takes seconds."""
+_LOOK_S = 0.25
+"""Interval at which rank 0 shows that it lives, and looks for ranks that hang."""
+_MAX_REPORT_BYTES = 64 << 10
+
+
+class RankHandle(Protocol):
+    """A rank that was started. It reports in lines of JSON: `{"ready": facts, "pid": number}` or `{"error": text}`."""
+
+    def fileno(self) -> int:
+        """The descriptor to read its reports from. It is closed when the rank has ended."""
+
+    def kill(self) -> None:
+        """End the rank now, whatever it does. Calls after the first do nothing."""
+
+    def close(self) -> None:
+        """Wait until it has ended, and release what belongs to it."""
+
+
+StartRank = Callable[[int, GroupMemory], RankHandle]
+"""Starts the rank with a number, in the memory of its group. Raises OSError."""
+
+
+@dataclass(slots=True)
+class _StartedRank:
+    handle: RankHandle
+    report: bytearray = field(default_factory=bytearray)
+    facts: Mapping[str, Any] | None = None
+    pid: int = 0
+
+
+class RankGroup:
+    """The further ranks of one model. Messages are handed out by one thread, one after another."""
+
+    def __init__(self, size: int, library: Path, start: StartRank, *, stall_s: float) -> None:
+        """Start no rank yet. size: ranks, rank 0 included. stall_s: after which a rank that stands still is lost."""
+        self.size = size
+        self._library = library
+        self._start = start
+        self._stall_s = stall_s
+        self._changed = threading.Condition()
+        self._started: dict[int, _StartedRank] = {}
+        self._lost = ""
+        self._is_closing = False
+        self._num_messages = 0
+        self.num_starts = 0
+        """How often the ranks were started: once, and again each time after one was lost."""
+        self.memory: GroupMemory | None = None
+
+    def start(self, expected: Mapping[str, Any]) -> GroupMemory:
+        """Start all ranks and wait until they are ready. Return their new memory.
+
+        expected: the facts that each rank must report. Raises ConfigError that names the rank and what is wrong with
+        it, and MemoryError. Then nothing is left of the group.
+        """
+        self.close()
+        self._lost, self._is_closing, self._num_messages = "", False, 0
+        self.memory = memory = GroupMemory.create()
+        self.exchange = memory.exchange(self._library, 0, self.size)
+        self.num_starts += 1
+        try:
+            for rank in range(1, self.size):
+                self._started[rank] = _StartedRank(self._start(rank, memory))
+            self._watcher = threading.Thread(target=self._watch, name="penstock-ranks", daemon=True)
+            self._watcher.start()
+            self._await_ready(START_PATIENCE_S)
+            for rank, member in self._started.items():
+                _compare(rank, member.facts or {}, expected)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"the ranks cannot be started: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        log.info("ranks are ready", extra={"num_ranks": self.size, "pids": self.pids, "num_starts": self.num_starts})
+        return memory
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each further rank, in their order."""
+        return [member.pid for member in self._started.values()]
+
+    @property
+    def lost(self) -> str:
+        """Why the group is lost; empty while all ranks live."""
+        return self._lost
+
+    def hand_out_step(self, plan: StepPlan, row_bytes: int, *, returns_logits: bool = False) -> None:
+        """Hand a step to all ranks; row_bytes: what its rows take. The step before must be complete.
+
+        Raises MemoryError and RanksLostError. Then no rank has the step.
+        """
+        memory = self._memory()
+        memory.rows.grow(row_bytes)
+        write_step(memory.messages, plan, returns_logits=returns_logits)
+        self._hand_out(Kind.STEP)
+
+    def hand_out_adapter(self, adapter_slot: int, adapter: AdapterRef) -> None:
+        """Ask all ranks to load an adapter. `meet` then waits for them. Raises MemoryError and RanksLostError."""
+        write_adapter(self._memory().messages, adapter_slot, adapter)
+        self._hand_out(Kind.ADAPTER)
+
+    def meet(self, *, is_refused: bool) -> bool:
+        """Wait until all ranks have done what a message asked for. Return whether all could. Raises RanksLostError."""
+        is_done = self.exchange.meet(is_refused=is_refused)
+        self.check()
+        return is_done
+
+    def check(self) -> None:
+        """Raise RanksLostError if a rank was lost."""
+        if self.memory is None or self._lost or self.exchange.is_aborted:
+            raise RanksLostError(self._lost or "the ranks were ended")
+
+    @property
+    def stats(self) -> RankStats:
+        """What the ranks have spent at meetings since the last start. Any thread may read it."""
+        with self._changed:
+            if self.memory is None:
+                return RankStats(self.size, self.num_starts)
+            states = [self.exchange.state_of(rank) for rank in range(self.size)]
+            waited_s = tuple(state.waited_ns / 1e9 for state in states)
+            exchanged_s = tuple(state.exchanged_ns / 1e9 for state in states)
+            return RankStats(self.size, self.num_starts, waited_s, exchanged_s, int(states[0].meetings))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank was lost, or none is started."""
+        return self.memory is None or bool(self._lost)
+
+    def close(self) -> None:
+        """End all ranks and free what they share; nothing of them is left. No step may be running."""
+        if self.memory is None:
+            return
+        with self._changed:
+            self._is_closing = True
+        self.exchange.abort()
+        for member in self._started.values():
+            member.handle.kill()
+        if (watcher := getattr(self, "_watcher", None)) is not None and watcher.ident is not None:
+            watcher.join()
+        for member in self._started.values():
+            member.handle.close()
+        self._started = {}
+        with self._changed:
+            self.memory.close()
+            self.memory = None
+
+    def _memory(self) -> GroupMemory:
+        self.check()
+        if self.memory is None:
+            raise RanksLostError("the ranks were ended")
+        return self.memory
+
+    def _hand_out(self, kind: Kind) -> None:
+        self._memory().note_message(kind)
+        self._num_messages += 1
+        self.exchange.hand_out(self._num_messages)
+
+    def _await_ready(self, patience_s: float) -> None:
+        def is_decided() -> bool:
+            return bool(self._lost) or all(member.facts is not None for member in self._started.values())
+
+        with self._changed:
+            if not self._changed.wait_for(is_decided, patience_s):
+                late = [str(rank) for rank, member in self._started.items() if member.facts is None]
+                raise ConfigError(f"rank {', '.join(late)} has not started within {patience_s:g} s")
+            if self._lost:
+                raise ConfigError(self._lost)
+
+    def _watch(self) -> None:
+        """Show life, read the ranks' reports, and look for ranks that have ended or hang, until the group ends."""
+        hung = _StillRank(self)
+        memory, members = self.memory, self._started
+        while not self._is_closing and not self._lost and memory is not None:
+            memory.show_life()
+            readable, _, _ = select.select([member.handle for member in members.values()], [], [], _LOOK_S)
+            for rank, member in members.items():
+                if member.handle in readable:
+                    self._read(rank, member)
+            if (still := hung.look()) is not None and hung.for_s >= self._stall_s:
+                self._lose(f"rank {still} hangs: it has stood still for {hung.for_s:.1f} s while the others waited")
+
+    def _read(self, rank: int, member: _StartedRank) -> None:
+        more = os.read(member.handle.fileno(), _MAX_REPORT_BYTES)
+        if not more:
+            self._lose(f"rank {rank} ended")
+            return
+        member.report += more
+        *lines, rest = member.report.split(b"\n")
+        member.report = rest
+        for line in lines:
+            event = json.loads(line)
+            if "error" in event:
+                self._lose(f"rank {rank}: {event['error']}")
+            with self._changed:
+                member.facts, member.pid = event.get("ready", member.facts), event.get("pid", member.pid)
+                self._changed.notify_all()
+
+    def _lose(self, why: str) -> None:
+        """End the group. Waits at meetings return at once, and each rank is killed."""
+        with self._changed:
+            if self._is_closing or self._lost:
+                return
+            self._lost = why
+            self.exchange.abort()
+            self._changed.notify_all()
+        log.error("the ranks are lost", extra={"reason": why})
+        for member in self._started.values():
+            member.handle.kill()
+
+
+class _StillRank:
+    """Finds a rank that stands still while all others wait for it. Ranks that are slow together do not hang."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._states = [group.exchange.state_of(rank) for rank in range(group.size)]
+        self._seen = -1, -1
+        self._looked_s = time.monotonic()
+        self.for_s = 0.0
+        """How long it has stood still. Time in which this process did not run does not count."""
+
+    def look(self) -> int | None:
+        """Return the rank, if there is one, and measure its time."""
+        now_s = time.monotonic()
+        passed_s, self._looked_s = min(now_s - self._looked_s, 2 * _LOOK_S), now_s
+        # A rank that was stopped at a meeting still shows that it waits there, when the others are at the next one.
+        last = max(state.meetings for state in self._states)
+        late = [rank for rank, one in enumerate(self._states) if not one.is_waiting or one.meetings < last]
+        # Rank 0 is watched as a part of the engine.
+        if len(late) != 1 or late[0] == 0:
+            self._seen, self.for_s = (-1, -1), 0.0
+            return None
+        now = late[0], int(self._states[late[0]].meetings)
+        self.for_s = self.for_s + passed_s if now == self._seen else 0.0
+        self._seen = now
+        return late[0]
+
+
+def _compare(rank: int, facts: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    different: Sequence[str] = [name for name in expected if facts.get(name) != expected[name]]
+    if different:
+        name = different[0]
+        raise ConfigError(f"rank {rank} has another {name}: {facts.get(name)!r}, and rank 0 has {expected[name]!r}")

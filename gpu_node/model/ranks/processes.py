@@ -1,0 +1,69 @@
+"""Ranks as processes of this host. Each runs under a process guard, which ends it with the process of rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from penstock.runtime.process_guard import guarded
+
+_END_PATIENCE_S = 2.0
+
+
+class RankProcess:
+    """A rank in a process of its own."""
+
+    def __init__(self, module: str, config: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        """Start `python -m module CONFIG`, CONFIG being JSON. It inherits `descriptors`, under the same numbers.
+
+        It reports to the descriptor in CONFIG's `report`.
+        """
+        self._reports, report = os.pipe()
+        try:
+            command = [sys.executable, "-P", "-m", module, json.dumps({**config, "report": report})]
+            inherited = *descriptors, report
+            # stdout may be read by a supervisor, which understands the node's own lines alone.
+            self._guard = subprocess.Popen(
+                guarded(command, grace_s=0.0, descriptors=inherited),
+                stdin=subprocess.PIPE,
+                stdout=2,
+                pass_fds=inherited,
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._reports)
+            raise
+        finally:
+            os.close(report)
+
+    def fileno(self) -> int:
+        """The descriptor of its reports. Its end means that guard and rank have ended."""
+        return self._reports
+
+    def kill(self) -> None:
+        """Close the guard's pipe: the guard then kills the rank."""
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+
+    def close(self) -> None:
+        """Wait for the guard. It outlives the rank, and nothing can stop it but SIGSTOP."""
+        self.kill()
+        try:
+            self._guard.wait(_END_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            # The rank then dies with its guard (PR_SET_PDEATHSIG).
+            self._guard.kill()
+            self._guard.wait()
+        with suppress(OSError):
+            os.close(self._reports)
+
+
+def report(descriptor: int, event: Mapping[str, Any]) -> None:
+    """Report to rank 0, in a rank."""
+    with suppress(OSError):  # Rank 0 may be gone; the guard then ends this process.
+        os.write(descriptor, json.dumps(event).encode() + b"\n")

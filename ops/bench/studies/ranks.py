@@ -1,0 +1,150 @@
+"""Measure a model that several ranks compute together; `python -m bench.studies.ranks` writes the results.
+
+Without arguments it takes a model of 1B parameters with random weights, which takes a minute and 3 GB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.machine import describe, revision
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine
+from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
+from penstock.gpu_node.model.native.runner import NativeRunner
+from penstock.gpu_node.model.protocol import RankStats
+from penstock.gpu_node.model.ranks.control import GroupMemory
+from penstock.kernels.cpu.build import library_path
+from penstock.kernels.cpu.probe import best_isa, cpu_flags
+
+RESULTS = Path(__file__).parents[1] / "results"
+COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.studies.ranks"
+ROWS, COLUMNS, EXCHANGES = 16, 2048, 2000
+OUTPUTS = 48
+REPEATS = 5
+BATCHES = (1, 16)
+_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+\s*(.*)$")
+
+
+def main() -> None:
+    """Measure exchanges, speed and memory."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="llama-1b", help="a model, or the shape of one with random weights")
+    parser.add_argument("--quantization", default="int8_group")
+    args = parser.parse_args()
+    settings: dict[str, Any] = {"runner": "native", "quantization": args.quantization, "num_kv_blocks": 256}
+    if not Path(args.model).exists():
+        settings["load_format"] = "dummy"
+    machine = describe()
+    lines = [
+        "# Ranks",
+        "",
+        f"{args.model}, {args.quantization}, {machine['cores']} cores of {machine['cpu']}, {machine['date']}, "
+        f"{revision()}. `{COMMAND}`",
+        "",
+        f"**An exchange** of {ROWS} rows of {COLUMNS} numbers between two ranks, each on a thread: "
+        f"{_exchange_us():.1f} µs. Each rank writes its half, meets the other one, reads all rows, and meets it again.",
+        "",
+        *_speeds(args.model, settings),
+    ]
+    (RESULTS / "ranks.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _exchange_us() -> float:
+    """Return the time of one exchange: the median of several runs."""
+    isa = best_isa(cpu_flags())
+    if isa is None:
+        raise SystemExit("this CPU has none of the kernels' instruction sets")
+    library = library_path(isa, cache_folder() / "native", lambda fraction: None)
+    memory = GroupMemory.create()
+    memory.rows.grow(4 * ROWS * COLUMNS)
+    took_us = []
+    for _ in range(REPEATS):
+        exchanges = [memory.exchange(library, rank, 2) for rank in range(2)]
+        numbers = EXCHANGES, memory.rows.address, ROWS * COLUMNS
+        threads = [threading.Thread(target=exchange.repeat, args=numbers) for exchange in exchanges]
+        began_s = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        took_us.append(1e6 * (time.perf_counter() - began_s) / EXCHANGES)
+    memory.close()
+    return median(took_us)
+
+
+def _speeds(model: str, settings: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of tokens a second and of memory."""
+    shapes: dict[str, dict[str, Any]] = {
+        "one rank, one thread": {"num_threads": 1},
+        "one rank, two threads": {"num_threads": 2},
+        "two ranks, one thread each": {"num_threads": 2, "tensor_parallel_size": 2},
+    }
+    yield f"Tokens a second, the best of {REPEATS} runs of {OUTPUTS} tokens for each stream. PSS counts the weights"
+    yield "and the KV cache that a rank has mapped. The share is its part of what one rank has."
+    yield ""
+    yield "| | " + " | ".join(f"{count} streams" for count in BATCHES) + " | PSS, MiB | share | at meetings |"
+    yield "|---" * (len(BATCHES) + 4) + "|"
+    of_one = 0.0
+    for name, shape in shapes.items():
+        engine = Engine(model, **settings, **shape)
+        runner = engine._runner
+        if not isinstance(runner, NativeRunner):
+            raise SystemExit("the native runner is needed")
+        rates = [_best_rate(engine, count) for count in BATCHES]
+        sizes = [_pss_mib(pid) for pid in ("self", *map(str, runner.rank_pids))]
+        of_one = of_one or sizes[0]
+        shares = ", ".join(f"{size / of_one:.2f}" for size in sizes)
+        row = [name, *(f"{rate:.0f}" for rate in rates), ", ".join(f"{size:.0f}" for size in sizes), shares]
+        yield f"| {' | '.join(row)} | {_meetings(runner.ranks)} |"
+        runner.close()
+        del engine, runner
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _best_rate(engine: Engine, count: int) -> float:
+    params = SamplingParams(temperature=0, max_tokens=OUTPUTS, ignore_eos=True)
+    prompts = [[5 + i, 6, 7, 8] for i in range(count)]
+    engine.generate(prompts, params)
+    best_s = float("inf")
+    for _ in range(REPEATS):
+        began_s = time.perf_counter()
+        engine.generate(prompts, params)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return count * OUTPUTS / best_s
+
+
+def _pss_mib(pid: str) -> float:
+    """Return the proportional share of the weights and of large private memory, which is the KV cache."""
+    total, counts = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if (mapping := _MAPPING.match(line)) is not None:
+            begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+            name = mapping[1]
+            is_cache = not name and end - begin > 8 << 20
+            counts = is_cache or "penstock-weights" in name or name.endswith(".weights")
+        elif counts and line.startswith("Pss:"):
+            total += int(line.split()[1])
+    return total / 1024
+
+
+def _meetings(ranks: RankStats) -> str:
+    if not ranks.num_meetings:
+        return ""
+    spent = [
+        1e6 * (waited + exchanged) / ranks.num_meetings
+        for waited, exchanged in zip(ranks.waited_s, ranks.exchanged_s, strict=True)
+    ]
+    return ", ".join(f"{number:.1f} µs" for number in spent)
+
+
+if __name__ == "__main__":
+    main()

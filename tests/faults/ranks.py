@@ -1,0 +1,235 @@
+"""`python -m faults.ranks`: ranks of two nodes are killed and stopped under load, rank 0 included.
+
+Each job's tokens must equal those of one rank in peace. At the end no rank may be left, and Redis must be consistent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+from faults.tools.redis_process import RedisProcess
+from faults.tools.report import quantile, record
+from fixtures.tiny_model import make_tiny_model
+
+from penstock.contract.errors import BusyError, UnavailableError
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine
+from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
+from penstock.queue.broker.connection import connect
+
+POOL, LEASE_S, STALL_S = "ranks", 3.0, 1.0
+NUM_NODES, NUM_READERS, NUM_JOBS = 2, 8, 24
+MAX_TOKENS = 150
+PATIENCE_S = 120.0
+RANK = "penstock.gpu_node.model.loading.rank_process"
+
+
+class RankedNode:
+    """A node of two ranks, as `penstock node` starts it."""
+
+    def __init__(self, url: str, model: Path, name: str, log: Path) -> None:
+        self._options = [str(model), "--redis-url", url, "--pool", POOL, "--name", name]
+        self._options += ["--runner", "native", "--dtype", "bfloat16", "--num-kv-blocks", "256", "--num-threads", "2"]
+        self._options += ["--tensor-parallel-size", "2", "--rank-stall-s", str(STALL_S), "--max-losses", "1000"]
+        self._options += ["--lease-ms", str(int(LEASE_S * 1000)), "--drain-s", "1", "--avoid-ms", "200"]
+        self._log = log
+        self.start()
+
+    def start(self) -> None:
+        """Start it, also after it was killed."""
+        command = [str(Path(sys.executable).with_name("penstock")), "node", *self._options]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    @property
+    def pid(self) -> int:
+        """The process of rank 0."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process of rank 0 has ended."""
+        return self._process.poll() is not None
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of its other ranks."""
+        if self.has_ended:
+            return []
+        return [one for one in psutil.Process(self.pid).children(recursive=True) if _is_rank(one)]
+
+    def stop(self) -> None:
+        """Let it drain and end, or end while it still loads the model."""
+        self._process.terminate()
+        assert self._process.wait(PATIENCE_S) in (0, -signal.SIGTERM)
+
+    def replace(self) -> None:
+        """Kill it and start it again."""
+        self._process.kill()
+        self._process.wait()
+        self.start()
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    return RANK in words and not any("process_guard" in word for word in words)
+
+
+async def _ranks_of(node: RankedNode) -> list[psutil.Process]:
+    """Wait until the ranks of a node run, and return them. A node whose rank is killed while it starts ends itself."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not (ranks := node.ranks()):
+            if node.has_ended:
+                node.start()
+            await asyncio.sleep(0.05)
+    return ranks
+
+
+async def kill_rank_1(node: RankedNode) -> None:
+    (rank,) = await _ranks_of(node)
+    rank.kill()
+
+
+async def kill_rank_0(node: RankedNode) -> None:
+    ranks = await _ranks_of(node)
+    await asyncio.to_thread(node.replace)
+    await _until_gone(ranks, 2.0)
+
+
+async def stop_rank_1(node: RankedNode) -> None:
+    (rank,) = await _ranks_of(node)
+    rank.suspend()
+    await _until_gone([rank], PATIENCE_S)
+
+
+async def stop_rank_0(node: RankedNode) -> None:
+    """Its ranks end after the lease. Once it runs again, it starts others."""
+    ranks = await _ranks_of(node)
+    os.kill(node.pid, signal.SIGSTOP)
+    await _until_gone(ranks, LEASE_S + 5)
+    os.kill(node.pid, signal.SIGCONT)
+
+
+async def _until_gone(processes: list[psutil.Process], within_s: float) -> None:
+    async with asyncio.timeout(within_s):
+        while any(process.is_running() for process in processes):
+            await asyncio.sleep(0.02)
+
+
+class Readers:
+    """Submit jobs and compare their tokens with those of one rank, until they are stopped."""
+
+    def __init__(self, client: AsyncClient, expected: list[tuple[int, ...]]) -> None:
+        self._client = client
+        self._expected = expected
+        self.counts: Counter[str] = Counter()
+        self.gaps_s: list[float] = []
+        self.is_over = False
+
+    async def run(self, rng: random.Random) -> None:
+        """Read one job after another."""
+        while not self.is_over:
+            number = rng.randrange(NUM_JOBS)
+            try:
+                job = await self._client.submit(_prompt(number), model=POOL, **_params(number))
+            except (BusyError, UnavailableError):
+                self.counts["refused"] += 1
+                await asyncio.sleep(1)
+                continue
+            tokens, longest_s, seen_s = list[int](), 0.0, time.monotonic()
+            async for chunk in job.chunks():
+                now_s = time.monotonic()
+                longest_s, seen_s = max(longest_s, now_s - seen_s), now_s
+                tokens += chunk.token_ids
+            assert tuple(tokens) == self._expected[number], f"job {job.id} has other tokens"
+            self.gaps_s.append(longest_s)
+            self.counts["jobs"] += 1
+            self.counts["tokens"] += len(tokens)
+
+
+def _prompt(number: int) -> str:
+    return f"the gate opens by pressure, and the turbine has number {number}"
+
+
+def _params(number: int) -> dict[str, object]:
+    return {"temperature": 1.0, "seed": number, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+
+
+def _expected(model: Path) -> list[tuple[int, ...]]:
+    """The tokens of one rank."""
+    engine = Engine(str(model), runner="native", dtype="bfloat16", num_threads=1, num_kv_blocks=256)
+    params = [SamplingParams(**_params(number)) for number in range(NUM_JOBS)]
+    return [done.token_ids for done in engine.generate([_prompt(number) for number in range(NUM_JOBS)], params)]
+
+
+async def run(num_kills: int, num_stops: int, seed: int, folder: Path) -> None:
+    """Apply all faults, and check everything afterwards."""
+    rng, model = random.Random(seed), make_tiny_model(folder / "tiny")
+    expected = await asyncio.to_thread(_expected, model)
+    redis = RedisProcess(folder / "redis")
+    redis.start()
+    nodes = [RankedNode(redis.url, model, f"n{i}", folder / f"n{i}.log") for i in range(NUM_NODES)]
+    faults = [*[rng.choice((kill_rank_0, kill_rank_1)) for _ in range(num_kills)]]
+    faults += [rng.choice((stop_rank_0, stop_rank_1)) for _ in range(num_stops)]
+    rng.shuffle(faults)
+    began_s, counts = time.monotonic(), Counter[str]()
+    try:
+        async with AsyncClient(redis.url, settings=ClientSettings(outage_s=PATIENCE_S)) as client:
+            readers = Readers(client, expected)
+            async with asyncio.TaskGroup() as group:
+                for number in range(NUM_READERS):
+                    group.create_task(readers.run(random.Random(seed + number)))
+                async with asyncio.timeout(PATIENCE_S):
+                    while not readers.counts["jobs"]:
+                        await asyncio.sleep(0.1)
+                for number, fault in enumerate(faults):
+                    await fault(rng.choice(nodes))
+                    counts[fault.__name__.replace("_", " ")] += 1
+                    await asyncio.sleep(rng.uniform(0.5, 3))
+                    sys.stdout.write(f"{number + 1}/{len(faults)} {fault.__name__} {dict(readers.counts)}\n")
+                readers.is_over = True
+        for node in nodes:
+            await _ranks_of(node)
+            await asyncio.to_thread(node.stop)
+        left = [one.pid for one in psutil.process_iter() if _is_rank(one) and str(model) in " ".join(one.cmdline())]
+        assert not left, f"ranks are left: {left}"
+        async with connect(redis.url) as connection:
+            assert await audit(AdminBroker(connection), POOL) == []
+    finally:
+        for node in nodes:
+            node._process.kill()
+        redis.kill()
+    facts = dict(counts) | {"jobs": readers.counts["jobs"], "tokens": readers.counts["tokens"]}
+    facts |= {"minutes": (time.monotonic() - began_s) / 60, "longest gap, median s": quantile(readers.gaps_s, 0.5)}
+    record("Ranks", "two nodes of two ranks", facts | {"longest gap s": max(readers.gaps_s)})
+
+
+def main() -> None:
+    """Run the campaign."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--stops", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="for models and logs, kept at the end")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(run(args.kills, args.stops, args.seed, args.folder or Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""An engine of two ranks answers as one of one rank, with each feature. The ranks are threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fakes.engine_runs import check_idle, drain
+from fakes.runners.thread_ranks import ranks_as_threads
+
+from penstock.contract.job import SamplingParams
+from penstock.contract.tasks import Embed
+from penstock.gpu_node.engine import Engine, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest
+
+PROMPTS = [[5, *range(3, 43)], [5, *range(3, 40), 7], [9, 8, 7, 6] * 12, [11]]
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True, "n": 2}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+    "swap": {"num_kv_blocks": 14, "num_swap_blocks": 40, "preemption": "swap", "max_num_seqs": 6},
+    "recompute": {"num_kv_blocks": 14, "preemption": "recompute", "max_num_seqs": 6},
+    "drafts": {"speculative": "ngram"},
+    "int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+}
+PARAMS: dict[str, dict[str, Any]] = {
+    "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.4, "logit_bias": {"5": 3.0}, "bad_words": ["a"]},
+    "grammar": {"structured_outputs": {"regex": "[a-f]{3,30}"}, "ignore_eos": False},
+    "greedy": {"temperature": 0.0},
+    "beams": {"use_beam_search": True, "n": 2, "best_of": 3, "temperature": 0.0},
+}
+
+
+def _run(engine: Engine, params: SamplingParams, embed: Embed | None = None) -> list[StepOutput]:
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(EngineRequest(str(i), prompt, params, seed=i, embed=embed))
+    outputs = drain(engine)
+    check_idle(engine)
+    return sorted(outputs, key=lambda output: (output.request_id, output.choice, output.position))
+
+
+def _shown(outputs: list[StepOutput]) -> list[tuple[Any, ...]]:
+    """All that a caller sees."""
+    return [
+        (one.request_id, one.choice, one.token_ids, one.text, one.logprobs, one.prompt_logprobs, one.embedding)
+        for one in outputs
+    ]
+
+
+def _both(make_engine: Callable[..., Engine], **settings: Any) -> tuple[Engine, Engine]:
+    with ranks_as_threads():
+        ranks = make_engine(tensor_parallel_size=2, **settings | {"num_threads": 2})
+    return make_engine(**settings), ranks
+
+
+@pytest.fixture(scope="module")
+def engines(make_engine: Callable[..., Engine]) -> tuple[Engine, Engine]:
+    return _both(make_engine)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_an_engine(make_engine: Callable[..., Engine], name: str) -> None:
+    one, ranks = _both(make_engine, **SETTINGS[name])
+    params = SamplingParams(**SAMPLED)
+    assert _shown(_run(ranks, params)) == _shown(_run(one, params))
+    if name in ("swap", "recompute"):
+        assert ranks.stats().num_preemptions > 0
+    assert ranks.revision == one.revision, "nodes of both kinds continue each other's jobs"
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_options_of_a_request(engines: tuple[Engine, Engine], name: str) -> None:
+    one, ranks = engines
+    params = SamplingParams(**SAMPLED | PARAMS[name])
+    # The second run finds its prompts in the prefix cache.
+    for _ in range(2):
+        assert _shown(_run(ranks, params)) == _shown(_run(one, params))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings(engines: tuple[Engine, Engine], pooling: Any) -> None:
+    wanted = Embed(pooling=pooling)
+    one, ranks = (_run(engine, SamplingParams(**wanted.sampling()), wanted) for engine in engines)
+    assert _shown(ranks) == _shown(one)
+    assert all(output.embedding for output in one)

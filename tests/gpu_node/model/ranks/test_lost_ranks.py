@@ -1,0 +1,219 @@
+"""Ranks that are killed, stopped or fail: the engine starts them again, and no token changes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from fakes.engine_runs import check_idle
+from fixtures.plans import Track, plan_of
+from fixtures.sampling import rows_of
+
+from penstock.contract.errors import ConfigError
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest, StepLostError
+from penstock.gpu_node.model.native import load as native_load
+from penstock.gpu_node.model.native import ranks as native_ranks
+from penstock.gpu_node.model.native.runner import NativeRunner
+from penstock.gpu_node.model.protocol import StepHandle, StepPlan
+from penstock.gpu_node.model.ranks import group as ranks_group
+from penstock.gpu_node.model.ranks.control import GroupMemory
+
+PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 23 + i)] for i in range(4)]
+PARAMS = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=3, n=2, logprobs=2)
+RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "num_threads": 2, "rank_stall_s": 0.6}
+Answers = dict[tuple[str, int], tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def expected(make_engine: Callable[..., Engine]) -> Answers:
+    """The answers of one rank."""
+    return _answers(make_engine(), lambda engine, done: None)
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., Engine]) -> Iterator[Engine]:
+    """An engine of two ranks, of which one is a process that ends with the test."""
+    engine = make_engine(**RANKS)
+    runner = _runner(engine)
+    yield engine
+    check_idle(engine)
+    runner.close()
+    assert _children() == []
+
+
+def _children() -> list[int]:
+    """The guards of ranks that this process has started and not waited for."""
+    pids = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    return [int(pid) for pid in pids if b"process_guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def _runner(engine: Engine) -> NativeRunner:
+    assert isinstance(engine._runner, NativeRunner)
+    return engine._runner
+
+
+def _answers(engine: Engine, disturb: Callable[[Engine, int], None]) -> Answers:
+    """Run all prompts; `disturb` is called with the number of steps after each step."""
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(EngineRequest(str(i), prompt, PARAMS, seed=i))
+    outputs, num_steps = list[StepOutput](), 0
+    while engine.has_work():
+        try:
+            outputs += engine.step()
+        except StepLostError:
+            engine.check_integrity()
+        num_steps += 1
+        disturb(engine, num_steps)
+    found: Answers = {}
+    for output in outputs:
+        key = output.request_id, output.choice
+        found[key] = found.get(key, ()) + output.token_ids
+    return found
+
+
+def test_two_ranks_answer_as_one(engine: Engine, expected: Answers) -> None:
+    assert _answers(engine, lambda engine, done: None) == expected
+    assert _runner(engine).ranks.num_meetings > 100
+
+
+@pytest.mark.parametrize("at", [1, 12])
+def test_a_killed_rank_costs_no_token(engine: Engine, expected: Answers, at: int) -> None:
+    pids = []
+
+    def kill(engine: Engine, done: int) -> None:
+        if done == at:
+            pids.extend(_runner(engine).rank_pids)
+            os.kill(pids[0], signal.SIGKILL)
+
+    began_s, num_descriptors = time.monotonic(), len(os.listdir("/proc/self/fd"))
+    assert _answers(engine, kill) == expected
+    assert time.monotonic() - began_s < 20
+    assert _runner(engine).ranks.num_starts == 2
+    assert _runner(engine).rank_pids != pids
+    assert len(os.listdir("/proc/self/fd")) == num_descriptors
+    assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def test_a_rank_that_is_killed_between_two_steps_costs_no_step(engine: Engine, expected: Answers) -> None:
+    os.kill(_runner(engine).rank_pids[0], signal.SIGKILL)
+    began_s = time.monotonic()
+    while not engine.has_work():
+        assert time.monotonic() - began_s < 5
+        time.sleep(0.01)
+    assert engine.step() == []
+    assert not engine.has_work()
+    assert _answers(engine, lambda engine, done: None) == expected
+    stats = engine.stats()
+    assert (stats.num_failed_steps, stats.ranks.num_starts) == (0, 2)
+
+
+def test_a_stopped_rank_costs_no_token(engine: Engine, expected: Answers) -> None:
+    pids = []
+
+    def stop(engine: Engine, done: int) -> None:
+        if done == 5:
+            pids.extend(_runner(engine).rank_pids)
+            os.kill(pids[0], signal.SIGSTOP)
+
+    assert _answers(engine, stop) == expected
+    assert _runner(engine).ranks.num_starts == 2
+    assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def test_a_request_that_ends_the_ranks_each_time_fails_alone(
+    engine: Engine, expected: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, poison = _runner(engine), 6
+    submit = runner.submit
+
+    def killing(plan: StepPlan) -> StepHandle:
+        if (plan.token_ids == poison).any() and (plan.positions == 0).any():
+            os.kill(runner.rank_pids[0], signal.SIGKILL)
+        return submit(plan)
+
+    monkeypatch.setattr(runner, "submit", killing)
+    engine.add(EngineRequest("poison", [poison, 1, 2], SamplingParams(max_tokens=8), seed=0))
+    ends = dict[str, str | None]()
+    while engine.has_work():
+        try:
+            for output in engine.step():
+                ends[output.request_id] = output.finish_reason
+        except StepLostError as error:
+            assert error.requests == {"poison"}
+    assert ends == {"poison": "error"}
+    assert runner.ranks.num_starts == 4
+    monkeypatch.undo()
+    assert _answers(engine, lambda engine, done: None) == expected
+
+
+def test_memory_that_a_rank_lacks_fails_the_step_everywhere(engine: Engine) -> None:
+    runner, pid = _runner(engine), _runner(engine).rank_pids[0]
+    blocks = list(range(1, 33))
+    assert runner.submit(_plan(blocks, 1)).result().tokens.shape == (1,)
+    limits, own = resource.prlimit(pid, resource.RLIMIT_AS), Path(f"/proc/{pid}/statm").read_text().split()
+    resource.prlimit(pid, resource.RLIMIT_AS, (int(own[0]) * resource.getpagesize(), limits[1]))
+    with pytest.raises(MemoryError, match="a rank ran out of memory"):
+        runner.submit(_plan(blocks, 500)).result()
+    assert runner.submit(_plan(blocks, 1)).result().tokens.shape == (1,)
+    resource.prlimit(pid, resource.RLIMIT_AS, limits)
+    tokens = runner.submit(_plan(blocks, 500)).result().tokens
+    assert (tokens == runner.submit(_plan(blocks, 500)).result().tokens).all()
+    assert runner.ranks.num_starts == 1
+
+
+def _plan(blocks: list[int], length: int) -> StepPlan:
+    return plan_of([(Track([3 + i % 90 for i in range(length)], blocks), length)], rows_of(1, temperature=0.0))
+
+
+def test_a_rank_that_does_not_arrive_is_named(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_group, "START_PATIENCE_S", 0.01)
+    with pytest.raises(ConfigError, match="rank 1 has not started within 0"):
+        make_engine(**RANKS)
+    assert _children() == []
+
+
+def test_a_rank_that_ends_at_its_start_is_named(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_ranks, "RANK_MODULE", "penstock.no_such_module")
+    with pytest.raises(ConfigError, match="rank 1 ended"):
+        make_engine(**RANKS)
+    assert _children() == []
+
+
+def test_a_rank_with_another_model_is_refused(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_load, "facts_of", lambda library, spec: {"kernel library": "another one"})
+    with pytest.raises(ConfigError, match="rank 1 has another kernel library"):
+        make_engine(**RANKS)
+    assert _children() == []
+
+
+def test_ranks_end_without_a_sign_of_life_of_rank_0(make_engine: Callable[..., Engine]) -> None:
+    """As when rank 0 is stopped: nothing shows the other ranks that it lives. They sleep meanwhile."""
+    engine = make_engine(**RANKS | {"lease_ms": 600})
+    runner = _runner(engine)
+    with mock.patch.object(GroupMemory, "show_life"):
+        assert _answers_after_loss(engine)
+    runner.close()
+    assert _children() == []
+
+
+def _answers_after_loss(engine: Engine) -> bool:
+    runner = _runner(engine)
+    pid, began_s = runner.rank_pids[0], time.monotonic()
+    while Path(f"/proc/{pid}").exists() and time.monotonic() - began_s < 10:
+        time.sleep(0.02)
+    return not Path(f"/proc/{pid}").exists()
