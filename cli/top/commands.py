@@ -146,7 +146,11 @@ def _node_table(nodes: Sequence[NodeRow], is_wide: bool) -> Table:
 
 def _cells(node: NodeRow, bar_cells: int, is_wide: bool) -> list[RenderableType]:
     state = Text(node.state, _STYLES[node.state])
-    name = _clipped(node.node_id, _WIDE_NAME_CHARS if is_wide else _NAME_CHARS)
+    name, num_chars = node.node_id, _WIDE_NAME_CHARS if is_wide else _NAME_CHARS
+    if len(name) > num_chars:
+        # Its middle is left out: hosts' names begin alike, and ids end differently.
+        half = num_chars // 2
+        name = f"{name[: num_chars - half - 1]}…{name[-half:]}"
     if node.state == "dead" and not node.kv_blocks_total:
         return [name, state]
     found: list[RenderableType] = [name, state, _bar(node, bar_cells)]
@@ -228,12 +232,6 @@ def _event_line(event: PoolEvent, num_others: int) -> Text:
         words.append(f"{num_others + 1} jobs" if num_others else f"job …{event.job_id[-12:]}")
     text = Text(no_wrap=True, overflow="ellipsis").append(f"{at:%H:%M:%S} ", "dim")
     return text.append(" ".join(words), _EVENT_STYLES.get(event.kind, ""))
-
-
-def _clipped(name: str, num_chars: int) -> str:
-    """Return a name with its middle left out: hosts' names begin alike, and ids end differently."""
-    half = num_chars // 2
-    return name if len(name) <= num_chars else f"{name[: num_chars - half - 1]}…{name[-half:]}"
 
 
 def _short(value: float) -> str:
