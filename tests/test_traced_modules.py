@@ -13,7 +13,7 @@ from penstock.gpu_node.engine import Engine, EngineConfig
 from tests.gateway.conftest import Stack
 
 MAX_OF_CHAT = 66
-MAX_OF_STEP = 32
+MAX_OF_STEP = 33
 NUM_TOKENS = 40
 NUM_CHATS, MOST_CHATS = 5, 40
 CHAT = {
