@@ -12,6 +12,7 @@
 #   make backlog     long backlogs: accepted, and each job ends once (half an hour); BACKLOG="kills --requests 2000"
 #   make batches     a batch of 50,000 rows, everything that runs it is killed; BATCHES="--storage s3 --rows 5000"
 #   make webhooks    10,000 ends of jobs are told to failing receivers, while gateways are killed; WEBHOOKS="--jobs 1000"
+#   make ranks       kill and stop ranks of two nodes 70 times under load (minutes); RANKS="--kills 10" chooses
 #   make clients     run official clients and load tools against `penstock serve` (minutes); CLIENT="litellm openai", --newer
 #   make hostile     attacks of one tenant on another, each measured (minutes); HOSTILE="grammar choice --rounds 2"
 #   make mutants     take away one guard of the queue after the other: the tests must notice (minutes)
@@ -48,7 +49,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches webhooks hostile mutants bench bench-peers bench-gpu gpu-venv lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches webhooks ranks hostile mutants bench bench-peers bench-gpu gpu-venv lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -100,6 +101,9 @@ batches: $(STAMP)
 
 webhooks: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.webhooks $(WEBHOOKS)
+
+ranks: $(STAMP)
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.ranks $(RANKS)
 
 hostile: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m hostile.report $(HOSTILE)

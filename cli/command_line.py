@@ -39,6 +39,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
             "reasoning_parser",
             "generation_config",
             "tensor_parallel_size",
+            "pipeline_parallel_size",
             "num_threads",
             "reserved_cores",
             "weight_cache",
@@ -261,7 +262,6 @@ _VARIABLE_PREFIXES = {
 
 _NOT_NEEDED = {
     "--api-key": "`penstock keys add TENANT` makes API keys",
-    "--pipeline-parallel-size": "the layers of a model stay together; --tensor-parallel-size divides each of them",
     "--trust-remote-code": "code that comes with a checkpoint never runs",
 }
 """Options of vLLM's server that no command has → what is done instead."""

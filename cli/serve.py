@@ -233,7 +233,7 @@ PORT_TIMEOUT_S = 3.0
 """Seconds to wait for the port of an earlier `penstock serve` that is ending, such as one that was killed."""
 _OF_NODE = (
     *("aliases", "lora", "max_model_len", "num_threads", "revision", "dtype", "quantization", "kv_cache_dtype"),
-    *("runner", "tensor_parallel_size", "load_format", "generation_config"),
+    *("runner", "tensor_parallel_size", "pipeline_parallel_size", "load_format", "generation_config"),
     *("kv_cache_gib", "scheduling_policy", "speculative"),
 )
 _OF_GATEWAY = ("host", "port", "unknown_fields", "max_tokens_beyond_context")

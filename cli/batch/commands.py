@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from penstock.cli.batch.progress import ShownProgress, shown_progress
-from penstock.cli.batch.server import ENDED, STDOUT, Server, patiently, progress_of, wait
+from penstock.cli.batch.server import STDOUT, Server, StoredBatch, patiently, wait
+from penstock.cli.batch.submission import STDIN, prepared
 from penstock.cli.command_line import App
 from penstock.cli.options import DURABILITY_HELP, RedisUrl
 from penstock.cli.output import (
@@ -31,15 +29,12 @@ from penstock.cli.output import (
 )
 from penstock.contract.errors import ConfigError, RequestError
 from penstock.contract.job import Durability
-from penstock.producer.batch import storage
 from penstock.producer.batch.records import DEFAULT_IN_FLIGHT, MAX_IN_FLIGHT, Batch, BatchProgress
+from penstock.queue.files.batch import MESSAGES_ENDPOINT, is_of_messages
 from penstock.runtime.settings import redis_url_of
 
-if TYPE_CHECKING:
-    from penstock.producer.batch.request import InputLine
-
 EXIT_ROWS_FAILED = 1
-_STDIN = "/dev/stdin"
+DEFAULT_WINDOW = "24h"
 POLL_S, POLLS_AT_FIRST, LATER_POLL_S = 1.0, 60, 5.0
 """Seconds between two looks at a batch of a server: for the first looks, and afterwards."""
 
@@ -108,7 +103,7 @@ def run(
         raise ConfigError("OUTPUT must be a file: an interrupted batch continues with it")
     if input == "-" and via_celery:
         raise ConfigError("INPUT must be a file: with --via-celery, the worker reads it")
-    source = _STDIN if input == "-" else input
+    source = STDIN if input == "-" else input
     batch = Batch(source, output, model, in_flight, batch_id, not_before_s, durability, in_feed, errors)
     url = redis_url_of(redis_url)
     _conclude(batch, lambda shown: _run_in_worker(url, batch, shown) if via_celery else _run_here(url, batch, shown))
@@ -185,7 +180,7 @@ def submit(
     input: Input,  # noqa: A002
     completion_window: Annotated[
         str, typer.Option(help="Hours or days after which unanswered rows expire, such as 24h or 7d.")
-    ] = "24h",
+    ] = DEFAULT_WINDOW,
     metadata: Annotated[list[str] | None, typer.Option(help="NAME=VALUE to keep with the batch; repeatable.")] = None,
     model: Model = None,
     retry_of: Annotated[
@@ -199,16 +194,25 @@ def submit(
 ) -> None:
     """Store INPUT on a server, let the server answer its rows, and print the id of the batch.
 
-    All rows have the same url. The server goes on without this command.
+    All rows have the same url. Or all are requests of Anthropic's API (`custom_id` and `params`): they become a message
+    batch. The server goes on without this command.
 
     Examples:
         penstock batch submit requests.jsonl
         penstock batch submit - --completion-window 7d < requests.jsonl.zst
+        penstock batch submit requests-of-messages.jsonl --model MODEL
     """
     key = idempotency_key or uuid.uuid4().hex
     given = dict(_pair(one) for one in metadata or ())
     name = "stdin.jsonl" if input == "-" else Path(input).name
-    with Server(base_url, api_key) as server, _prepared(input, model, retry_of) as (path, endpoint):
+    with Server(base_url, api_key) as server, prepared(input, model, retry_of) as (path, endpoint):
+        if endpoint == MESSAGES_ENDPOINT:
+            if completion_window != DEFAULT_WINDOW or given:
+                param = "metadata" if given else "completion_window"
+                message = f"{param}: a message batch has {DEFAULT_WINDOW} for its requests, and no metadata"
+                raise RequestError(message, param=param)
+            print(server.create_of_messages(path, key=key))
+            return
         body: dict[str, Any] = {"endpoint": endpoint, "completion_window": completion_window}
         body["input_file_id"] = server.upload(path, name, key=key)
         print(server.create(body | ({"metadata": given} if given else {}), key=key)["id"])
@@ -230,17 +234,15 @@ def list_batches(
         if as_json:
             with JsonArray() as array:
                 for one in server.batches(limit):
-                    array.add(one)
+                    array.add(one.fields)
             return
-        row, is_empty = "{:<38} {:<12} {:>9} {:>9} {:>8} {:>5}", True
+        row, is_empty = "{:<41} {:<12} {:>9} {:>9} {:>8} {:>5}", True
         for one in server.batches(limit):
             if is_empty:
                 print(row.format("ID", "STATUS", "ROWS", "DONE", "FAILED", "AGE"))
-            is_empty, counts = False, one["request_counts"]
-            num_done = counts["completed"] + counts["failed"]
-            age = duration_in_words(max(0, int(1000 * (time.time() - one["created_at"]))))
-            status = "paused" if one["paused"] and one["status"] not in ENDED else one["status"]
-            print(row.format(one["id"], status, counts["total"], num_done, counts["failed"], age))
+            is_empty, num_done = False, one.num_answered + one.num_failed
+            age = duration_in_words(max(0, int(1000 * (time.time() - one.created_s))))
+            print(row.format(one.batch_id, one.shown_status, one.num_rows, num_done, one.num_failed, age))
         if is_empty:
             say_empty("no batches")
 
@@ -253,7 +255,7 @@ def status(batch_id: BatchId, as_json: AsJson = False, base_url: BaseUrl = None,
         penstock batch status BATCH_ID
     """
     with Server(base_url, api_key) as server:
-        found = server.batch(batch_id)
+        found = server.batch(batch_id).fields
     print_object(found if as_json else dict(_for_people(found)), as_json=as_json)
 
 
@@ -268,7 +270,7 @@ def wait_for_end(batch_id: BatchId, timeout: Timeout = None, base_url: BaseUrl =
     """
     with Server(base_url, api_key) as server, shown_progress() as shown:
         ended = _until_ended(server, batch_id, shown, timeout, lambda: None)
-    print(ended["status"])
+    print(ended.status)
     _conclude_stored(ended)
 
 
@@ -317,14 +319,14 @@ def results(
     """Write the rows of a server's batch: those with an answer to OUTPUT, the others to an error file.
 
     Rows of a batch that still runs are in OUTPUT.partial; the same command adds what came since. At the end of the
-    batch the files get their names. Exit code 0 if all rows succeeded, 1 if rows failed or the batch did, 75 if the
-    batch still runs.
+    batch the files get their names. A message batch has no results before its end. Exit code 0 if all rows succeeded,
+    1 if rows failed or the batch did, 75 if the batch still runs.
 
     Examples:
         penstock batch results BATCH_ID results.jsonl
         penstock batch results BATCH_ID results.jsonl --wait
     """
-    from penstock.cli.batch.results import opened_rows
+    from penstock.cli.batch.results import opened_files
 
     if timeout is not None and not follow:
         raise RequestError("timeout: only with --wait", param="timeout")
@@ -334,11 +336,9 @@ def results(
         raise RequestError("errors must be another file than OUTPUT", param="errors")
     with (
         Server(base_url, api_key) as server,
-        opened_rows(output, batch_id, "output") as answered,
-        opened_rows(errors or STDOUT, batch_id, "errors") as failed,
+        opened_files(output, errors, batch_id) as files,
         shown_progress() as shown,
     ):
-        files = [answered] if errors is None else [answered, failed]
 
         def grow() -> None:
             for file in files:
@@ -349,51 +349,52 @@ def results(
         else:
             found = server.batch(batch_id)
             grow()
-        if found["status"] in ENDED:
+        if found.is_ended:
             for file in files:
-                file.publish()
+                patiently(partial(file.publish, server), shown.wait, None)
     _conclude_stored(found, output, errors)
 
 
 def _until_ended(
     server: Server, batch_id: str, shown: ShownProgress, timeout_s: float | None, look: Callable[[], None]
-) -> Mapping[str, Any]:
+) -> StoredBatch:
     """Return a batch that has ended. `look` is called after each look at it, also after the last one."""
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
     num_looks = 0
     while True:
         found = patiently(partial(server.batch, batch_id), shown.wait, until_s)
-        shown.update(progress_of(found))
+        shown.update(found.progress)
         patiently(look, shown.wait, until_s)
-        if found["status"] in ENDED:
+        if found.is_ended:
             return found
         num_looks += 1
         wait(POLL_S if num_looks < POLLS_AT_FIRST else LATER_POLL_S, until_s)
 
 
-def _conclude_stored(found: Mapping[str, Any], output: str = STDOUT, errors: str | None = None) -> None:
+def _conclude_stored(found: StoredBatch, output: str = STDOUT, errors: str | None = None) -> None:
     """Say how a batch ended, or how far it is, and exit with the code that tells it."""
-    counts, state = found["request_counts"], found["status"]
-    num_tokens = found["usage"]["output_tokens"]
-    summary = f"{state}: {counts['completed']} answered, {counts['failed']} failed, {num_tokens} tokens"
-    name = output if state in ENDED else f"{output}.partial"
-    print(summary + ("" if output == STDOUT else f": {name}"), file=sys.stderr)
-    for problem in (found["errors"] or {}).get("data", ()):
+    summary = f"{found.status}: {found.num_answered} answered, {found.num_failed} failed"
+    if found.num_tokens is not None:
+        summary += f", {found.num_tokens[1]} tokens"
+    name = output if found.is_ended else f"{output}.partial"
+    has_rows = found.is_ended or not is_of_messages(found.batch_id)
+    print(summary + ("" if output == STDOUT or not has_rows else f": {name}"), file=sys.stderr)
+    for problem in found.problems:
         line = "" if problem["line"] is None else f"line {problem['line']}: "
         write_text(f"{line}{problem['message']}\n", sys.stderr)
-    if state not in ENDED:
-        print(f"of {counts['total']} rows; the batch still runs", file=sys.stderr)
+    if not found.is_ended:
+        print(f"of {found.num_rows} rows; the batch still runs", file=sys.stderr)
         raise typer.Exit(EXIT_TRY_AGAIN)
-    if counts["failed"] and errors is not None:
+    if found.num_failed and errors is not None:
         print(f"failed rows: {errors} (`penstock batch submit INPUT --retry-of {errors}`)", file=sys.stderr)
-    if state != "completed" or counts["failed"]:
+    if not found.has_succeeded:
         raise typer.Exit(EXIT_ROWS_FAILED)
 
 
 def _change(batch_id: str, action: str, base_url: str | None, api_key: str | None) -> None:
     with Server(base_url, api_key) as server:
         found = server.change(batch_id, action)
-    print(batch_id, "paused" if found["paused"] and found["status"] not in ENDED else found["status"])
+    print(batch_id, found.shown_status)
 
 
 def _for_people(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -403,7 +404,7 @@ def _for_people(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{name}_ms", 1000 * value
         elif name == "errors" and value:
             yield name, value["data"]
-        elif name != "object" and value is not False:
+        elif name not in ("object", "type") and value is not False:
             yield name, value
 
 
@@ -412,56 +413,3 @@ def _pair(text: str) -> tuple[str, str]:
     if not name or not equals:
         raise RequestError(f"metadata must be NAME=VALUE, not {text[:64]!r}", param="metadata")
     return name, value
-
-
-@contextmanager
-def _prepared(source: str, model: str | None, retry_of: str | None) -> Iterator[tuple[Path, str]]:
-    """Yield a plain file with the checked lines of an input, and the url of its rows."""
-    from penstock.producer.batch.request import lines_of, plain_copy, survey_of
-
-    name = _STDIN if source == "-" else source
-    with (
-        storage.local_copy(name, param="input") as packed,
-        tempfile.TemporaryDirectory(prefix="penstock-batch-") as folder,
-    ):
-        with storage.readable("input"):
-            path = plain_copy(packed, Path(folder) / "plain")
-            survey_of(path)
-            if model is not None or retry_of is not None:
-                path = _changed(path, Path(folder) / "rows", model, retry_of)
-            first = next(lines_of(path))
-        url = first.fields.get("url")
-        if not isinstance(url, str):
-            raise RequestError(f"line {first.number}: url must be a text", param="input")
-        yield path, url
-
-
-def _changed(path: Path, target: Path, model: str | None, retry_of: str | None) -> Path:
-    """Write the rows that an error file lists (None: all), with `model` in those that name none."""
-    from penstock.producer.batch.request import lines_of
-
-    wanted = None if retry_of is None else _failed_in(retry_of)
-    num_rows = 0
-    with target.open("w", encoding="utf-8") as file:
-        for line in lines_of(path):
-            if wanted is None or line.custom_id in wanted:
-                file.write(json.dumps(_with_model(line, model), ensure_ascii=False) + "\n")
-                num_rows += 1
-    if not num_rows:
-        raise RequestError(f"retry_of: no row of the input is in {retry_of}", param="retry_of")
-    return target
-
-
-def _failed_in(name: str) -> set[str]:
-    try:
-        with storage.readable("retry_of"):
-            return {str(json.loads(line)["custom_id"]) for line in Path(name).read_text("utf-8").splitlines()}
-    except (ValueError, KeyError, TypeError):
-        raise RequestError(f"retry_of: {name} is no error file of a batch", param="retry_of") from None
-
-
-def _with_model(line: InputLine, model: str | None) -> dict[str, Any]:
-    body = line.fields.get("body")
-    if model is None or not isinstance(body, dict) or body.get("model") is not None:
-        return line.fields
-    return {**line.fields, "body": {**body, "model": model}}

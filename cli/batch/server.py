@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -22,6 +26,7 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 from penstock.producer.batch.records import BatchProgress
+from penstock.queue.files.batch import is_of_messages
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -33,7 +38,8 @@ URL_VARIABLES = ("PENSTOCK_URL", "OPENAI_BASE_URL")
 KEY_VARIABLES = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")
 STDOUT = "-"
 """Stands for a file of results."""
-ENDED = frozenset(("completed", "failed", "expired", "cancelled"))
+_PATH, _MESSAGES_PATH = "/v1/batches", "/v1/messages/batches"
+_ENDED = frozenset(("completed", "failed", "expired", "cancelled"))
 CONNECT_S, ANSWER_S, UPLOADED_S = 10.0, 60.0, 600.0
 """Seconds for a connection, for the next byte of an answer, and for the answer to an upload."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
@@ -98,24 +104,35 @@ class Server:
         """Make a batch. `key`: a repeated call with it returns the same batch."""
         return self._ask("POST", "/v1/batches", json=body, headers={"Idempotency-Key": key})
 
-    def batch(self, batch_id: str) -> dict[str, Any]:
+    def create_of_messages(self, body: Path, *, key: str) -> str:
+        """Make a message batch and return its id. `key`: a repeated call with it returns the same batch."""
+        headers = {"Idempotency-Key": key, "Content-Type": "application/json"}
+        with body.open("rb") as file:
+            answer = self._ask("POST", _MESSAGES_PATH, content=file, headers=headers, timeout=UPLOADED_S)
+        return str(answer["id"])
+
+    def batch(self, batch_id: str) -> StoredBatch:
         """Return a batch."""
-        return self._ask("GET", f"/v1/batches/{_part(batch_id)}")
+        return stored_batch(self._ask("GET", _path_of(batch_id)))
 
-    def change(self, batch_id: str, action: str) -> dict[str, Any]:
+    def change(self, batch_id: str, action: str) -> StoredBatch:
         """Let a batch `cancel`, `pause` or `resume`, and return it."""
-        return self._ask("POST", f"/v1/batches/{_part(batch_id)}/{action}")
+        return stored_batch(self._ask("POST", f"{_path_of(batch_id)}/{action}"))
 
-    def batches(self, limit: int) -> Iterator[dict[str, Any]]:
-        """Yield batches, newest first."""
-        after: dict[str, str] = {}
+    def batches(self, limit: int) -> Iterator[StoredBatch]:
+        """Yield batches of both APIs, newest first."""
+        lists = [self._listed(path, limit, after) for path, after in ((_PATH, "after"), (_MESSAGES_PATH, "after_id"))]
+        return islice(heapq.merge(*lists, key=lambda one: one.created_s, reverse=True), limit)
+
+    def _listed(self, path: str, limit: int, after: str) -> Iterator[StoredBatch]:
+        position: dict[str, str] = {}
         while limit > 0:
-            page = self._ask("GET", "/v1/batches", params={"limit": min(limit, 100), **after})
-            yield from page["data"]
+            page = self._ask("GET", path, params={"limit": min(limit, 100), **position})
+            yield from map(stored_batch, page["data"])
             limit -= len(page["data"])
             if not page["has_more"]:
                 return
-            after = {"after": page["last_id"]}
+            position = {after: page["last_id"]}
 
     @contextmanager
     def rows(self, batch_id: str, kind: str, start: int) -> Iterator[Iterator[bytes]]:
@@ -129,6 +146,15 @@ class Server:
                 answer.read()
             self._check(answer)
             yield answer.iter_raw()
+
+    @contextmanager
+    def message_results(self, batch_id: str) -> Iterator[Iterator[bytes]]:
+        """Yield the lines of the results of a message batch that has ended."""
+        with self._reached(), self._http.stream("GET", f"{_path_of(batch_id)}/results") as answer:
+            if answer.is_error:
+                answer.read()
+            self._check(answer)
+            yield _lines_of(answer.iter_bytes())
 
     def _ask(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         with self._reached():
@@ -165,11 +191,21 @@ class Server:
         raise _REFUSALS.get(status, RequestError)(message, param=param)
 
 
-def _part(batch_id: str) -> str:
-    """Return an id as a part of a path. Raises NotFoundError for what cannot be one."""
+def _path_of(batch_id: str) -> str:
+    """Return the path of a batch. Raises NotFoundError for what cannot be an id."""
     if not batch_id.replace("_", "").isalnum() or not batch_id.isascii():
         raise NotFoundError(f"no batch {batch_id[:64]!r}", code="batch_not_found", param="batch_id")
-    return batch_id
+    return f"{_MESSAGES_PATH if is_of_messages(batch_id) else _PATH}/{batch_id}"
+
+
+def _lines_of(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield whole lines. U+2028 and others, at which `str.splitlines` splits too, may be in one."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from (line + b"\n" for line in lines)
+    if rest:
+        yield rest
 
 
 def _problem_of(answer: httpx.Response) -> tuple[str, str | None]:
@@ -205,17 +241,72 @@ def wait(pause_s: float, until_s: float | None) -> None:
     time.sleep(pause_s)
 
 
-def progress_of(batch: Mapping[str, Any]) -> BatchProgress:
-    """Return the progress of a batch as `batch run` shows it."""
-    counts, usage = batch["request_counts"], batch["usage"]
-    waiting = "paused" if batch["paused"] else batch["waiting"] or ""
-    if batch["status"] in ("validating", "finalizing", "cancelling"):
-        waiting = waiting or str(batch["status"])
-    return BatchProgress(
-        counts["total"],
-        counts["completed"],
-        counts["failed"],
-        usage["input_tokens"],
-        usage["output_tokens"],
-        waiting=waiting,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBatch:
+    """A batch of a server, of OpenAI's API or of Anthropic's, as the commands show it."""
+
+    fields: Mapping[str, Any]
+    """The object of its API."""
+    batch_id: str
+    status: str
+    is_ended: bool
+    created_s: float
+    num_rows: int
+    num_answered: int
+    num_failed: int
+    """Of a message batch, known only at its end."""
+    problems: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether it has ended, with an answer for each row."""
+        return self.status in ("completed", "ended") and self.num_answered == self.num_rows
+
+    @property
+    def shown_status(self) -> str:
+        """The status, or `paused`."""
+        return "paused" if self.fields["paused"] and not self.is_ended else self.status
+
+    @property
+    def num_tokens(self) -> tuple[int, int] | None:
+        """Tokens in and out; None for a message batch, whose object does not have them."""
+        usage = self.fields.get("usage")
+        return None if usage is None else (usage["input_tokens"], usage["output_tokens"])
+
+    @property
+    def progress(self) -> BatchProgress:
+        """Its progress, as `batch run` shows its own."""
+        waiting = "paused" if self.fields["paused"] else self.fields["waiting"] or ""
+        if not self.is_ended and self.status != "in_progress":
+            waiting = waiting or self.status
+        return BatchProgress(
+            self.num_rows, self.num_answered, self.num_failed, *(self.num_tokens or (0, 0)), waiting=waiting
+        )
+
+
+def stored_batch(fields: Mapping[str, Any]) -> StoredBatch:
+    """Return a batch by the object of its API."""
+    counts = fields["request_counts"]
+    if fields.get("type") != "message_batch":
+        return StoredBatch(
+            fields=fields,
+            batch_id=fields["id"],
+            status=fields["status"],
+            is_ended=fields["status"] in _ENDED,
+            created_s=fields["created_at"],
+            num_rows=counts["total"],
+            num_answered=counts["completed"],
+            num_failed=counts["failed"],
+            problems=(fields["errors"] or {}).get("data", ()),
+        )
+    is_ended, num_rows = fields["processing_status"] == "ended", sum(counts.values())
+    return StoredBatch(
+        fields=fields,
+        batch_id=fields["id"],
+        status=fields["processing_status"],
+        is_ended=is_ended,
+        created_s=datetime.fromisoformat(fields["created_at"]).timestamp(),
+        num_rows=num_rows,
+        num_answered=counts["succeeded"] if is_ended else fields["answered"],
+        num_failed=num_rows - counts["succeeded"] if is_ended else 0,
     )

@@ -54,7 +54,8 @@ class Sender:
         try:
             self._guard.check_host(host)
         except ForbiddenAddressError as error:
-            raise RequestError(f"url: {error}", code="forbidden_webhook_url", param="url") from None
+            message = f"url: {error} (the operator may allow its network by webhook_allowed_networks)"
+            raise RequestError(message, code="forbidden_webhook_url", param="url") from None
 
     async def send(
         self, url: str, event_id: str, event_type: str, object_id: str, created_s: int, secrets: Sequence[str]

@@ -91,11 +91,14 @@ class RunnerSettings(BaseModel):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads that compute the model; default: one per core that CPU affinity and quota allow."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Processes that compute each step together, each with a part of the weights and of the KV cache; native runner
-    only. They divide num_threads among themselves."""
+    """Ranks that compute each step together, each with a part of the weights and of the KV cache: processes on the
+    native runner, threads on runner torch. They divide num_threads among themselves."""
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Stages of a pipeline, each with some of the layers; runner torch only. A single stream keeps one stage busy at a
+    time."""
     rank_stall_s: float = Field(default=5.0, gt=0.0, allow_inf_nan=False)
-    """Seconds for which one of these processes may stand still while all others wait for it. Then it counts as hung,
-    and all of them are started again."""
+    """Seconds for which a rank of the native runner may stand still while all others wait for it. Then it counts as
+    hung, and all of them are started again."""
     reserved_cores: int = Field(default=0, ge=0)
     """Cores to leave to other processes if num_threads is not set; at least one thread computes."""
     weight_cache: bool = True

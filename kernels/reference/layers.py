@@ -19,14 +19,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def embed(ids: Tensor, sampled: Tensor, table: Tensor, scale: float) -> Tensor:
+def embed(ids: Tensor, sampled: Tensor, table: Tensor, scale: float, first: int | None = None) -> Tensor:
     """Return the embeddings of tokens times `scale`, [num_tokens, hidden] in float32.
 
     ids: [num_tokens]; -1 - i stands for `sampled[i]`. An id that is negative after that is read as token 0.
-    table: [vocab, hidden].
+    table: [vocab, hidden]; with `first` only the rows from that one on, and the embedding of another token is 0.
     """
-    tokens = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0)], ids).clamp(min=0)
-    return functional.embedding(tokens, table).float() * scale
+    tokens = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0)], ids).clamp(min=0) - (first or 0)
+    is_here = (tokens >= 0) & (tokens < len(table))
+    return functional.embedding(tokens * is_here, table).float() * scale * is_here.unsqueeze(1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

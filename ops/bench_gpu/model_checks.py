@@ -85,6 +85,20 @@ def check_in_flight(model: Model, batch: int, context: int, num_steps: int = 6) 
     return [judge_equal(f"{model.name} two steps in flight", got, want)]
 
 
+def check_equal(name: str, model: Model, other: Model, context: int) -> Rows:
+    """Compare the steps of two runners of the same weights: equal to the last bit."""
+    rows: Rows = []
+    tables = random_tables(model, model.max_num_seqs, context)
+    assert tables is not None
+    for one in (model, other):
+        _fill(one, tables, context - 1)
+    for batch in sorted({1, model.max_num_seqs}):
+        plan = _with_logprobs(decode_plan(_ids(batch, model), context, tables[:batch], temperature=0.7))
+        got, want = (one.runner.submit(plan).result() for one in (model, other))
+        rows += _judge_results(f"{name}, {batch} rows", got, want)
+    return rows
+
+
 def check_company(model: Model, context: int) -> Rows:
     """Compare a row alone and in a full batch; equal to the last bit with `deterministic`."""
     batch = model.max_num_seqs

@@ -19,6 +19,7 @@ from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.layers import LayerWeights
 from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
+from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator
 
 BLOCK_SIZE = 16
 _SHARE = 0.8
@@ -86,6 +87,8 @@ class Options:
     """Whether the kernels of graphs start while the kernel ahead of them runs."""
     num_offloaded: int = 0
     """Layers whose matrices are in host memory; 0, or at least 3."""
+    ranks: Communicator = ONE_RANK
+    """A group of one rank, whose exchanges change nothing."""
 
 
 def make_model(name: str, spec: ModelSpec, device: Device, options: Options) -> Model:
@@ -93,7 +96,7 @@ def make_model(name: str, spec: ModelSpec, device: Device, options: Options) -> 
     weights = random_weights(spec, options, device.torch)
     if options.num_offloaded:
         weights = _offload(weights, options.num_offloaded, device)
-    decoder = GpuDecoder(spec, weights, options.max_model_len)
+    decoder = GpuDecoder(spec, weights, options.max_model_len, ranks=options.ranks)
     layout = KvLayout(spec, BLOCK_SIZE, options.kv_dtype or options.dtype, by_layer=options.by_layer)
     free = torch.cuda.mem_get_info()[0] if device.is_gpu else layout.block_bytes * _DRY_BLOCKS / _SHARE
     num_blocks = options.num_blocks or int(_SHARE * free) // layout.block_bytes

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import triton
 
-from bench_gpu import STAGE_S, headline, kernels, model_checks, steps, tools
+from bench_gpu import STAGE_S, headline, kernels, model_checks, ranks, steps, tools
 from bench_gpu.load import sharegpt_lengths, timed_load, uniform_lengths
 from bench_gpu.measure import Clock, ceilings
 from bench_gpu.models import Model, Options, make_model, spec_of
@@ -103,6 +103,7 @@ class Run:
         self._check_steps(name, rows, " deterministic", deterministic=True)
         self._check_steps(name, min(rows, 8), " independent launches", dependent_launches=False)
         self._check_steps("tiny", 2, " offloaded", num_layers=4, num_offloaded=3)
+        self._check("ranks", lambda: ranks.check(name, spec_of(name), device, rows))
         self._check("sanitizer", lambda: tools.sanitized(self._clock, dry=self._dry))
 
     def _check_steps(self, name: str, rows: int, more: str = "", **options: Any) -> None:

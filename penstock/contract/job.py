@@ -136,6 +136,10 @@ class Message(CheckedInput):
     name: ParticipantName | None = None
 
 
+NO_SAMPLING = SamplingParams()
+"""The options of a job that names none."""
+
+
 class JobDef(CheckedInput):
     """One request as submitted: a prompt in exactly one of three forms, sampling parameters, and queueing options.
 
@@ -166,7 +170,8 @@ class JobDef(CheckedInput):
     """The LoRA adapter that the model runs with."""
     task: Task | None = None
     """What to do with the prompt instead of generating text from it."""
-    params: SamplingParams = SamplingParams()
+    # By a factory, because pydantic copies a default deeply.
+    params: SamplingParams = Field(default_factory=lambda: NO_SAMPLING)
     tenant: Name = "default"
     priority: Priority = Priority.STANDARD
     deadline_ms: int | None = Field(default=None, ge=1, le=1000 * MAX_DEADLINE_S)
@@ -229,7 +234,7 @@ class JobDef(CheckedInput):
     def _task_fits(self) -> Self:
         if self.task is None:
             return self
-        if self.params != SamplingParams():
+        if self.params is not NO_SAMPLING and self.params != NO_SAMPLING:
             raise ValueError(f"a job of kind {self.kind} has no sampling parameters")
         if self.adapter is not None and not self.num_sequences:
             raise ValueError(f"a job of kind {self.kind} has no adapter")

@@ -169,6 +169,7 @@ NOT_WITH_BEAM_SEARCH = (
     *("stop", "logit_bias", "bad_words", "structured_outputs", "logprobs"),
 )
 """Sampling options that beam search does not have. `temperature` may be 0 or 1."""
+_OF_SEARCH = frozenset(("best_of", "beam_width", "length_penalty", "early_stopping", "use_beam_search"))
 
 
 def encodable(text: str) -> str:
@@ -307,6 +308,8 @@ class SamplingParams(CheckedInput):
 
     @model_validator(mode="after")
     def _search_is_whole(self) -> Self:
+        if self.model_fields_set.isdisjoint(_OF_SEARCH):
+            return self
         for name in ("best_of", "beam_width"):
             if (given := getattr(self, name)) is not None and given < self.n:
                 raise _on(name, f"{given} is less than n ({self.n})")

@@ -110,9 +110,10 @@ def checked_url(url: str, *, allows_http: bool = True) -> SplitResult:
         host, port = parts.hostname, parts.port
     except ValueError:
         raise _wrong_url("is not a URL") from None
-    schemes = ("https", "http") if allows_http else ("https",)
-    if parts.scheme not in schemes:
-        raise _wrong_url(f"must begin with {' or '.join(f'{scheme}://' for scheme in schemes)}")
+    if parts.scheme == "http" and not allows_http:
+        raise _wrong_url("must begin with https:// (the operator may allow http:// by webhook_allow_http)")
+    if parts.scheme not in ("https", "http"):
+        raise _wrong_url("must begin with https://" + (" or http://" if allows_http else ""))
     if len(url) > MAX_URL_CHARS:
         raise _wrong_url(f"has {len(url)} characters; the limit is {MAX_URL_CHARS}")
     if not host or port == 0:

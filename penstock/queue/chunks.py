@@ -126,7 +126,11 @@ def chunk_of(value: Any) -> Chunk:
             return Chunk(job_id, index, choice, position, tuple(token_ids), text)
     # Log-probabilities skip the depth check, because decoding them checks each of their values.
     rows = {key: value[key] for key in ("l", "q") if key in value} if type(value) is dict else {}
-    m = checked_map({key: member for key, member in value.items() if key not in rows} if rows else value) | rows
+    m = (
+        checked_map({key: member for key, member in value.items() if key not in rows}) | rows
+        if rows
+        else checked_map(value)
+    )
     if m.get("v") != PROTOCOL_VERSION:
         raise WireError(f"protocol version {m.get('v')!r} is not {PROTOCOL_VERSION}")
     for key, value in m.items():

@@ -9,15 +9,13 @@ from typing import Any
 from celery import Celery
 from celery.app.log import Logging
 
-from penstock.producer.batch.installation import QUEUE, add_to
+from penstock.producer.batch.installation import QUEUE, STORED_BATCHES, add_to
 from penstock.producer.batch.settings import CelerySettings
 from penstock.runtime.logging import LogSettings, log_formatter
 from penstock.runtime.settings import redis_url_of
 
 KEY_PREFIX = "penstock:celery:"
 """Prefix of all of Celery's Redis keys. Keys of the job queue have braces after `penstock:`, so none collide."""
-STORED_BATCHES = "penstock.producer.stored_batches.worker:RunsBatches"
-"""Celery's name for the step with which a worker runs stored batches. Only workers import it."""
 _MAX_RESTORE_CHECK_S = 5
 """Most seconds between two checks for unacknowledged tasks past their visibility timeout."""
 

@@ -19,6 +19,8 @@ from penstock.runtime.settings import redis_url_of
 
 _LOG = logging.getLogger(__package__)
 QUEUE = "penstock-batch"
+STORED_BATCHES = "penstock.producer.stored_batches.worker:RunsBatches"
+"""Celery's name for the step with which a worker runs stored batches. Only workers import it."""
 _INSTALLED = "penstock_tasks"
 """The attribute of an app that holds its tasks."""
 
@@ -29,7 +31,8 @@ class PenstockTasks:
     `signature.delay()` sends it, and `chain`, `group` and `chord` combine it with any other task of the app.
     """
 
-    def __init__(self, app: Celery, queue: str, redis_url: str | None) -> None:
+    def __init__(self, app: Celery, queue: str, redis_url: str | None, metrics: WorkerMetrics) -> None:
+        self.metrics = metrics
         self.app = app
         self.queue = queue
         self.redis_url = redis_url
@@ -74,28 +77,39 @@ def tasks_of(app: Celery) -> PenstockTasks | None:
 
 
 def install(
-    app: Celery, *, redis_url: str | None = None, queue: str = QUEUE, settings: CelerySettings | None = None
+    app: Celery,
+    *,
+    redis_url: str | None = None,
+    queue: str = QUEUE,
+    stored_batches: bool = False,
+    settings: CelerySettings | None = None,
 ) -> PenstockTasks:
     """Add penstock's tasks to a Celery app, and return them. A second call returns the same tasks.
 
     The tasks go to the queue `queue` of the app's own broker. Workers of the app take from it beside their other
     queues, unless `-Q` names their queues. No setting of the app changes. `redis_url` is the Redis of the job queue,
-    which only workers need; by default it is found as clients find it. Of `settings`, `task_lease_s` and those of the
-    metrics apply. Raises ConflictError if the tasks are installed with another queue or Redis.
+    which only workers need; by default it is found as clients find it. With `stored_batches`, workers of the app that
+    have PENSTOCK_FILES_URL also run the batches of `/v1/batches` and `/v1/messages/batches`. Of `settings`,
+    `task_lease_s`, `stored_batches` and those of the metrics apply. Raises ConflictError if the tasks are installed
+    with another queue or Redis.
     """
+    settings = settings or CelerySettings.load()
+    if stored_batches and settings.stored_batches:
+        app.steps["worker"].add(STORED_BATCHES)
     if (installed := tasks_of(app)) is not None:
         if installed.queue != queue or redis_url not in (None, installed.redis_url):
             raise ConflictError("this Celery app has penstock's tasks with another queue or redis_url", param="queue")
         return installed
     app.steps["worker"].add(_taking_step(queue))
-    return add_to(app, queue, redis_url, settings or CelerySettings.load(), leased=TASKS)
+    return add_to(app, queue, redis_url, settings, leased=TASKS)
 
 
 def add_to(
     app: Celery, queue: str, redis_url: str | None, settings: CelerySettings, *, leased: Collection[str] | None
 ) -> PenstockTasks:
     """Add the tasks to an app whose workers take from `queue`. `leased`: tasks whose workers hold leases; None: all."""
-    tasks, metrics = PenstockTasks(app, queue, redis_url), WorkerMetrics()
+    metrics = WorkerMetrics()
+    tasks = PenstockTasks(app, queue, redis_url, metrics)
     setattr(app, _INSTALLED, tasks)
     app.steps["consumer"].add(leases_step(settings.task_lease_s, leased))
     if settings.metrics_port is not None:

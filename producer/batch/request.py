@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import ConfigError, RequestError
-from penstock.contract.job import MAX_CUSTOM_ID_CHARS, SamplingParams
+from penstock.contract.job import MAX_CUSTOM_ID_CHARS, NO_SAMPLING, SamplingParams
 from penstock.contract.named import UNKNOWN_FIELD, IgnoredFields
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.tasks import Embed
@@ -169,7 +169,7 @@ def _embeddings_of(row: EmbeddingRow) -> BatchRequest:
         EMBEDDINGS_URL,
         row.input[0],
         row.model,
-        SamplingParams(),
+        NO_SAMPLING,
         deadline_s=row.deadline_s,
         ttl_s=row.ttl_s,
         tags=row.tags or (),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
-from penstock.contract.errors import BusyError, JobFailedError, NotFoundError, RequestError, UnavailableError, error_of
+from penstock.contract.errors import (
+    BusyError,
+    InvariantError,
+    JobFailedError,
+    NotFoundError,
+    RequestError,
+    UnavailableError,
+    error_of,
+)
 from penstock.contract.job import Durability, Priority, SubmitOptions
 from penstock.contract.output import Result
 from penstock.contract.tasks import Embedding
@@ -41,8 +50,10 @@ from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt, choose_pool, require_tool_parser
 from penstock.producer.client.tasks import output_of
 from penstock.queue.broker.producer import ServedPool
+from penstock.queue.wire import WireError
 from penstock.runtime.event_loop import try_all
 
+_LOG = logging.getLogger(__package__)
 _LOST_RESULT = ("job_not_found", "result_expired")
 """Codes of a job that has ended and whose result is gone."""
 _MAX_LOST = 100
@@ -231,7 +242,8 @@ async def _ask(
     # The record may be gone by now.
     record = (await client.pools()).get(job.pool)
     name = model or (record.model if record else job.pool)
-    return job.id, body_of(request, name, result, record)
+    with _readable(job.id, InvariantError, LookupError, TypeError, ValueError):
+        return job.id, body_of(request, name, result, record)
 
 
 async def _embed(
@@ -245,7 +257,8 @@ async def _embed(
         jobs.append(await client.submit(text, **options))
         on_submit()
     results = [await _result_of(job) for job in jobs]
-    vectors = [output_of(result, Embedding) for result in results]
+    with _readable(jobs[0].id, InvariantError):
+        vectors = [output_of(result, Embedding) for result in results]
     # The caller frees the first job's result, which alone it knows.
     await try_all([job.ack for job in jobs[1:]])
     record = (await client.pools()).get(jobs[0].pool)
@@ -256,7 +269,8 @@ async def _embed(
 
 async def _result_of(job: AsyncJob) -> Result:
     """Return the result of a job that succeeds. Raises the error of another one."""
-    result = await job.result(check=False)
+    with _readable(job.id, WireError):
+        result = await job.result(check=False)
     if result.outcome.state != "succeeded":
         error = error_of(result.outcome)
         if isinstance(error, BusyError | UnavailableError):
@@ -264,6 +278,20 @@ async def _result_of(job: AsyncJob) -> Result:
             raise JobFailedError(error.message, code=error.code)
         raise error
     return result
+
+
+@contextmanager
+def _readable(job_id: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Let errors of these kinds fail the row, because another attempt would read the same result."""
+    try:
+        yield
+    except kinds as error:
+        # The error's text may contain what the model wrote, except if it is about the bytes.
+        reason = error.message if isinstance(error, WireError) else type(error).__name__
+        _LOG.warning("a stored result cannot be read; its row fails", extra={"job_id": job_id, "reason": reason})
+        raise JobFailedError(
+            f"the result of job {job_id} cannot be read: {reason}", code="unreadable_result"
+        ) from error
 
 
 class _BatchRun:

@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from penstock.contract.errors import ConfigError
 from penstock.producer.batch.records import BatchProgress
 from penstock.producer.batch.runner import OnProgress
+from penstock.queue.files.batch import PartCounts
 
 _LOG = logging.getLogger(__package__)
 
@@ -48,6 +49,19 @@ class WorkerMetrics:
         """Count a job that the queue accepted."""
         if self._metrics is not None:
             self._metrics.submitted.inc()
+
+    def refused(self) -> None:
+        """Count a row that was not submitted, because the queue was full or away."""
+        if self._metrics is not None:
+            self._metrics.refusals.inc()
+
+    def stored(self, counts: PartCounts) -> None:
+        """Count rows of a stored batch whose answers or errors are stored now."""
+        if self._metrics is not None:
+            self._metrics.rows.labels("answered").inc(counts.completed)
+            self._metrics.rows.labels("failed").inc(counts.failed)
+            self._metrics.tokens.labels("prompt").inc(counts.input_tokens)
+            self._metrics.tokens.labels("completion").inc(counts.output_tokens)
 
     @contextmanager
     def counting(self, report: OnProgress) -> Iterator[OnProgress]:
@@ -76,7 +90,9 @@ class _Metrics:
         text = "Celery tasks that run in this worker."
         self.running = Gauge("penstock_batch_tasks_running", text, ("task",), registry=own, multiprocess_mode="livesum")
         self.submitted = Counter("penstock_batch_jobs_submitted", "Jobs that the queue accepted.", registry=own)
-        self.rows = Counter("penstock_batch_rows", "Rows of batch files, by result.", ("result",), registry=own)
+        self.rows = Counter(
+            "penstock_batch_rows", "Rows of batch files and of stored batches, by result.", ("result",), registry=own
+        )
         text = "Rows without a result, of the files that run."
         self.rows_left = Gauge("penstock_batch_rows_left", text, registry=own, multiprocess_mode="livesum")
         text = "Times that a row was not submitted, because the queue was full or away."

@@ -30,7 +30,7 @@ from penstock.producer.client.control import DeadLetterBox, JobControl
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
 from penstock.producer.client.mailbox import QueueWatch
-from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, submit_all
+from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, embedded, submit_all
 from penstock.producer.client.pools import KEYS_TTL_S, POOLS_TTL_S, Admissions, CachedState
 from penstock.producer.client.request import Prompt, build_job, check_streamable, choose_pool, fitting_pools, job_key_of
 from penstock.producer.client.run import pairs_of, results_of
@@ -41,7 +41,6 @@ from penstock.producer.client.tasks import (
     EmbedOptions,
     TaskCallOptions,
     TokenizeOptions,
-    embedded,
     output_of,
     submit_detokenize,
     submit_tokenize,
@@ -341,8 +340,9 @@ class AsyncClient:
         """Return the embeddings of prompts (texts, token ids or chats) in their order. Each prompt becomes a job.
 
         `EmbedOptions` lists the options. Raises what `tokenize` raises. If one job fails, the others are canceled.
+        While the pool is busy, the call waits, as `generate` does.
         """
-        return await embedded(self.submit, prompts, options)
+        return await embedded(self.runs, self.submit, prompts, options)
 
     async def attach(self, job_id: str, *, after: int = -1, tenant: str | None = None) -> AsyncJob:
         """Return a handle on a job that any process submitted, for reading the chunks after index `after`.

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 from penstock.contract.errors import PenstockError, RequestError, UnavailableError
 from penstock.contract.job import JobOptions, PackedPrompt, SubmitOptions
+from penstock.contract.tasks import Embedding
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt
 from penstock.producer.client.run import MAX_IN_FLIGHT, Run, RunOptions
-from penstock.producer.client.tasks import Submit
+from penstock.producer.client.tasks import EmbedOptions, output_of, submit_embed
 from penstock.runtime.event_loop import try_all
+
+Submit = Callable[..., Awaitable[AsyncJob]]
+"""A client's `submit`."""
 
 
 class GenerateOptions(JobOptions, total=False):
@@ -76,6 +81,17 @@ def checked(prompts: AnyPrompts) -> AnyPrompts:
     if isinstance(prompts, (str, bytes, PackedPrompt)) or not isinstance(prompts, (Iterable, AsyncIterable)):
         raise RequestError("prompts must be an iterable of prompts, such as a list or an open file", param="prompts")
     return prompts
+
+
+async def embedded(runs: Runs, submit: Submit, prompts: Sequence[Prompt], options: EmbedOptions) -> list[Embedding]:
+    """Return the embeddings of prompts in their order. If one job fails, the others are canceled."""
+    if isinstance(prompts, str):
+        raise RequestError("prompts must be a list of texts, token ids or chats", param="prompts")
+    wanted = submit_embed(options)
+    run = runs.new(partial(submit, task=wanted.pop("task")), cast(GenerateOptions, wanted), in_order=False)
+    async with aclosing(run.answers(prompts)) as answers:
+        found = {answer.index: output_of(answer.result, Embedding) async for answer in answers}
+    return [found[index] for index in range(len(found))]
 
 
 # Lists of submissions.

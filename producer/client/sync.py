@@ -280,6 +280,7 @@ class Client:
         """Return the embeddings of prompts (texts, token ids or chats) in their order. Each prompt becomes a job.
 
         `EmbedOptions` lists the options. Raises what `tokenize` raises. If one job fails, the others are canceled.
+        While the pool is busy, the call waits, as `generate` does.
         """
         return self._loop.call(self._client.embed(prompts, **options))
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, cast
 
 from pydantic import ValidationError
 
-from penstock.contract.errors import InvariantError, RequestError
+from penstock.contract.errors import InvariantError
 from penstock.contract.job import SubmitOptions
 from penstock.contract.output import Result
 from penstock.contract.priority import Priority
 from penstock.contract.problems import request_error
-from penstock.contract.tasks import Detokenize, Embed, Embedding, Pooling, Task, TaskOutput, Tokenize
+from penstock.contract.tasks import Detokenize, Embed, Pooling, Task, TaskOutput, Tokenize
 from penstock.contract.tenant import Terms
-from penstock.producer.client.job import AsyncJob
-from penstock.producer.client.request import Prompt
-from penstock.runtime.event_loop import CALLS_AT_ONCE, gathered, try_all
 
 AnyOutput = TypeVar("AnyOutput", bound=TaskOutput)
 
@@ -91,30 +88,3 @@ def output_of(result: Result, kind: type[AnyOutput]) -> AnyOutput:
     if not isinstance(result.output, kind):
         raise InvariantError(f"the result of job {result.job_id} has no output of type {kind.__name__}")
     return result.output
-
-
-Submit = Callable[..., Awaitable[AsyncJob]]
-"""A client's `submit`."""
-
-
-async def embedded(submit: Submit, prompts: Sequence[Prompt], options: EmbedOptions) -> list[Embedding]:
-    """Return the embeddings of prompts in their order. If one job fails, the others are canceled."""
-    if isinstance(prompts, str):
-        raise RequestError("prompts must be a list of texts, token ids or chats", param="prompts")
-    wanted, jobs = submit_embed(options), list[AsyncJob]()
-
-    async def submit_one(prompt: Prompt) -> AsyncJob:
-        job = await submit(prompt, **wanted)
-        jobs.append(job)
-        return job
-
-    try:
-        in_order = list[AsyncJob]()
-        for at in range(0, len(prompts), CALLS_AT_ONCE):
-            in_order += await gathered([submit_one(prompt) for prompt in prompts[at : at + CALLS_AT_ONCE]])
-        found = [output_of(await job.result(), Embedding) for job in in_order]
-    except BaseException:
-        await try_all([job.cancel for job in jobs])
-        raise
-    await try_all([job.ack for job in jobs])
-    return found

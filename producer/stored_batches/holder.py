@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.webhook import EventType
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
+from penstock.producer.stored_batches.row_client import NoCounter, RowCounter
 from penstock.producer.stored_batches.stored_run import StoredBatchRun
 from penstock.queue.files.batch import BatchLease
 from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
@@ -32,10 +34,13 @@ _EVENT_OF: dict[str, EventType] = {
 class BatchHolder:
     """Runs batches in this process, while it sees the storage of their files."""
 
-    def __init__(self, client: AsyncClient, files: Files, batches: BatchRecords) -> None:
+    def __init__(
+        self, client: AsyncClient, files: Files, batches: BatchRecords, counter: RowCounter | None = None
+    ) -> None:
         self._client = client
         self._files = files
         self._batches = batches
+        self._counter = counter or NoCounter()
         self._lease_s = files.settings.batch_lease_s
         self._held: dict[asyncio.Task[None], BatchLease] = {}
         self._told = ""
@@ -53,7 +58,10 @@ class BatchHolder:
                     self._tell("Redis does not answer in time")
                 except PenstockError as error:
                     self._tell(error.message)
-                await asyncio.sleep(self._lease_s / LOOKS_PER_LEASE)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._lease_s / LOOKS_PER_LEASE):
+                        await self._batches.made.wait()
+                self._batches.made.clear()
         finally:
             leases = [*self._held.values()]
             await cancel_until_done([*self._held])
@@ -90,7 +98,8 @@ class BatchHolder:
             batch = await self._batches.find(lease.batch_id)
             lease.status, lease.is_paused = batch.status, batch.is_paused
             _LOG.info("a batch is run here", extra=facts | {"status": batch.status})
-            run = StoredBatchRun(self._client, self._files, self._batches, lease, batch, lambda: len(self._held))
+            services = self._client, self._files, self._batches
+            run = StoredBatchRun(*services, lease, batch, lambda: len(self._held), self._counter)
             await run.run()
             _LOG.info("a batch has ended", extra=facts)
         except BatchTakenError:

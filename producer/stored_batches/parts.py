@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.producer.files.service import Files
+from penstock.producer.stored_batches.row_client import RowCounter
 from penstock.producer.stored_batches.rows import KINDS, FinishedRow
 from penstock.queue.files.batch import BatchLease, Part, PartCounts, RowProblem
 from penstock.queue.files.batch_records import BatchRecords
@@ -28,7 +29,8 @@ run. So a batch of a day has some thousands of parts, and the first rows of any 
 class PartWriter:
     """The part that grows, and those that are committed, for one lease of a batch."""
 
-    def __init__(self, files: Files, batches: BatchRecords, lease: BatchLease) -> None:
+    def __init__(self, files: Files, batches: BatchRecords, lease: BatchLease, counter: RowCounter) -> None:
+        self._counter = counter
         self._files = files
         self._batches = batches
         self._lease = lease
@@ -95,6 +97,7 @@ class PartWriter:
                 counts.failed += 1
                 counts.stopped += one.outcome == "stopped"
         await self._batches.commit(self._lease, part, written, [one.number for one in self._rows], counts)
+        self._counter.stored(counts)
         jobs = [one.job_id for one in self._rows if one.job_id is not None]
         self.num_committed += len(self._rows)
         self._number += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Unpack
+from typing import Protocol, Unpack
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import SubmitOptions
@@ -12,17 +12,46 @@ from penstock.contract.tenant import UNLIMITED, ApiKey
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt
 from penstock.queue.broker.producer import ServedPool
-from penstock.queue.files.batch import BatchLease, BatchRecord
+from penstock.queue.files.batch import BatchLease, BatchRecord, PartCounts
 from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
 
 KEY_TTL_S = 2.0
 """Seconds for which the API key of a batch is remembered."""
 
 
+class RowCounter(Protocol):
+    """What a process counts of the rows that it runs."""
+
+    def submitted(self) -> None:
+        """Count a job that the queue accepted."""
+
+    def refused(self) -> None:
+        """Count a row that was not submitted, because the queue was full or away."""
+
+    def stored(self, counts: PartCounts) -> None:
+        """Count rows whose answers or errors are stored now."""
+
+
+class NoCounter:
+    """Counts nothing."""
+
+    def submitted(self) -> None:
+        return
+
+    def refused(self) -> None:
+        return
+
+    def stored(self, counts: PartCounts) -> None:
+        return
+
+
 class RowClient:
     """The `Submitter` of a batch's rows."""
 
-    def __init__(self, client: AsyncClient, batches: BatchRecords, batch: BatchRecord, lease: BatchLease) -> None:
+    def __init__(
+        self, client: AsyncClient, batches: BatchRecords, batch: BatchRecord, lease: BatchLease, counter: RowCounter
+    ) -> None:
+        self._counter = counter
         self._client = client
         self._batches = batches
         self._batch = batch
@@ -45,6 +74,7 @@ class RowClient:
         options["terms"] = UNLIMITED if key is None else key.metered_terms
         options["needs_reader"] = False
         job = await self._client.submit(prompt, **options)
+        self._counter.submitted()
         # What runner.py appends tells jobs of one row apart.
         row_key = (options.get("idempotency_key") or "").partition(":")[0]
         self.open_jobs.setdefault(row_key, []).append(job)

@@ -33,7 +33,7 @@ from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import choose_pool
 from penstock.producer.files.service import Files
 from penstock.producer.stored_batches.parts import BatchEnding, PartWriter, save_joined
-from penstock.producer.stored_batches.row_client import RowClient, require_lease
+from penstock.producer.stored_batches.row_client import RowClient, RowCounter, require_lease
 from penstock.producer.stored_batches.rows import (
     KINDS,
     OUTPUT,
@@ -88,6 +88,7 @@ class StoredBatchRun:
         lease: BatchLease,
         batch: BatchRecord,
         share: Callable[[], int],
+        counter: RowCounter,
     ) -> None:
         """`share` returns among how many batches this process divides the window."""
         self._files = files
@@ -96,8 +97,9 @@ class StoredBatchRun:
         self._batch = batch
         self._share = share
         self._client = client
-        self._rows = RowClient(client, batches, batch, lease)
-        self._parts = PartWriter(files, batches, lease)
+        self._counter = counter
+        self._rows = RowClient(client, batches, batch, lease, counter)
+        self._parts = PartWriter(files, batches, lease, counter)
         self._format = format_of(batch.batch_id, batch.spec)
         self._taken = bytearray()
         """A bit per row that is in a part or in the queue."""
@@ -336,6 +338,7 @@ class StoredBatchRun:
                 if self._stopped:
                     raise JobCancelledError(error.message) from None
                 self._lease.waiting = error.message
+                self._counter.refused()
                 await asyncio.sleep(error.retry_after_ms / 1000 * random.uniform(1, 1 + _JITTER))
 
     async def _collect(self) -> None:

@@ -1,6 +1,6 @@
 """Stored batches in a Celery worker: its process takes leases of them as gateways do.
 
-`celery_app.py` names this step by a text, because this package imports that of the Celery app.
+`installation.py` names this step by a text, because this package imports that of the Celery app.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ class RunsBatches(bootsteps.StartStopStep):  # type: ignore[misc]  # celery ship
     def __init__(self, worker: Any, **_: Any) -> None:
         super().__init__(worker)
         self._settings = FilesSettings.load()
+        tasks = tasks_of(worker.app)
+        self._redis_url = None if tasks is None else tasks.redis_url
+        self._counter = None if tasks is None else tasks.metrics
         self._thread: LoopThread | None = None
         self._task: asyncio.Task[None] | None = None
 
     def include_if(self, worker: Any) -> bool:
         """Return whether the worker can see any files."""
+        if self._settings.url is None:
+            _LOG.info("this worker runs no stored batches", extra={"reason": "PENSTOCK_FILES_URL is not set"})
         return self._settings.url is not None
 
     def start(self, worker: Any) -> None:
         """Begin to take batches."""
-        tasks = tasks_of(worker.app)
-        url = redis_url_of(None if tasks is None else tasks.redis_url)
+        url = redis_url_of(self._redis_url)
         self._thread = LoopThread()
         self._thread.call(self._begin(url))
 
@@ -75,7 +79,7 @@ class RunsBatches(bootsteps.StartStopStep):  # type: ignore[misc]  # celery ship
         files = Files(self._settings, client.files)
         try:
             _LOG.info("this worker takes batches", extra={"files": self._settings.url})
-            await BatchHolder(client, files, client.batches).run()
+            await BatchHolder(client, files, client.batches, self._counter).run()
         finally:
             files.close()
             with suppress(PenstockError):

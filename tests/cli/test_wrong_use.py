@@ -25,10 +25,6 @@ from penstock.queue.broker.connection import connect
         ),
         ("serve --swap-space 4", "no option --swap-space: set PENSTOCK_NODE_SWAP_SPACE_GIB, "),
         ("serve --require-keys", "no option --require-keys: set PENSTOCK_GATEWAY_REQUIRE_KEYS, "),
-        (
-            "serve --pipeline-parallel-size 2",
-            "no option --pipeline-parallel-size: the layers of a model stay together; ",
-        ),
         ("node m --trust-remote-code", "no option --trust-remote-code: code that comes with a checkpoint never runs "),
         ("submit", 'PROMPT is missing (example: penstock submit "Name three rivers." --max-tokens 64)'),
         ("batch run in.jsonl", "OUTPUT is missing (example: penstock batch run "),

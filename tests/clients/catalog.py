@@ -41,18 +41,19 @@ class Client:
 
 
 _ALL = "answer, stream, tool call and second request, structured output, usage, errors, cancellation"
+_OF_OPENAI = f"chat, completions, responses, models, files, batches, webhooks: {_ALL}"
 _LOAD = "a short load; every request succeeds, and the report has its latencies and token counts"
 _LINUX = "Linux x86_64"
 _AGENT = "sessions over chat with a scripted model: files, commands, an MCP server, an agent"
 CLIENTS = (
-    Client("openai", "openai (Python)", "openai_checks.py", f"chat, completions, responses, models: {_ALL}"),
+    Client("openai", "openai (Python)", "openai_checks.py", _OF_OPENAI),
     Client(
         "openai-suite",
         "openai (Python), its own tests",
         "openai_suite_checks.py",
         "the package's tests of chat, completions, responses, embeddings and models, with strict validation of answers",
     ),
-    Client("openai-node", "openai (Node)", "openai_checks.mjs", f"chat, completions, responses, models: {_ALL}"),
+    Client("openai-node", "openai (Node)", "openai_checks.mjs", _OF_OPENAI),
     Client(
         "ai-sdk", "Vercel AI SDK (Node)", "ai_sdk_checks.mjs", f"default model class (responses) and `.chat()`: {_ALL}"
     ),

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import httpx
 from clients.environments import FOLDER
@@ -29,6 +30,11 @@ MODEL = "smollm2"
 SCRIPTED_NAMES = ("scripted", "gpt-5.5", "gpt-6-sol", "claude-opus-5-5")
 """Names of the scripted model. Codex has other tools for each of the first three, Claude Code other prompts for the
 last."""
+RECEIVERS_HERE = {
+    "PENSTOCK_GATEWAY_WEBHOOK_ALLOW_HTTP": "true",
+    "PENSTOCK_GATEWAY_WEBHOOK_ALLOWED_NETWORKS": '["127.0.0.1/32"]',
+}
+"""Settings with which webhooks reach the scripts."""
 SCRIPTED_NODE = Path(__file__).resolve().parents[1] / "fakes" / "processes" / "scripted_node.py"
 START_TIMEOUT_S = 60.0
 LOGS = FOLDER / "logs"
@@ -52,7 +58,8 @@ def running_server() -> Iterator[Server]:
         template.unlink(missing_ok=True)
         template.write_text(TOOL_TEMPLATE)
         LOGS.mkdir(parents=True, exist_ok=True)
-        with (LOGS / "server.log").open("w") as log, served(folder, log) as url:
+        environment = mock.patch.dict(os.environ, RECEIVERS_HERE)
+        with (LOGS / "server.log").open("w") as log, environment, served(folder, log) as url:
             yield Server(url, folder)
 
 

@@ -1,7 +1,8 @@
 """`python -m faults.batches`: a large batch runs to its end while everything that runs it is killed.
 
 The output and the error file together must have each row of the input once, with the text of an undisturbed run and its
-tokens counted once. The batch's holder also sleeps through its lease once. It prints what it measured and what was
+tokens counted once. The batch's holder, a gateway or a Celery worker, also sleeps through its lease once. With workers,
+Celery's scheduler, which is killed too, sends a task each second. It prints what it measured and what was
 violated.
 """
 
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -25,6 +27,7 @@ import boto3  # type: ignore[import-untyped]
 from faults.tools.backlog_entries import Requests
 from faults.tools.backlog_view import audited
 from faults.tools.batch_kills import BatchRun, CommandEntry, Entry, MessagesEntry, OpenAIEntry, problems_of, used_bytes
+from faults.tools.batch_workers import WorkerFleet
 from faults.tools.redis_process import RedisProcess, free_port
 from faults.tools.report import Measurement, record
 from faults.tools.soak_kills import Fleet
@@ -78,7 +81,9 @@ async def run(args: argparse.Namespace) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="batches-") as name, storage(args.storage, Path(name) / "files"):
         settings = {"log_jobs": False, "max_num_seqs": 64, "step_s": args.step_s, "result_ttl_ms": DAY_MS}
         with RedisProcess(Path(name) / "redis") as server:
-            fleet = Fleet(server, POOL, num_nodes=2, num_gateways=2, keeps_ports=True, **settings, idem_ttl_ms=DAY_MS)
+            shape = {"num_nodes": 2, "num_gateways": 2, "keeps_ports": True, "idem_ttl_ms": DAY_MS, **settings}
+            made = partial(WorkerFleet, folder=Path(name)) if args.holders == "workers" else Fleet
+            fleet = made(server, POOL, **shape)
             try:
                 await fleet.start()
                 idle_bytes, begun_s = used_bytes(fleet), time.monotonic()
@@ -86,7 +91,8 @@ async def run(args: argparse.Namespace) -> list[str]:
                 ended = await batch.run(
                     num_kills=args.kills, every_s=args.every, freeze_s=args.freeze_s, plant=args.plant
                 )
-                took_s, found = time.monotonic() - begun_s, problems_of(batch.entry.requests, ended)
+                took_s, found = time.monotonic() - begun_s, problems_of(batch.entry.requests, ended) + fleet.problems()
+                others = fleet.measurements()
                 async with connect(server.url) as redis:
                     found += await audited(redis, POOL)
                     found += [f"audit of files: {finding}" for finding in await audit_files(redis) or []]
@@ -100,8 +106,9 @@ async def run(args: argparse.Namespace) -> list[str]:
         "killed": ", ".join(f"{number} {kind}" for kind, number in sorted(batch.killed.items())),
         "Redis MiB above idle": grown >> 20,
         "seconds": round(took_s),
+        **others,
     }
-    row = f"{args.entry}, {args.storage}"
+    row = f"{args.entry}, {args.storage}" + (", held by Celery workers" if args.holders == "workers" else "")
     print(f"{time.strftime('%H:%M:%S')} {row}: {measurements} {ended.status} {ended.counts}")
     print("\n".join(f"  VIOLATION {problem}" for problem in found) or "  nothing violated", flush=True)
     if args.record and not found:
@@ -115,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--record", action="store_true", help="write the measurements to ops/bench/results/faults.md")
     one.add_argument("--entry", choices=ENTRIES, default="openai")
     one.add_argument("--storage", choices=STORAGES, default="folder")
+    one.add_argument("--holders", choices=("gateways", "workers"), default="gateways", help="what runs the batch")
     one.add_argument("--rows", type=int, default=50_000)
     one.add_argument("--kills", type=int, default=20)
     one.add_argument("--every", type=float, default=6.0, help="seconds between two kills, on average")

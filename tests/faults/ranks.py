@@ -16,10 +16,11 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 from faults.tools.redis_process import RedisProcess
-from faults.tools.report import quantile, record
+from faults.tools.report import Measurement, quantile, record
 from fixtures.tiny_model import make_tiny_model
 
 from penstock.contract.errors import BusyError, UnavailableError
@@ -33,7 +34,8 @@ from penstock.queue.broker.connection import connect
 POOL, LEASE_S, STALL_S = "ranks", 3.0, 1.0
 NUM_NODES, NUM_READERS, NUM_JOBS = 2, 8, 24
 MAX_TOKENS = 150
-PATIENCE_S = 120.0
+PATIENCE_S = 200.0
+"""Longer than a node waits for a rank that is stopped while it starts."""
 RANK = "penstock.gpu_node.model.loading.rank_process"
 
 
@@ -166,7 +168,7 @@ def _prompt(number: int) -> str:
     return f"the gate opens by pressure, and the turbine has number {number}"
 
 
-def _params(number: int) -> dict[str, object]:
+def _params(number: int) -> dict[str, Any]:
     return {"temperature": 1.0, "seed": number, "max_tokens": MAX_TOKENS, "ignore_eos": True}
 
 
@@ -214,7 +216,7 @@ async def run(num_kills: int, num_stops: int, seed: int, folder: Path) -> None:
         for node in nodes:
             node._process.kill()
         redis.kill()
-    facts = dict(counts) | {"jobs": readers.counts["jobs"], "tokens": readers.counts["tokens"]}
+    facts: dict[str, Measurement] = {**counts, "jobs": readers.counts["jobs"], "tokens": readers.counts["tokens"]}
     facts |= {"minutes": (time.monotonic() - began_s) / 60, "longest gap, median s": quantile(readers.gaps_s, 0.5)}
     record("Ranks", "two nodes of two ranks", facts | {"longest gap s": max(readers.gaps_s)})
 

@@ -26,16 +26,20 @@ from faults.tools.redis_process import free_port
 from faults.tools.work import PROMPT
 
 from penstock.contract.job import SamplingParams
+from penstock.contract.output import Choice, Usage
 from penstock.contract.tenant import Terms
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
 from penstock.producer.files.storage import FilesSettings
+from penstock.producer.stored_batches import holder as stored_batches_holder
+from penstock.producer.stored_batches.holder import BatchHolder
 from penstock.producer.stored_batches.row_client import KEY_TTL_S
-from penstock.queue import keys
+from penstock.queue import keys, results
 from penstock.queue.broker.connection import connect
 from penstock.queue.files.batch import BatchSpec, new_batch_id
 from penstock.queue.files.records_audit import audit_files
 from penstock.queue.tenants.key_store import KeyStore
+from penstock.runtime.event_loop import cancel_until_done
 from tests.producer.batch.conftest import process
 
 pytestmark = pytest.mark.timeout(240)
@@ -250,6 +254,49 @@ async def ended(client: AsyncClient, batch_id: str, mortal: GatewayProcess | Non
             return False
         await asyncio.sleep(0.02)
     return True
+
+
+async def test_a_row_whose_result_cannot_be_read_fails_and_its_batch_ends(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encode, damaged = results.encode_result, [b"\xc1", encode_choices_of_another_kind()]
+    monkeypatch.setattr(results, "encode_result", lambda *given: damaged.pop() if damaged else encode(*given))
+    async with FakeNode(redis_url), AsyncClient(redis_url) as client, asyncio.timeout(TIMEOUT_S):
+        batch_id = await make_without_gateway(client, tmp_path, 6)
+        files = Files(FilesSettings(url=str(tmp_path)), client.files)
+        holder = asyncio.create_task(BatchHolder(client, files, client.batches).run())
+        await ended(client, batch_id)
+        batch = await client.batches.find(batch_id)
+        assert (batch.num_completed, batch.num_failed) == (4, 2)
+        await cancel_until_done([holder])
+        files.close()
+    assert codes_in(tmp_path, batch.error_file_id) == ["unreadable_result"] * 2
+    assert caplog.text.count("a stored result cannot be read") == 2
+
+
+async def test_the_process_that_makes_a_batch_runs_it_at_once(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would look for batches only after the time of this test."""
+    monkeypatch.setattr(stored_batches_holder, "LOOKS_PER_LEASE", 1 / (2 * TIMEOUT_S))
+    async with FakeNode(redis_url), AsyncClient(redis_url) as client, asyncio.timeout(TIMEOUT_S):
+        files = Files(FilesSettings(url=str(tmp_path), batch_lease_s=60), client.files)
+        holder = asyncio.create_task(BatchHolder(client, files, client.batches).run())
+        for _ in range(2):
+            await ended(client, await make_without_gateway(client, tmp_path, 3))
+        await cancel_until_done([holder])
+        files.close()
+
+
+def codes_in(folder: Path, file_id: str | None) -> list[str]:
+    (file,) = folder.glob(f"*/files/{file_id}")
+    return [json.loads(line)["error"]["code"] for line in file.read_text().splitlines()]
+
+
+def encode_choices_of_another_kind() -> bytes:
+    """A result that can be decoded, of which no answer can be made."""
+    choices = (Choice(0, cast(Any, 5), (1,), "length"),)
+    return results.encode_result(choices, Usage(1, 1), [(0, 1, 1)])
 
 
 async def test_a_known_model_without_a_node_waits_for_one(

@@ -5,6 +5,7 @@ import { byId, button, el, number } from "./dom.js";
 
 const POLL_MS = 5_000;
 const SHOWN = 10;
+const STATES = ["dead", "pending", "delivered"];
 const KINDS = { enabled: "good", disabled: "bad" };
 const views = new Map(); // endpoint id → EndpointView
 let controller;
@@ -56,9 +57,13 @@ class EndpointView {
     this.title = el("h3");
     this.badge = el("span", { className: "badge" });
     this.note = el("p", { className: "hint" });
-    this.state = el("select", {}, ...["dead", "pending", "delivered"].map((one) => el("option", { value: one }, one)));
+    this.state = el("select", {}, ...STATES.map((one) => el("option", { value: one }, one)));
     this.state.setAttribute("aria-label", "State of the deliveries");
-    this.state.addEventListener("change", () => this.tried(() => this.loadDeliveries()));
+    this.isChosen = false;
+    this.state.addEventListener("change", () => {
+      this.isChosen = true;
+      return this.tried(() => this.loadDeliveries());
+    });
     this.deliveries = el("ol", { className: "deliveries" });
     this.again = button("Deliver all dead ones again", () => this.post("deliveries/redeliver", {}));
     this.enable = button("Enable", () => this.post("", { status: "enabled" }));
@@ -78,14 +83,24 @@ class EndpointView {
     await this.loadDeliveries(signal);
   }
 
+  /** Return the newest deliveries in the chosen state; until one is chosen, in the first state that has any. */
+  async newest(signal) {
+    for (const state of this.isChosen ? [this.state.value] : STATES) {
+      const path = `v1/webhook_endpoints/${this.id}/deliveries?status=${state}&limit=${SHOWN}`;
+      const { data, has_more } = await (await request(path, { signal })).json();
+      if (data.length || this.isChosen) return { state, data, has_more };
+    }
+    return { state: STATES[0], data: [], has_more: false };
+  }
+
   async loadDeliveries(signal) {
-    const state = this.state.value;
-    const path = `v1/webhook_endpoints/${this.id}/deliveries?status=${state}&limit=${SHOWN}`;
-    const { data, has_more: hasMore } = await (await request(path, { signal })).json();
+    const { state, data, has_more: hasMore } = await this.newest(signal);
+    this.state.value = state;
     this.again.hidden = state !== "dead" || !data.length;
     const entries = data.map((one) => el("li", {},
       el("time", {}, new Date(one.created_ms).toLocaleString()), ` ${one.event_type} of ${one.data.id}: `,
-      `${number(one.attempts)} ${one.attempts === 1 ? "attempt" : "attempts"}${one.answer ? `, ${one.answer}` : ""}`));
+      `${number(one.attempts)} ${one.attempts === 1 ? "attempt" : "attempts"}${one.answer ? `, ${one.answer}` : ""}`,
+      one.next_ms ? `, next ${new Date(one.next_ms).toLocaleTimeString()}` : ""));
     if (hasMore) entries.push(el("li", { className: "hint" }, "and more"));
     if (!data.length) entries.push(el("li", { className: "hint" }, `No ${state} deliveries.`));
     this.deliveries.replaceChildren(...entries);

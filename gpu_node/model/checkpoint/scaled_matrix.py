@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -47,6 +48,20 @@ class ScaledTensor:
         """Return a matrix of the rows from `start` to `end` (exclusive)."""
         zeros = None if self.zeros is None else self.zeros[start:end]
         return replace(self, numbers=self.numbers[start:end], scales=self.scales[start:end], zeros=zeros)
+
+    def columns(self, start: int, end: int) -> ScaledTensor:
+        """Return a matrix of the columns from `start` to `end` (exclusive)."""
+        numbers = self.numbers[:, start:end]
+        if self.group >= self.shape[1]:
+            return replace(self, numbers=numbers)
+        # Smaller groups, where the cut is inside of one.
+        group = gcd(start, self.group)
+
+        def cut(by_group: Floats) -> Floats:
+            return np.repeat(by_group, self.group // group, axis=1)[:, start // group : -(-end // group)]
+
+        zeros = None if self.zeros is None else cut(self.zeros)
+        return replace(self, numbers=numbers, scales=cut(self.scales), zeros=zeros, group=group)
 
     def to_float32(self) -> Floats:
         """Return the dequantized values."""

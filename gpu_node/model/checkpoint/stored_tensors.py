@@ -36,6 +36,7 @@ _SAFETENSORS_KINDS = {
     "I64": ("i64", 8),
 }
 """The supported safetensors dtypes, with the bytes per number."""
+_FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _STACK_DIMS = 3
@@ -53,6 +54,8 @@ class StoredTensor:
     """[rows, bytes per row], read-only, mapped from the file; a vector is one row."""
     row_order: NDArray[np.int32] | None = None
     """Row i of Hugging Face's layout is stored as row `row_order[i]`; None: rows are in order."""
+    skipped: int = 0
+    """Columns of the first block of each row that do not belong to the tensor, because it was cut inside a block."""
 
     def take_rows(self, rows: NDArray[np.int32], *shape: int) -> StoredTensor:
         """Return a tensor of the given rows; for a vector, of the given elements."""
@@ -69,6 +72,19 @@ class StoredTensor:
             return replace(self, shape=shape, data=self.data[start:end])
         return replace(self, shape=shape, row_order=self.row_order[start:end])
 
+    def columns(self, start: int, end: int) -> StoredTensor:
+        """Return a tensor of a matrix's columns from `start` to `end` (exclusive)."""
+        size, num_bytes = _block_of(self.kind)
+        first, skipped = divmod(start + self.skipped, size)
+        last = -(-(end + self.skipped) // size)
+        data = self.data[:, first * num_bytes : last * num_bytes]
+        return replace(self, shape=(self.shape[0], end - start), data=data, skipped=skipped)
+
+    @property
+    def is_in_whole_blocks(self) -> bool:
+        """Whether each row of a matrix begins and ends with a block."""
+        return not self.skipped and self.shape[1] % _block_of(self.kind)[0] == 0
+
     @property
     def rows(self) -> NDArray[np.uint8]:
         """`data` in Hugging Face's row order; a copy if the stored order differs."""
@@ -76,7 +92,10 @@ class StoredTensor:
 
     def to_float32(self) -> NDArray[np.float32]:
         """Return a copy of the values, in `shape` and in Hugging Face's row order."""
-        return _decoded(self, self.rows).reshape(self.shape)
+        values = _decoded(self, self.rows)
+        if values.size > prod(self.shape):
+            values = values[:, self.skipped : self.skipped + self.shape[1]]
+        return values.reshape(self.shape)
 
 
 Stored: TypeAlias = StoredTensor | ScaledTensor
@@ -300,8 +319,16 @@ def _decoded(tensor: StoredTensor, rows: NDArray[np.uint8]) -> NDArray[np.float3
     _check_kind(tensor)
     if tensor.kind in _DECODERS:
         return _DECODERS[tensor.kind](rows)
-    values: NDArray[np.float32] = dequantize(rows, GGMLQuantizationType[tensor.kind.upper()])
+    values: NDArray[np.float32] = dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[tensor.kind.upper()])
     return values
+
+
+def _block_of(kind: str) -> tuple[int, int]:
+    """Return the columns of a block and its bytes; a float is a block of its own."""
+    if kind in _FLOAT_BYTES:
+        return 1, _FLOAT_BYTES[kind]
+    size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
+    return int(size), int(num_bytes)
 
 
 def _check_kind(tensor: StoredTensor) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
 from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedTiles
 from penstock.gpu_node.model.gpu.inputs import StepInputs
@@ -16,6 +17,7 @@ from penstock.gpu_node.model.protocol import MatrixName
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.torch_common.norm import Norm
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
+from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator
 from penstock.kernels.norm_weights import Addend
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton.decode_attention import decode_attention
@@ -113,10 +115,22 @@ class GpuDecoder:
     """A model's weights and its forward pass."""
 
     def __init__(
-        self, spec: ModelSpec, weights: GpuWeights, num_positions: int, attention: AttentionBackend | None = None
+        self,
+        spec: ModelSpec,
+        weights: GpuWeights,
+        num_positions: int,
+        attention: AttentionBackend | None = None,
+        part: RankPart | None = None,
+        ranks: Communicator = ONE_RANK,
     ) -> None:
-        """attention: None for Triton's kernels."""
+        """spec: of the part that this rank computes; attention: None for Triton's kernels.
+
+        part: None for the whole model; ranks: the ranks that compute it together.
+        """
         self._attention: AttentionBackend = attention or TritonAttention()
+        self.part = part or RankPart(spec)
+        self._ranks = ranks
+        self._first_row = self.part.vocab.start if self.part.size > 1 else None
         self.spec = spec
         self.num_positions = num_positions
         self._weights = weights
@@ -126,7 +140,8 @@ class GpuDecoder:
         self._angles = {rope: _angles(rope, num_positions, device) for rope in set(spec.ropes)}
         self._biases = None
         if spec.rope is None:
-            self._biases = torch.from_numpy(alibi_biases(spec, num_positions)).to(device)
+            heads, biases = self.part.heads, alibi_biases(self.part.whole, num_positions)
+            self._biases = torch.from_numpy(biases[heads.start : heads.stop]).to(device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,7 +150,10 @@ class GpuDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, [len(hidden), vocab]: a view without those of the head's padding."""
-        spec, logits = self.spec, self._weights.head(hidden)
+        spec, outputs = self.spec, self._weights.head(hidden)
+        # Each rank has its part of the vocabulary.
+        gathered = self._ranks.all_gather(outputs).view(self._ranks.size, *outputs.shape)
+        logits = gathered.transpose(0, 1).reshape(len(outputs), -1)
         if spec.logit_scale != 1 or spec.logit_cap is not None:
             bound_logits(logits, spec.logit_scale, spec.logit_cap)
         return logits[:, : spec.vocab_size]
@@ -155,7 +173,9 @@ class GpuDecoder:
         """
         spec, weights = self.spec, self._weights
         # The residual stream stays in float32, as the torch runner's does.
-        residual = embed(step.token_ids, sampled, weights.embedding.weight, spec.embedding_scale)
+        table = weights.embedding.weight
+        embedded = embed(step.token_ids, sampled, table, spec.embedding_scale, self._first_row)
+        residual = self._ranks.sum(embedded)
         delta: Addend | None = None
         for i, (layer, cache) in enumerate(zip(weights.layers, layers, strict=True)):
             normed, qkv = self._normed_product(residual, delta, layer.attention_norm, (i, "qkv", layer.qkv), adapted)
@@ -178,7 +198,7 @@ class GpuDecoder:
         if layer.head_norms is not None:
             q_norm, k_norm = layer.head_norms
             if spec.joint_head_norms:
-                norm_all_heads(qkv, q_norm, k_norm)
+                self._norm_all_heads(qkv, q_norm, k_norm)
             else:
                 norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight}
         angles = step.positions, step.slots, *self._angles[spec.ropes[at]]
@@ -193,6 +213,17 @@ class GpuDecoder:
             cap=spec.score_cap,
         )
         return out
+
+    def _norm_all_heads(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> None:
+        """Norm each token's queries of all ranks as one vector, and its keys, in place."""
+        if self._ranks.size == 1:
+            norm_all_heads(qkv, q_norm, k_norm)
+            return
+        queries, keys, _ = qkv.tensor_split((len(q_norm.weight), len(q_norm.weight) + len(k_norm.weight)), dim=1)
+        squares = torch.stack([x.float().square().mean(dim=-1) for x in (queries, keys)], dim=-1)
+        means = self._ranks.sum(squares) / self._ranks.size
+        queries.copy_(q_norm.of_mean_square(queries, means[:, :1]))
+        keys.copy_(k_norm.of_mean_square(keys, means[:, 1:]))
 
     def _normed_product(
         self, residual: Tensor, delta: Addend | None, norm: Norm, matrix: _Matrix, adapted: AdaptedTiles
@@ -219,14 +250,14 @@ class GpuDecoder:
         """
         scale = self.spec.residual_scale
         if not self.spec.parallel_residual:
-            delta = Addend(attended, layer.post_attention_norm, scale)
+            delta = Addend(self._ranks.sum(attended), layer.post_attention_norm, scale)
             matrix: _Matrix = at, "mlp_in", layer.mlp_in
             _, inner = self._normed_product(residual, delta, layer.mlp_norm, matrix, adapted)
-            return Addend(self._mlp(inner, at, layer, adapted), layer.post_mlp_norm, scale)
+            return Addend(self._ranks.sum(self._mlp(inner, at, layer, adapted)), layer.post_mlp_norm, scale)
         if normed is None or layer.mlp_norm is not layer.attention_norm:
             normed = add_norm(residual, None, layer.mlp_norm)
         inner = adapted.add(at, "mlp_in", normed, layer.mlp_in(normed))
-        return Addend(attended + self._mlp(inner, at, layer, adapted), None, scale)
+        return Addend(self._ranks.sum(attended + self._mlp(inner, at, layer, adapted)), None, scale)
 
     def _mlp(self, inner: Tensor, at: int, layer: LayerWeights, adapted: AdaptedTiles) -> Tensor:
         """Return the MLP's output. inner: the product with its first matrix."""

@@ -134,13 +134,13 @@ class EmbeddingTable:
         return functional.embedding(ids, self.weight)
 
 
-_HEAD_ROWS = 64
+HEAD_ROWS = 64
 """The head is padded to a multiple of this many rows. Logits of an odd vocabulary would be in unaligned rows."""
 
 
 def padded_vocab(vocab: int) -> int:
     """Return the rows of the padded head of a vocabulary, which is also the width of its logits."""
-    return -(-vocab // _HEAD_ROWS) * _HEAD_ROWS
+    return -(-vocab // HEAD_ROWS) * HEAD_ROWS
 
 
 def padded_head(weight: Tensor, quantization: str = "none", *, deterministic: bool = False) -> KeptLinear:
@@ -153,9 +153,9 @@ def padded_head(weight: Tensor, quantization: str = "none", *, deterministic: bo
     return make(pad_rows(weight), None)
 
 
-def pad_rows(weight: Tensor) -> Tensor:
-    """Append zero rows up to `padded_vocab`; weight: [vocab, hidden]."""
-    missing = padded_vocab(len(weight)) - len(weight)
+def pad_rows(weight: Tensor, num_rows: int | None = None) -> Tensor:
+    """Append zero rows up to `num_rows`, else up to `padded_vocab`; weight: [vocab, hidden]."""
+    missing = (padded_vocab(len(weight)) if num_rows is None else num_rows) - len(weight)
     return functional.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 

@@ -10,16 +10,17 @@ from functools import partial
 import torch
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, num_host_blocks
+from penstock.gpu_node.model.checkpoint.rank_tensors import RankTensors
 from penstock.gpu_node.model.checkpoint.source import Progress
-from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import MIN_COMPUTE_CAPABILITY, Device
 from penstock.gpu_node.model.gpu.graphs import GraphShapes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
-from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4, padded_head, padded_vocab
+from penstock.gpu_node.model.gpu.linear import HEAD_ROWS, SCALED, can_pack_int4, padded_head, padded_vocab
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, peak_bytes, split_bytes
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
@@ -28,6 +29,7 @@ from penstock.gpu_node.model.gpu.weights import StoredLinearLoader, load_weights
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
+from penstock.gpu_node.model.torch_common.ranks import ALONE, Communicator, RankLinks
 
 log = logging.getLogger(__package__)
 
@@ -41,36 +43,48 @@ _GIB = 1 << 30
 
 
 @translate_out_of_memory()
-def load_gpu(described: Description, options: RunnerOptions, progress: Progress) -> tuple[GpuRunner, str]:
-    """Return the runner and the name of its arithmetic. Raises ConfigError for a missing or unsupported feature."""
-    device = Device(_device())
-    spec = described.spec
+def load_gpu(
+    described: Description, options: RunnerOptions, progress: Progress, links: RankLinks = ALONE
+) -> tuple[GpuRunner, str]:
+    """Return the runner of a rank and the name of its arithmetic, in which several ranks show.
+
+    Raises ConfigError for a missing or unsupported feature.
+    """
+    ranks, host_ranks = links
+    if options.tensor_parallel_size != ranks.size:
+        raise ConfigError(f"tensor_parallel_size {options.tensor_parallel_size} on a GPU needs a process for each rank")
+    device, part = Device(_device()), RankPart(described.spec, ranks.rank, ranks.size, vocab_multiple=HEAD_ROWS)
+    spec = part.spec
     name: str = options.dtype
     if name == "auto":
         name = described.stored_dtype if described.stored_dtype in ("bfloat16", "float16") else "float32"
     _check(options, spec, device)
     kept = name if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     layout = KvLayout(spec, options.block_size, _KV_DTYPES[kept])
-    tensors = DecoderTensors(described.open_checkpoint(), spec)
+    tensors = RankTensors(described.open_checkpoint(), part)
     keep = StoredLinearLoader(options.quantization, device, deterministic=options.deterministic)
     # A separate Device has its own side stream, because the KV pool's one copies in the other direction.
     stream = partial(OffloadedLayers, spec.num_layers, options.cpu_offload_gib, Device(device.torch))
     gather = stream if options.cpu_offload_gib else tuple
     head = partial(padded_head, quantization=options.quantization, deterministic=options.deterministic)
     report = partial(progress, "load")
-    weights = load_weights(tensors, spec, _DTYPES[name], report, device.torch, keep, gather, head)
+    vocab_rows = None if ranks.size == 1 else part.vocab_width
+    weights = load_weights(tensors, spec, _DTYPES[name], report, device.torch, keep, gather, head, vocab_rows)
     weight_bytes = device.allocated_bytes()
-    decoder = GpuDecoder(spec, weights, described.max_model_len)
+    decoder = GpuDecoder(spec, weights, described.max_model_len, part=part, ranks=ranks)
     # Its own side stream, so that adapters do not wait for swapped blocks.
     stream_of_adapters, slots = Device(device.torch), options.num_adapter_slots
     adapters = GpuAdapters(spec, slots, options.max_lora_rank, _DTYPES[name], stream_of_adapters)
-    sizes = _sizes(described, options, decoder, layout, device)
+    sizes = _fewest(_sizes(described, options, decoder, layout, device), host_ranks)
     pool, sizes = _new_pool(options, layout, sizes, device)
+    if _fewest(sizes, host_ranks) != sizes:
+        raise ConfigError("another rank has no memory for the swap space; set swap_space_gib to 0")
     sizes_of_steps = options.max_num_seqs, described.max_model_len, options.block_size
     limits = Limits(
         *sizes_of_steps, options.deterministic, options.max_num_batched_tokens, enforce_eager=options.enforce_eager
     )
-    runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes, partial(progress, "capture"))
+    capturing = partial(progress, "capture")
+    runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes, capturing, host_ranks)
     if device.is_gpu:
         # Before the first request arrives.
         runner.compile_eager_steps()
@@ -79,8 +93,18 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     arithmetic = {"dtype": name, "quantization": formats, "kv_cache_dtype": kept}
     blocks = {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     log.info("gpu runner", extra={"device": str(device.torch), **arithmetic, **blocks})
-    parts = "gpu", name, *((formats,) if formats != "none" else ()), "kv", kept
-    return runner, "-".join((*parts, "deterministic") if options.deterministic else parts)
+    parts = ["gpu", name, *((formats,) if formats != "none" else ()), "kv", kept]
+    parts += ["deterministic"] * options.deterministic + [f"tp{ranks.size}"] * (ranks.size > 1)
+    return runner, "-".join(parts)
+
+
+def _fewest(sizes: CacheSizes, ranks: Communicator) -> CacheSizes:
+    """Return the smallest number of blocks of each kind that a rank has."""
+    if ranks.size == 1:
+        return sizes
+    counts = ranks.all_gather(torch.tensor([[sizes.num_device_blocks, sizes.num_host_blocks]]))
+    num_device_blocks, num_host_blocks = counts.amin(dim=0).tolist()
+    return replace(sizes, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks)
 
 
 def _device() -> torch.device:
@@ -115,6 +139,9 @@ def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
     if options.deterministic and quantization in ("int4", "fp8"):
         # Their tiles, and so the order of their sums, depend on the number of rows.
         raise ConfigError(f"deterministic needs quantization none or int8, not {quantization}")
+    if options.deterministic and options.tensor_parallel_size > 1:
+        # How NCCL adds up the ranks' results depends on the size of a step.
+        raise ConfigError("deterministic needs tensor_parallel_size 1")
     if quantization == "int4" and not can_pack_int4(
         spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     ):
@@ -174,7 +201,7 @@ def _bytes_for_cache(
     torch.cuda.empty_cache()
     pool, limit = KvPool(layout, 1, 0, device), options.max_num_batched_tokens
     shapes = GraphShapes(options.max_num_seqs, limit, has_adapters=options.num_adapter_slots > 0)
-    spec, block_bytes = described.spec, layout.block_bytes
+    spec, block_bytes = decoder.spec, layout.block_bytes
     # The measured steps have no decoding rows.
     splits = split_bytes(shapes.max_rows, spec.num_heads, spec.head_dim, FIXED_SPLITS)
     peak = peak_bytes(decoder, pool, limit, options.max_num_seqs) + splits

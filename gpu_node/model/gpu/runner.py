@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.gpu_node.model.architecture.rank_part import RankAdapter
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
@@ -21,9 +22,11 @@ from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.profile import run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan, StepResult
+from penstock.gpu_node.model.torch_common.exchanges import Agreement
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
+from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, BrokenExchangeError, Communicator
 from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.dependent import dependent_launches
@@ -63,6 +66,8 @@ class StagingBuffer:
         self._device = device
         self._packed = device.pinned(1 << 12, dtype=torch.int32)
         self._tokens = device.pinned(0, dtype=torch.int32)
+        self.returned = self._tokens
+        """The tokens of the last step that used the buffer, once `wait` has returned."""
         self.copied: DeviceEvent = device.record_event()
 
     def wait(self) -> None:
@@ -82,7 +87,7 @@ class StagingBuffer:
             self._tokens = self._device.pinned(2 * len(tokens), dtype=torch.int32)
         here = self._tokens[: len(tokens)]
         here.copy_(tokens, non_blocking=True)
-        self.copied = self._device.record_event()
+        self.copied, self.returned = self._device.record_event(), here
         return here
 
 
@@ -152,9 +157,14 @@ class GpuRunner:
         device: Device,
         weight_bytes: int = 0,
         report: Callable[[float], None] = lambda captured: None,
+        host_ranks: Communicator = ONE_RANK,
     ) -> None:
-        """report: takes the fraction of graphs that are captured."""
+        """report: takes the fraction of graphs that are captured.
+
+        host_ranks: the ranks that compute the model together, connected for tensors in host memory.
+        """
         self._decoder = decoder
+        self._agreement = Agreement(host_ranks)
         self._adapters = adapters
         self._pool = pool
         self._sizes = sizes
@@ -209,14 +219,27 @@ class GpuRunner:
         """Write what was recorded as a compressed Chrome trace."""
         self._profiler.write(path)
 
+    def submit(self, plan: StepPlan) -> GpuStep:
+        """Start a step.
+
+        With several ranks, an error ends them all: the GPUs of the others wait for an exchange that never comes. So it
+        is raised as BrokenExchangeError.
+        """
+        if self._decoder.part.size == 1:
+            return self._submit(plan)
+        try:
+            return self._submit(plan)
+        except Exception as error:
+            raise BrokenExchangeError(f"a step failed at rank {self._decoder.part.rank}: {error}") from error
+
     @translate_out_of_memory()
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> GpuStep:
-        """Start a step."""
+    def _submit(self, plan: StepPlan) -> GpuStep:
         self._unfinished.run_deferred()
         staging = self._staging_buffers[0]
         self._staging_buffers.rotate(-1)
         staging.wait()
+        self._agreement.note(staging.returned)
         started = self._device.record_event()
         self._pool.copy(plan.copies)
         copied = self._device.record_event()
@@ -241,7 +264,8 @@ class GpuRunner:
             if (mark_rows >= 0).any():
                 rules = self._row_marks.write(plan.sampling, mark_rows)
                 self._tokens[: len(rules)] = sample(logits[: len(rules)], rules, self._row_marks.marks)
-            in_flight.note_logprobs(*self._logprobs(plan, logits))
+            if self._decoder.part.rank == 0:
+                in_flight.note_logprobs(*self._logprobs(plan, logits))
             in_flight.hidden = None if hidden is None else self._to_host_async(hidden.float())
             in_flight.set_tokens(staging.copy_back(self._tokens[: len(plan.sample_tokens)]), staging.copied)
 
@@ -282,7 +306,8 @@ class GpuRunner:
     @torch.inference_mode()
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, after the steps that were already submitted."""
-        self._adapters.set(adapter_slot, adapter)
+        part = self._decoder.part
+        self._adapters.set(adapter_slot, adapter if part.size == 1 else RankAdapter(adapter, part))
 
     def _packed(self, plan: StepPlan) -> StepInputs[Ints]:
         return pack_step(plan, self._limits.block_size, self._decoder.query_rows)

@@ -14,7 +14,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK, block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
-from penstock.gpu_node.model.checkpoint.stored_tensors import Stored
+from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear
 from penstock.gpu_node.model.gpu.decoder import GpuWeights
 from penstock.gpu_node.model.gpu.device import Device
@@ -51,18 +51,19 @@ def load_weights(
     linear: MakeLinear = plain_linear,
     gather: Callable[[Iterator[LayerWeights]], Iterable[LayerWeights]] = tuple,
     head: Callable[[Tensor], Product] = padded_head,
+    vocab_rows: int | None = None,
 ) -> GpuWeights:
     """Read, fuse and convert a checkpoint layer by layer onto a device.
 
     linear: makes the layers' matrices; gather: collects the layers as they are read; head: makes the head of its weight
-    in `dtype`, [vocab, hidden]. The embedding is always in `dtype`. Raises ConfigError that names a missing tensor or
-    one with another shape.
+    in `dtype`, [vocab, hidden]. The embedding is always in `dtype`. vocab_rows: of embedding and head at each of
+    several ranks, None for one rank. Raises ConfigError that names a missing tensor or one with another shape.
     """
     convert = Converter(dtype, device)
     embedding = convert.tensor(tensors.embedding())
-    if spec.tied_head:
+    if spec.tied_head or vocab_rows is not None:
         # Both use the padded table; padding rows are no token's embedding.
-        embedding = pad_rows(embedding)
+        embedding = pad_rows(embedding, vocab_rows)
     tensors.release()
 
     def layers() -> Iterator[LayerWeights]:
@@ -75,7 +76,7 @@ def load_weights(
         embedding=EmbeddingTable(embedding),
         layers=gather(layers()),
         final_norm=read_norm(tensors.final_norm(), convert, spec.norm_eps, spec.norm_offset),
-        head=head(embedding if spec.tied_head else convert.tensor(tensors.head())),
+        head=head(embedding if spec.tied_head else pad_rows(convert.tensor(tensors.head()), vocab_rows)),
     )
 
 
@@ -125,7 +126,8 @@ def _format_of(part: Stored) -> str | None:
     if isinstance(part, ScaledTensor) and part.kind in SCALED:
         # The kernels support one scale per row and no zero points.
         return part.kind if part.group >= part.shape[1] and part.zeros is None else None
-    return "int4" if block_kind(part) in ("q4_0", "q4_1") else None
+    is_cut = isinstance(part, StoredTensor) and not part.is_in_whole_blocks
+    return "int4" if block_kind(part) in ("q4_0", "q4_1") and not is_cut else None
 
 
 def _scaled(part: ScaledTensor) -> tuple[NDArray[np.generic], ...]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
@@ -25,8 +25,10 @@ from penstock.gpu_node.model.native.load import NativeUnavailableError, load_nat
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, WrittenTokenizer
 
-log = logging.getLogger(__package__)
+if TYPE_CHECKING:
+    from penstock.gpu_node.model.torch_common.ranks import RankLinks
 
+log = logging.getLogger(__package__)
 
 _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
@@ -75,8 +77,10 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
     return FoundModel(model, config, described, stamps, opened.tokenizer)
 
 
-def load_found(found: FoundModel, options: RunnerOptions, progress: Progress) -> LoadedModel:
-    """Load a model that was found with the same options.
+def load_found(
+    found: FoundModel, options: RunnerOptions, progress: Progress, links: RankLinks | None = None
+) -> LoadedModel:
+    """Load a model that was found with the same options; with `links`, the part of one rank.
 
     Raises ConfigError that names the missing file, the unsupported setting, or the memory that cannot be allocated.
     Raises it also if a file was replaced since it was found: the revision is read from the files, and must be that of
@@ -85,7 +89,7 @@ def load_found(found: FoundModel, options: RunnerOptions, progress: Progress) ->
     source, described = found.source, found.described
     adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     try:
-        runner, arithmetic = _load(described, options, progress)
+        runner, arithmetic = _load(described, options, progress, links)
     except MemoryError as error:
         raise ConfigError(f"no memory for the model with {_cache_of(options)}: {error}") from error
     if source.is_dummy:
@@ -120,16 +124,21 @@ def _open(model: str, options: RunnerOptions, progress: Progress, revision: str 
     return OpenModel(ModelSource(dummy_folder(model), is_dummy=True))
 
 
-def _load(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
+def _load(
+    described: Description, options: RunnerOptions, progress: Progress, links: RankLinks | None
+) -> tuple[ModelRunner, str]:
     """Return the runner and the name of its arithmetic (`LoadedModel.arithmetic`)."""
-    if options.tensor_parallel_size > 1:
+    if options.pipeline_parallel_size > 1 and options.runner != "torch":
+        setting = "pipeline_parallel_size"
+        raise ConfigError(f"{setting} {options.pipeline_parallel_size} needs runner torch", param=setting)
+    if options.tensor_parallel_size > 1 and options.runner in ("auto", "cpu", "native"):
         return _load_ranks(described, options, progress)
     if options.runner == "gpu" or (options.runner == "auto" and _has_gpu()):
         missing = ", ".join(special_features(described.spec))
         if not missing:
             from penstock.gpu_node.model.gpu.load import load_gpu
 
-            return load_gpu(described, options, progress)
+            return load_gpu(described, options, progress, *([] if links is None else [links]))
         reason = f"{described.architecture} is not supported on a GPU, which has no {missing}"
         if options.runner == "gpu":
             raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
@@ -142,21 +151,21 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
                 raise ConfigError(f"runner native: {error}; remedy: {error.remedy}") from error
             facts = {"reason": str(error), "remedy": error.remedy}
             log.warning("torch computes, several times slower than the native kernels", extra=facts)
-    from penstock.gpu_node.model.torch_cpu.load import load_torch
+    from penstock.gpu_node.model.torch_cpu.load import load_torch, load_torch_rank
 
+    if links is not None:
+        return load_torch_rank(described, options, progress, links)
     return load_torch(described, options, progress)
 
 
 def _load_ranks(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
-    """Load a model that several ranks compute together. Only the native runner can."""
+    """Load a model that several ranks of the native runner compute together."""
     setting = f"tensor_parallel_size {options.tensor_parallel_size}"
-    if options.runner not in ("auto", "cpu", "native"):
-        problem = f"{setting}: only the native runner divides a model among ranks, not runner {options.runner}"
-        raise ConfigError(problem, param="tensor_parallel_size")
     try:
         return load_native(described, options, progress)
     except NativeUnavailableError as error:
-        raise ConfigError(f"{setting} needs the native runner: {error}; remedy: {error.remedy}") from error
+        remedy = f"{error.remedy}, or use runner torch, which is slower"
+        raise ConfigError(f"{setting} needs the native runner: {error}; remedy: {remedy}") from error
 
 
 def special_features(spec: ModelSpec) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ class TorchAdapters:
     """The adapters that are loaded into a runner's adapter slots."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        """spec: of the rank's part."""
         self._spec = spec
         self._dtype = dtype
         self._weights: dict[int, _Weights] = {}

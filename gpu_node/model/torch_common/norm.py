@@ -30,6 +30,16 @@ class Norm:
         normed = functional.layer_norm(wide, shape, self.weight.float(), self.bias.float(), self.eps)
         return normed.to(self.weight.dtype)
 
+    def of_mean_square(self, x: Tensor, mean_square: Tensor) -> Tensor:
+        """Return x as an RMS norm of a longer vector does, of which x is a part.
+
+        x: [..., size of the weight]; mean_square: [..., 1], over the whole vector.
+        """
+        normed = x.float() * torch.rsqrt(mean_square + self.eps)
+        if self.offset:
+            return (normed * (self.weight.float() + self.offset)).to(self.weight.dtype)
+        return normed.to(self.weight.dtype) * self.weight
+
 
 class NoNorm(Norm):
     """Takes the place of a norm that the model does not have."""

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.model.architecture.spec import Activation, ModelSpec, Rope
+from penstock.gpu_node.model.architecture.rank_part import RankPart
+from penstock.gpu_node.model.architecture.spec import Activation, Rope
 from penstock.gpu_node.model.protocol import StepPlan
+from penstock.gpu_node.model.torch_common.exchanges import Exchanges, PlannedExchange
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.torch_common.lora import AdaptedRows, TorchAdapters
 from penstock.gpu_node.model.torch_common.norm import Norm
@@ -27,7 +29,13 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 class Decoder:
     """A model's weights and its forward pass. The caller owns the KV caches."""
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, num_positions: int) -> None:
+    def __init__(
+        self, part: RankPart, weights: DecoderWeights, num_positions: int, exchanges: Exchanges | None = None
+    ) -> None:
+        """exchanges: with the other ranks, None for one rank."""
+        spec = part.spec
+        self.exchanges = exchanges or Exchanges()
+        self._part = part
         self._spec = spec
         self._weights = weights
         self.adapters = TorchAdapters(spec, weights.dtype)
@@ -36,16 +44,33 @@ class Decoder:
             rope: _rotation(rope, num_positions, weights.dtype) for rope in set(spec.ropes) if rope is not None
         }
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states, [len(hidden), vocab] in float32."""
-        logits = self._weights.head(hidden).float() * self._spec.logit_scale
-        cap = self._spec.logit_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+    def outputs(self, hidden: Tensor) -> Tensor:
+        """Return this rank's outputs of the head, [len(hidden), its part of the vocabulary] in float32."""
+        return self._weights.head(hidden).float()
 
-    def hidden(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Return logits of the outputs of all ranks, [num_rows, vocab]."""
+        spec, logits = self._spec, outputs[:, : self._spec.vocab_size] * self._spec.logit_scale
+        return logits if spec.logit_cap is None else spec.logit_cap * torch.tanh(logits / spec.logit_cap)
+
+    def planned_exchanges(self, num_tokens: int, num_wanted: int) -> list[PlannedExchange]:
+        """Return the exchanges of `hidden` in order, for a step of `num_tokens`, of which `num_wanted` are wanted."""
+        spec = self._spec
+        planned = [PlannedExchange("sum" if self._part.is_first else "receive", num_tokens, spec.hidden_size)]
+        for i in range(spec.num_layers):
+            rows = num_wanted if self._is_end(i) else num_tokens
+            if spec.joint_head_norms:
+                planned.append(PlannedExchange("sum", num_tokens, 2))
+            planned.append(PlannedExchange("sum", rows, spec.hidden_size))
+            if spec.experts is not None:
+                planned.append(PlannedExchange("from_first", rows, spec.experts.count))
+            planned.append(PlannedExchange("sum", rows, spec.hidden_size))
+        return planned if self._part.is_last else [*planned, PlannedExchange("send", num_tokens, spec.hidden_size)]
+
+    def hidden(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor | None:
         """Store the step's keys and values and return the hidden states of `tokens` after the final norm.
 
-        tokens: indices of the step's tokens.
+        tokens: indices of the step's tokens. A stage before the last one returns None.
         """
         groups, adapted = attention.groups(plan), self.adapters.rows_of(plan)
         slots, begun = attention.targets(plan)
@@ -54,7 +79,7 @@ class Decoder:
             rope: tuple(table[positions].unsqueeze(1) for table in tables) for rope, tables in self._rotations.items()
         }
         # The residual stream stays in float32: rounding it per layer doubles the error of SmolLM2's bfloat16 logits.
-        x = self._weights.embedding(torch.from_numpy(plan.token_ids)).float() * self._spec.embedding_scale
+        x = self._first_residual(plan)
         for i, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
             rope = ropes[i]
             q, k, v = self._qkv(x, i, layer, None if rope is None else angles[rope], adapted)
@@ -62,12 +87,26 @@ class Decoder:
                 cache.zero(begun)
             cache.store(k, v, slots)
             attended = attention.attend(q, cache, groups, self._spec.windows[i])
-            if i == self._spec.num_layers - 1:
+            if self._is_end(i):
                 # After the last attention, only the wanted tokens need the rest of the layer.
                 x, attended, adapted = x[tokens], attended[tokens], adapted.at(tokens)
             attended = attended.flatten(1)
-            x = self._after_attention(x, adapted.add(i, "out", attended, layer.out(attended)), i, layer, adapted)
-        return self._weights.final_norm(x)
+            added = self.exchanges.sum(adapted.add(i, "out", attended, layer.out(attended)))
+            x = self._after_attention(x, added, i, layer, adapted)
+        if self._part.is_last:
+            return self._weights.final_norm(x)
+        self.exchanges.to_next_stage(x)
+        return None
+
+    def _first_residual(self, plan: StepPlan) -> Tensor:
+        if not self._part.is_first:
+            return self.exchanges.from_stage_before(len(plan.token_ids), self._spec.hidden_size)
+        embedded = self.exchanges.sum(self._weights.embedding(torch.from_numpy(plan.token_ids)))
+        return embedded.float() * self._spec.embedding_scale
+
+    def _is_end(self, layer: int) -> bool:
+        """Return whether a layer is the model's last one."""
+        return self._part.is_last and layer == self._spec.num_layers - 1
 
     def _qkv(
         self, x: Tensor, at: int, layer: LayerWeights, angles: tuple[Tensor, ...] | None, adapted: AdaptedRows
@@ -77,15 +116,23 @@ class Decoder:
         fused = adapted.add(at, "qkv", normed, layer.qkv(normed)).view(len(x), -1, spec.head_dim)
         q, k, v = fused.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
         if layer.head_norms is not None:
-            # A norm over all heads of a token has the weights of all of them.
-            first = 1 if spec.joint_head_norms else 2
-            q, k = (
-                norm(heads.flatten(first)).view(heads.shape)
-                for norm, heads in zip(layer.head_norms, (q, k), strict=True)
-            )
+            q, k = self._normed_heads(q, k, layer.head_norms)
         if angles is not None:
             q, k = (_rotate(heads, *angles) for heads in (q, k))
         return q.contiguous(), k, v
+
+    def _normed_heads(self, q: Tensor, k: Tensor, norms: tuple[Norm, Norm]) -> tuple[Tensor, Tensor]:
+        q_norm, k_norm = norms
+        if not self._spec.joint_head_norms:
+            return q_norm(q), k_norm(k)
+        # A norm over all heads of a token has the weights of all of them.
+        queries, keys = q.flatten(1), k.flatten(1)
+        size = self.exchanges.size
+        if size == 1:
+            return q_norm(queries).view(q.shape), k_norm(keys).view(k.shape)
+        squares = torch.stack([x.float().square().mean(dim=-1) for x in (queries, keys)], dim=-1)
+        q_mean, k_mean = torch.split(self.exchanges.sum(squares) / size, 1, dim=-1)
+        return q_norm.of_mean_square(queries, q_mean).view(q.shape), k_norm.of_mean_square(keys, k_mean).view(k.shape)
 
     def _after_attention(
         self, x: Tensor, attended: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows
@@ -93,13 +140,13 @@ class Decoder:
         """Compute the rest of a layer. x: its input; attended: its attention output; both [num_tokens, hidden]."""
         scale = self._spec.residual_scale
         attended = torch.add(x, _normed(layer.post_attention_norm, attended), alpha=scale)
-        mlp = self._mlp(x if self._spec.parallel_residual else attended, at, layer, adapted)
+        mlp = self.exchanges.sum(self._mlp(x if self._spec.parallel_residual else attended, at, layer, adapted))
         return torch.add(attended, _normed(layer.post_mlp_norm, mlp), alpha=scale)
 
     def _mlp(self, x: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows) -> Tensor:
         normed = layer.mlp_norm(x)
         if layer.router is not None:
-            return self._routed(normed, layer, layer.router(normed).float())
+            return self._routed(normed, layer, self.exchanges.from_first(layer.router(normed).float()))
         gated = self._gated(adapted.add(at, "mlp_in", normed, layer.mlp_in(normed)))
         return adapted.add(at, "mlp_out", gated, layer.mlp_out(gated))
 

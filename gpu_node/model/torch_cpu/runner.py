@@ -1,17 +1,19 @@
-"""The model runner in plain torch. It runs on every CPU, and the other runners are tested against it."""
+"""The model runner in plain torch, alone or as ranks. It runs on every CPU; other runners are tested against it."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.architecture.rank_part import RankAdapter, RankPart
 from penstock.gpu_node.model.protocol import (
     Adapter,
     CacheSizes,
@@ -21,23 +23,40 @@ from penstock.gpu_node.model.protocol import (
     StepPlan,
     StepResult,
 )
+from penstock.gpu_node.model.torch_common.exchanges import RankFailedError, RankOutputs
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
+from penstock.gpu_node.model.torch_common.micro_batches import MicroBatch, micro_batches
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.gpu_node.model.torch_common.sampler import sample
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
 from penstock.kernels.cpu.probe import usable_cores
 
+Result = TypeVar("Result")
+
+
+class _Computed(NamedTuple):
+    """What a step has computed, and when its copies were done."""
+
+    logits: Tensor
+    hidden: Tensor
+    copied_s: float
+
 
 class TorchRunner:
-    """Runs each step on a single worker thread; torch's operations release the GIL."""
+    """Runs each step on a single worker thread; torch's operations release the GIL.
+
+    It may be one of several ranks that compute a model together. All of them get the same plans. Only rank 0 samples;
+    the others ignore the plan's sampling rows and return no tokens. Stages of a pipeline compute a step in
+    micro-batches.
+    """
 
     max_in_flight = 1
 
     def __init__(
         self,
-        spec: ModelSpec,
+        part: RankPart,
         decoder: Decoder,
         attention: PagedAttention,
         sizes: CacheSizes,
@@ -45,6 +64,10 @@ class TorchRunner:
         block_size: int,
         dtype: torch.dtype,
     ) -> None:
+        """part: of the model, as the decoder and the attention have it."""
+        spec = part.spec
+        self._block_size = block_size
+        self._part = part
         self._sizes = sizes
         self._decoder = decoder
         self._attention = attention
@@ -80,11 +103,19 @@ class TorchRunner:
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
-        return self._thread.submit(self._logits, plan).result().numpy()
+        return self.start_logits(plan).result()
+
+    def start_logits(self, plan: StepPlan) -> Future[NDArray[np.float32]]:
+        """Start a step as `logits` does."""
+        return self._thread.submit(self._logits, plan)
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, after the steps that were already submitted."""
-        self._thread.submit(self._decoder.adapters.set, adapter_slot, adapter).result()
+        self.start_adapter(adapter_slot, adapter).result()
+
+    def start_adapter(self, adapter_slot: int, adapter: Adapter) -> Future[None]:
+        """Start to load an adapter as `set_adapter` does; all ranks between the same steps."""
+        return self._thread.submit(self._set_adapter, adapter_slot, adapter)
 
     def start_profile(self) -> None:
         """Start recording the operations of steps."""
@@ -98,23 +129,69 @@ class TorchRunner:
         """Write what was recorded as a compressed Chrome trace."""
         self._profiler.write(path)
 
+    def _set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
+        decoder = self._decoder
+        own = adapter if decoder.exchanges.is_alone else RankAdapter(adapter, self._part)
+        decoder.exchanges.run((), lambda: decoder.adapters.set(adapter_slot, own))
+
     @torch.inference_mode()
-    def _logits(self, plan: StepPlan) -> Tensor:
-        everywhere = torch.arange(len(plan.token_ids))
-        return self._decoder.logits(self._decoder.hidden(plan, self._caches, self._attention, everywhere))
+    def _logits(self, plan: StepPlan) -> NDArray[np.float32]:
+        computed = self._computed(plan, np.arange(len(plan.token_ids)), len(plan.token_ids))
+        return np.empty((0, 0), np.float32) if computed is None else computed.logits.numpy()
+
+    def _computed(self, plan: StepPlan, tokens: NDArray[np.int64], num_logits: int) -> _Computed | None:
+        """Copy blocks and compute a step; return None at other ranks than 0.
+
+        tokens: indices of the wanted tokens; num_logits: of how many of them, the first ones, logits are wanted.
+        """
+        decoder, exchanges, part = self._decoder, self._decoder.exchanges, self._part
+        batches = micro_batches(plan, tokens, self._block_size, part.num_stages)
+
+        def compute() -> tuple[RankOutputs, float]:
+            if len(plan.copies):
+                self._copy(plan.copies)
+            copied_s = time.perf_counter()
+            outcome = self._outcome(batches, num_logits)
+            shapes = (num_logits, part.vocab_width), (len(tokens) - num_logits, part.spec.hidden_size)
+            return exchanges.place_for_others(outcome, shapes), copied_s
+
+        planned = [
+            one
+            for batch in (() if exchanges.is_alone else batches)
+            for one in decoder.planned_exchanges(len(batch.plan.token_ids), len(batch.tokens))
+        ]
+        outcome, copied_s = exchanges.run(planned, compute)
+        collected = exchanges.collected(outcome)
+        return None if collected is None else _Computed(decoder.logits(collected[0]), collected[1], copied_s)
+
+    def _outcome(self, batches: list[MicroBatch], num_logits: int) -> RankOutputs:
+        """Compute micro-batches one after another."""
+        decoder, outputs, states = self._decoder, [], []
+        for batch in batches:
+            hidden = decoder.hidden(batch.plan, self._caches, self._attention, torch.from_numpy(batch.tokens))
+            if hidden is not None:
+                count = int(np.searchsorted(batch.rows, num_logits))
+                outputs.append(decoder.outputs(hidden[:count]))
+                states.append(hidden[count:].float())
+        if len(outputs) < 2:
+            return RankOutputs(outputs[0], states[0]) if outputs else RankOutputs(None, None)
+        rows = [torch.from_numpy(batch.rows) for batch in batches]
+        is_output = [some < num_logits for some in rows]
+        of_outputs = torch.cat([some[own] for some, own in zip(rows, is_output, strict=True)])
+        of_states = torch.cat([some[~own] for some, own in zip(rows, is_output, strict=True)])
+        return RankOutputs(torch.cat(outputs)[of_outputs.argsort()], torch.cat(states)[of_states.argsort()])
 
     @translate_out_of_memory()
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult:
-        copied_s = time.perf_counter()
-        if len(plan.copies):
-            self._copy(plan.copies)
-        started_s = time.perf_counter()
+        begun_s = time.perf_counter()
         num_samples, scored, pooled = len(plan.sample_tokens), plan.scored, plan.pooled
         parts = plan.sample_tokens, *(some.tokens for some in (scored, pooled) if some is not None)
-        hidden = self._decoder.hidden(plan, self._caches, self._attention, torch.from_numpy(np.concatenate(parts)))
-        num_pooled = 0 if pooled is None else len(pooled.tokens)
-        logits = self._decoder.logits(hidden[: len(hidden) - num_pooled])
+        wanted, num_pooled = np.concatenate(parts).astype(np.int64), 0 if pooled is None else len(pooled.tokens)
+        computed = self._computed(plan, wanted, len(wanted) - num_pooled)
+        if computed is None:
+            return StepResult(np.empty(0, np.int32), 0.0, 0.0)
+        logits, hidden, copied_s = computed
         computed_s = time.perf_counter()
         tokens, logprobs = _sample(logits[:num_samples], plan.sampling)
         scores = None
@@ -122,9 +199,9 @@ class TorchRunner:
             targets = torch.from_numpy(scored.targets)
             scores = to_numpy(*logprobs_of(logits[num_samples:], targets, scored.num_logprobs))
         sampled_s = time.perf_counter()
-        spans_s = computed_s - started_s, sampled_s - computed_s, started_s - copied_s
+        spans_s = computed_s - copied_s, sampled_s - computed_s, copied_s - begun_s
         forward_ms, sample_ms, copy_ms = (span_s * 1e3 for span_s in spans_s)
-        states = None if pooled is None else hidden[len(hidden) - num_pooled :].float().numpy()
+        states = None if pooled is None else hidden.numpy()
         return StepResult(tokens, forward_ms, sample_ms, copy_ms, logprobs, scores, states)
 
     def _copy(self, copies: NDArray[np.int32]) -> None:
@@ -149,3 +226,80 @@ def _sample(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int32], Logp
     raw = logits.clone()
     tokens = sample(logits, rows)
     return tokens, to_numpy(*logprobs_of(raw, torch.from_numpy(tokens), rows.num_logprobs))
+
+
+class RankedStep:
+    """A step that all ranks compute."""
+
+    def __init__(self, steps: Sequence[Future[StepResult]]) -> None:
+        self._steps = steps
+
+    def result(self) -> StepResult:
+        """Wait for all ranks; return the result of rank 0. Raises the error of the rank that failed."""
+        return _of_first(step.result for step in self._steps)
+
+
+class RankThreads:
+    """Runs each step on all ranks of a group; each rank has its own thread."""
+
+    max_in_flight = 1
+
+    def __init__(self, ranks: Sequence[TorchRunner]) -> None:
+        self._ranks = ranks
+
+    @property
+    def cache_sizes(self) -> CacheSizes:
+        """The number of the KV blocks; a block's bytes are those of all ranks."""
+        return self._ranks[0].cache_sizes
+
+    @property
+    def placement(self) -> Placement:
+        """On the CPU."""
+        return self._ranks[0].placement
+
+    @property
+    def verifies_drafts(self) -> bool:
+        """True: a step may sample after any of its tokens."""
+        return True
+
+    def bind_thread(self) -> None:
+        """Do nothing: steps run on separate threads."""
+
+    def submit(self, plan: StepPlan) -> RankedStep:
+        """Start a step."""
+        return RankedStep([rank.submit(plan) for rank in self._ranks])
+
+    def logits(self, plan: StepPlan) -> NDArray[np.float32]:
+        """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
+        steps = [rank.start_logits(plan) for rank in self._ranks]
+        return _of_first(step.result for step in steps)
+
+    def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
+        """Load an adapter into a slot of each rank, after the steps that were already submitted."""
+        loads = [rank.start_adapter(adapter_slot, adapter) for rank in self._ranks]
+        _of_first(load.result for load in loads)
+
+    def start_profile(self) -> None:
+        """Start recording the operations of rank 0."""
+        self._ranks[0].start_profile()
+
+    def stop_profile(self) -> None:
+        """Stop recording."""
+        self._ranks[0].stop_profile()
+
+    def write_profile(self, path: Path) -> None:
+        """Write what was recorded as a compressed Chrome trace."""
+        self._ranks[0].write_profile(path)
+
+
+def _of_first(waits: Iterable[Callable[[], Result]]) -> Result:
+    """Wait for all ranks and return the result of rank 0. If ranks failed, raise the error of one with a reason."""
+    results, errors = [], []
+    for wait in waits:
+        try:
+            results.append(wait())
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, RankFailedError))
+    return results[0]

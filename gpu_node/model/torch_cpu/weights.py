@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.contract.errors import InvariantError
+from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.checkpoint.stored_tensors import Stored
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLayer, StoredLinear
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
@@ -82,17 +83,17 @@ class LayersAsNeeded:
 
 
 def map_weights(
-    tensors: DecoderTensors, spec: ModelSpec, dtype: torch.dtype, progress: Callable[[float], None], *, is_lazy: bool
+    tensors: DecoderTensors, part: RankPart, dtype: torch.dtype, progress: Callable[[float], None], *, is_lazy: bool
 ) -> DecoderWeights:
-    """Find all tensors of a checkpoint, read the head, and release the file pages that were copied.
+    """Find all tensors of a rank's part, read the head, and release the file pages that were copied.
 
     Each step reads only the embedding rows of its tokens. With `is_lazy`, the first step reads the layers. That is not
     possible for quantized checkpoints, because finding their tensors reads them. Raises ConfigError that names a
     missing tensor or one with another shape.
     """
-    convert = Converter(dtype)
+    convert, spec = Converter(dtype), part.spec
     # The head comes first, while memory is free: packing may need two copies of it for a moment.
-    head = Linear(convert.tensor(tensors.head()))
+    head = _head(convert.tensor(tensors.head()), part.vocab_width) if part.is_last else _not_here
     tensors.release()
 
     def found() -> Iterator[StoredLayer]:
@@ -116,7 +117,20 @@ def map_weights(
     else:
         layers = tuple(map(read, found()))
     final_norm = read_norm(tensors.final_norm(), convert, spec.norm_eps, spec.norm_offset)
-    return DecoderWeights(_rows_of(tensors.embedding(), convert), layers, final_norm, head)
+    embedding = _rows_of(tensors.embedding(), convert) if part.is_first else _not_here
+    if part.size > 1:
+        embedding = _rows_of_part(embedding, part.vocab, spec.hidden_size)
+    return DecoderWeights(embedding, layers, final_norm, head)
+
+
+def _head(rows: Tensor, num_rows: int) -> Linear:
+    """Return the product with a head's rows and so many zero rows that all ranks' logits have the same width."""
+    missing = num_rows - len(rows)
+    return Linear(functional.pad(rows, (0, 0, 0, missing)) if missing else rows)
+
+
+def _not_here(_: Tensor) -> Tensor:
+    raise InvariantError("another stage has this matrix")
 
 
 def packed_or_mapped(stored: StoredLinear, convert: Converter) -> Product:
@@ -133,5 +147,18 @@ def packed_or_mapped(stored: StoredLinear, convert: Converter) -> Product:
 def _rows_of(table: Stored, convert: Converter) -> Callable[[Tensor], Tensor]:
     def rows(ids: Tensor) -> Tensor:
         return convert.tensor(table.take_rows(ids.numpy(), len(ids), table.shape[1]))
+
+    return rows
+
+
+def _rows_of_part(rows_of: Callable[[Tensor], Tensor], part: range, num_columns: int) -> Callable[[Tensor], Tensor]:
+    """Return the rows of a part of the vocabulary; 0 for the ids of others, so that the ranks' sum is the embedding."""
+
+    def rows(ids: Tensor) -> Tensor:
+        at = ((ids >= part.start) & (ids < part.stop)).nonzero().flatten()
+        embedded = torch.zeros(len(ids), num_columns)
+        if len(at):
+            embedded[at] = rows_of(ids[at] - part.start).float()
+        return embedded
 
     return rows

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.job import MAX_TAGS, JobDef, JobKey, lowered_max_tokens, pool_of
 from penstock.contract.output import (
+    SUCCEEDED,
     TERMINAL_STATES,
     JobLedger,
     LeaseEnd,
@@ -155,6 +156,8 @@ def outcome_of(fields: Mapping[str, str]) -> Outcome | None:
     state = state_of(fields["state"], fields["code"])
     if state not in TERMINAL_STATES:
         return None
+    if state == "succeeded":
+        return SUCCEEDED
     return Outcome(cast(Any, state), fields["code"], fields["message"], fields["param"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -80,6 +81,8 @@ class BatchRecords:
     def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
         self.patience = patience
         self._redis = cast(Any, redis)
+        self.made = asyncio.Event()
+        """Set when this process makes a batch, so that its holder need not wait for the next look."""
 
     # For callers.
 
@@ -124,7 +127,7 @@ class BatchRecords:
             case b"WRONG_PURPOSE":
                 message = f"input_file_id: the purpose of the file is {answer[1].decode()}; it must be batch"
                 raise RequestError(message, param="input_file_id")
-        return _made(answer)
+        return self._note_made(answer)
 
     @retried
     async def create_with_input(
@@ -162,7 +165,7 @@ class BatchRecords:
         )
         if answer[0] == b"LOST":
             raise upload_dropped()
-        return _made(answer)
+        return self._note_made(answer)
 
     @retried
     async def find(self, batch_id: str, tenant: str | None = None) -> BatchRecord:
@@ -326,25 +329,25 @@ class BatchRecords:
             found = await scripts.call_all(self._redis, commands) if commands else []
         return {key: one.decode() for (key, _), one in zip(asked, found, strict=True) if isinstance(one, bytes)}
 
+    def _note_made(self, answer: Sequence[Any]) -> str:
+        """Return the id of the batch that a script has made, or raise the error for its refusal."""
+        match answer[0]:
+            case b"FULL":
+                message = f"the tenant has {answer[1]} open batches (PENSTOCK_FILES_MAX_TENANT_BATCHES); wait for one"
+                raise BusyError(message, code="too_many_batches", retry_after_ms=_RETRY_MS)
+            case b"FULL_ROWS":
+                raise _too_many_rows(int(answer[1]))
+            case b"CONFLICT":
+                raise key_conflict(f"batch {answer[1].decode()}")
+        self.made.set()
+        return cast(str, answer[1].decode())
+
     async def _held(self, lease: BatchLease, what: str, **arguments: Any) -> list[Any]:
         answer = await call_script(self._redis, what, id=lease.batch_id, token=lease.token, **arguments)
         if answer[0] == b"LOST":
             lease.is_lost = True
             raise BatchTakenError(f"another process has taken {lease.batch_id}")
         return answer
-
-
-def _made(answer: Sequence[Any]) -> str:
-    """Return the id of the batch that a script has made, or raise the error for its refusal."""
-    match answer[0]:
-        case b"FULL":
-            message = f"the tenant has {answer[1]} open batches (PENSTOCK_FILES_MAX_TENANT_BATCHES); wait for one"
-            raise BusyError(message, code="too_many_batches", retry_after_ms=_RETRY_MS)
-        case b"FULL_ROWS":
-            raise _too_many_rows(int(answer[1]))
-        case b"CONFLICT":
-            raise key_conflict(f"batch {answer[1].decode()}")
-    return cast(str, answer[1].decode())
 
 
 def _too_many_rows(max_rows: int) -> BusyError:

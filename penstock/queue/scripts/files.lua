@@ -234,7 +234,8 @@ local function make_batch(tenant, total)
   redis.call('HINCRBY', F .. ':file:' .. asked.file, 'readers', 1)
   count('num_open', tenant, 1)
   count('rows_left', tenant, total)
-  -- What a change of the key has noted is newer than what the caller knows.
+  -- What a change of the key has noted is newer than what the caller knows. Each release that makes batches notes the
+  -- terms here, the first one included. So an open batch always has them, however old its key is.
   if asked.terms ~= '' and redis.call('HEXISTS', F .. ':keys', asked.key_id) == 0 then
     redis.call('HSET', F .. ':keys', asked.key_id, asked.terms)
   end

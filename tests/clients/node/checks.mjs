@@ -45,13 +45,15 @@ export async function main(...packages) {
   process.exit(failed ? 1 : 0);
 }
 
+export const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
 // Waits until the job that was created last has ended, and fails if it ended otherwise than by its cancellation.
 export async function waitUntilNewestJobIsCancelled() {
   const until = performance.now() + CANCEL_TIMEOUT_MS;
   let state;
   while (["queued", "running"].includes((state = (await newestJob()).state))) {
     assert(performance.now() < until, `the job is still ${state}`);
-    await new Promise((resolve) => setTimeout(resolve, 100));
+    await sleep(100);
   }
   assert.equal(state, "cancelled");
 }

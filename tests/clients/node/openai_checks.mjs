@@ -1,7 +1,8 @@
-// The official `openai` package for Node: chat, its helpers, and responses.
+// The official `openai` package for Node: chat, its helpers, responses, files, batches and webhooks.
 
 import assert from "node:assert/strict";
-import OpenAI from "openai";
+import http from "node:http";
+import OpenAI, { toFile } from "openai";
 import { zodFunction, zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
 import {
@@ -17,6 +18,7 @@ import {
   TOO_LONG,
   check,
   main,
+  sleep,
   waitUntilNewestJobIsCancelled,
 } from "./checks.mjs";
 
@@ -119,6 +121,100 @@ check("aborted stream cancels its job", async () => {
   for await (const _piece of stream) break;
   stream.controller.abort();
   await waitUntilNewestJobIsCancelled();
+});
+
+const ENDED = ["completed", "failed", "expired", "cancelled"];
+
+async function uploaded(rows) {
+  const lines = rows.map((row) => (typeof row === "string" ? row : JSON.stringify(row))).join("\n");
+  return client.files.create({ file: await toFile(Buffer.from(lines), "rows.jsonl"), purpose: "batch" });
+}
+
+function row(custom_id, body = {}) {
+  const asked = { messages: user(QUESTION), ...greedy, ...body };
+  return { custom_id, method: "POST", url: "/v1/chat/completions", body: asked };
+}
+
+async function made(rows) {
+  const { id } = await uploaded(rows);
+  const asked = { input_file_id: id, endpoint: "/v1/chat/completions", completion_window: "24h" };
+  return client.batches.create({ ...asked, metadata: { project: "rivers" } });
+}
+
+async function ended(id) {
+  let batch;
+  while (!ENDED.includes((batch = await client.batches.retrieve(id)).status)) await sleep(200);
+  return batch;
+}
+
+async function linesOf(fileId) {
+  const text = await (await client.files.content(fileId)).text();
+  return text.trimEnd().split("\n").map((line) => JSON.parse(line));
+}
+
+check("file is uploaded, listed, read and deleted", async () => {
+  const file = await uploaded(["{}", "{}"]);
+  assert.deepEqual([file.bytes, file.filename, file.purpose], [5, "rows.jsonl", "batch"]);
+  const ids = [];
+  for await (const one of client.files.list({ limit: 1 })) ids.push(one.id);
+  assert(ids.includes(file.id));
+  assert.equal((await client.files.retrieve(file.id)).id, file.id);
+  assert.equal(await (await client.files.content(file.id)).text(), "{}\n{}");
+  assert.equal((await client.files.delete(file.id)).deleted, true);
+  await assert.rejects(client.files.retrieve(file.id), OpenAI.NotFoundError);
+});
+
+check("batch has the answers of chats, and errors in a file of their own", async () => {
+  const batch = await made([row("one"), row("two", { temperature: -1 })]);
+  assert.deepEqual(batch.metadata, { project: "rivers" });
+  const ids = [];
+  for await (const one of client.batches.list({ limit: 1 })) ids.push(one.id);
+  assert(ids.includes(batch.id));
+  const done = await ended(batch.id);
+  assert.deepEqual(done.request_counts, { total: 2, completed: 1, failed: 1 });
+  const [[answered], [failed]] = [await linesOf(done.output_file_id), await linesOf(done.error_file_id)];
+  const whole = await client.chat.completions.create({ messages: user(QUESTION), ...greedy });
+  assert.equal(answered.response.body.choices[0].message.content, whole.choices[0].message.content);
+  assert.deepEqual([answered.custom_id, failed.custom_id, failed.error.param], ["one", "two", "temperature"]);
+});
+
+check("batch is canceled, and reads its file until then", async () => {
+  const batch = await made([row("one", { max_tokens: LONG_STORY_TOKENS, ignore_eos: true, messages: user(STORY) })]);
+  await assert.rejects(client.files.delete(batch.input_file_id), OpenAI.ConflictError);
+  // Before, its rows are not known.
+  while ((await client.batches.retrieve(batch.id)).status === "validating") await sleep(100);
+  assert.equal((await client.batches.cancel(batch.id)).status, "cancelling");
+  const done = await ended(batch.id);
+  assert.equal(done.status, "cancelled");
+  assert.equal((await linesOf(done.error_file_id))[0].error.code, "batch_cancelled");
+});
+
+check("wrong lines of a batch are named", async () => {
+  const done = await ended((await made([row("one"), "", row("one")])).id);
+  assert.deepEqual([done.status, done.errors.data[0].code, done.errors.data[0].line], ["failed", "duplicate_custom_id", 3]);
+});
+
+check("end of a batch is told to a webhook, whose signature the client checks", async () => {
+  let received;
+  const told = new Promise((resolve) => (received = resolve));
+  const server = http.createServer(async (request, answer) => {
+    const pieces = [];
+    for await (const piece of request) pieces.push(piece);
+    answer.end();
+    received({ body: Buffer.concat(pieces).toString(), headers: new Headers(request.headers) });
+  });
+  await new Promise((resolve) => server.listen(0, "127.0.0.1", resolve));
+  const url = `http://127.0.0.1:${server.address().port}/hook`;
+  const { id, signing_secret: secret } = await client.webhooks.create({
+    url, name: "checks", event_types: ["batch.completed"],
+  });
+  const batch = await made([row("one")]);
+  const { body, headers } = await told;
+  const event = await client.webhooks.unwrap(body, headers, secret);
+  assert.deepEqual([event.type, event.data.id], ["batch.completed", batch.id]);
+  await assert.rejects(client.webhooks.unwrap(`${body} `, headers, secret), OpenAI.InvalidWebhookSignatureError);
+  await client.webhooks.delete(id);
+  server.close();
 });
 
 await main("openai");

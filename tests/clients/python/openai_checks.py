@@ -1,8 +1,12 @@
-"""The official `openai` package: chat, completions, responses and models."""
+"""The official `openai` package: chat, completions, responses, models, files, batches and webhooks."""
 
 from __future__ import annotations
 
 import json
+import queue
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import openai
@@ -23,6 +27,7 @@ from clients.python.checks import (
 from clients.python.river import ASK_LENGTH, ASK_RIVER, LENGTH_TOOL, River, length_of
 
 client: Any = openai.OpenAI(base_url=API, api_key=KEY, max_retries=0, timeout=120)
+CHAT = "/v1/chat/completions"
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 
 
@@ -219,6 +224,97 @@ def closed_stream_cancels_its_job() -> None:
     with client.chat.completions.create(messages=user(STORY), stream=True, **asked) as stream:
         next(iter(stream))
     wait_until_newest_job_is_cancelled()
+
+
+def uploaded(*rows: Any) -> Any:
+    lines = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+    return client.files.create(file=("rows.jsonl", lines.encode()), purpose="batch")
+
+
+def row(custom_id: str, **body: Any) -> dict[str, Any]:
+    asked = {"messages": user(QUESTION), **GREEDY, **body}
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": asked}
+
+
+def made(*rows: Any) -> Any:
+    return client.batches.create(input_file_id=uploaded(*rows).id, endpoint=CHAT, completion_window="24h")
+
+
+def ended(batch: Any) -> Any:
+    while (batch := client.batches.retrieve(batch.id)).status not in ("completed", "failed", "expired", "cancelled"):
+        time.sleep(0.2)
+    return batch
+
+
+def lines_of(file_id: str) -> list[Any]:
+    return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+
+
+@check
+def file_is_uploaded_listed_read_and_deleted() -> None:
+    file = uploaded("{}", "{}")
+    assert (file.bytes, file.filename, file.purpose) == (5, "rows.jsonl", "batch")
+    assert file.id in [one.id for one in client.files.list(limit=1)]
+    assert client.files.content(file.id).text == "{}\n{}"
+    assert client.files.delete(file.id).deleted
+    error_of(openai.NotFoundError, lambda: client.files.retrieve(file.id))
+
+
+@check
+def batch_has_the_answers_of_chats_and_errors_in_a_file_of_their_own() -> None:
+    batch = made(row("one"), row("two", temperature=-1))
+    assert batch.id in [one.id for one in client.batches.list(limit=1)]
+    batch = ended(batch)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    (answered,), (failed,) = lines_of(batch.output_file_id), lines_of(batch.error_file_id)
+    whole = client.chat.completions.create(messages=user(QUESTION), **GREEDY)
+    assert answered["response"]["body"]["choices"][0]["message"]["content"] == whole.choices[0].message.content
+    assert (failed["custom_id"], failed["error"]["param"]) == ("two", "temperature")
+
+
+@check
+def batch_is_cancelled_and_reads_its_file_until_then() -> None:
+    batch = made(row("one", max_tokens=LONG_STORY_TOKENS, ignore_eos=True, messages=user(STORY)))
+    error_of(openai.ConflictError, lambda: client.files.delete(batch.input_file_id))
+    while client.batches.retrieve(batch.id).status == "validating":
+        time.sleep(0.1)  # Its rows are not known before.
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    batch = ended(batch)
+    assert batch.status == "cancelled"
+    assert lines_of(batch.error_file_id)[0]["error"]["code"] == "batch_cancelled"
+
+
+@check
+def wrong_lines_of_a_batch_are_named() -> None:
+    (problem,) = ended(made(row("one"), "", row("one"))).errors.data
+    assert (problem.code, problem.line) == ("duplicate_custom_id", 3)
+
+
+@check
+def end_of_a_batch_is_told_to_a_webhook_whose_signature_the_client_checks() -> None:
+    received: queue.Queue[tuple[bytes, dict[str, str]]] = queue.Queue()
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.put((self.rfile.read(int(self.headers["content-length"])), dict(self.headers)))
+            self.send_response(204)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Receiver) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/hook"
+        endpoint = client.webhooks.create(url=url, name="checks", event_types=["batch.completed"])
+        batch = made(row("one"))
+        body, headers = received.get(timeout=60)
+        event = client.webhooks.unwrap(body, headers, secret=endpoint.signing_secret)
+        assert (event.type, event.data.id) == ("batch.completed", batch.id)
+        wrong = body + b" "
+        error_of(
+            openai.InvalidWebhookSignatureError,
+            lambda: client.webhooks.unwrap(wrong, headers, secret=endpoint.signing_secret),
+        )
+        client.webhooks.delete(endpoint.id)
+        server.shutdown()
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple, Protocol
 
 import httpx
 from faults.tools.backlog_entries import Requests
-from faults.tools.processes import GatewayProcess
 from faults.tools.soak_kills import Fleet
 from redis import Redis
 from redis.exceptions import RedisError
+
+from penstock.queue.files.batch import OPEN_STATES
 
 F = "penstock:{.files}"
 ENDPOINT, _MESSAGES = "/v1/completions", "/v1/messages/batches"
@@ -284,29 +285,36 @@ class BatchRun:
         async with httpx.AsyncClient(timeout=120) as http, asyncio.TaskGroup() as tasks:
             api, memory = Api(self.fleet, http), tasks.create_task(self._watch_memory())
             batch_id = await self.entry.create(api)
+            await self.fleet.begin()
             if plant:
                 await self._plant(batch_id, plant)
             freeze_at = self.rng.randrange(num_kills) if num_kills else -1
             for number in range(num_kills):
                 await asyncio.sleep(self.rng.uniform(0.3, 1.7) * every_s)
-                assert await self.entry.ended(api, batch_id) is None, f"the batch has ended after {number} kills"
+                assert await self._ended(api, batch_id) is None, f"the batch has ended after {number} kills"
                 if number == freeze_at:
                     await self._freeze_holder(batch_id, freeze_s)
                 else:
                     await self._kill_one()
-            while (ended := await self.entry.ended(api, batch_id)) is None:
+            while (ended := await self._ended(api, batch_id)) is None:
                 await asyncio.sleep(1)
             memory.cancel()
         return ended
 
+    async def _ended(self, api: Api, batch_id: str) -> Ended | None:
+        """Return the ended batch; None while it runs, by its record if no gateway does. It may be called until then."""
+        if self.fleet.holders is not self.fleet.gateways:
+            if self._field(batch_id, "status") in {*OPEN_STATES, ""}:
+                return None
+            await self.fleet.end()
+        return await self.entry.ended(api, batch_id)
+
     async def _kill_one(self) -> None:
-        kind, fleet = self.rng.choice(("gateway", "gateway", "node", "redis", "reader")), self.fleet
+        kind = self.rng.choice(self.fleet.kinds)
         if kind == "reader":
             kind = self.entry.kill() or "gateway"
-        if kind not in {"gateway", "node", "redis"}:
-            self.killed[kind] += 1
-            return
-        await {"gateway": fleet.kill_gateway, "node": fleet.kill_node, "redis": fleet.kill_redis}[kind](self.rng)
+        if kind in self.fleet.kinds:
+            await getattr(self.fleet, f"kill_{kind}")(self.rng)
         self.killed[kind] += 1
 
     async def _freeze_holder(self, batch_id: str, seconds: float) -> None:
@@ -316,10 +324,10 @@ class BatchRun:
         holder.signal(signal.SIGCONT)
         self.killed["holder frozen"] += 1
 
-    def _holder(self, batch_id: str) -> GatewayProcess | None:
-        """Return the gateway that runs the batch, by its log; None while no gateway does."""
+    def _holder(self, batch_id: str) -> Any:
+        """Return the process that runs the batch, by its log; None while none does."""
         token = self._field(batch_id, "token")
-        found = [one for one in self.fleet.gateways if re.search(rf'"{batch_id}", "token": {token}\b', one.log)]
+        found = [one for one in self.fleet.holders if re.search(rf'"{batch_id}", "token": {token}\b', one.log)]
         return found[0] if token and found else None
 
     async def _plant(self, batch_id: str, what: str) -> None:
@@ -333,7 +341,7 @@ class BatchRun:
             at = 0 if is_done else self.entry.requests.number - 1
             assert redis.getbit(name, at) == is_done
             redis.setbit(name, at, 1 - is_done)
-        await self.fleet.kill_gateway_at(self.fleet.gateways.index(holder))
+        await self.fleet.kill_holder_at(self.fleet.holders.index(holder))
 
     def _field(self, batch_id: str, name: str) -> str:
         try:

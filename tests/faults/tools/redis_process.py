@@ -65,7 +65,9 @@ class RedisProcess:
         self._process = subprocess.Popen([str(find_redis_server()), *words])
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._answers(until):
-            assert time.monotonic() < deadline_s and self._process.poll() is None, "redis-server does not start"
+            if time.monotonic() > deadline_s or self._process.poll() is not None:
+                log = (self.folder / "redis.log").read_text()[-2000:]
+                raise AssertionError(f"redis-server does not start (exit status {self._process.poll()}):\n{log}")
             time.sleep(0.005)
         return self
 

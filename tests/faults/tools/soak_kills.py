@@ -6,13 +6,14 @@ import asyncio
 import random
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fakes.processes.child_process import ChildProcess
 from fakes.processes.node_process import NodeProcess
 from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess, free_port
+from faults.tools.report import Measurement
 
 LEASE_S = 3.0
 STEP_S = 0.02
@@ -48,6 +49,30 @@ class Fleet:
         num_nodes, num_gateways = self._sizes
         self.nodes = [await self._start_node() for _ in range(num_nodes)]
         self.gateways = [await self._start_gateway(place) for place in range(num_gateways)]
+
+    @property
+    def holders(self) -> Sequence[Any]:
+        """The processes that run batches."""
+        return self.gateways
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """What may be killed while a batch runs, the more often the more often it is named."""
+        return ("gateway", "gateway", "node", "redis", "reader")
+
+    async def begin(self) -> None:
+        """Note that a batch is made, and will be disturbed."""
+
+    async def end(self) -> None:
+        """Note that the batch has ended: its result will be read."""
+
+    def problems(self) -> list[str]:
+        """Return what else was violated."""
+        return []
+
+    def measurements(self) -> dict[str, Measurement]:
+        """Return what else was measured."""
+        return {}
 
     def close(self) -> None:
         """Kill all processes except Redis."""
@@ -92,6 +117,10 @@ class Fleet:
         """Send SIGKILL to the gateway at this place and replace it."""
         self.gateways[place].close()
         self.gateways[place] = await self._start_gateway(place)
+
+    async def kill_holder_at(self, place: int) -> None:
+        """Send SIGKILL to the process at this place of those that run batches, and replace it."""
+        await self.kill_gateway_at(place)
 
     async def kill_redis(self, rng: random.Random) -> None:
         """Send SIGKILL to Redis and start it again after a while."""

@@ -16,7 +16,7 @@ from fakes.command import run_command
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
 CHAT = "/v1/chat/completions"
-ENDED = ("completed", "failed", "cancelled")
+ENDED = ("completed", "failed", "cancelled", "ended")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def _at(url: str, engine: EchoEngine, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PENSTOCK_URL", f"{url}/v1/")
     yield
     for one in json.loads(batch("list", "--json").stdout):
-        if one["status"] not in ENDED:
+        if one.get("status", one.get("processing_status")) not in ENDED:
             batch("cancel", one["id"], status=None)
             batch("wait", one["id"], status=None)
 
@@ -111,6 +111,64 @@ def test_a_running_batch_is_paused_read_resumed_and_canceled(engine: EchoEngine)
     assert len(Path("out.jsonl").read_text().splitlines()) == 3
     assert json.loads(Path("out.errors.jsonl").read_text())["error"]["code"] == "batch_cancelled"
     assert not [*Path().glob("*.partial")]
+
+
+def rows_in(name: str) -> list[dict[str, Any]]:
+    """The lines of a file of results; none if there is no file."""
+    return [json.loads(line) for line in Path(name).read_text().splitlines()] if Path(name).exists() else []
+
+
+def request(name: str, text: str, **params: Any) -> dict[str, Any]:
+    return {"custom_id": name, "params": {"max_tokens": 9, "messages": [{"role": "user", "content": text}], **params}}
+
+
+def test_requests_of_messages_become_a_message_batch_whose_failures_are_tried_again() -> None:
+    rows = [*(request(f"m{i}", f"text {i}") for i in range(20)), request("wrong", "x", temperature=-1)]
+    words = ("--idempotency-key", "once")
+    batch_id = submitted(*rows, words=words)
+    assert batch_id.startswith("msgbatch_") and submitted(*rows, words=words) == batch_id
+    done = batch("results", batch_id, "out.jsonl", "--wait", status=1)
+    assert "ended: 20 answered, 1 failed: out.jsonl" in done.stderr and "out.errors.jsonl" in done.stderr
+    results = {one["custom_id"]: one["result"] for one in rows_in("out.jsonl")}
+    texts = {name: one["message"]["content"][0]["text"] for name, one in results.items()}
+    assert texts == {f"m{i}": f"text {i}" for i in range(20)}
+    (failed,) = rows_in("out.errors.jsonl")
+    assert failed["custom_id"] == "wrong" and "temperature" in failed["result"]["error"]["error"]["message"]
+    assert {path.name for path in Path().iterdir()} == {"in.jsonl", "out.jsonl", "out.errors.jsonl"}
+    assert batch("results", batch_id, "-", status=1).stdout == Path("out.jsonl").read_text()
+    batch("results", batch_id, "out.jsonl", status=1)
+    again = submitted(*rows[:-1], request("wrong", "right"), words=("--retry-of", "out.errors.jsonl"))
+    assert batch("wait", again).stdout == "ended\n"
+    done = batch("results", again, "out.jsonl", status=2)
+    assert "out.jsonl holds something else" in done.stderr
+    batch("results", again, "second.jsonl")
+    assert [one["custom_id"] for one in rows_in("second.jsonl")] == ["wrong"]
+    assert batch("list", "--limit", "2").stdout.split("\n")[1].split()[:5] == [again, "ended", "1", "1", "0"]
+
+
+def test_a_message_batch_is_paused_and_canceled(engine: EchoEngine) -> None:
+    batch_id = submitted(*(request(f"m{i}", "text " * 50) for i in range(200)))
+    assert batch("pause", batch_id).stdout.split() == [batch_id, "paused"]
+    assert "paused" in batch("list").stdout and "processing_status" in batch("status", batch_id).stdout
+    done = batch("results", batch_id, "out.jsonl", status=75)
+    assert "of 200 rows; the batch still runs" in done.stderr and "partial" not in done.stderr
+    assert batch("resume", batch_id).stdout.split() == [batch_id, "in_progress"]
+    batch("cancel", batch_id)
+    batch("wait", batch_id, status=None)
+    batch("results", batch_id, "out.jsonl", status=None)
+    kinds = [one["result"]["type"] for name in ("out.jsonl", "out.errors.jsonl") for one in rows_in(name)]
+    assert len(kinds) == 200 and set(kinds) <= {"succeeded", "canceled"}
+
+
+def test_a_wrong_input_of_messages_is_named() -> None:
+    Path("in.jsonl").write_bytes(content_of(request("a", "x"), row("b", "y")))
+    assert "line 2: a line of a message batch has custom_id and params" in batch("submit", "in.jsonl", status=2).stderr
+    for words in (("--metadata", "a=b"), ("--completion-window", "7d")):
+        Path("in.jsonl").write_bytes(content_of(request("a", "x")))
+        said = batch("submit", "in.jsonl", *words, status=2).stderr
+        assert f"{words[0]}: a message batch has 24h" in said
+    Path("in.jsonl").write_bytes(content_of(request("not valid", "x")))
+    assert "requests[0].custom_id" in batch("submit", "in.jsonl", status=2).stderr
 
 
 def test_a_wrong_input_names_its_lines() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+import redis as sync_redis
 
 from penstock.contract.tenant import Terms
+from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.tenants.key_store import KeyStore
 from tests.gateway.conftest import MODEL, EchoEngine, Stack, clients_with
@@ -154,6 +156,16 @@ def test_a_revoked_key_stops_its_batches(
         while (batch := client.get(f"/v1/batches/{batch_id}").json())["status"] != "cancelled":
             assert time.monotonic() < until_s + 20, batch
             time.sleep(0.1)
+
+
+def test_a_batch_of_a_key_that_is_older_than_batches_runs(
+    clients: dict[str, httpx.Client], engine: EchoEngine, redis_url: str
+) -> None:
+    """Releases before the first one with batches noted no copy of a key for them."""
+    with sync_redis.Redis.from_url(redis_url) as redis:
+        redis.delete(keys.key_terms())
+    batch = ended(clients["bob"], make(clients["bob"], upload(clients["bob"], 2)).json()["id"])
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 2)
 
 
 async def add_key(redis_url: str, tenant: str) -> str:

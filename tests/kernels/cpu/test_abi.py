@@ -39,7 +39,7 @@ class LongerRule(single_kernels._Rule):
 
 
 def test_libraries_whose_structs_agree_are_opened(path: Path) -> None:
-    library._open(path)
+    library.open_library(path)
     single_kernels.Single(path)
 
 
@@ -49,7 +49,7 @@ def test_a_struct_of_another_size_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(library, name, struct)
     with pytest.raises(AbiError, match=f"{struct.__name__} has {c.sizeof(struct)} bytes"):
-        library._open(path)
+        library.open_library(path)
 
 
 def test_the_single_kernels_refuse_another_rule(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

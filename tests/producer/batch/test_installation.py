@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
@@ -16,18 +17,24 @@ import pytest
 import redis as sync_redis
 from celery import Celery, chain, chord, group
 from celery.exceptions import ImproperlyConfigured
+from fakes.fake_node import FakeNode
+from faults.test_batches import ended, make_without_gateway
+from faults.tools.redis_process import free_port
 from kombu.common import ignore_errors
 
 from penstock.celery import QUEUE, PenstockTasks, install, text_of
 from penstock.contract.errors import ConflictError, RequestError
 from penstock.producer.batch.celery_app import celery_url
+from penstock.producer.batch.installation import STORED_BATCHES
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.task_leases import survive_lost_broker
 from penstock.producer.batch.tasks import GENERATE
+from penstock.producer.client import AsyncClient
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests.faults.tools.redis_process import RedisProcess
 from tests.producer.batch.conftest import kill_group, process
 from tests.producer.batch.test_celery import wait_until
+from tests.producer.batch.test_worker_metrics import scrape
 
 SHOP = """
 import os, time
@@ -35,7 +42,7 @@ from celery import Celery
 from penstock.celery import install
 
 app = Celery("shop", broker=os.environ["SHOP_BROKER"], backend=os.environ["SHOP_RESULTS"])
-llm = install(app)
+llm = install(app, stored_batches=True)
 
 @app.task(name="shop.shout")
 def shout(answer):
@@ -54,13 +61,15 @@ WORKER = (sys.executable, "-m", "celery", "--workdir")
 
 
 @contextmanager
-def shop_worker(folder: Path, jobs_url: str, broker: str, results: str, *words: str) -> Iterator[tuple[Any, Path]]:
+def shop_worker(
+    folder: Path, jobs_url: str, broker: str, results: str, *words: str, forked: bool = True
+) -> Iterator[tuple[Any, Path]]:
     """Start a worker of the user's app. Yield its process and its log."""
     (folder / "shop.py").write_text(SHOP)
     log = folder / f"{time.monotonic_ns()}.log"
     env = {"SHOP_BROKER": broker, "SHOP_RESULTS": results, "PENSTOCK_REDIS_URL": jobs_url}
     command = (*WORKER, str(folder), "-A", "shop", "worker", "--loglevel", "INFO", *words)
-    with process(*command, log=log, **env, PENSTOCK_CELERY_TASK_LEASE_S="1") as running:
+    with process(*command, log=log, forked=forked, **env, PENSTOCK_CELERY_TASK_LEASE_S="1") as running:
         yield running, log
 
 
@@ -183,6 +192,36 @@ def test_a_dead_workers_tasks_of_penstock_return_and_foreign_ones_stay(served_ur
         assert json.loads(kept)[0]["headers"]["id"] == foreign.id
         assert log.read_text().count("the task is queued again") == 1
         assert "shop.slow" not in log.read_text().partition("ready.")[2]
+    app.close()
+
+
+async def test_a_worker_of_the_app_runs_stored_batches_if_asked_and_counts_their_rows(
+    redis_url: str, broker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, files, num_rows = free_port(), tmp_path / "files", 40
+    monkeypatch.setenv("PENSTOCK_CELERY_METRICS_PORT", str(port))
+    monkeypatch.setenv("PENSTOCK_FILES_URL", str(files))
+    async with FakeNode(redis_url), AsyncClient(redis_url) as client, asyncio.timeout(60):
+        batch_id = await make_without_gateway(client, files, num_rows)
+        pool = ("--pool", "threads", "--concurrency", "1")
+        with shop_worker(tmp_path, redis_url, broker, broker, *pool, forked=False) as (_, log):
+            await ended(client, batch_id)
+            found = await asyncio.to_thread(scrape, port)
+        batch = await client.batches.find(batch_id)
+    assert (batch.status, batch.num_completed) == ("completed", num_rows), log.read_text()
+    assert found["jobs_submitted_total",] == found["rows_total", "answered"] == num_rows
+    assert found["rows_total", "failed"] == 0
+    assert found["tokens_total", "prompt"] == batch.input_tokens > 0
+    assert found["tokens_total", "completion"] == batch.output_tokens > 0
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_stored_batches_run_in_an_app_that_asks_for_them(asked: bool) -> None:
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    install(app, stored_batches=asked, settings=CelerySettings())
+    assert (STORED_BATCHES in app.steps["worker"]) is asked
+    install(app, stored_batches=True, settings=CelerySettings(stored_batches=False))
+    assert (STORED_BATCHES in app.steps["worker"]) is asked, "one worker may switch it off"
     app.close()
 
 

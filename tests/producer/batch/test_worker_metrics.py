@@ -9,7 +9,8 @@ import pytest
 from faults.tools.redis_process import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.producer.batch.celery_app import STORED_BATCHES, make_app
+from penstock.producer.batch.celery_app import make_app
+from penstock.producer.batch.installation import STORED_BATCHES
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import GENERATE, RUN_FILE
 from tests.producer.batch.conftest import chat_row, kill_group, wait_for_lines

@@ -55,6 +55,7 @@ class Adapter:
     spec: ModelSpec
     rank: int = 3
     digest: str = ""
+    name: str = "random"
 
     def low_ranks(self, layer: int, matrix: MatrixName) -> tuple[LowRank, ...]:
         rng = np.random.default_rng([layer, len(matrix)])

@@ -170,6 +170,7 @@ class RandomAdapter:
 
     seed: int
     digest: str = ""
+    name: str = "random"
 
     def low_ranks(self, layer: int, matrix: MatrixName) -> tuple[LowRank, ...]:
         """Return one term for each part of a matrix."""

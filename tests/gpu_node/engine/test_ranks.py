@@ -1,0 +1,122 @@
+"""The engine on a model that several ranks compute together: the tokens are those of one rank, with every feature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from fakes.engine_runs import TORCH, check_idle
+from fakes.prompts import mixed_prompts
+from fakes.runners.remote_rank import two_processes
+from fakes.ties import num_departures
+from fixtures.random_adapters import make_adapter, merge
+from transformers import AutoModelForCausalLM
+
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine
+from penstock.gpu_node.engine.offline import Prompt
+
+MakeEngine = Callable[..., Engine]
+Shape: TypeAlias = tuple[int, int]
+SHAPES: tuple[Shape, ...] = ((2, 1), (1, 2), (2, 2))
+"""Ranks of a stage, and stages."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def _sizes(shape: Shape) -> dict[str, int]:
+    return dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), shape, strict=True))
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two adapters of the tiny model."""
+    folder = tmp_path_factory.mktemp("adapters")
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for seed, name in enumerate("ab"):
+        make_adapter(folder / name, base, seed=seed)
+    return folder
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_batch_with_chunks_prefixes_swaps_and_adapters_has_the_tokens_of_transformers(
+    make_engine: MakeEngine, tiny_model: Path, adapters: Path, shape: Shape
+) -> None:
+    engine = make_engine(
+        **TORCH,
+        **_sizes(shape),
+        num_kv_blocks=30,
+        num_swap_blocks=64,
+        preemption="swap",
+        max_num_batched_tokens=48,
+        max_num_seqs=16,
+        lora_dir=adapters,
+        max_loras=2,
+    )
+    prompts = mixed_prompts(engine, 16)
+    wanted = [(None, "a", "b")[i % 3] for i in range(len(prompts))]
+    generations = engine.generate(prompts, GREEDY, adapters=wanted)
+    stats = engine.stats()
+    assert min(stats.num_swaps, stats.prefix_hit_tokens) > 0
+    for name in (None, "a", "b"):
+        model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        pairs = [
+            (one.prompt_token_ids, one.choices[0].token_ids)
+            for one, its in zip(generations, wanted, strict=True)
+            if its == name
+        ]
+        assert num_departures(model if name is None else merge(model, adapters / name), pairs) <= 1
+    check_idle(engine)
+
+
+@pytest.fixture(scope="module")
+def engines(make_engine: MakeEngine) -> dict[Shape, Engine]:
+    """Engines of one rank and of several."""
+    return {shape: make_engine(**TORCH, **_sizes(shape), speculative="ngram") for shape in ((1, 1), *SHAPES)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.9, "seed": 3, "top_p": 0.9, "n": 2, "presence_penalty": 0.5},
+        {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
+        {"temperature": 0.8, "seed": 1, "structured_outputs": {"regex": "[a-c]{2,5}-[0-9]{1,9}x"}},
+        {"temperature": 0.0, "use_beam_search": True, "n": 3},
+    ],
+    ids=["sampled", "logprobs", "structured", "beams"],
+)
+def test_requests_of_each_kind_have_the_choices_of_one_rank(
+    engines: dict[Shape, Engine], params: dict[str, Any], shape: Shape
+) -> None:
+    prompts: list[Prompt] = ["the gate opens by pressure " * 3, "a", list(range(70))]
+    given = SamplingParams(max_tokens=16, **params)
+    want, got = ([one.choices for one in engines[each].generate(prompts, given)] for each in ((1, 1), shape))
+    for mine, theirs in zip(got, want, strict=True):
+        assert [choice.token_ids for choice in mine] == [choice.token_ids for choice in theirs]
+        values = [[entry.logprob or 0.0 for choice in some for entry in choice.logprobs] for some in (mine, theirs)]
+        np.testing.assert_allclose(values[0], values[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_embeddings_are_those_of_one_rank(engines: dict[Shape, Engine], shape: Shape) -> None:
+    prompts: list[Prompt] = ["a gate", list(range(50))]
+    got, want = ([one.values for one in engines[each].embed(prompts)] for each in (shape, (1, 1)))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_ranks_in_two_processes_have_the_tokens_of_one(
+    make_engine: MakeEngine, tiny_model: Path, tmp_path: Path, shape: Shape
+) -> None:
+    settings: dict[str, Any] = {**TORCH, "num_kv_blocks": 40, "max_num_batched_tokens": 48, "max_num_seqs": 8}
+    one, two = make_engine(**settings), make_engine(**settings)
+    prompts = mixed_prompts(one, 6)
+    want = one.generate(prompts, GREEDY)
+    with two_processes(tiny_model, tmp_path, num_kv_blocks=40, max_num_batched_tokens=48, **_sizes(shape)) as runner:
+        two._runner = runner
+        got = two.generate(prompts, GREEDY)
+    assert [each.choices[0].token_ids for each in got] == [each.choices[0].token_ids for each in want]

@@ -1,0 +1,157 @@
+"""Ranks of the GPU runner: the logits of one rank, the same tokens at each, and the same exchanges in every graph."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes.prompts import mixed_prompts
+from fakes.runners.remote_rank import two_processes
+from fakes.runners.runner_options import runner_options
+from fakes.runners.turn_ranks import TurnTakingRunner
+from fakes.ties import num_departures
+from fixtures.plans import Track, logits_of_step, tokens_of_step
+from fixtures.random_adapters import make_adapter
+from fixtures.random_families import make_family_model
+from fixtures.sampling import rows_of
+from fixtures.turn_ranks import Call
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from penstock.contract.adapters import AdapterRef
+from penstock.contract.errors import ConfigError
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine, EngineConfig
+from penstock.gpu_node.model.gpu.device import Device
+from penstock.gpu_node.model.gpu.graphs import GraphShapes, StepShape
+from penstock.gpu_node.model.loading.load import load_model
+from penstock.gpu_node.model.torch_common.exchanges import Agreement
+from penstock.gpu_node.model.torch_common.ranks import BrokenExchangeError, ThreadRanks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are threads on the CPU")
+OPTIONS: dict[str, Any] = {"num_kv_blocks": 12, "max_model_len": 64, "max_num_seqs": 4}
+
+
+def _one(folder: Path, **options: Any) -> Any:
+    return load_model(str(folder), runner_options(runner="gpu", **OPTIONS | options), lambda *_: None).runner
+
+
+def _logits(runner: Any, adapter: int = -1) -> NDArray[np.float32]:
+    """Return the logits of a sequence in chunks beside another one."""
+    token_ids = random.Random(0).choices(range(300), k=9)
+    one, other = Track(token_ids, [3, 5], adapter=adapter), Track(token_ids[::-1], [2, 4])
+    return np.concatenate([logits_of_step(runner, [(one, count), (other, 2)])[0] for count in (5, 1, 3)])
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("llama", 2), ("llama", 4), ("olmo2", 2), ("gemma2", 2), ("falcon rw", 2), ("gpt-neox", 2), ("falcon 7b", 2)],
+)
+def test_logits_are_those_of_one_rank(name: str, size: int, tmp_path: Path) -> None:
+    folder = make_family_model(tmp_path, name, num_hidden_layers=2)
+    ranks = TurnTakingRunner(folder, size, **OPTIONS)
+    np.testing.assert_allclose(_logits(ranks), _logits(_one(folder)), rtol=0, atol=1e-4)
+    assert ranks.arithmetic.endswith(f"-tp{size}")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "int4"])
+def test_errors_of_quantized_formats_are_those_of_one_rank(quantization: str, tmp_path: Path) -> None:
+    """The numbers differ, because each rank's activations have scales of their own: the arithmetic has another name."""
+    folder = make_family_model(tmp_path, "llama", intermediate_size=128)
+    want = _logits(_one(folder))
+    runners = (_quantized(folder, quantization, size) for size in (1, 2))
+    one, two = (float(np.sqrt(np.square(_logits(runner) - want).mean())) for runner in runners)
+    assert 0.5 < two / one < 1.5
+
+
+def _quantized(folder: Path, quantization: str, size: int) -> Any:
+    options = OPTIONS | {"quantization": quantization}
+    return _one(folder, **options) if size == 1 else TurnTakingRunner(folder, size, **options)
+
+
+def test_adapters_are_cut(tiny_model: Path, tmp_path: Path) -> None:
+    make_adapter(tmp_path / "a", AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
+    options: dict[str, Any] = {"lora_dir": tmp_path, "max_loras": 1, **OPTIONS}
+    adapter = load_model(str(tiny_model), runner_options(**options), lambda *_: None).adapters.find(
+        AdapterRef(name="a")
+    )
+    logits = []
+    for runner in (_one(tiny_model, **options), TurnTakingRunner(tiny_model, 2, **options)):
+        runner.set_adapter(0, adapter)
+        logits += [_logits(runner), _logits(runner, 0)]
+    np.testing.assert_allclose(logits[2:], logits[:2], rtol=0, atol=1e-4)
+    assert np.abs(logits[3] - logits[2]).max() > 0.1
+
+
+def test_every_graph_makes_the_same_exchanges_at_each_rank(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the capture of all graphs on a GPU records them."""
+    shapes: list[StepShape] = GraphShapes(20, 70, has_adapters=False).all
+
+    def capture(_device: Device, work: Callable[[], None], _pool: object) -> tuple[Callable[[], None], None]:
+        work()
+        return work, None
+
+    monkeypatch.setattr(Device, "capture", capture)
+    options = OPTIONS | {"max_num_seqs": 20, "max_num_batched_tokens": 70, "dtype": "bfloat16"}
+    runner = TurnTakingRunner(tiny_model, 2, **options)
+    first, second = (rank.calls for rank in runner.ranks[0])
+    assert first == second
+    assert list(first) == [call for shape in shapes for call in _exchanges_of(shape)]
+    assert len(shapes) > 8
+
+
+def _exchanges_of(shape: StepShape) -> list[Call]:
+    """Return the exchanges of the tiny model's step: two layers, 64 channels, 384 tokens in two parts of 192."""
+    of_all, of_samples = (("sum", (rows, 64), "bfloat16") for rows in (shape.num_tokens, shape.num_seqs))
+    embedded = "sum", (shape.num_tokens, 64), "float32"
+    return [embedded, of_all, of_all, of_samples, of_samples, ("all_gather", (shape.num_seqs, 192), "bfloat16")]
+
+
+def test_an_engine_with_two_steps_in_flight_has_the_tokens_of_transformers(tiny_model: Path) -> None:
+    settings: dict[str, Any] = {"num_kv_blocks": 12, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+    engine = Engine(EngineConfig(model=str(tiny_model), runner="gpu", dtype="float32", max_model_len=96, **settings))
+    engine._runner = TurnTakingRunner(tiny_model, 2, max_model_len=96, **settings)
+    prompts = [prompt[:20] for prompt in mixed_prompts(engine, 5)]
+    generations = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+    pairs = [(one.prompt_token_ids, one.choices[0].token_ids) for one in generations]
+    assert num_departures(AutoModelForCausalLM.from_pretrained(tiny_model), pairs) <= 1
+
+
+def test_ranks_in_two_processes_sample_the_tokens_of_one(tiny_model: Path, tmp_path: Path) -> None:
+    rows = rows_of(2, temperature=[0.0, 0.8], seed=[1, 2], top_p=0.9)
+
+    def tokens(runner: Any) -> list[list[int]]:
+        tracks = [Track(list(range(5, 25)), [1, 2, 3]), Track(list(range(80, 100)), [4, 5, 6])]
+        return [tokens_of_step(runner, [(track, n) for track in tracks], rows).tolist() for n in (15, 1, 1)]
+
+    want = tokens(_one(tiny_model))
+    with two_processes(tiny_model, tmp_path, runner="gpu", tensor_parallel_size=2, **OPTIONS) as runner:
+        assert tokens(runner) == want
+
+
+def test_ranks_that_sample_different_tokens_are_noticed_and_stay_lost() -> None:
+    def note(ranks: ThreadRanks) -> list[bool]:
+        agreement, lost = Agreement(ranks, every=4), []
+        for step in range(16):
+            try:
+                agreement.note(torch.tensor([step, 7 + (step == 5) * ranks.rank]))
+                lost.append(False)
+            except BrokenExchangeError:
+                lost.append(True)
+        return lost
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(note, ThreadRanks.group(2))) == [[False] * 7 + [True] * 9] * 2
+
+
+def test_what_ranks_cannot_do_is_refused_by_name(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2 on a GPU needs a process for each rank"):
+        _one(tiny_model, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="deterministic needs tensor_parallel_size 1"):
+        TurnTakingRunner(tiny_model, 2, deterministic=True, **OPTIONS)
