@@ -17,7 +17,7 @@ from penstock.runtime.cache_folders import state_folder
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.producer.files.settings import FilesSettings
+    from penstock.producer.files.storage import FilesSettings
     from penstock.queue.broker.audit import Finding
 
 
@@ -65,7 +65,7 @@ def audit(
 
 async def audit_pools(redis_url: str, pools: list[str] | None, *, repair: bool = False) -> AsyncIterator[PoolAudit]:
     """Yield the findings of each of these pools (None: of all pools)."""
-    from penstock.producer.files.storage_audit import audit_storage
+    from penstock.producer.files.service import audit_storage
     from penstock.queue.broker.admin import AdminBroker
     from penstock.queue.broker.audit import audit
     from penstock.queue.broker.connection import connect
@@ -87,7 +87,7 @@ async def audit_pools(redis_url: str, pools: list[str] | None, *, repair: bool =
 
 def _files_settings() -> FilesSettings:
     """Return the settings of stored files, by default with the folder of `penstock serve`."""
-    from penstock.producer.files.settings import FilesSettings
+    from penstock.producer.files.storage import FilesSettings
 
     settings = FilesSettings.load()
     if settings.url is None and (folder := state_folder() / "files").is_dir():

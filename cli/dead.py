@@ -17,7 +17,7 @@ from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
     from penstock.producer.client import AsyncClient
-    from penstock.queue.broker.dead_letters import DeadLetter
+    from penstock.queue.broker.job_lists import DeadLetter
     from penstock.queue.wire import Request
 
 

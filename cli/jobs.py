@@ -18,7 +18,7 @@ from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.contract.job_filter import JobFilter
+    from penstock.contract.job_actions import JobFilter
     from penstock.contract.output import Result
     from penstock.producer.client import AsyncClient
     from penstock.queue.broker.job_lists import JobLists
@@ -46,7 +46,7 @@ def _filter_of(
     tenant: str | None, state: list[str] | None, since: str | None, until: str | None, **given: Any
 ) -> JobFilter:
     """Return the filter that the options of a command name. Raises RequestError."""
-    from penstock.contract.job_filter import JobFilter
+    from penstock.contract.job_actions import JobFilter
 
     times = {"submitted_after": unix_s_of(since, "since"), "submitted_before": unix_s_of(until, "until")}
     return JobFilter.of({**given, "state": state or None, **times}, tenant=tenant)
@@ -190,7 +190,7 @@ def change(
         penstock jobs change JOB_ID --not-before 3600
         penstock jobs change JOB_ID --priority standard --foreground
     """
-    from penstock.contract.job_change import JobChange
+    from penstock.contract.job_actions import JobChange
 
     given = JobChange.of({"not_before_s": not_before, "priority": priority, "background": background})
 
@@ -239,8 +239,7 @@ def bulk(
         penstock jobs bulk retry --state failed --since 2h
         penstock jobs bulk change_class --priority batch --to-priority standard
     """
-    from penstock.contract.job_change import JobChange
-    from penstock.contract.job_filter import checked_class
+    from penstock.contract.job_actions import JobChange, checked_class
 
     change = JobChange(action, not_before, checked_class(to_priority), to_background)
     wanted = _filter_of(tenant, state, since, until, pool=pool, priority=priority, background=background, tag=tag)

@@ -16,7 +16,7 @@ from penstock.contract.priority import Priority
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.contract.job_change import Pause
+    from penstock.contract.job_actions import Pause
     from penstock.contract.pool import PoolStats
 
 

@@ -43,16 +43,18 @@ from penstock.cli.processes import (
 from penstock.cli.replicas import replica_commands, replicas_of
 from penstock.cli.services import NODE_FLAGS, missing_packages
 from penstock.contract.errors import ConfigError, PenstockError
-from penstock.gateway.http.listen_address import check_address
-from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.settings import GatewaySettings, check_address
 from penstock.gpu_node.settings import NodeSettings, engine_config, pool_of_model
 from penstock.runtime.cache_folders import state_folder
-from penstock.runtime.cancellation import cancel_until_done
-from penstock.runtime.data_folder import default_data_folder
-from penstock.runtime.embedded_redis import DEFAULT_MAXMEMORY_MIB, EmbeddedRedis, find_or_start_redis
+from penstock.runtime.embedded_redis import (
+    DEFAULT_MAXMEMORY_MIB,
+    EmbeddedRedis,
+    default_data_folder,
+    find_or_start_redis,
+)
+from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.local_redis import RunningRedis
-from penstock.runtime.logging import LogSettings, configure_logging
-from penstock.runtime.progress_log import STAGES, ProgressLog
+from penstock.runtime.logging import LOADING_STAGES, LogSettings, ProgressLog, configure_logging
 from penstock.runtime.settings import without_password
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ class LoadingBar:
         """Show a stage and the fraction of it that is done."""
         if self._progress is not None:
             self._progress.update(
-                self._progress.task_ids[0], completed=min(fraction, _ALMOST), stage=STAGES.get(stage, stage)
+                self._progress.task_ids[0], completed=min(fraction, _ALMOST), stage=LOADING_STAGES.get(stage, stage)
             )
 
     def __enter__(self) -> Self:

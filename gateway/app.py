@@ -1,4 +1,8 @@
-"""The gateway's ASGI app and the server process that runs it."""
+"""The gateway's ASGI app, its health checks, and the server process that runs it.
+
+`/health`: this process is up. `/ready`: Redis answers, a live node takes jobs, and answers reach this process.
+`/health/nodes`: the pressure record of every live node, with its unhealthy parts and the reasons.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,24 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 
+from penstock.contract.errors import UnavailableError
 from penstock.gateway.anthropic.routes import ANTHROPIC
-from penstock.gateway.api_docs.page import ApiDocs
+from penstock.gateway.api_docs.openapi import ApiDocs
 from penstock.gateway.batches.routes import BATCHES
 from penstock.gateway.budget import SharedBudget
-from penstock.gateway.embeddings.routes import EMBEDDINGS
-from penstock.gateway.errors import ErrorHandlers, ErrorShapes
+from penstock.gateway.errors import ErrorHandlers, ErrorShapes, soon
 from penstock.gateway.files.routes import FILES
-from penstock.gateway.health import HealthRoutes
 from penstock.gateway.http.dialect import Services
 from penstock.gateway.http.entry import Entry, is_closed_without_keys, tell_without_keys
-from penstock.gateway.http.listen_address import check_address
 from penstock.gateway.http.middleware import (
     END_GRACE_S,
     TRACE_HEADER,
@@ -53,26 +55,24 @@ from penstock.gateway.openai.routes import OPENAI
 from penstock.gateway.request.parser_process import BodySchemas
 from penstock.gateway.request.reading import BodyBudgets, Parser, RequestReader
 from penstock.gateway.responses.routes import RESPONSES
-from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.route_doc import PROBE_METHODS
+from penstock.gateway.settings import GatewaySettings, check_address
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER, Answers, WholeSender
-from penstock.gateway.tokens.routes import TOKENS
+from penstock.gateway.tasks.routes import TASKS
 from penstock.gateway.usage import UsageRoutes
-from penstock.gateway.web.dashboard import Dashboard
-from penstock.gateway.web.routes import ASSET_PATHS, WebRoutes
+from penstock.gateway.web.routes import ASSET_PATHS, Dashboard, WebRoutes
 from penstock.gateway.webhooks.deliverer import Deliverer
 from penstock.gateway.webhooks.routes import WEBHOOKS
 from penstock.gateway.webhooks.sender import Sender
-from penstock.gateway.websocket.handshake import StreamSocket, socket_routes
+from penstock.gateway.websocket.session import StreamSocket, socket_routes
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.producer.files.service import Files
-from penstock.producer.files.settings import FilesSettings
+from penstock.producer.files.storage import FilesSettings
 from penstock.producer.stored_batches.holder import BatchHolder
-from penstock.runtime.cancellation import cancel_until_done
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder, cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
-from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
 from penstock.runtime.loop_watch import LoopWatch
-from penstock.runtime.process_memory import keep_large_blocks_apart
+from penstock.runtime.process_memory import freeze_gc, keep_large_blocks_apart, make_full_collections_rare
 from penstock.runtime.settings import KeySettings
 from penstock.runtime.stall_guard import StallGuard
 from penstock.runtime.tracing.setup import tracing_of
@@ -80,7 +80,46 @@ from penstock.runtime.tracing.setup import tracing_of
 if TYPE_CHECKING:
     from penstock.runtime.tracing.export import Tracing
 
-DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS, FILES, BATCHES, MESSAGE_BATCHES, WEBHOOKS)
+
+class HealthRoutes:
+    """The routes of the health checks."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self.router = APIRouter()
+        self.router.add_api_route("/health", self.health, methods=PROBE_METHODS)
+        self.router.add_api_route("/health/nodes", self.nodes)
+        self.router.add_api_route("/ready", self.ready, methods=PROBE_METHODS)
+
+    async def health(self) -> dict[str, str]:
+        """Return that the process is up. Redis does not count: restarting this process would not bring it back."""
+        return {"status": "ok"}
+
+    async def nodes(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the pressure records of the live nodes by pool. Raises UnavailableError while Redis is unreachable."""
+        async with soon():
+            pressures = {pool: await self._client.pressure(pool) for pool in await self._client.pools()}
+        return {pool: [asdict(node) for node in pressure.nodes] for pool, pressure in pressures.items()}
+
+    async def ready(self) -> dict[str, str]:
+        """Return that a request would be served now; otherwise raise UnavailableError (HTTP 503)."""
+        if not self._client.is_alive:
+            raise UnavailableError("this gateway no longer receives messages from the queue", code="inbox_ended")
+        async with soon():
+            if await self._has_live_node():
+                return {"status": "ready"}
+        raise UnavailableError("no pool has a live node", code="no_node")
+
+    async def _has_live_node(self) -> bool:
+        # A gateway often starts a moment before its first node, so a copy without nodes is fetched anew.
+        for renewed in (False, True):
+            for pool, record in (await self._client.pools(renewed=renewed)).items():
+                if record.is_alive and any(not node.draining for node in (await self._client.pressure(pool)).nodes):
+                    return True
+        return False
+
+
+DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TASKS, FILES, BATCHES, MESSAGE_BATCHES, WEBHOOKS)
 """The APIs of this gateway."""
 BODIES = tuple(schema for dialect in DIALECTS for schema in dialect.bodies)
 _SOCKET_BODIES = {path: schema for dialect in DIALECTS for path, schema in dialect.socket_bodies.items()}

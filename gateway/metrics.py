@@ -33,8 +33,7 @@ from penstock.gateway.budget import SharedBudget
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.settings import DECISIONS
 from penstock.queue.webhooks.deliveries import WebhookStats
-from penstock.runtime.loop_metrics import loop_metrics
-from penstock.runtime.loop_watch import LoopWatch
+from penstock.runtime.loop_watch import LoopWatch, loop_metrics
 
 logger = logging.getLogger("penstock.gateway")
 

@@ -23,7 +23,7 @@ from penstock.gateway.errors import soon
 from penstock.gateway.request.reading import caller_of
 from penstock.gateway.route_doc import NUMBER, TEXT, list_of, object_of
 from penstock.producer.client import AsyncClient
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 DEFAULT_ROWS = 1000
 ROWS_AT_ONCE = 200

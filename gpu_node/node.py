@@ -43,7 +43,7 @@ from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
 from penstock.queue.policy import LEAST_URGENT
 from penstock.runtime import crash_points
-from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.tracing.setup import tracing_of
 
 log = logging.getLogger(__package__)

@@ -21,11 +21,11 @@ from penstock.gpu_node.node import Node
 from penstock.gpu_node.service.health import EngineStalledError
 from penstock.gpu_node.service.seats import Seats, declare_dead_before_loading, take_seats
 from penstock.gpu_node.settings import NodeSettings, engine_config
-from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
-from penstock.runtime.gc_freeze import freeze_gc
+from penstock.runtime.logging import ProgressLog
 from penstock.runtime.loop_watch import LoopWatch
-from penstock.runtime.progress_log import ProgressLog
+from penstock.runtime.process_memory import freeze_gc
 from penstock.runtime.stall_guard import StallGuard
 
 log = logging.getLogger(__package__)

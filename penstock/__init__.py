@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from penstock.producer.batch.settings import CelerySettings
     from penstock.producer.client import AsyncClient, AsyncJob, Client, ClientSettings, ClientStats, Job
     from penstock.producer.client.many import GenerateOptions
-    from penstock.producer.files.settings import FilesSettings
+    from penstock.producer.files.storage import FilesSettings
     from penstock.queue.broker.producer import JobStatus, ServedPool
     from penstock.runtime.logging import LogSettings
     from penstock.runtime.settings import KeySettings, RedisSettings, redis_url_of
@@ -95,7 +95,7 @@ _HOMES = {
     "penstock.producer.batch.settings": ("CelerySettings",),
     "penstock.producer.client": ("AsyncClient", "AsyncJob", "Client", "ClientSettings", "ClientStats", "Job"),
     "penstock.producer.client.many": ("GenerateOptions",),
-    "penstock.producer.files.settings": ("FilesSettings",),
+    "penstock.producer.files.storage": ("FilesSettings",),
     "penstock.queue.broker.producer": ("JobStatus", "ServedPool"),
     "penstock.runtime.logging": ("LogSettings",),
     "penstock.runtime.settings": ("KeySettings", "RedisSettings", "redis_url_of"),

@@ -139,7 +139,7 @@ def pytest_collection_finish() -> None:
 
 
 def _waiting_beside_computing(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
-    """Put tests of processes, which wait a lot, first in the shares of two workers, while the others compute.
+    """Put tests of processes, which wait a lot, first in the shares of half of the workers, while the others compute.
 
     Each worker begins with an equal share of the items, and later takes over the last of those that another one has not
     begun. Tests of the web page come first: otherwise each worker that takes some of them over starts a browser.
@@ -149,10 +149,23 @@ def _waiting_beside_computing(items: list[pytest.Item], num_workers: int) -> lis
     others = [item for item in items if not item.get_closest_marker("process")]
     if num_workers < 3 or not waiting:
         return waiting + others
-    # The tests of a file share its processes.
-    middle = next((i for i in range(len(waiting) // 2, len(waiting)) if waiting[i].path != waiting[i - 1].path), 0)
-    filled = max(0, len(items) // num_workers - middle)
-    return [*waiting[:middle], *others[:filled], *waiting[middle:], *others[filled:]]
+    ordered: list[pytest.Item] = []
+    for part in _parts_of(waiting, num_workers // 2):
+        num_more = max(0, len(items) // num_workers - len(part))
+        ordered += [*part, *others[:num_more]]
+        others = others[num_more:]
+    return ordered + others
+
+
+def _parts_of(items: list[pytest.Item], num_parts: int) -> Iterator[list[pytest.Item]]:
+    """Yield the items in parts of about the same number. The tests of a file stay together: they share processes."""
+    begin = 0
+    for number in range(1, num_parts + 1):
+        end = max(begin, len(items) * number // num_parts)
+        while 0 < end < len(items) and items[end].path == items[end - 1].path:
+            end += 1
+        yield items[begin:end]
+        begin = end
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -97,7 +97,7 @@ OF_ONE_REQUEST = {
     "gpu_node.engine.structured.schema.facts:properties",
     "gpu_node.engine.structured.schema.facts:ranges",
     "queue.broker.admin:jobs",
-    "producer.stored_batches.stored_input:models",
+    "producer.stored_batches.rows:models",
     "producer.stored_batches.row_client:open_jobs",
     "contract.pool:adapters",
     "contract.pool:jobs_by_tenant",

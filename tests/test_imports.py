@@ -58,8 +58,8 @@ GATEWAY_FLOORS = (
     {"stream"},
     {"http"},
     {
-        *("openai", "responses", "anthropic", "jobs", "embeddings", "tokens", "files", "batches", "message_batches"),
-        *("websocket", "web", "webhooks", "api_docs", "health", "usage"),
+        *("openai", "responses", "anthropic", "jobs", "tasks", "files", "batches", "message_batches"),
+        *("websocket", "web", "webhooks", "api_docs", "usage"),
     },
     {"app"},
 )

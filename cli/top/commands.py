@@ -1,4 +1,4 @@
-"""`penstock top`: a live view of pools, nodes and tenants."""
+"""`penstock top`: a live view of pools, nodes and tenants, drawn with rich for 80 columns and for wide terminals."""
 
 from __future__ import annotations
 
@@ -8,24 +8,251 @@ import os
 import sys
 import termios
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import groupby
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.options import RedisUrl
-from penstock.cli.top.reader import SORT_KEYS, Frame, SortKey, TopReader
-from penstock.cli.top.screen import screen_of
+from penstock.cli.top.reader import SORT_KEYS, Frame, NodeRow, NodeState, PoolFrame, SortKey, TopReader, sorted_nodes
 from penstock.contract.errors import NotFoundError, UnavailableError
+from penstock.contract.pool import PoolEvent
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.runtime.settings import redis_url_of
+
+# Drawing of a frame.
+
+WIDE_COLUMNS = 130
+_BAR_CELLS, _WIDE_BAR_CELLS = 10, 20
+_NAME_CHARS, _WIDE_NAME_CHARS = 14, 24
+_STYLES: dict[NodeState, str] = {
+    "ok": "green",
+    "draining": "yellow",
+    "unhealthy": "yellow bold",
+    "silent": "red",
+    "dead": "red bold",
+}
+_EVENT_STYLES = {"node_lost": "red", "dead_letter": "red", "takeover": "yellow"}
+_EVENT_NAMES = {
+    "node_joined": "node joined",
+    "node_left": "node left",
+    "node_lost": "node lost",
+    "takeover": "takeover",
+    "dead_letter": "dead letter",
+}
+_FIXED_LINES = 9
+"""Lines of a pool besides those of its nodes, tenants and events."""
+
+
+def screen_of(
+    frame: Frame, console: Console, *, sort: SortKey = "node", max_lines: int | None = None, head: str = ""
+) -> RenderableType:
+    """Return the frame as a renderable; `head` is its first line. With `max_lines`, nodes and events are left out."""
+    is_wide = console.width >= WIDE_COLUMNS
+    parts: list[RenderableType] = [_head(frame, head)]
+    lines = None if max_lines is None else max(12, (max_lines - 2) // max(1, len(frame.pools)))
+    for pool in frame.pools:
+        parts += [Text(), *_pool(pool, sort, is_wide, lines)]
+    if not frame.pools:
+        parts.append(Text("No pool: no node has announced a model in this Redis.", "yellow"))
+    if frame.num_pools_left_out:
+        parts.append(Text(f"{frame.num_pools_left_out} more pools; choose one with --pool.", "dim"))
+    return Group(*parts)
+
+
+def _head(frame: Frame, head: str) -> Text:
+    at = datetime.fromtimestamp(frame.time_ms / 1000).astimezone()
+    num_alive = sum(pool.num_alive for pool in frame.pools)
+    counts = f"{_counted(len(frame.pools), 'pool')}, {_counted(num_alive, 'node')}"
+    text = Text.assemble(("penstock top", "bold"), f"  {at:%H:%M:%S}  {counts}", no_wrap=True, overflow="ellipsis")
+    return text.append(f"  {head}", "dim") if head else text
+
+
+def _pool(pool: PoolFrame, sort: SortKey, is_wide: bool, lines: int | None) -> list[RenderableType]:
+    events = _event_lines(pool.events)[: 6 if is_wide else 4]
+    nodes = sorted_nodes(pool.nodes, sort)
+    num_hidden = 0
+    if lines is not None:
+        num_shown = max(1, lines - _FIXED_LINES - len(events))
+        num_hidden = max(0, len(nodes) - num_shown)
+        nodes = nodes[: len(nodes) - num_hidden]
+    parts: list[RenderableType] = [_title(pool), _summary(pool), _outlook(pool)]
+    parts.append(_node_table(nodes, is_wide) if nodes else Text("  no live node", "red"))
+    if num_hidden:
+        parts.append(Text(f"  {_counted(num_hidden, 'more node')}", "dim"))
+    parts += [Text(f"  {node.node_id}: {node.reason}", _STYLES[node.state]) for node in nodes if node.reason]
+    below = Table.grid(padding=(0, 3))
+    below.add_row(_class_table(pool), *([_tenant_table(pool)] if pool.tenants else []))
+    parts.append(below)
+    return [*parts, *events]
+
+
+def _title(pool: PoolFrame) -> Text:
+    title = Text(no_wrap=True, overflow="ellipsis").append(pool.pool, "bold cyan")
+    facts = [] if pool.model == pool.pool else [pool.model]
+    facts += sorted({node.arithmetic for node in pool.nodes if node.arithmetic})
+    return title.append("".join(f"  {fact}" for fact in facts), "dim")
+
+
+def _summary(pool: PoolFrame) -> Text:
+    rates = f"{pool.total('tokens_in_per_s'):,.0f} in, {pool.total('tokens_out_per_s'):,.0f} out tokens/s"
+    parts = [_counted(pool.num_alive, "live node"), f"{pool.total('num_jobs'):,.0f} running"]
+    num_scheduled = sum(row.num_scheduled for row in pool.classes)
+    num_awaiting = sum(row.num_awaiting_tokens for row in pool.classes)
+    parts += [f"{pool.num_waiting:,} queued"]
+    parts += [f"{num_scheduled:,} scheduled"] * (num_scheduled > 0)
+    parts += [f"{num_awaiting:,} awaiting tokens"] * (num_awaiting > 0)
+    parts.append(rates)
+    if takeovers := pool.counts.get("takeovers", 0):
+        parts.append(_counted(takeovers, "takeover"))
+    return Text("  " + " · ".join(parts), no_wrap=True, overflow="ellipsis")
+
+
+def _outlook(pool: PoolFrame) -> Text:
+    """Return the time that the queued jobs need, and how the engines' time was divided in the last minute."""
+    backlogs = ["unknown" if seconds is None else _seconds(round(1000 * seconds)) for seconds in pool.backlog_s]
+    text = f"  backlog: {backlogs[0]} foreground, {backlogs[1]} background"
+    if pool.background_share is not None:
+        text += f" · engine time: {1 - pool.background_share:.0%} foreground, {pool.background_share:.0%} background"
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+def _node_table(nodes: Sequence[NodeRow], is_wide: bool) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim", collapse_padding=True)
+    cells = _WIDE_BAR_CELLS if is_wide else _BAR_CELLS
+    table.add_column("node", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("KV used", no_wrap=True, min_width=cells + 5)
+    has_gpu = any(node.gpu_utilization is not None for node in nodes)
+    names = ["run", "wait", "in/s", "out/s", "batch", "step"]
+    names += ["p99", "hits", "preempt", "used+cached/blocks", "memory"] if is_wide else []
+    names += ["GPU", "GPU memory"][: 1 + is_wide] if has_gpu else []
+    for name in names:
+        table.add_column(name, no_wrap=True, justify="right")
+    for node in nodes:
+        table.add_row(*_cells(node, cells, is_wide), *(_gpu_cells(node)[: 1 + is_wide] if has_gpu else ()))
+    return table
+
+
+def _cells(node: NodeRow, bar_cells: int, is_wide: bool) -> list[RenderableType]:
+    state = Text(node.state, _STYLES[node.state])
+    name, num_chars = node.node_id, _WIDE_NAME_CHARS if is_wide else _NAME_CHARS
+    if len(name) > num_chars:
+        # Its middle is left out: hosts' names begin alike, and ids end differently.
+        half = num_chars // 2
+        name = f"{name[: num_chars - half - 1]}…{name[-half:]}"
+    if node.state == "dead" and not node.kv_blocks_total:
+        return [name, state]
+    found: list[RenderableType] = [name, state, _bar(node, bar_cells)]
+    found += [str(node.num_running), str(node.num_waiting)]
+    found += [_short(node.tokens_in_per_s), _short(node.tokens_out_per_s), f"{node.mean_batch:.1f}"]
+    found.append(f"{_short(node.step_ms_p50)}ms")
+    if is_wide:
+        blocks = f"{node.kv_blocks_used}+{node.kv_blocks_cached}/{node.kv_blocks_total}"
+        memory = f"{node.process_bytes / 2**20:,.0f}M" if node.process_bytes else "–"
+        hits = "–" if node.prefix_hit_rate is None else f"{node.prefix_hit_rate:.0%}"
+        found += [f"{_short(node.step_ms_p99)}ms", hits, str(node.num_preemptions), blocks, memory]
+    return found
+
+
+def _gpu_cells(node: NodeRow) -> list[str]:
+    """Return how busy the node's GPU is, and its memory in GiB."""
+    if node.gpu_utilization is None:
+        return ["–", "–"]
+    used, total = (size / 2**30 for size in (node.gpu_memory_used_bytes, node.gpu_memory_total_bytes))
+    return [f"{node.gpu_utilization:.0%}", f"{used:.0f}/{total:.0f}G"]
+
+
+def _bar(node: NodeRow, cells: int) -> Text:
+    """Return a bar of used, cached and free blocks, and the used share."""
+    total = max(1, node.kv_blocks_total)
+    used = round(cells * node.kv_blocks_used / total)
+    if node.kv_blocks_used and not used:
+        used = 1
+    cached = min(cells - used, round(cells * node.kv_blocks_cached / total))
+    share = node.kv_blocks_used / total
+    color = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
+    bar = Text("█" * used, color).append("▒" * cached, "blue").append("·" * (cells - used - cached), "dim")
+    return bar.append(f" {share:>4.0%}", "")
+
+
+def _class_table(pool: PoolFrame) -> Table:
+    table = _small_table("class", "queued", "sched", "oldest", "run", "share")
+    for row in pool.classes:
+        oldest = _seconds(row.oldest_ms) if row.oldest_ms else "–"
+        share = "–" if row.engine_share is None else f"{row.engine_share:.0%}"
+        table.add_row(row.name, str(row.num_waiting), str(row.num_scheduled), oldest, str(row.num_running), share)
+    return table
+
+
+def _tenant_table(pool: PoolFrame) -> Table:
+    table = _small_table("tenant", "queued", "run")
+    for row in pool.tenants:
+        table.add_row(row.name, str(row.num_waiting), str(row.num_running))
+    return table
+
+
+def _small_table(first: str, *names: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column(first, no_wrap=True, overflow="ellipsis", max_width=24, min_width=8)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _event_lines(events: Sequence[PoolEvent]) -> list[Text]:
+    """Return a line for each event, newest first. Jobs that one node took over from another share a line."""
+    found = []
+    for _, group in groupby(
+        reversed(events), key=lambda event: (event.kind, event.node_id, event.source, event.reason)
+    ):
+        newest, *others = group
+        found.append(_event_line(newest, len(others)))
+    return found
+
+
+def _event_line(event: PoolEvent, num_others: int) -> Text:
+    at = datetime.fromtimestamp(event.at_ms / 1000).astimezone()
+    words = [_EVENT_NAMES.get(event.kind, event.kind), event.node_id]
+    if event.source:
+        words.append(f"← {event.source}")
+    if event.reason:
+        words.append(f"({event.reason})")
+    if event.job_id:
+        words.append(f"{num_others + 1} jobs" if num_others else f"job …{event.job_id[-12:]}")
+    text = Text(no_wrap=True, overflow="ellipsis").append(f"{at:%H:%M:%S} ", "dim")
+    return text.append(" ".join(words), _EVENT_STYLES.get(event.kind, ""))
+
+
+def _short(value: float) -> str:
+    """Return a number in at most four characters up to 999k."""
+    if value < 9.95:
+        return f"{value:.1f}"
+    return f"{value:.0f}" if value < 9_999.5 else f"{value / 1000:.0f}k"
+
+
+def _seconds(num_ms: int) -> str:
+    seconds = num_ms / 1000
+    return (
+        f"{seconds:.1f}s" if seconds < 60 else f"{seconds / 60:.0f}min" if seconds < 5400 else f"{seconds / 3600:.0f}h"
+    )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+# The command.
 
 _MAX_KEYS = 64
 

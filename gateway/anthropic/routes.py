@@ -13,15 +13,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import RequestError
-from penstock.gateway.anthropic.encoder import MessagesDialect
-from penstock.gateway.anthropic.errors import AnthropicErrors
+from penstock.gateway.anthropic.encoder import AnthropicErrors, MessagesDialect
 from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.request.jobs import count_prompt_tokens
 from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.route_doc import RouteDoc
 from penstock.gateway.stream.answer import Generate
-from penstock.gateway.stream.flow import until_disconnected, while_connected
+from penstock.gateway.stream.event_stream import until_disconnected, while_connected
 from penstock.gateway.stream.writer import CallerGoneError
 from penstock.producer.client import AsyncClient
 

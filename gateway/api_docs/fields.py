@@ -13,11 +13,16 @@ from pydantic.fields import FieldInfo
 
 from penstock.contract.sampling import RESPONSES, SamplingParams
 from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
-from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
 from penstock.gateway.responses.body import CompactBody, ResponseBody, ResponseStreamOptions
-from penstock.gateway.tokens.schemas import DetokenizeRequest, TokenizeRequest
+from penstock.gateway.tasks.schemas import (
+    DetokenizeRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
 from penstock.producer.batch.request import EMBEDDINGS_URL, ROWS
 from penstock.producer.openai.fields import NO_EFFECT, neutral_values_of, renamed_options
 from penstock.producer.openai.messages import ChatMessage

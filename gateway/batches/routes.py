@@ -22,8 +22,8 @@ from penstock.gateway.request.reading import RequestReader, caller_of, idempoten
 from penstock.producer.batch.request import ROWS
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
-from penstock.producer.stored_batches.lines import ERROR, OUTPUT
 from penstock.producer.stored_batches.parts import parts_content
+from penstock.producer.stored_batches.rows import ERROR, OUTPUT
 from penstock.queue.files.batch import BatchRecord, BatchSpec, is_batch_id, is_of_messages, new_batch_id, window_s
 from penstock.queue.files.batch_records import no_batch
 

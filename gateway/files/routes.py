@@ -19,8 +19,7 @@ from penstock.gateway.files.upload import Uploads
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.request.reading import caller_of
 from penstock.producer.files.service import Files
-from penstock.queue.files.file import OF_MESSAGE_BATCHES, StoredFile
-from penstock.queue.files.file_records import no_file
+from penstock.queue.files.file_records import OF_MESSAGE_BATCHES, StoredFile, no_file
 
 MAX_LIMIT = 10_000
 DEFAULT_LIMIT = 1000

@@ -17,7 +17,7 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import Answers, WholeSender
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,10 @@ class Entry:
             try:
                 # A WebSocket has no method.
                 needed = scopes_for(scope.get("method", ""), scope["path"])
-                async with soon() if _only_reads(scope) else nullcontext():
+                # A stream that is resumed waits longer for Redis than other reads of shared state.
+                is_stream = scope["path"].endswith("/stream") or b"stream=" in scope["query_string"]
+                only_reads = scope.get("method") in ("GET", "HEAD") and not is_stream
+                async with soon() if only_reads else nullcontext():
                     known = await self._client.api_keys(patience_s=None if "infer" in needed else OPERATOR_PATIENCE_S)
                 caller = self._identify(known, Headers(scope=scope))
                 caller.require(*needed)
@@ -253,12 +256,6 @@ def _refuse_proxies(headers: Headers) -> None:
             "`penstock keys add TENANT`, or start the gateway with --allow-anonymous"
         )
         raise ForbiddenError(message, code="proxied_without_keys", param=name)
-
-
-def _only_reads(scope: Scope) -> bool:
-    """Return whether a request only reads shared state. A stream that is resumed waits longer for Redis."""
-    is_stream = scope["path"].endswith("/stream") or b"stream=" in scope["query_string"]
-    return scope.get("method") in ("GET", "HEAD") and not is_stream
 
 
 async def tell_without_keys(client: AsyncClient, settings: GatewaySettings) -> None:

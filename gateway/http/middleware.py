@@ -19,8 +19,7 @@ from penstock.contract.errors import ConfigError, UnavailableError
 from penstock.gateway.errors import ID_HEADER, ErrorShapes
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.stream.answer import JOB_HEADER
-from penstock.gateway.stream.framing import framing_of, has_broken_event
-from penstock.gateway.stream.writer import error_event
+from penstock.gateway.stream.writer import error_event, framing_of, has_broken_event
 from penstock.runtime.tracing.context import TRACER_KEY, carried_by, context_of
 
 if TYPE_CHECKING:

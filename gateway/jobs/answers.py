@@ -19,16 +19,30 @@ from penstock.gateway.errors import error_body
 from penstock.gateway.metrics import StreamMeter
 from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.gateway.stream.dialect import ChunkEncoder
-from penstock.gateway.stream.event_stream import ChunkWriter, EventSource
-from penstock.gateway.stream.flow import EventSink, Waiting, batches_of, until_disconnected, while_connected
+from penstock.gateway.stream.event_stream import (
+    ChunkWriter,
+    EventSink,
+    EventSource,
+    Waiting,
+    batches_of,
+    until_disconnected,
+    while_connected,
+)
 from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter, CallerGoneError, EventWriter, event
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.job_objects import job_object, outcome_object, queue_members, usage_object
-from penstock.producer.openai.json_parts import Items, Rows, Text, json_parts
-from penstock.producer.openai.logprobs import chat_logprobs, prompt_logprobs, whole_chat_logprobs
+from penstock.producer.openai.json_parts import (
+    Items,
+    Rows,
+    Text,
+    chat_logprobs,
+    json_parts,
+    prompt_logprobs,
+    whole_chat_logprobs,
+)
 from penstock.queue.broker.producer import JobStatus
 from penstock.queue.results import PackedChoice, PackedResult
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 # Encoding of a job's chunks as server-sent events, and of its result as a JSON object.
 

@@ -10,8 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, StringConstraints, ValidationError
 
 from penstock.contract.errors import NotFoundError
-from penstock.contract.job_change import ActionName, JobChange
-from penstock.contract.job_filter import MAX_POOL_CHARS, JobFilter, checked_class
+from penstock.contract.job_actions import MAX_POOL_CHARS, ActionName, JobChange, JobFilter, checked_class
 from penstock.contract.named import NAME_PATTERN
 from penstock.contract.priority import ClassName, allowed_class
 from penstock.contract.problems import request_error

@@ -21,11 +21,11 @@ from penstock.contract.job import MAX_CUSTOM_ID_CHARS, MAX_MESSAGES, QueueFields
 from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER
 from penstock.contract.sampling import JOBS, Endpoint, SamplingParams, TokenId
 from penstock.contract.tools import MAX_TOOLS
-from penstock.gateway.embeddings.schemas import EmbeddingRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.request.generation import HeldBody, QueuedBody, RequestBody
 from penstock.gateway.responses.body import ResponseBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
+from penstock.gateway.tasks.schemas import EmbeddingRequest
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL
 from penstock.producer.openai.fields import given_options, max_items, only, with_option_fields
 from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls

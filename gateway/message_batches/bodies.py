@@ -22,7 +22,7 @@ from penstock.gateway.message_batches.splitting import COUNT, END, HEAD, REFUSAL
 from penstock.gateway.request.reading import BodyProcess, caller_of, check_kind, is_heavy, spawn_on
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.files.service import Files, Upload
-from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.event_loop import cancel_until_done
 
 _LOG = logging.getLogger("penstock.gateway")
 MAX_BYTES_ON_LOOP = 64 << 10

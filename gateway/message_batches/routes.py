@@ -21,10 +21,10 @@ from penstock.gateway.request.reading import caller_of, idempotency_key_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
-from penstock.producer.files.settings import DAY_S
+from penstock.producer.files.storage import DAY_S
 from penstock.queue.files.batch import MESSAGES_ENDPOINT, BatchRecord, BatchSpec, is_of_messages, new_message_batch_id
 from penstock.queue.files.batch_records import CheckedRows, no_batch
-from penstock.queue.files.file import MESSAGE_BATCH, object_of
+from penstock.queue.files.file_records import MESSAGE_BATCH, object_of
 
 _PATH = "/v1/messages/batches"
 _WINDOW = "24h"

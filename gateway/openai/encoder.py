@@ -10,10 +10,9 @@ from pydantic_core import to_json
 from penstock.contract.output import Chunk, Usage, WaitUpdate
 from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder, event_id
 from penstock.gateway.stream.writer import DONE, event
-from penstock.producer.openai.json_parts import json_parts
+from penstock.producer.openai.json_parts import TokenIds, json_parts
 from penstock.producer.openai.parsed_text import PLAIN, AnswerReader, ParsedText
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer, Renderer, finish_reason_of, is_cut
-from penstock.producer.openai.token_ids import TokenIds
 from penstock.queue.results import PackedResult
 
 # Encoding of OpenAI's answers: token chunks as server-sent events, and whole answers as JSON in parts.

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from penstock.contract.errors import NotFoundError
 from penstock.gateway.anthropic import routes as anthropic_models
-from penstock.gateway.anthropic.errors import names_version
+from penstock.gateway.anthropic.encoder import names_version
 from penstock.gateway.errors import soon
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.openai.encoder import ChatDialect, CompletionDialect

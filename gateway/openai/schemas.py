@@ -14,9 +14,8 @@ from penstock.contract.priority import ClassName
 from penstock.contract.sampling import OPENAI, Endpoint
 from penstock.gateway.request.generation import QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
-from penstock.producer.openai.bodies import ChatBody, CompletionBody
+from penstock.producer.openai.bodies import CLASS_OF_TIER, ChatBody, CompletionBody, GenerationBody
 from penstock.producer.openai.fields import NO_EFFECT, Wire, with_option_fields
-from penstock.producer.openai.generation_body import CLASS_OF_TIER, GenerationBody
 
 
 def class_of(value: object) -> object:

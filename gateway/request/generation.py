@@ -12,11 +12,18 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError, to_json
 
 from penstock.contract.errors import PenstockError, RequestError
-from penstock.contract.job import RETURN_PROGRESS, JobKey, Priority, QueueFields, QueueOptions, SamplingParams
+from penstock.contract.job import (
+    RETURN_PROGRESS,
+    JobKey,
+    Priority,
+    QueueFields,
+    QueueOptions,
+    ResponseRecord,
+    SamplingParams,
+)
 from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER, IgnoredFields
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, put_under, rename, request_error
-from penstock.contract.response_record import ResponseRecord
 from penstock.contract.sampling import Endpoint
 from penstock.contract.tasks import Task
 from penstock.contract.tenant import UNLIMITED, Terms

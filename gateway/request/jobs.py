@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from penstock.contract.errors import PenstockError, RequestError
-from penstock.contract.job import SamplingParams, SubmitOptions
-from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.job import PackedPrompt, SamplingParams, SubmitOptions
 from penstock.contract.pool import PoolRecord
 from penstock.contract.problems import rename
 from penstock.contract.sampling import MAX_TOKENS_LIMIT
@@ -22,7 +21,7 @@ from penstock.producer.client.request import Prompt
 from penstock.producer.client.tasks import output_of
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.job_cost import REQUEST_BYTES_PER_TOKEN
-from penstock.runtime.gather import try_all
+from penstock.runtime.event_loop import try_all
 
 LEAVE_TIMEOUT_S = 5.0
 """Seconds for canceling the jobs of a caller that is gone. If Redis is unreachable, the queue ends the jobs later."""

@@ -23,16 +23,19 @@ from importlib import import_module
 from typing import Self, cast
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
-from penstock.gateway.request.encoding import encode_list, encode_parsed_body, encode_refusal, parse_list
-from penstock.gateway.request.generation import RequestBody, parse, with_packed_prompts
-from penstock.gateway.request.socket_message import (
+from penstock.gateway.request.encoding import (
     BodiesOfPaths,
     SocketMessage,
+    encode_list,
+    encode_parsed_body,
+    encode_refusal,
     encode_socket_message,
+    parse_list,
     parse_socket_message,
 )
+from penstock.gateway.request.generation import RequestBody, parse, with_packed_prompts
 from penstock.gateway.request.structure import check_structure
-from penstock.queue.msgpack_codec import MAX_BYTES
+from penstock.queue.wire import MAX_BYTES
 from penstock.runtime.process_memory import keep_large_blocks_apart, limit_growth
 
 HEAD = struct.Struct(">BI")

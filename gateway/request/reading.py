@@ -22,7 +22,16 @@ from penstock.contract.job import is_job_id
 from penstock.contract.priority import allowed_class, default_class
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.budget import Claim, Refusal, SharedBudget
-from penstock.gateway.request.encoding import ListItem, decode_list, decode_parsed_body, is_list, parse_list
+from penstock.gateway.request.encoding import (
+    ListItem,
+    SocketMessage,
+    decode_list,
+    decode_parsed_body,
+    decode_socket_message,
+    is_list,
+    parse_list,
+    parse_socket_message,
+)
 from penstock.gateway.request.generation import (
     FIRST_OF_TWO,
     GenerationRequest,
@@ -33,7 +42,6 @@ from penstock.gateway.request.generation import (
     queueing_in,
 )
 from penstock.gateway.request.parser_process import HEAD, IS_LIST, IS_MESSAGE, BodySchemas
-from penstock.gateway.request.socket_message import SocketMessage, decode_socket_message, parse_socket_message
 from penstock.gateway.settings import GatewaySettings, UnknownFields
 
 logger = logging.getLogger("penstock.gateway")

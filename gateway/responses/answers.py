@@ -28,12 +28,20 @@ from penstock.gateway.responses.output import CHUNKS_PER_ROUND, OutputReader, re
 from penstock.gateway.responses.record import RecordSource, StoredResponse, stored_record
 from penstock.gateway.stream.answer import AnswerPlan, Answers, WholeSender
 from penstock.gateway.stream.dialect import AnswerHead
-from penstock.gateway.stream.event_stream import ChunkWriter, EventSource
-from penstock.gateway.stream.flow import Ended, Waiting, batches_of, ends_of, until_disconnected, while_connected
+from penstock.gateway.stream.event_stream import (
+    ChunkWriter,
+    Ended,
+    EventSource,
+    Waiting,
+    batches_of,
+    ends_of,
+    until_disconnected,
+    while_connected,
+)
 from penstock.gateway.stream.writer import PIECE_BYTES, CallerGoneError, EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.queue.broker.producer import JobStatus
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 DIALECT = ResponseDialect()
 

@@ -38,9 +38,8 @@ from penstock.gateway.responses.tools import (
     shown_tools,
     tool_of,
 )
-from penstock.producer.openai.bodies import effort_variables
+from penstock.producer.openai.bodies import CLASS_OF_TIER, effort_variables
 from penstock.producer.openai.fields import NO_EFFECT, Wire, given_options, only, renamed_options, with_option_fields
-from penstock.producer.openai.generation_body import CLASS_OF_TIER
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 MAX_RESPONSE_ID_CHARS = 256

@@ -13,7 +13,7 @@ import hmac
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from penstock.queue.msgpack_codec import pack
+from penstock.queue.wire import pack
 
 MAX_SUMMARY_TOKENS = 8192
 """Most tokens of the summary of any conversation."""

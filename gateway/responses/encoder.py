@@ -28,8 +28,7 @@ from penstock.gateway.responses.output import (
 from penstock.gateway.responses.record import StoredResponse, response_id_of
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder, joined
 from penstock.gateway.stream.writer import DONE, KEEP_ALIVE, PIECE_BYTES, event
-from penstock.producer.openai.json_parts import Items, Rows, Text, json_parts
-from penstock.producer.openai.logprobs import chat_rows
+from penstock.producer.openai.json_parts import Items, Rows, Text, chat_rows, json_parts
 from penstock.queue.results import PackedResult
 
 # Rendering of responses as OpenAI's objects, in parts, so that memory never holds the text of a large one.

@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk, FinishReason
 from penstock.gateway.responses.record import call_id_of, output_item_id
-from penstock.gateway.responses.text_input import TextInputReader, arguments_of
-from penstock.gateway.responses.tools import CalledTool, CallKind, offered_name
+from penstock.gateway.responses.tools import CalledTool, CallKind, TextInputReader, arguments_of, offered_name
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText
 from penstock.producer.openai.render import is_cut
 from penstock.producer.openai.tool_calls import Call

@@ -12,13 +12,12 @@ from typing import Any
 import msgpack
 
 from penstock.contract.errors import NotFoundError
-from penstock.contract.job import is_job_id
-from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.job import PackedPrompt, is_job_id
 from penstock.gateway.budget import Claim
 from penstock.gateway.responses.tools import CalledTool
 from penstock.producer.client import AsyncClient
 from penstock.producer.openai.parsed_text import AnswerFormat
-from penstock.queue.msgpack_codec import WireError, pack, unpack_utf8
+from penstock.queue.wire import WireError, pack, unpack_utf8
 
 # Ids of responses and of their items. Each contains the id of the response's job, so any gateway can resolve it.
 

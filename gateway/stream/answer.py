@@ -36,11 +36,13 @@ from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.route_doc import RouteDoc
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, WholeEncoder
-from penstock.gateway.stream.event_stream import ChunkWriter, EventSource, EventStream
-from penstock.gateway.stream.flow import (
+from penstock.gateway.stream.event_stream import (
     Batch,
+    ChunkWriter,
     Ended,
     EventSink,
+    EventSource,
+    EventStream,
     Waiting,
     batches_of,
     ends_of,
@@ -60,7 +62,7 @@ from penstock.producer.client.request import answer_format, choose_pool, require
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.results import PackedResult
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 JOB_HEADER = "X-Penstock-Job"
 MAX_JOBS_SHOWN = 64

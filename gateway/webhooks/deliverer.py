@@ -14,7 +14,7 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.webhooks.sender import Sender, SendError
 from penstock.producer.client import AsyncClient
 from penstock.queue.webhooks.deliveries import AttemptOutcome, TakenDelivery
-from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.event_loop import cancel_until_done
 
 logger = logging.getLogger("penstock.gateway")
 

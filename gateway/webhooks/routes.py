@@ -32,7 +32,7 @@ from penstock.gateway.webhooks.sender import Sender, SendError
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.webhooks import MAX_PAGE, delivery_object
 from penstock.producer.openai.fields import Wire
-from penstock.queue.webhooks.endpoints import no_endpoint
+from penstock.queue.webhooks.deliveries import no_endpoint
 
 MAX_TESTS = 16
 """Test deliveries that a gateway makes at the same time."""

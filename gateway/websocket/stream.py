@@ -22,11 +22,11 @@ from starlette.types import Message, Scope, Send
 from penstock.contract.errors import InvariantError, JobCancelledError, NotFoundError, PenstockError, RequestError
 from penstock.contract.job import RETURN_PROGRESS
 from penstock.gateway.errors import ID_HEADER, error_body
+from penstock.gateway.request.encoding import JOBS_PATH, Attach, Submit
 from penstock.gateway.request.generation import ParsedBody
 from penstock.gateway.request.reading import AFTER, EVENT_IDS_HEADER, KEY_HEADER, PARSED_BODY
-from penstock.gateway.request.socket_message import JOBS_PATH, Attach, Submit
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER
-from penstock.gateway.stream.framing import LineFraming, framing_extension
+from penstock.gateway.stream.writer import LineFraming, framing_extension
 from penstock.producer.client import AsyncClient
 
 logger = logging.getLogger("penstock.gateway")

@@ -24,7 +24,7 @@ from penstock.gpu_node.model.protocol import Devices as Devices
 from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.gpu_node.model.protocol import ModelPlan as ModelPlan
 from penstock.gpu_node.model.protocol import ShapeFit as ShapeFit
-from penstock.runtime.gc_freeze import no_collection
+from penstock.runtime.process_memory import no_collection
 
 Defaults = dict[str, int | float]
 _HEAD_START_S = 0.05

@@ -14,11 +14,11 @@ from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, Prefi
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.jobs.drain import JobWork
 from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobTrace
-from penstock.queue import msgpack_codec, results
+from penstock.queue import results, wire
 from penstock.queue.broker.node import Emission, Taken, UsedTokens
 from penstock.queue.chunks import NO_ROWS, RowParts, encode_chunk, encode_progress, joined, rows_of
-from penstock.queue.msgpack_codec import Pack
 from penstock.queue.results import encode_embedding
+from penstock.queue.wire import Pack
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class SealedChunk(NamedTuple):
     prompt_rows: RowParts = NO_ROWS
 
 
-def seal(chunk: Chunk, pack: Pack = msgpack_codec.pack) -> SealedChunk:
+def seal(chunk: Chunk, pack: Pack = wire.pack) -> SealedChunk:
     """Pack a chunk."""
     if not (chunk.logprobs or chunk.prompt_logprobs):
         return SealedChunk(encode_chunk(chunk, pack))
@@ -318,7 +318,7 @@ class HeldJob:
         self.report_prompt(output.prompt_logprobs)
         if len(c.fresh_logprobs) >= PROMPT_TOKENS_PER_CHUNK:
             # Happens while Redis is unavailable. One chunk with all of them would block a reader's event loop.
-            self._seal(msgpack_codec.pack)
+            self._seal(wire.pack)
 
     def report_prompt(self, entries: Sequence[TokenLogprobs]) -> None:
         """Report the prompt's tokens or their log-probabilities, except those that an earlier node has logged."""
@@ -329,12 +329,12 @@ class HeldJob:
         """Whether prompt log-probabilities wait to be packed into a chunk."""
         return self._prompt_rows.is_pending
 
-    def seal_part(self, pack: Pack = msgpack_codec.pack) -> None:
+    def seal_part(self, pack: Pack = wire.pack) -> None:
         """Pack the next part of the prompt's log-probabilities into a chunk; takes about a millisecond."""
         chunk = self._with_prompt_tokens(self._prompt_rows.next_chunk(self.job_id, len(self._chunks)))
         self._append(chunk, seal(chunk, pack))
 
-    def emission(self, pack: Pack = msgpack_codec.pack, max_bytes: float = inf) -> Emission:
+    def emission(self, pack: Pack = wire.pack, max_bytes: float = inf) -> Emission:
         """Return what Redis has not acknowledged. Steps that accumulated become one chunk per choice.
 
         If that is more than `max_bytes`, return as many chunks as fit, at least one.

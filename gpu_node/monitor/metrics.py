@@ -20,8 +20,7 @@ from penstock.gpu_node.jobs.times import JobMetrics, NodeCounts, SendCounts
 from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram, vllm_metrics
 from penstock.gpu_node.publishing.pace import Pace
 from penstock.gpu_node.settings import NodeSettings
-from penstock.runtime.loop_metrics import loop_metrics
-from penstock.runtime.loop_watch import LoopWatch
+from penstock.runtime.loop_watch import LoopWatch, loop_metrics
 
 log = logging.getLogger(__package__)
 

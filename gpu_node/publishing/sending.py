@@ -15,9 +15,8 @@ from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.times import NodeCounts
 from penstock.gpu_node.publishing.pace import SendCost
 from penstock.queue.broker.node import MAX_EMIT_BYTES, MAX_EMIT_JOBS, MAX_FINISH_JOBS, Emission, JobEnd, NodeBroker
-from penstock.queue.msgpack_codec import new_pack
-from penstock.runtime.cooperative import LoopYielder
-from penstock.runtime.gather import gather_all
+from penstock.queue.wire import new_pack
+from penstock.runtime.event_loop import LoopYielder, gather_all
 
 log = logging.getLogger(__package__)
 

@@ -37,8 +37,7 @@ from penstock.queue.broker.node import NodeBroker
 from penstock.queue.results import encode_detokenized, encode_tokenized
 from penstock.queue.wire import Request
 from penstock.runtime import crash_points
-from penstock.runtime.cancellation import cancel_until_done
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder, cancel_until_done
 
 log = logging.getLogger(__package__)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.gc_freeze import no_collection
+from penstock.runtime.process_memory import no_collection
 
 Work = Callable[[], object]
 _CALLS = 20

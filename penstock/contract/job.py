@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal, Self, TypedDict, cast, get_args
 
@@ -14,10 +14,8 @@ from pydantic import AfterValidator, BaseModel, Field, StringConstraints, field_
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import RequestError
 from penstock.contract.named import NAME_PATTERN, CheckedInput
-from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
 from penstock.contract.priority import level_of
-from penstock.contract.response_record import ResponseRecord
 from penstock.contract.sampling import (
     COMPACT,
     COUNT_TOKENS,
@@ -46,6 +44,37 @@ from penstock.contract.tools import (
     few_calls,
 )
 from penstock.contract.webhook import MAX_WEBHOOKS, EndpointId
+
+PromptField = Literal["prompt", "tokens", "messages"]
+"""The request field that holds the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPrompt:
+    """A prompt as msgpack bytes, ready to be copied into a request, plus the sizes that admission needs."""
+
+    form: PromptField
+    data: bytes = field(repr=False)
+    num_text_bytes: int = 0
+    """UTF-8 bytes of the prompt's texts and message roles."""
+    num_tokens: int | None = None
+    """Number of token ids of a `tokens` prompt; None for text."""
+    num_tool_bytes: int = 0
+    """Bytes of the names and arguments of earlier tool calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRecord:
+    """Bytes that are stored in the same step as a job, and for how long they and the job's result are kept."""
+
+    data: bytes = field(repr=False)
+    keep_ms: int
+    """Milliseconds after the job's end. While the job is open, its record does not expire."""
+
+
+NO_RESPONSE = ResponseRecord(b"", 0)
+"""Stands for the absence of a record."""
+
 
 PREDICTED_OUTPUT_TOKENS = 256
 """Predicted output tokens per choice, or max_tokens if less, until nodes report measured lengths."""
@@ -440,3 +469,23 @@ class JobKey:
         """Return the rank of a pool for this key. Every process computes the same one (rendezvous hashing)."""
         text = "\0".join((pool, self.tenant, self.key))
         return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+_PARTS = (int, Mapping, Message)
+"""What a prompt of token ids or a chat consists of."""
+
+
+def prompts_of(prompts: Any) -> list[Any]:
+    """Return prompts as a list. A single text, list of token ids or chat counts as a list of one.
+
+    Raises RequestError for anything else than a sequence, and if prompts and parts of a prompt are mixed.
+    """
+    if isinstance(prompts, (str, PackedPrompt)):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        message = "prompts must be a list; each prompt is a text, a list of token ids or a list of chat messages"
+        raise RequestError(message, param="prompts")
+    num_parts = sum(isinstance(prompt, _PARTS) for prompt in prompts)
+    if num_parts not in (0, len(prompts)):
+        raise RequestError("prompts mixes whole prompts with token ids or messages", param="prompts")
+    return [prompts] if num_parts else list(prompts)

@@ -10,9 +10,9 @@ from typing import Any, cast
 from penstock.contract.errors import InvariantError
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, PrefillProgress, Usage, state_of
-from penstock.queue import msgpack_codec
+from penstock.queue import wire
 from penstock.queue.keys import PROTOCOL_VERSION
-from penstock.queue.msgpack_codec import Pack, WireError, array_header, checked_map, pack, unpack_all, with_members
+from penstock.queue.wire import Pack, WireError, array_header, checked_map, pack, unpack_all, with_members
 
 # msgpack encoding and decoding of log-probabilities. It is compact, because a token may have 20 alternatives.
 
@@ -33,7 +33,7 @@ class RowParts:
 NO_ROWS = RowParts(0, ())
 
 
-def rows_of(entries: Sequence[TokenLogprobs], pack: Pack = msgpack_codec.pack) -> RowParts:
+def rows_of(entries: Sequence[TokenLogprobs], pack: Pack = wire.pack) -> RowParts:
     """Pack log-probabilities into rows."""
     if not entries:
         return NO_ROWS

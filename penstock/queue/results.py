@@ -16,7 +16,7 @@ from penstock.contract.tasks import Detokenized, Embedding, TaskOutput, Tokenize
 from penstock.queue import chunks
 from penstock.queue.chunks import RowParts, rows_of
 from penstock.queue.keys import PROTOCOL_VERSION
-from penstock.queue.msgpack_codec import (
+from penstock.queue.wire import (
     MAX_BYTES,
     WireError,
     array_header,
@@ -24,9 +24,9 @@ from penstock.queue.msgpack_codec import (
     checked_map,
     pack,
     unpack_all,
+    unpack_map,
     with_members,
 )
-from penstock.queue.wire import unpack_map
 
 # Lazy access to a packed result: parts are decoded on access, rows of log-probabilities one by one.
 #

@@ -1,16 +1,19 @@
 """Logging on stderr: an event's name with its ids and numbers, never prompts or completions.
 
-On a terminal each event is a line for people, elsewhere one JSON object in one line.
+On a terminal each event is a line for people, elsewhere one JSON object in one line. A process that loads a model says
+how far it is, at a slow pace, where no progress bar can be shown.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import re
 import sys
-from typing import Literal, TextIO
+import time
+from typing import Literal, NoReturn, TextIO
 
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
@@ -122,3 +125,48 @@ def _shown(value: object) -> str:
         text = str(value)
     is_plain = text.isprintable() and _PLAIN.fullmatch(text)
     return text if is_plain else json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+LOADING_STAGES = {
+    "start": "starting",
+    "download": "downloading the model from the hub",
+    "convert": "reading the GGUF file",
+    "compile": "compiling the kernels, once per machine (45 s on two idle cores)",
+    "load": "loading and packing weights",
+    "capture": "compiling GPU kernels and capturing graphs (a minute on a new machine)",
+}
+"""Stage of a progress event → what the loading process is doing."""
+FIRST_PROGRESS_S = 1.5
+PROGRESS_INTERVAL_S = 5.0
+_LONG_STAGES = ("download", "compile", "capture")
+"""Stages that are logged as soon as they begin: on a first start they are nearly all of the time."""
+
+
+class ProgressLog:
+    """Logs what a loading model is doing, soon after the start and then every few seconds."""
+
+    def __init__(self, log: logging.Logger, model: str) -> None:
+        self._log = log
+        self._model = model
+        self._stage = "start"
+        self._fraction = 0.0
+        self._started_s = time.monotonic()
+
+    def update(self, stage: str, fraction: float) -> None:
+        """Note the current stage and the fraction of it that is done (0 to 1). Any thread may call this."""
+        begins = stage != self._stage
+        self._stage, self._fraction = stage, fraction
+        if begins and stage in _LONG_STAGES:
+            self._say()
+
+    async def run(self) -> NoReturn:
+        """Log until canceled."""
+        await asyncio.sleep(FIRST_PROGRESS_S)
+        while True:
+            self._say()
+            await asyncio.sleep(PROGRESS_INTERVAL_S)
+
+    def _say(self) -> None:
+        facts = {"model": self._model, "stage": self._stage, "percent": round(100 * self._fraction)}
+        elapsed_s = round(time.monotonic() - self._started_s, 1)
+        self._log.info(LOADING_STAGES.get(self._stage, "loading"), extra=facts | {"elapsed_s": elapsed_s})

@@ -17,10 +17,15 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.runtime.histogram import Histogram
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 _LOG = logging.getLogger(__package__)
 
@@ -152,3 +157,17 @@ class _Sampler:
             frames = traceback.extract_stack(frame, _MAX_FRAMES) if frame is not None else []
             stack = [f"{one.filename}:{one.lineno} {one.name}" for one in frames]
             _LOG.warning("the event loop is blocked", extra={"held_ms": round(held_s * 1000), "stack": stack})
+
+
+def loop_metrics(late_name: str, hold_name: str, watch: LoopWatch) -> Iterator[Metric]:
+    """Yield a histogram of timer delays, named `late_name`, and gauges of the longest hold, named `hold_name`."""
+    from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+
+    text = "Delay of the event loop's timers."
+    yield HistogramMetricFamily(late_name, text, buckets=watch.delays_s.buckets, sum_value=watch.delays_s.total)
+    text = "Longest time that the event loop was blocked in the last 30 to 60 s, by clock; see the runbook."
+    family = GaugeMetricFamily(hold_name, text, labels=("clock",))
+    hold = watch.longest
+    for clock, value in (("wall", hold.wall_s), ("runnable", hold.runnable_s), ("cpu", hold.cpu_s)):
+        family.add_metric((clock,), value)
+    yield family

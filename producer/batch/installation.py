@@ -12,10 +12,9 @@ from celery.canvas import Signature
 from penstock.contract.errors import ConflictError
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.task_leases import leases_step
-from penstock.producer.batch.task_traces import carry_trace
 from penstock.producer.batch.tasks import GENERATE, GENERATE_FROM, RUN_FILE, TASKS, add_tasks
-from penstock.producer.batch.worker_client import WorkerClient
 from penstock.producer.batch.worker_metrics import WorkerMetrics, metrics_step
+from penstock.producer.batch.worker_process import WorkerClient, carry_trace
 from penstock.runtime.settings import redis_url_of
 
 _LOG = logging.getLogger(__package__)

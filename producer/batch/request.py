@@ -26,9 +26,8 @@ from penstock.contract.named import UNKNOWN_FIELD, IgnoredFields
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.tasks import Embed
 from penstock.producer.batch.rows import NAMES_OF_RESPONSES, EmbeddingRow, MessageRow, QueuedRow, ResponseRow
-from penstock.producer.openai.bodies import ChatBody, CompletionBody
+from penstock.producer.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from penstock.producer.openai.fields import only
-from penstock.producer.openai.generation_body import GenerationBody
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 from penstock.queue.files.batch import MESSAGES_ENDPOINT
 

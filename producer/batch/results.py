@@ -25,10 +25,10 @@ from penstock.contract.output import Result
 from penstock.contract.pool import PoolRecord
 from penstock.producer.anthropic.message import WholeMessage
 from penstock.producer.batch import storage
-from penstock.producer.batch.outages import OnWait, outlast
 from penstock.producer.batch.records import BatchProgress
 from penstock.producer.batch.request import CHAT_URL, BatchRequest
 from penstock.producer.batch.rows import response_body
+from penstock.producer.batch.storage import OnWait, outlast
 from penstock.producer.client.request import answer_format
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 from penstock.queue.files.batch import MESSAGES_ENDPOINT

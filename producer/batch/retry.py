@@ -16,11 +16,11 @@ from pathlib import Path
 
 from penstock.contract.errors import RequestError
 from penstock.producer.batch import storage
-from penstock.producer.batch.outages import OnWait, outlast
 from penstock.producer.batch.records import Batch
 from penstock.producer.batch.request import lines_of, survey_of
 from penstock.producer.batch.results import row_id_of
 from penstock.producer.batch.runner import OpenBatch, Row, id_of, opened, publish_errors
+from penstock.producer.batch.storage import OnWait, outlast
 
 
 @contextmanager

@@ -33,7 +33,6 @@ from penstock.contract.job import Durability, Priority, SubmitOptions
 from penstock.contract.output import Result
 from penstock.contract.tasks import Embedding
 from penstock.producer.batch import storage
-from penstock.producer.batch.outages import OnWait, outlast
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import BatchRequest, InputLine, InputSummary, lines_of, request_of_line, survey_of
 from penstock.producer.batch.results import (
@@ -46,12 +45,13 @@ from penstock.producer.batch.results import (
     row_id_of,
 )
 from penstock.producer.batch.rows import embeddings_body
+from penstock.producer.batch.storage import OnWait, outlast
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt, choose_pool, require_tool_parser
 from penstock.producer.client.tasks import output_of
 from penstock.queue.broker.producer import ServedPool
-from penstock.queue.msgpack_codec import WireError
-from penstock.runtime.gather import try_all
+from penstock.queue.wire import WireError
+from penstock.runtime.event_loop import try_all
 
 _LOG = logging.getLogger(__package__)
 _LOST_RESULT = ("job_not_found", "result_expired")

@@ -22,9 +22,8 @@ from penstock.contract.job import checked_durability
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, request_of
 from penstock.producer.batch.runner import answer, answer_rows, opened
-from penstock.producer.batch.task_traces import TaskTraces
-from penstock.producer.batch.worker_client import WorkerClient
 from penstock.producer.batch.worker_metrics import WorkerMetrics
+from penstock.producer.batch.worker_process import TaskTraces, WorkerClient
 from penstock.producer.client import AsyncClient
 
 _LOG = logging.getLogger(__package__)

@@ -17,13 +17,11 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
-from penstock.contract.job import MEMORY, JobKey, JobOptions, SubmitOptions, is_job_id
-from penstock.contract.job_filter import FilterOptions, JobFilter
+from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id, prompts_of
+from penstock.contract.job_actions import FilterOptions, JobFilter
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats
 from penstock.contract.priority import Priority, class_not_allowed
-from penstock.contract.prompts import prompts_of
-from penstock.contract.response_record import NO_RESPONSE
 from penstock.contract.tasks import Detokenized, Embedding, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
@@ -31,6 +29,7 @@ from penstock.producer.client.completions import CompletionFeed, as_completed, c
 from penstock.producer.client.control import DeadLetterBox, JobControl
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
+from penstock.producer.client.mailbox import QueueWatch
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, embedded, submit_all
 from penstock.producer.client.pools import KEYS_TTL_S, POOLS_TTL_S, Admissions, CachedState
 from penstock.producer.client.request import Prompt, build_job, check_streamable, choose_pool, fitting_pools, job_key_of
@@ -46,7 +45,6 @@ from penstock.producer.client.tasks import (
     submit_detokenize,
     submit_tokenize,
 )
-from penstock.producer.client.waiting import QueueWatch
 from penstock.producer.client.webhooks import Webhooks
 from penstock.queue.broker.completions import Completion, CompletionCursor
 from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, warn_of_eviction

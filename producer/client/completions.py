@@ -17,7 +17,7 @@ from penstock.queue.broker.completions import CompletionBroker, CompletionGap, F
 from penstock.queue.broker.completions import CompletionCursor as CompletionCursor
 from penstock.queue.broker.completions import FeedEvent as FeedEvent
 from penstock.queue.broker.connection import Patience
-from penstock.runtime.gather import CALLS_AT_ONCE
+from penstock.runtime.event_loop import CALLS_AT_ONCE
 
 _LOG = logging.getLogger(__package__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5

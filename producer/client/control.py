@@ -14,31 +14,31 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, PenstockError, UnavailableError
 from penstock.contract.job import SubmitOptions, is_job_id, pool_of
-from penstock.contract.job_change import (
+from penstock.contract.job_actions import (
     STATES_OF,
     ActionName,
     BulkReport,
+    FilterOptions,
     JobChange,
+    JobFilter,
     Pause,
     change_error,
+    checked_class,
     pause_names,
     retry_id,
 )
-from penstock.contract.job_filter import FilterOptions, JobFilter, checked_class
 from penstock.contract.priority import ClassName, Priority
 from penstock.contract.tenant import Terms
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt
 from penstock.producer.client.webhooks import Webhooks
 from penstock.queue.broker.connection import Patience
-from penstock.queue.broker.dead_letters import DeadLetters
-from penstock.queue.broker.job_lists import JobLists
+from penstock.queue.broker.job_lists import DeadLetters, JobLists
 from penstock.queue.broker.jobs import JobStatus
 from penstock.queue.broker.producer import Submitted
 from penstock.queue.broker.steering import MAX_STEP_JOBS, BulkRequest, HeldBulk, Steering
-from penstock.queue.msgpack_codec import WireError
-from penstock.queue.wire import Request
-from penstock.runtime.cancellation import cancel_until_done
+from penstock.queue.wire import Request, WireError
+from penstock.runtime.event_loop import cancel_until_done
 
 _LOG = logging.getLogger(__package__)
 _PAGE_JOBS = 64

@@ -26,9 +26,9 @@ from penstock.queue.broker.connection import Patience, ignoring_retried_errors, 
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.broker.shared_connection import SharedConnection
 from penstock.queue.chunks import decode_message
-from penstock.queue.msgpack_codec import WireError
+from penstock.queue.wire import WireError
 from penstock.runtime import crash_points
-from penstock.runtime.cooperative import in_rounds
+from penstock.runtime.event_loop import in_rounds
 
 # Echoes: messages that a process publishes to its own inbox. No I/O here; `ClientInbox` sends and receives them.
 

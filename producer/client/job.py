@@ -17,9 +17,8 @@ from penstock.contract.errors import NotFoundError, RequestError, ResultTimeoutE
 from penstock.contract.job import MEMORY, pool_of
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.producer.client.inbox import ClientInbox
-from penstock.producer.client.mailbox import Mailbox
+from penstock.producer.client.mailbox import Mailbox, QueueWatch, WaitWatcher
 from penstock.producer.client.stream import ChunkSink, StreamCursor, StreamReader
-from penstock.producer.client.waiting import QueueWatch, WaitWatcher
 from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission
 from penstock.queue.results import Fetches, PackedResult
 from penstock.runtime import crash_points

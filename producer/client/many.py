@@ -9,14 +9,13 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 from penstock.contract.errors import PenstockError, RequestError, UnavailableError
-from penstock.contract.job import JobOptions, SubmitOptions
-from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.job import JobOptions, PackedPrompt, SubmitOptions
 from penstock.contract.tasks import Embedding
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt
 from penstock.producer.client.run import MAX_IN_FLIGHT, Run, RunOptions
 from penstock.producer.client.tasks import EmbedOptions, output_of, submit_embed
-from penstock.runtime.gather import try_all
+from penstock.runtime.event_loop import try_all
 
 Submit = Callable[..., Awaitable[AsyncJob]]
 """A client's `submit`."""

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.pool import PoolPressure
 from penstock.producer.client.settings import ADMITTED, decision_of
-from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.event_loop import cancel_until_done
 
 T = TypeVar("T")
 PRESSURE_TTL_S = 0.25

@@ -16,8 +16,7 @@ from penstock.contract.errors import BusyError, RequestError, ResultTimeoutError
 from penstock.contract.output import Outcome, Result
 from penstock.producer.client.job import AsyncJob, checked_timeout
 from penstock.producer.client.request import Prompt
-from penstock.runtime.cancellation import cancel_until_done
-from penstock.runtime.gather import try_all
+from penstock.runtime.event_loop import cancel_until_done, try_all
 
 # The number of jobs that one call may have open at once, learned from the pool's refusals.
 

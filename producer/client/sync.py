@@ -14,8 +14,7 @@ from typing import Any, Self, TypeVar, Unpack, cast
 
 from penstock.contract.errors import InvariantError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import JobOptions, SubmitOptions
-from penstock.contract.job_change import ActionName, BulkReport, Pause
-from penstock.contract.job_filter import FilterOptions
+from penstock.contract.job_actions import ActionName, BulkReport, FilterOptions, Pause
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.contract.priority import ClassName, Priority
 from penstock.contract.tasks import Embedding, Tokenized

@@ -24,8 +24,7 @@ from penstock.contract.webhook import (
     new_secret,
 )
 from penstock.queue.broker.connection import Patience
-from penstock.queue.webhooks.deliveries import Delivery, DeliveryPage, DeliveryQueue, WebhookEvent
-from penstock.queue.webhooks.endpoints import EndpointStore
+from penstock.queue.webhooks.deliveries import Delivery, DeliveryPage, DeliveryQueue, EndpointStore, WebhookEvent
 
 SUBSCRIBED_TTL_S = 2.0
 """Seconds for which the endpoints of a tenant are remembered."""

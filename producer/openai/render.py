@@ -16,18 +16,21 @@ from typing import Any, ClassVar
 from penstock.contract.job import SamplingParams, lowered_max_tokens
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, FinishReason, Result, Usage, WaitUpdate, members_of
-from penstock.producer.openai.json_parts import Rows, Text, plain
-from penstock.producer.openai.logprobs import (
+from penstock.producer.openai.json_parts import (
     CompletionTokens,
     PromptEcho,
+    Rows,
     ShownText,
+    Text,
+    TokenIds,
     chat_logprobs,
+    plain,
+    prompt_ids_of,
     prompt_logprobs,
     whole_chat_logprobs,
     whole_completion_logprobs,
 )
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, ParsedText, joined
-from penstock.producer.openai.token_ids import TokenIds, prompt_ids_of
 from penstock.producer.openai.tool_calls import Call, warning_of
 from penstock.queue.results import PackedChoice, PackedResult
 

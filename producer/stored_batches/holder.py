@@ -15,7 +15,7 @@ from penstock.producer.stored_batches.row_client import NoCounter, RowCounter
 from penstock.producer.stored_batches.stored_run import StoredBatchRun
 from penstock.queue.files.batch import BatchLease
 from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
-from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.event_loop import cancel_until_done
 
 _LOG = logging.getLogger(__package__)
 LOOKS_PER_LEASE, CALLS_PER_LEASE = 6, 2

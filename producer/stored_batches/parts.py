@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.producer.files.service import Files
-from penstock.producer.stored_batches.lines import KINDS, FinishedRow
 from penstock.producer.stored_batches.row_client import RowCounter
+from penstock.producer.stored_batches.rows import KINDS, FinishedRow
 from penstock.queue.files.batch import BatchLease, Part, PartCounts, RowProblem
 from penstock.queue.files.batch_records import BatchRecords
-from penstock.queue.files.file import NewFile
+from penstock.queue.files.file_records import NewFile
 
 MAX_PART_ROWS = 512
 MAX_PART_BYTES = 4 << 20

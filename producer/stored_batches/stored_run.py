@@ -32,22 +32,24 @@ from penstock.producer.batch.runner import answer
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import choose_pool
 from penstock.producer.files.service import Files
-from penstock.producer.stored_batches.lines import KINDS, OUTPUT, FinishedRow, format_of
 from penstock.producer.stored_batches.parts import BatchEnding, PartWriter, save_joined
 from penstock.producer.stored_batches.row_client import RowClient, RowCounter, require_lease
-from penstock.producer.stored_batches.stored_input import (
+from penstock.producer.stored_batches.rows import (
+    KINDS,
+    OUTPUT,
+    FinishedRow,
     InputCheck,
     InputLimits,
     RowReader,
     StoredRow,
     checked_input,
+    format_of,
     is_committed,
 )
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem, is_of_messages
 from penstock.queue.files.batch_records import BatchRecords
-from penstock.queue.files.file import BATCH_OUTPUT, MESSAGE_RESULTS, object_of
-from penstock.runtime.cancellation import cancel_until_done
-from penstock.runtime.gather import CALLS_AT_ONCE, try_all
+from penstock.queue.files.file_records import BATCH_OUTPUT, MESSAGE_RESULTS, object_of
+from penstock.runtime.event_loop import CALLS_AT_ONCE, cancel_until_done, try_all
 
 _LOG = logging.getLogger(__package__)
 MIN_WINDOW, MAX_WINDOW = 64, 4096

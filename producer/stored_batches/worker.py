@@ -17,9 +17,9 @@ from penstock.producer.batch.installation import tasks_of
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.sync import LoopThread
 from penstock.producer.files.service import Files
-from penstock.producer.files.settings import FilesSettings
+from penstock.producer.files.storage import FilesSettings
 from penstock.producer.stored_batches.holder import BatchHolder
-from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.settings import redis_url_of
 
 _LOG = logging.getLogger(__package__)

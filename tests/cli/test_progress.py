@@ -10,7 +10,7 @@ import re
 import pytest
 
 from penstock.cli.serve import LoadingProgress
-from penstock.runtime import progress_log
+from penstock.runtime import logging as runtime_logging
 
 LOG = logging.getLogger("penstock.test")
 
@@ -37,8 +37,8 @@ async def test_a_log_gets_a_line_at_a_slow_pace(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("sys.stderr", io.StringIO())
-    monkeypatch.setattr(progress_log, "FIRST_S", 0.01)
-    monkeypatch.setattr(progress_log, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(runtime_logging, "FIRST_PROGRESS_S", 0.01)
+    monkeypatch.setattr(runtime_logging, "PROGRESS_INTERVAL_S", 0.02)
     progress = LoadingProgress(LOG, "some-model")
     with caplog.at_level(logging.INFO):
         async with progress.shown():
@@ -68,4 +68,4 @@ async def test_a_log_says_at_once_that_the_kernels_are_compiled_and_for_how_long
 
 
 def test_loading_reports_progress_within_two_seconds() -> None:
-    assert progress_log.FIRST_S < 2
+    assert runtime_logging.FIRST_PROGRESS_S < 2

@@ -156,7 +156,8 @@ def test_accepted_jobs_end_after_every_process_was_killed(
     with Client(f"unix://{tmp_path}/run/redis.sock") as client:
         job_ids = [client.submit("the gate", **options).id for _ in range(num_jobs // 2)]
         # The other half is open at the kill.
-        job_ids += [client.submit("the gate", not_before_s=20, **options).id for _ in range(num_jobs // 2)]
+        not_before_s = 6 + num_jobs / 25
+        job_ids += [client.submit("the gate", not_before_s=not_before_s, **options).id for _ in range(num_jobs // 2)]
     family = [psutil.Process(first.process.pid), *psutil.Process(first.process.pid).children(recursive=True)]
     for one in family:
         one.kill()

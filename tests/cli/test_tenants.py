@@ -14,7 +14,7 @@ from penstock.contract.webhook import EVENT_TYPES, WebhookEndpoint, WebhookSecre
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.tenants.key_store import KeyStore
-from penstock.queue.webhooks.endpoints import EndpointStore
+from penstock.queue.webhooks.deliveries import EndpointStore
 
 
 async def fill(redis_url: str) -> None:

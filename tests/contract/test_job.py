@@ -21,8 +21,7 @@ from penstock.contract.sampling import (
     SamplingParams,
 )
 from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT
-from penstock.queue.msgpack_codec import WireError
-from penstock.queue.wire import decode_request
+from penstock.queue.wire import WireError, decode_request
 
 UUID = "01890a5d-ac96-774b-bcce-b302099a8057"
 

@@ -17,8 +17,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,24 +85,32 @@ async def warm_up(url: str, pool: str, *, num_jobs: int) -> None:
 @asynccontextmanager
 async def serving(pool: str, args: argparse.Namespace) -> AsyncIterator[str]:
     """Yield the URL of a Redis with a node of the pool that knows its pace."""
+    with running_node(pool, redis_mib=args.redis_mib, with_demo_model=args.demo) as url:
+        await warm_up(url, pool, num_jobs=200)
+        yield url
+
+
+@contextmanager
+def running_node(pool: str, *, redis_mib: int, with_demo_model: bool) -> Iterator[str]:
+    """Yield the URL of a Redis with a node of the pool."""
     settings: dict[str, Any] = {"pool": pool, "log_jobs": False}
-    settings |= {"model": str(demo_model()), "num_threads": 2} if args.demo else {"max_num_seqs": 64}
-    with EmbeddedRedis(maxmemory_mib=args.redis_mib) as server, NodeProcess(server.url, step_s=STEP_S, **settings):
-        await warm_up(server.url, pool, num_jobs=200)
+    settings |= {"model": str(demo_model()), "num_threads": 2} if with_demo_model else {"max_num_seqs": 64}
+    with EmbeddedRedis(maxmemory_mib=redis_mib) as server, NodeProcess(server.url, step_s=STEP_S, **settings):
         yield server.url
 
 
-async def run_entry(name: str, args: argparse.Namespace, folder: Path) -> list[str]:
-    """Send the requests through one way into the queue. Return what is wrong."""
+async def run_entry(url: str, name: str, args: argparse.Namespace) -> list[str]:
+    """Send the requests through one way into the queue of a served pool. Return what is wrong."""
     requests = Requests(POOL, args.requests, max_tokens=8, is_reference=not args.demo)
-    async with serving(POOL, args) as url, connect(url) as redis:
-        slow, before = SlowCommands(redis), await view_of(redis, POOL)
-        await slow.start()
-        answers = await ENTRIES[name](url, requests, folder)
-        found = answers.problems(requests)
-        found += problems_of(before, await view_of(redis, POOL), args.requests, job_ids=answers.job_ids)
-        blocked = shown(await slow.read())
-        found += await audited(redis, POOL)
+    with tempfile.TemporaryDirectory(prefix="backlog-") as folder:
+        async with connect(url) as redis:
+            slow, before = SlowCommands(redis), await view_of(redis, POOL)
+            await slow.start()
+            answers = await ENTRIES[name](url, requests, Path(folder))
+            found = answers.problems(requests)
+            found += problems_of(before, await view_of(redis, POOL), args.requests, job_ids=answers.job_ids)
+            blocked = shown(await slow.read())
+            found += await audited(redis, POOL)
     measurements: dict[str, Measurement] = {"jobs": args.requests, "jobs/s": round(args.requests / answers.took_s)}
     if answers.accepted_s:
         measurements["accepted/s"] = round(args.requests / answers.accepted_s)
@@ -286,8 +294,8 @@ async def doors(args: argparse.Namespace) -> list[str]:
     """Send the requests through each way into the queue."""
     found: list[str] = []
     for name in args.only or ENTRIES:
-        with tempfile.TemporaryDirectory(prefix="backlog-") as folder:
-            found += await run_entry(name, args, Path(folder))
+        async with serving(POOL, args) as url:
+            found += await run_entry(url, name, args)
     return found
 
 

@@ -30,7 +30,7 @@ from penstock.contract.output import Choice, Usage
 from penstock.contract.tenant import Terms
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
-from penstock.producer.files.settings import FilesSettings
+from penstock.producer.files.storage import FilesSettings
 from penstock.producer.stored_batches import holder as stored_batches_holder
 from penstock.producer.stored_batches.holder import BatchHolder
 from penstock.producer.stored_batches.row_client import KEY_TTL_S
@@ -39,7 +39,7 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.files.batch import BatchSpec, new_batch_id
 from penstock.queue.files.records_audit import audit_files
 from penstock.queue.tenants.key_store import KeyStore
-from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.event_loop import cancel_until_done
 from tests.producer.batch.conftest import process
 
 pytestmark = pytest.mark.timeout(240)

@@ -13,8 +13,7 @@ from penstock.gateway.http.middleware import Drain
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.event_stream import EventSource, EventStream
-from penstock.gateway.stream.framing import NdjsonFraming
-from penstock.gateway.stream.writer import EventWriter, event
+from penstock.gateway.stream.writer import EventWriter, NdjsonFraming, event
 
 WHOLE = event({"n": 1})
 HALF = b'data: {"n":'

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.gateway.stream.framing import NDJSON, events_in, framing_of
+from penstock.gateway.stream.writer import NDJSON, events_in, framing_of
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.websocket.socket_client import data_of, socket_to
 

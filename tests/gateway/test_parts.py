@@ -25,7 +25,7 @@ from penstock.gateway.request.generation import GenerationRequest, RequestConten
 from penstock.gateway.request.jobs import open_jobs
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.dialect import AnswerHead
-from penstock.gateway.stream.flow import batches_of, until_disconnected, while_connected
+from penstock.gateway.stream.event_stream import batches_of, until_disconnected, while_connected
 from penstock.gateway.stream.writer import KEEP_ALIVE, CallerGoneError, EventWriter, event
 from penstock.producer.client import AsyncClient
 from penstock.producer.openai.parsed_text import PLAIN, ParsedText

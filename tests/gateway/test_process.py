@@ -11,7 +11,9 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -32,9 +34,10 @@ MODEL = "acme/echo"
 
 
 @contextmanager
-def gateway_process(redis_url: str, **variables: str) -> Iterator[tuple[PythonProcess, str]]:
+def gateway_process(redis_url: str, *, program: str = "", **variables: str) -> Iterator[tuple[PythonProcess, str]]:
     settings = {"PENSTOCK_GATEWAY_PORT": "0", "PENSTOCK_GATEWAY_PROGRESS": "json", "PENSTOCK_REDIS_URL": redis_url}
-    process = PythonProcess("-m", "penstock", "gateway", env={**os.environ, **settings, **variables})
+    words = ("-c", program) if program else ("-m", "penstock", "gateway")
+    process = PythonProcess(*words, env={**os.environ, **settings, **variables})
     try:
         line = process.stdout.readline()
         assert line, process.stderr.read()
@@ -283,10 +286,11 @@ def test_reads_are_refused_within_seconds_while_redis_is_away() -> None:
         while http.get("/v1/models", timeout=READ_TIMEOUT_S + 4).status_code == 200:  # from the cached copy
             assert time.monotonic() < until_s
             time.sleep(0.05)  # The log is not read here, and its pipe must not fill.
-        for path in ("/v1/models", "/v1/models/nope", "/v1/jobs", f"/v1/jobs/{job_id}", "/v1/usage", "/health/nodes"):
-            answer = http.get(path, timeout=READ_TIMEOUT_S + 4)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_away"), path
-            assert answer.elapsed.total_seconds() < READ_TIMEOUT_S + 2, path
+        paths = ("/v1/models", "/v1/models/nope", "/v1/jobs", f"/v1/jobs/{job_id}", "/v1/usage", "/health/nodes")
+        with ThreadPoolExecutor(len(paths)) as pool:
+            for path, answer in zip(paths, pool.map(partial(http.get, timeout=READ_TIMEOUT_S + 4), paths), strict=True):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_away"), path
+                assert answer.elapsed.total_seconds() < READ_TIMEOUT_S + 2, path
 
 
 def test_connections_beyond_the_limit_are_answered_503_and_closed(redis_url: str) -> None:
@@ -310,10 +314,23 @@ def test_connections_beyond_the_limit_are_answered_503_and_closed(redis_url: str
             assert time.monotonic() < until_s
 
 
+SOON_FREE = """
+from functools import partial
+from penstock.cli.main import app as command
+from penstock.gateway import app
+
+app.DescriptorWatch = partial(app.DescriptorWatch, look_s=0.2, recovered_after_s=1.0)
+command(["gateway"])
+"""
+
+
 def test_a_gateway_without_free_file_descriptors_says_so_once_and_recovers(redis_url: str) -> None:
     short, free = '"too few file descriptors are free"', '"file descriptors are free again"'
     lasting = httpx.Limits(keepalive_expiry=None)
-    with gateway_process(redis_url) as (process, url), httpx.Client(base_url=url, timeout=20, limits=lasting) as kept:
+    with (
+        gateway_process(redis_url, program=SOON_FREE) as (process, url),
+        httpx.Client(base_url=url, timeout=20, limits=lasting) as kept,
+    ):
         address, log = ("127.0.0.1", int(url.rpartition(":")[2])), []
         assert kept.get("/v1/models").status_code == 200
         limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from penstock.contract.output import Outcome, Usage
-from penstock.gateway.stream.flow import MAX_KEPT_BYTES, ends_of
+from penstock.gateway.stream.event_stream import MAX_KEPT_BYTES, ends_of
 from penstock.producer.client import AsyncJob
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES
 from penstock.queue.results import Fetches, PackedResult, encode_result

@@ -49,6 +49,14 @@ def test_a_node_whose_loop_stands_still_while_it_loads_is_not_ended(redis_url: s
     assert "stands still" not in log
 
 
+SOON_FREE = """
+from functools import partial
+from penstock.cli.main import app
+from penstock.gpu_node import process
+
+process.DescriptorWatch = partial(process.DescriptorWatch, look_s=0.2, recovered_after_s=1.0)
+app(["node"])
+"""
 SHORT, FREE = '"too few file descriptors are free"', '"file descriptors are free again"'
 
 
@@ -64,9 +72,9 @@ def _open_files(pid: int) -> int:
 
 @pytest.mark.timeout(120)
 def test_a_node_without_free_file_descriptors_says_so_once_and_recovers(redis_url: str, tiny_model: Path) -> None:
-    env = {"PENSTOCK_NODE_MODEL": str(tiny_model), "PENSTOCK_NODE_NUM_THREADS": "1"}
-    env |= {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_PROGRESS": "json"}
-    with PythonProcess("-m", "penstock", "node", env={**os.environ, **env}) as node:
+    settings = {"model": tiny_model, "dtype": "bfloat16", "num_threads": 1, "progress": "json"}
+    env = {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
+    with PythonProcess("-c", SOON_FREE, env={**os.environ, **env, "PENSTOCK_REDIS_URL": redis_url}) as node:
         assert node.stdout is not None and node.stderr is not None
         assert any(json.loads(line)["event"] == "ready" for line in node.stdout)
         lines = list[str]()

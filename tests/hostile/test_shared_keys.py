@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from penstock.contract.errors import NotFoundError
-from penstock.contract.job_filter import JobFilter
+from penstock.contract.job_actions import JobFilter
 from penstock.contract.output import Chunk
 from penstock.contract.pool import PoolRecord
 from penstock.producer.client import AsyncClient

@@ -12,8 +12,7 @@ from redis.asyncio import Redis
 
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.dead_letters import DeadLetters
-from penstock.queue.broker.job_lists import JobLists
+from penstock.queue.broker.job_lists import DeadLetters, JobLists
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.pools import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker

@@ -25,13 +25,13 @@ from redis.retry import Retry
 
 from penstock.contract.errors import ConfigError, UnsupportedDurabilityError
 from penstock.contract.job import FSYNC
-from penstock.contract.job_filter import JobFilter
+from penstock.contract.job_actions import JobFilter
 from penstock.contract.tenant import UNLIMITED
 from penstock.contract.usage import UsageQuery
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.webhooks import Webhooks
 from penstock.producer.files.service import Files
-from penstock.producer.files.settings import FilesSettings
+from penstock.producer.files.storage import FilesSettings
 from penstock.producer.stored_batches.holder import BatchHolder
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
@@ -44,8 +44,8 @@ from penstock.queue.broker.profiles import TRACE, ProfileBroker, ProfileSummary
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.files.batch import BatchSpec, new_batch_id
 from penstock.queue.tenants.key_store import KeyStore
-from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.embedded_redis import find_redis_server
+from penstock.runtime.event_loop import cancel_until_done
 from tests.source_tree import ROOT
 
 SCRIPTS = ROOT / "penstock/queue/scripts"

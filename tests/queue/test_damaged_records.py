@@ -7,10 +7,9 @@ from typing import Any, cast
 import pytest
 from fakes.queue.harness import POOL, Queue, new_job
 
-from penstock.contract.job_filter import JobFilter
+from penstock.contract.job_actions import JobFilter
 from penstock.queue import keys
-from penstock.queue.broker.dead_letters import DeadLetters
-from penstock.queue.broker.job_lists import JobLists
+from penstock.queue.broker.job_lists import DeadLetters, JobLists
 from penstock.queue.broker.producer import Submission
 
 DAMAGED = [{"priority": "x"}, {"past_leases": "junk"}, {"used": "1 x"}, {"submitted": b"\xff"}, {"tenant": ""}]

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Priority
-from penstock.contract.job_filter import JobFilter
+from penstock.contract.job_actions import JobFilter
 from penstock.contract.output import Outcome
 from penstock.queue import keys
 from penstock.queue.broker import job_lists

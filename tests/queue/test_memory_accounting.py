@@ -13,14 +13,13 @@ from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.contract.job import SamplingParams
+from penstock.contract.job import NO_RESPONSE, ResponseRecord, SamplingParams
 from penstock.contract.output import Chunk, Outcome, Usage
-from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.dead_letters import DeadLetters
+from penstock.queue.broker.job_lists import DeadLetters
 from penstock.queue.broker.node import Emission, Taken
 from penstock.queue.broker.producer import Submission
 from penstock.queue.chunks import encode_chunk

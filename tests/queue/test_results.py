@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Outcome, Usage
-from penstock.queue.msgpack_codec import WireError
 from penstock.queue.results import PackedResult, decode_result, encode_result
+from penstock.queue.wire import WireError
 
 DONE = Outcome("succeeded")
 

@@ -15,8 +15,7 @@ from penstock.contract.webhook import EVENT_TYPES, MAX_ENDPOINTS, WebhookEndpoin
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.webhooks import deliveries
-from penstock.queue.webhooks.deliveries import DeliveryQueue, TakenDelivery, WebhookEvent
-from penstock.queue.webhooks.endpoints import EndpointStore
+from penstock.queue.webhooks.deliveries import DeliveryQueue, EndpointStore, TakenDelivery, WebhookEvent
 
 LEASE_MS = 60_000
 

@@ -24,8 +24,8 @@ from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import Tokenize
 from penstock.queue import results, wire
 from penstock.queue.chunks import decode_chunks, decode_message, encode_chunk, encode_progress
-from penstock.queue.msgpack_codec import MAX_BYTES, WireError
 from penstock.queue.results import encode_tokenized
+from penstock.queue.wire import MAX_BYTES, WireError
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
 DECODERS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.runtime.cancellation import preserve_cancellation
+from penstock.runtime.event_loop import preserve_cancellation
 
 
 async def swallow() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.runtime.cooperative import ITEMS_PER_ROUND, in_rounds
+from penstock.runtime.event_loop import ITEMS_PER_ROUND, in_rounds
 
 
 async def test_other_tasks_run_between_the_rounds_of_many_items() -> None:

@@ -15,8 +15,14 @@ import redis
 
 from penstock.contract.errors import ConfigError
 from penstock.runtime import embedded_redis
-from penstock.runtime.data_folder import ServerVersion, claim_for, default_data_folder
-from penstock.runtime.embedded_redis import EmbeddedRedis, find_or_start_redis, find_redis_server
+from penstock.runtime.embedded_redis import (
+    EmbeddedRedis,
+    ServerVersion,
+    claim_for,
+    default_data_folder,
+    find_or_start_redis,
+    find_redis_server,
+)
 
 RECORD = "penstock-server.json"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
+from penstock.runtime.process_memory import freeze_gc, make_full_collections_rare
 
 
 @pytest.fixture(autouse=True)

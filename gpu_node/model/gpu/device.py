@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.contract.errors import ConfigError
-from penstock.runtime.gc_freeze import no_collection
+from penstock.runtime.process_memory import no_collection
 
 MIN_COMPUTE_CAPABILITY = 8, 0
 """Ampere: Triton does not support bfloat16 on earlier GPUs."""

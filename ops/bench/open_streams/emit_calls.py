@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from penstock.queue.broker.scripts import packed
 from penstock.queue.keys import PROTOCOL_VERSION
-from penstock.queue.msgpack_codec import array_header, pack
+from penstock.queue.wire import array_header, pack
 
 FIRST_TOKEN = 1000
 STAMP = "@@{at_ns}:{index};"

@@ -19,7 +19,7 @@ Ask = Callable[[str, int, float], dict[str, float]]
 def serve_bare(spec: Spec) -> None:
     """Answer each line of arguments for `load_of` with the load's measurements, until there are no more lines."""
     from bench.queue_cost.settings import open_bare
-    from penstock.runtime.gc_freeze import freeze_gc
+    from penstock.runtime.process_memory import freeze_gc
 
     with open_bare(spec) as session:
         freeze_gc()

@@ -14,8 +14,7 @@ from bench.queue_cost.processes import node
 from penstock import AsyncClient
 from penstock.contract.errors import UnsupportedDurabilityError
 from penstock.contract.job import FSYNC, MEMORY, Durability
-from penstock.runtime.data_folder import ServerVersion
-from penstock.runtime.embedded_redis import EmbeddedRedis, find_redis_server
+from penstock.runtime.embedded_redis import EmbeddedRedis, ServerVersion, find_redis_server
 
 CONCURRENCY = (1, 16, 128)
 SECONDS = 8.0

@@ -22,7 +22,7 @@ from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.publishing.sending import QuickEmit
 from penstock.gpu_node.settings import NodeSettings
 from penstock.queue.broker.node import NodeBroker
-from penstock.runtime.gc_freeze import freeze_gc
+from penstock.runtime.process_memory import freeze_gc
 
 METHODS = (
     (Engine, "_complete_step", "commit"),

@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.contract.job import JobDef, Priority, SamplingParams
-from penstock.contract.job_filter import JobFilter
+from penstock.contract.job_actions import JobFilter
 from penstock.contract.output import Outcome
 from penstock.contract.pool import PoolRecord
 from penstock.gpu_node.settings import NodeSettings

@@ -21,7 +21,7 @@ from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.pools import PoolList, name_of, pool_names, remove_junk, write_entry
-from penstock.queue.msgpack_codec import WireError
+from penstock.queue.wire import WireError
 
 MAX_ROWS = 32
 """Jobs, tenants or keys that one call checks, as in audit.lua. A call takes about 3 ms and blocks nodes meanwhile."""

@@ -27,7 +27,7 @@ from penstock.contract.output import Choice, Chunk, Result
 from penstock.queue import results
 from penstock.queue.broker.admin import MAX_ROWS, AdminBroker, JobHistory
 from penstock.queue.chunks import decode_chunks
-from penstock.queue.msgpack_codec import WireError
+from penstock.queue.wire import WireError
 
 T = TypeVar("T")
 _HISTORIES_AT_ONCE = 32

@@ -24,7 +24,7 @@ from penstock.contract.named import NAME_PATTERN
 from penstock.contract.output import TERMINAL_STATES, state_of
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.msgpack_codec import pack
+from penstock.queue.wire import pack
 
 MAX_CURSOR_CHARS = 16_384
 MAX_CURSOR_POOLS = 128

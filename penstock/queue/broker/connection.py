@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from penstock.contract.errors import BusyError, ConfigError, InvariantError, PenstockError, UnavailableError
 from penstock.queue.broker.shared_connection import REPLY_TIMEOUT_S, SharedRedis
 from penstock.queue.keys import other_version
-from penstock.runtime.cancellation import preserve_cancellation
+from penstock.runtime.event_loop import preserve_cancellation
 from penstock.runtime.file_descriptors import shortage_of
 
 # Retries while Redis is unreachable: jittered, growing pauses, a limit on the total time and on concurrent calls.

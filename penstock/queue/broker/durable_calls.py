@@ -32,7 +32,7 @@ from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.scripts import Argument, command
 from penstock.queue.broker.shared_connection import SharedConnection
 from penstock.runtime import crash_points
-from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.event_loop import cancel_until_done
 
 CONFIRM_TIMEOUT_S = 5.0
 """Seconds that Redis gets to confirm a round. Less than the time after which a silent connection is closed."""

@@ -22,7 +22,7 @@ from penstock.queue.broker.pools import keep_listed
 from penstock.queue.broker.producer import decoded
 from penstock.queue.broker.scripts import sweep
 from penstock.queue.policy import HOLD_MS
-from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.event_loop import LoopYielder
 
 MAX_EMIT_JOBS = 512
 MAX_EMIT_BYTES = 512 << 10

@@ -23,7 +23,7 @@ from penstock.queue import keys, wire
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.queue_state import QueueReader, queue_state
 from penstock.queue.keys import PROTOCOL_VERSION
-from penstock.queue.msgpack_codec import WireError
+from penstock.queue.wire import WireError
 
 # The list of pools in penstock:pools. It is a hint: a listed name is a pool only if it has a record.
 #

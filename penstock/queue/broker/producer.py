@@ -24,16 +24,15 @@ from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, ms_
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
 from penstock.queue.broker.scripts import sweep
-from penstock.queue.broker.shared_calls import SharedCalls
 from penstock.queue.broker.submitting import Attached as Attached
+from penstock.queue.broker.submitting import SharedCalls, Submissions
 from penstock.queue.broker.submitting import Submission as Submission
-from penstock.queue.broker.submitting import Submissions
 from penstock.queue.broker.submitting import Submitted as Submitted
 from penstock.queue.chunks import decode_chunks
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
-from penstock.queue.msgpack_codec import WireError
 from penstock.queue.results import Fetches, PackedResult
-from penstock.runtime.cooperative import LoopYielder
+from penstock.queue.wire import WireError
+from penstock.runtime.event_loop import LoopYielder
 from penstock.runtime.tracing.context import carried_by, start_enqueue_span
 
 # Decoding of large logs and results in small steps, so that the event loop stays responsive.

@@ -20,7 +20,7 @@ from penstock.contract.errors import ConflictError, UnavailableError
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import translated
 from penstock.queue.keys import PROTOCOL_VERSION
-from penstock.queue.msgpack_codec import WireError, pack
+from penstock.queue.wire import WireError, pack
 
 MAX_PROFILE_S = 60.0
 MAX_FILE_BYTES = 64 << 20

@@ -11,8 +11,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, NotFoundError
 from penstock.contract.job import pool_of
-from penstock.contract.job_change import BulkReport, JobChange, Pause, change_error
-from penstock.contract.job_filter import JobFilter
+from penstock.contract.job_actions import BulkReport, JobChange, JobFilter, Pause, change_error
 from penstock.contract.tenant import Terms
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts

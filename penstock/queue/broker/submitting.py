@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from redis.asyncio import Redis
 
@@ -20,19 +22,112 @@ from penstock.contract.errors import (
     TooLargeError,
     UnavailableError,
 )
-from penstock.contract.job import FSYNC, MEMORY, Durability, JobDef
+from penstock.contract.job import FSYNC, MEMORY, NO_RESPONSE, Durability, JobDef, ResponseRecord
 from penstock.contract.output import UNKNOWN_WAIT, WaitEstimate
-from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, error_of_reply, retried
 from penstock.queue.broker.durable_calls import CONFIRM_TIMEOUT_S, DurableCalls
 from penstock.queue.broker.scripts import Argument
-from penstock.queue.broker.shared_calls import SharedCalls
 from penstock.queue.job_cost import RateTokens, estimate_output_bytes, spread_with_jobs
-from penstock.queue.msgpack_codec import MAX_BYTES, pack, with_members
+from penstock.queue.wire import MAX_BYTES as MAX_WIRE_BYTES
+from penstock.queue.wire import pack, with_members
+from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.tracing.context import Carried
+
+# Calls that many callers share: what is asked for at the same time goes to Redis together.
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+MAX_SHARED_ITEMS = 128
+"""Items of one call."""
+MAX_SHARED_BYTES = 512 << 10
+"""Bytes of the items of one call, so that it blocks Redis only shortly. A single larger item still goes out."""
+MAX_SHARED_CALLS = 4
+"""Calls of one key that may be in flight. Further items wait, and then share a call."""
+
+
+class SharedCalls(Generic[Item, Answer]):
+    """Items that wait for the next call, by a key: only items of the same key go together.
+
+    An item alone leaves in the same round of the event loop, so no caller waits for others.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Sequence[Item]], Awaitable[Sequence[Answer]]],
+        size_of: Callable[[Item], int] = lambda _: 0,
+        *,
+        max_items: int = MAX_SHARED_ITEMS,
+    ) -> None:
+        """`call` returns an answer for each item. `size_of` returns the bytes of an item."""
+        self._max_items = max_items
+        self._call = call
+        self._size_of = size_of
+        self._waiting: dict[Hashable, list[tuple[Item, asyncio.Future[Answer]]]] = {}
+        self._num_calls = Counter[Hashable]()
+        self._tasks = set[asyncio.Task[None]]()
+
+    async def add(self, key: Hashable, item: Item) -> Answer:
+        """Return the answer to an item. Raises the error of its call."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Answer] = loop.create_future()
+        if (waiting := self._waiting.get(key)) is not None:
+            waiting.append((item, done))
+        else:
+            self._waiting[key] = [(item, done)]
+            loop.call_soon(self._send, key)
+        return await done
+
+    async def close(self) -> None:
+        """Cancel all calls. Their callers get UnavailableError."""
+        await cancel_until_done(list(self._tasks))
+
+    def _send(self, key: Hashable) -> None:
+        while self._num_calls[key] < MAX_SHARED_CALLS and (batch := self._next_batch(key)):
+            self._num_calls[key] += 1
+            task = asyncio.create_task(self._run(batch), name="penstock shared call")
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._on_end, key, batch))
+        if not self._num_calls[key]:
+            del self._num_calls[key]
+
+    def _next_batch(self, key: Hashable) -> list[tuple[Item, asyncio.Future[Answer]]]:
+        """Take the items of the next call from those that wait, except those whose callers are gone."""
+        waiting = [one for one in self._waiting.pop(key, ()) if not one[1].done()]
+        num_bytes = 0
+        for at, (item, _) in enumerate(waiting):
+            num_bytes += self._size_of(item)
+            if at == self._max_items or (at and num_bytes > MAX_SHARED_BYTES):
+                self._waiting[key] = waiting[at:]
+                return waiting[:at]
+        return waiting
+
+    async def _run(self, batch: Sequence[tuple[Item, asyncio.Future[Answer]]]) -> None:
+        answers = await self._call([item for item, _ in batch])
+        for (_, done), answer in zip(batch, answers, strict=True):
+            if not done.done():
+                done.set_result(answer)
+
+    def _on_end(
+        self, key: Hashable, batch: Sequence[tuple[Item, asyncio.Future[Answer]]], task: asyncio.Task[None]
+    ) -> None:
+        self._tasks.discard(task)
+        self._num_calls[key] -= 1
+        error: BaseException | None
+        if task.cancelled():
+            error = UnavailableError("the client was closed", code="client_closed")
+        else:
+            error = task.exception()
+        for _, done in batch:
+            if not done.done():
+                done.set_exception(error or InvariantError("a shared call left an item without an answer"))
+        self._send(key)
+
+
+# Submissions.
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +180,8 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
     """Pack a job. Raises TooLargeError."""
     job, terms = submission.job, submission.terms
     request = wire.encode_request(job)
-    if len(request) > MAX_BYTES:
-        raise TooLargeError(f"the request has {len(request)} bytes; the limit is {MAX_BYTES}", param="prompt")
+    if len(request) > MAX_WIRE_BYTES:
+        raise TooLargeError(f"the request has {len(request)} bytes; the limit is {MAX_WIRE_BYTES}", param="prompt")
     record = submission.response
     body = hashlib.blake2b(request, digest_size=16).hexdigest()
     if trace:
@@ -94,21 +189,23 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         request = with_members(request, [("trace", [pack(trace)])])
     notes = {**(job.metadata or {}), **({} if job.custom_id is None else {wire.CUSTOM_ID: job.custom_id})}
     metadata = json.dumps(notes, separators=(",", ":"), ensure_ascii=False) if notes else ""
+    # The fields `needs_reader` and `limits` of the job's record (see prelude.lua).
+    needs_reader = (job.reader_grace_ms or 1) if job.requires_reader else 0
+    limits = (job.params.max_tokens, job.max_total_tokens)
     row = (
         *(job.id, job.level, job.num_sequences, submission.cost, body, job.deadline_ms or 0),
-        *(int(submission.channel), _reader_need(job), keys.key_hash(job.idempotency_key)),
+        *(int(submission.channel), needs_reader, keys.key_hash(job.idempotency_key)),
         *(estimate_output_bytes(job, len(request)), job.not_before_ms or 0, record.keep_ms),
         *(submission.rate_tokens or ("", 0, 0, "")),
-        *(_limits_of(job), "" if job.max_wait_ms is None else job.max_wait_ms, int(job.in_feed)),
+        *(
+            "" if None in limits else "{} {}".format(*limits),
+            "" if job.max_wait_ms is None else job.max_wait_ms,
+            int(job.in_feed),
+        ),
         *(job.ttl_ms or 0, " ".join(job.tags), metadata, (job.retry_of or "").rpartition(".")[2]),
         " ".join(job.webhooks),
     )
     return PackedSubmission(job, inbox, terms, row, request, record.data)
-
-
-def _reader_need(job: JobDef) -> int:
-    """Return the field `needs_reader` of a job's record (see prelude.lua)."""
-    return (job.reader_grace_ms or 1) if job.requires_reader else 0
 
 
 def _arguments_of(submissions: Sequence[PackedSubmission]) -> tuple[Argument, ...]:
@@ -125,12 +222,6 @@ def _arguments_of(submissions: Sequence[PackedSubmission]) -> tuple[Argument, ..
         rows.append((numbers[key], *packed.row))
     payloads = (data for packed in submissions for data in (packed.request, packed.response))
     return submissions[0].inbox, scripts.packed(terms), scripts.packed(rows), *payloads
-
-
-def _limits_of(job: JobDef) -> str:
-    """Return the field `limits` of a job's record."""
-    max_tokens, max_total_tokens = job.params.max_tokens, job.max_total_tokens
-    return "" if max_tokens is None or max_total_tokens is None else f"{max_tokens} {max_total_tokens}"
 
 
 def _submitted(answer: list[Any]) -> Submitted:

@@ -32,8 +32,15 @@ from penstock.queue.files.batch import (
     RowProblem,
     is_batch_id,
 )
-from penstock.queue.files.file import NewFile
-from penstock.queue.files.file_records import call_script, file_arguments, key_conflict, no_file, upload_dropped
+from penstock.queue.files.file_records import (
+    NewFile,
+    call_script,
+    check,
+    file_arguments,
+    key_conflict,
+    no_file,
+    upload_dropped,
+)
 
 _RETRY_MS = 60_000
 
@@ -201,12 +208,12 @@ class BatchRecords:
     @retried
     async def delete(self, batch_id: str, tenant: str) -> None:
         """Drop a batch that has ended, with its files. Raises NotFoundError, and ConflictError for an open one."""
-        answer = await call_script(self._redis, "delete_batch", id=batch_id, tenant=tenant)
-        if answer[0] == b"NOT_FOUND":
-            raise no_batch(batch_id)
-        if answer[0] == b"OPEN":
-            message = f"batch {batch_id} has not ended; cancel it or wait for its end, then delete it"
-            raise ConflictError(message, code="batch_open", param="batch_id")
+        message = f"batch {batch_id} has not ended; cancel it or wait for its end, then delete it"
+        refusals = {
+            b"NOT_FOUND": no_batch(batch_id),
+            b"OPEN": ConflictError(message, code="batch_open", param="batch_id"),
+        }
+        check(await call_script(self._redis, "delete_batch", id=batch_id, tenant=tenant), refusals)
 
     @retried
     async def pause(self, batch_id: str, tenant: str, *, paused: bool) -> None:

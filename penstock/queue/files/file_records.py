@@ -1,18 +1,76 @@
-"""The records of stored files in Redis: uploads, files, limits, and what is to be deleted from the storage."""
+"""Stored files and their records in Redis: uploads, files, limits, and what is to be deleted from the storage."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import uuid_utils
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, PenstockError, RequestError, TooLargeError
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.files.file import NewFile, StoredFile
+
+BATCH = "batch"
+BATCH_OUTPUT = "batch_output"
+PURPOSES = ("assistants", BATCH, "evals", "fine-tune", "user_data", "vision")
+"""Purposes of uploads. Only a file of the purpose `batch` can be the input of a batch."""
+MESSAGE_BATCH, MESSAGE_RESULTS = "message_batch", "message_batch_results"
+"""Purposes of the input and of the results of a message batch. `/v1/files` does not show such files."""
+OF_MESSAGE_BATCHES = frozenset((MESSAGE_BATCH, MESSAGE_RESULTS))
+_FILE_ID = re.compile(r"file-[0-9a-f]{32}")
+MAX_NAME_CHARS = 255
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file that is whole and kept."""
+
+    file_id: str
+    tenant: str
+    name: str
+    purpose: str
+    num_bytes: int
+    created_ms: int
+    expires_ms: int | None
+    is_lost: bool = False
+    """Whether an audit has found that the storage lost its content."""
+
+    @property
+    def object_name(self) -> str:
+        """The name of its content in the storage."""
+        return object_of(self.file_id)
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file that is to be kept, with the life that its owner wants; 0: no end."""
+
+    file_id: str
+    name: str
+    purpose: str
+    num_bytes: int
+    life_ms: int
+
+
+def new_file_id() -> str:
+    """Return the id of a new file. Ids sort by the time when they were made."""
+    return f"file-{uuid_utils.uuid7().hex}"
+
+
+def is_file_id(text: str) -> bool:
+    """Return whether `text` has the form of a file's id."""
+    return _FILE_ID.fullmatch(text) is not None
+
+
+def object_of(file_id: str) -> str:
+    """Return the name of a file's content in the storage."""
+    return f"files/{file_id}"
+
 
 UPLOAD_LEASE_MS = 600_000
 """Milliseconds after which an upload that its gateway no longer renews is dropped."""
@@ -46,6 +104,12 @@ _SETTING_OF = {
     "max_tenant_files": "files of one tenant (PENSTOCK_FILES_MAX_TENANT_FILES)",
     "max_files": "files of all tenants (PENSTOCK_FILES_MAX_FILES)",
 }
+
+
+def check(answer: Sequence[Any], refusals: Mapping[bytes, PenstockError]) -> None:
+    """Raise the error of the refusal that the first part of a script's answer names, if it names one."""
+    if (error := refusals.get(answer[0])) is not None:
+        raise error
 
 
 async def call_script(redis: Redis, what: str, **arguments: Any) -> list[Any]:
@@ -123,12 +187,10 @@ class FileRecords:
     @retried
     async def delete(self, file_id: str, tenant: str) -> None:
         """Drop a file. Raises NotFoundError, and ConflictError while an open batch reads it."""
-        answer = await call_script(self._redis, "delete", id=file_id, tenant=tenant)
-        if answer[0] == b"NOT_FOUND":
-            raise no_file(file_id)
-        if answer[0] == b"IN_USE":
-            message = f"file {file_id} is the input of an open batch; cancel the batch or wait for its end"
-            raise ConflictError(message, code="file_in_use", param="file_id")
+        message = f"file {file_id} is the input of an open batch; cancel the batch or wait for its end"
+        in_use = ConflictError(message, code="file_in_use", param="file_id")
+        refusals = {b"NOT_FOUND": no_file(file_id), b"IN_USE": in_use}
+        check(await call_script(self._redis, "delete", id=file_id, tenant=tenant), refusals)
 
     @retried
     async def find(self, file_id: str, tenant: str) -> StoredFile:

@@ -16,7 +16,7 @@ from penstock.queue import keys
 from penstock.queue.broker.audit import Finding
 from penstock.queue.broker.connection import translated
 from penstock.queue.files.batch import OPEN_STATES
-from penstock.queue.files.file import object_of
+from penstock.queue.files.file_records import object_of
 
 _SUMS = ("stored", "num_files", "uploading", "num_uploads", "num_open", "rows_left")
 _ALL = "*"

@@ -17,8 +17,7 @@ from penstock.queue.broker.connection import translated
 from penstock.queue.broker.pools import pool_names
 from penstock.queue.files.file_records import FileRecords, HeldFiles
 from penstock.queue.tenants.key_store import KeyStore
-from penstock.queue.webhooks.deliveries import DeliveryQueue
-from penstock.queue.webhooks.endpoints import EndpointStore
+from penstock.queue.webhooks.deliveries import DeliveryQueue, EndpointStore
 
 CANCEL_S = 60.0
 """Seconds to wait until all jobs have ended. A running job ends within a step; that of a dead node, after its lease."""

@@ -24,8 +24,8 @@ from redis.asyncio import Redis
 from rich.console import Console
 
 from penstock import Client
+from penstock.cli.top.commands import screen_of
 from penstock.cli.top.reader import Frame, NodeRow, PoolFrame, TopReader
-from penstock.cli.top.screen import screen_of
 from penstock.contract.pool import NodePressure
 from penstock.contract.priority import Priority
 from penstock.queue.broker.connection import connect

@@ -110,10 +110,10 @@ def problems_of(
     return problems
 
 
-async def audited(redis: Redis, pool: str) -> list[str]:
+async def audited(redis: Redis, pool: str, *, num_attempts: int = _SETTLE_ATTEMPTS) -> list[str]:
     """Return the findings of an audit that are still there after the next heartbeats."""
     found: list[str] = []
-    for _ in range(_SETTLE_ATTEMPTS):
+    for _ in range(num_attempts):
         if not (found := [f"audit: {finding}" for finding in await audit(AdminBroker(redis), pool)]):
             break
         await asyncio.sleep(_SETTLE_PAUSE_S)

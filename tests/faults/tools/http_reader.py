@@ -10,7 +10,7 @@ from fakes.processes.reference_engine import reference_prompt_logprobs
 from faults.tools.work import PROMPT, Work
 
 from penstock.contract.job import pool_of
-from penstock.producer.openai.logprobs import prompt_logprobs
+from penstock.producer.openai.json_parts import prompt_logprobs
 
 TIMEOUT_S = 60.0
 JOB_HEADER = "x-penstock-job"

@@ -18,7 +18,7 @@ from penstock.contract.errors import (
     PenstockError,
     UnavailableError,
 )
-from penstock.gateway.anthropic.errors import AnthropicErrors
+from penstock.gateway.anthropic.encoder import AnthropicErrors
 from penstock.gateway.errors import ErrorShapes
 from penstock.gateway.http.middleware import Drain
 

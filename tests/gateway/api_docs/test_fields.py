@@ -33,12 +33,11 @@ from penstock.gateway.api_docs.fields import (
     tables,
     values,
 )
-from penstock.gateway.embeddings.schemas import EmbeddingRequest
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.request.generation import parse
 from penstock.gateway.responses.body import ResponseBody
-from penstock.gateway.tokens.schemas import DetokenizeRequest
+from penstock.gateway.tasks.schemas import DetokenizeRequest, EmbeddingRequest
 from penstock.producer.batch.request import request_of
 from tests.source_tree import ROOT
 

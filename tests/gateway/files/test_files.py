@@ -20,8 +20,7 @@ from fakes.command import run_command
 from penstock.contract.errors import UnavailableError
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
-from penstock.producer.files.settings import FilesSettings
-from penstock.producer.files.storage import Storage
+from penstock.producer.files.storage import FilesSettings, Storage
 from tests.gateway.conftest import EchoEngine, Stack
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
-from penstock.producer.files.settings import FilesSettings
+from penstock.producer.files.storage import FilesSettings
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
 URL = "s3://penstock-test/here"
@@ -158,7 +158,7 @@ def test_the_audit_compares_a_bucket_with_the_records(
     # Young objects may be about to get their records.
     said = run_command("audit", "--redis-url", redis_url).stdout
     assert f"I5 missing: storage files/{lost}" in said and "stray" not in said
-    monkeypatch.setattr("penstock.producer.files.storage_audit.ORPHAN_AGE_S", -1.0)
+    monkeypatch.setattr("penstock.producer.files.service.ORPHAN_AGE_S", -1.0)
     found = run_command("audit", "--redis-url", redis_url)
     assert found.returncode == 1
     for name in (strays[0], "parts/batch_0/"):

@@ -94,7 +94,7 @@ def result_bytes(url: str) -> float:
 def test_slow_reader_of_a_whole_answer_returns_the_memory_of_its_result(
     stack: Stack, shared_engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.gateway.stream.flow.MAX_KEPT_BYTES", 0)
+    monkeypatch.setattr("penstock.gateway.stream.event_stream.MAX_KEPT_BYTES", 0)
     monkeypatch.setattr("penstock.gateway.stream.writer.MIN_BYTES_PER_S", 1 << 20)
     url = stack.start_gateway(send_timeout_s=0.2)
     with stopped_reader(url, stream=False, n=2) as connection:

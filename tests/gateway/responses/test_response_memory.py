@@ -22,7 +22,7 @@ from penstock.gateway.responses.record import (
     decoding_bytes_to_claim,
 )
 from penstock.producer.openai.parsed_text import AnswerFormat
-from penstock.queue.msgpack_codec import pack
+from penstock.queue.wire import pack
 
 MODEL = "acme/echo"
 RECORD_BYTES = 600 << 10
@@ -103,7 +103,7 @@ def test_answers_that_hold_large_records_do_not_wait_for_each_other(
     # Two records take the tenant's share but for some bytes. Results are not kept, so each one claims its memory, too.
     monkeypatch.setattr("penstock.gateway.app.MAX_RESULT_BYTES_HELD_OF_TENANT", 2 * RECORD_BYTES + 1500)
     monkeypatch.setattr("penstock.gateway.app.MAX_RESULT_WAIT_S", 3.0)
-    monkeypatch.setattr("penstock.gateway.stream.flow.MAX_KEPT_BYTES", 0)
+    monkeypatch.setattr("penstock.gateway.stream.event_stream.MAX_KEPT_BYTES", 0)
     url = stack.start_gateway()
     engine.step_s = 0.0005
     with ThreadPoolExecutor(2) as threads:
@@ -149,7 +149,7 @@ def test_items_may_be_named_often_and_share_one_reading(
         items += [{"type": "item_reference", "id": one} for one in (first, second)]
         items.append({"role": "user", "content": "end"})
     # Both records and results fit once.
-    monkeypatch.setattr("penstock.gateway.responses.conversation.MAX_STORED_BYTES", 3000)
+    monkeypatch.setattr("penstock.gateway.responses.create.MAX_STORED_BYTES", 3000)
     api.responses.create(model=MODEL, input=items)
     assert [message["content"] for message in engine.tokenizer.last_chat[0]] == ["one", "two", "end"] * 3
 
@@ -160,7 +160,7 @@ def test_items_that_are_named_often_are_limited_before_they_are_copied(
     url = stack.start_gateway(max_body_bytes=32 << 10)
     named = created(url, input="t" * 200)["output"][0]["id"]
     references = [{"type": "item_reference", "id": named}] * 250
-    monkeypatch.setattr("penstock.gateway.responses.conversation._packed_message", None)
+    monkeypatch.setattr("penstock.gateway.responses.create._packed_message", None)
     answer = httpx.post(f"{url}/v1/responses", json={"model": MODEL, "input": references}, timeout=30)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "conversation_too_large")
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import MAX_METADATA
 from penstock.contract.sampling import StructuredOutputs
-from penstock.gateway.responses.conversation import MAX_CHAIN
+from penstock.gateway.responses.create import MAX_CHAIN
 from penstock.queue import keys
 from penstock.queue.broker.producer import ProducerBroker
 
@@ -293,13 +293,13 @@ def test_items_of_stored_responses_can_be_named(api: Any, engine: Any) -> None:
 
 def test_a_conversation_has_limits(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     response_id = api.responses.create(model=MODEL, input="a").id
-    monkeypatch.setattr("penstock.gateway.responses.conversation.MAX_CHAIN", 3)
+    monkeypatch.setattr("penstock.gateway.responses.create.MAX_CHAIN", 3)
     for _ in range(3):
         response_id = api.responses.create(model=MODEL, input="a", previous_response_id=response_id).id
     with pytest.raises(openai.BadRequestError, match="chain has more than 3 responses"):
         api.responses.create(model=MODEL, input="a", previous_response_id=response_id)
-    monkeypatch.setattr("penstock.gateway.responses.conversation.MAX_CHAIN", MAX_CHAIN)
-    monkeypatch.setattr("penstock.gateway.responses.conversation.MAX_MESSAGES", 8)
+    monkeypatch.setattr("penstock.gateway.responses.create.MAX_CHAIN", MAX_CHAIN)
+    monkeypatch.setattr("penstock.gateway.responses.create.MAX_MESSAGES", 8)
     with pytest.raises(openai.BadRequestError, match="more than 8 messages") as caught:
         api.responses.create(model=MODEL, input="a", previous_response_id=response_id)
     assert caught.value.code == "conversation_too_large"
@@ -310,7 +310,7 @@ def test_what_a_conversation_reads_of_its_earlier_responses_is_limited(
 ) -> None:
     reasoning = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "r" * 2000}]}
     message = {"type": "message", "role": "user", "content": "a"}
-    monkeypatch.setattr("penstock.gateway.responses.conversation.MAX_STORED_BYTES", 8000)
+    monkeypatch.setattr("penstock.gateway.responses.create.MAX_STORED_BYTES", 8000)
     response_id = None
     for _ in range(3):
         response_id = api.responses.create(model=MODEL, input=[reasoning, message], previous_response_id=response_id).id

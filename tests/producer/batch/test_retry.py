@@ -19,11 +19,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from penstock.cli.batch import commands, progress
 from penstock.contract.errors import RequestError
-from penstock.producer.batch import outages
-from penstock.producer.batch.outages import is_outage
+from penstock.producer.batch import storage
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.retry import opened_retry
 from penstock.producer.batch.runner import answer_batch, opened, run_batch
+from penstock.producer.batch.storage import is_outage
 from tests.producer.batch.conftest import Row, chat_row, process, rows_in, write_rows
 
 PENSTOCK = (sys.executable, "-m", "penstock", "batch")
@@ -169,7 +169,7 @@ def test_a_store_that_is_away_is_waited_for(
     served_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(outages, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(progress, "FIRST_LINES_S", 0.01)
     fsspec.register_implementation("away", AwayFileSystem, clobber=True)
     store = fsspec.filesystem("away")

@@ -10,8 +10,7 @@ from fakes.fake_node import POOL, FakeNode
 
 from penstock.contract.errors import ConflictError, NotFoundError, RequestError
 from penstock.contract.job import Priority
-from penstock.contract.job_change import JobChange
-from penstock.contract.job_filter import JobFilter
+from penstock.contract.job_actions import JobChange, JobFilter
 from penstock.producer.client import AsyncClient, Client
 from penstock.queue import keys
 from penstock.queue.broker.steering import LEASE_MS

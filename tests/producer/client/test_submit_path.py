@@ -22,7 +22,7 @@ from penstock.gateway.request.generation import GenerationRequest, RequestConten
 from penstock.gateway.request.jobs import open_jobs
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import pack_prompt_of
-from penstock.queue.broker.shared_calls import SharedCalls
+from penstock.queue.broker.submitting import SharedCalls
 
 MAX_FILES = 9
 """Files with a function that gets the request, or a part of it, in any form."""

@@ -16,7 +16,7 @@ from penstock.contract.output import PrefillProgress, QueuePosition, WaitEstimat
 from penstock.contract.pool import NodePressure
 from penstock.contract.priority import Priority
 from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.waiting import REPEAT_S, WaitWatcher
+from penstock.producer.client.mailbox import REPEAT_S, WaitWatcher
 from penstock.queue import keys
 from penstock.queue.broker.jobs import QueuePositions
 from penstock.queue.chunks import encode_progress

@@ -10,7 +10,7 @@ from penstock.contract.job import JobDef, Priority, SamplingParams
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
-from penstock.queue.broker.dead_letters import DeadLetters
+from penstock.queue.broker.job_lists import DeadLetters
 from penstock.queue.wire import decode_request, encode_request
 
 WEEK_MS = 7 * 24 * 3600 * 1000

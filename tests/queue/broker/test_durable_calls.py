@@ -27,8 +27,7 @@ from penstock.queue.broker import durable_calls
 from penstock.queue.broker.connection import Patience, connect
 from penstock.queue.broker.durable_calls import MAX_ROUNDS
 from penstock.queue.broker.producer import ProducerBroker, Submission, Submitted
-from penstock.runtime.data_folder import ServerVersion
-from penstock.runtime.embedded_redis import find_redis_server
+from penstock.runtime.embedded_redis import ServerVersion, find_redis_server
 
 QUICK_S = 0.4
 """The time-out of a confirmation in these tests."""

@@ -14,7 +14,7 @@ from penstock.contract.job import Priority
 from penstock.queue import keys
 from penstock.queue.broker import admin, scripts
 from penstock.queue.broker.admin import AdminBroker
-from penstock.queue.broker.dead_letters import DeadLetters
+from penstock.queue.broker.job_lists import DeadLetters
 
 
 async def a_full_life(queue: Queue) -> str:

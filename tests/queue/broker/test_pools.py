@@ -11,7 +11,7 @@ from penstock.contract.errors import TooLargeError
 from penstock.queue import keys, wire
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import ServedPool, Submission
-from penstock.queue.msgpack_codec import MAX_BYTES
+from penstock.queue.wire import MAX_BYTES
 
 
 async def test_pool_is_alive_while_one_of_its_nodes_sends_heartbeats(queue: Queue) -> None:

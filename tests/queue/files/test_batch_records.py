@@ -11,8 +11,7 @@ from penstock.contract.errors import BusyError, ConflictError, InvariantError, N
 from penstock.queue import keys
 from penstock.queue.files.batch import BatchLease, BatchSpec, Part, PartCounts, new_batch_id, new_message_batch_id
 from penstock.queue.files.batch_records import BatchRecords, BatchTakenError, CheckedRows
-from penstock.queue.files.file import NewFile, new_file_id
-from penstock.queue.files.file_records import FileLimits, FileRecords
+from penstock.queue.files.file_records import FileLimits, FileRecords, NewFile, new_file_id
 from penstock.queue.files.records_audit import audit_files
 
 F = keys.prefix(keys.FILES)

@@ -6,13 +6,13 @@ import pytest
 from fakes.queue.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
 
 from penstock.contract.errors import NotFoundError
+from penstock.contract.job import ResponseRecord
 from penstock.contract.output import Outcome
-from penstock.contract.response_record import ResponseRecord
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.node import Emission
 from penstock.queue.broker.producer import Submission
-from penstock.queue.broker.shared_calls import MAX_ITEMS
+from penstock.queue.broker.submitting import MAX_SHARED_ITEMS
 
 LARGE = b"x" * 100_000
 
@@ -66,7 +66,7 @@ async def test_only_ended_jobs_of_the_tenant_without_a_stored_response_are_freed
 
 async def test_many_results_of_several_calls_are_freed(queue: Queue) -> None:
     node = await queue.node()
-    ids = [await ended(queue, node) for _ in range(MAX_ITEMS + 5)]
+    ids = [await ended(queue, node) for _ in range(MAX_SHARED_ITEMS + 5)]
     assert await queue.producer.ack(ids, "default") == len(ids)
     assert await stored(queue) == 1120 * len(ids)
     assert await queue.keys("result:*") == await queue.keys("log:*") == set()

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import ConflictError, NotFoundError, RequestError
 from penstock.contract.job import Priority
-from penstock.contract.job_change import JobChange
+from penstock.contract.job_actions import JobChange
 from penstock.contract.tenant import Terms
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit

@@ -18,7 +18,7 @@ from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.node import MAX_FINISH_JOBS, Emission, JobEnd, Taken, UsedTokens
 from penstock.queue.broker.producer import Submission, Submitted
-from penstock.queue.broker.shared_calls import MAX_ITEMS
+from penstock.queue.broker.submitting import MAX_SHARED_ITEMS
 
 DONE = Outcome("succeeded")
 
@@ -63,11 +63,11 @@ async def test_jobs_that_are_submitted_together_share_a_call(queue: Queue) -> No
     node = await queue.node()
     await queue.submit()
     before = await num_calls(queue)
-    jobs = [new_job() for _ in range(MAX_ITEMS + 1)]
+    jobs = [new_job() for _ in range(MAX_SHARED_ITEMS + 1)]
     answers = await submit_together(queue, jobs)
     assert await num_calls(queue) == before + 2
     assert kinds(answers) == ["Submitted"] * len(jobs)
-    assert len((await node.take()).jobs) == MAX_ITEMS
+    assert len((await node.take()).jobs) == MAX_SHARED_ITEMS
     assert await nothing_is_wrong(queue)
 
 

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.job import Priority
-from penstock.contract.job_change import pause_names
+from penstock.contract.job_actions import pause_names
 from penstock.queue.broker.steering import Steering
 
 POLICIES = ("fcfs", "priority", "sjf", "fair")

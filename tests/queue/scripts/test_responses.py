@@ -10,9 +10,8 @@ from fakes.queue.harness import POOL, FakeNode, Queue, chunks_of, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError
-from penstock.contract.job import JobDef
+from penstock.contract.job import NO_RESPONSE, JobDef, ResponseRecord
 from penstock.contract.output import Choice, Outcome, Usage
-from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit

@@ -18,7 +18,7 @@ from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
-from penstock.queue.broker.dead_letters import DeadLetters
+from penstock.queue.broker.job_lists import DeadLetters
 from penstock.queue.broker.node import Emission, Taken
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES, Submission
 from penstock.queue.job_cost import estimate_output_bytes

@@ -9,9 +9,8 @@ import pytest
 from fakes.queue.harness import CONFIG, POOL, RECORD, TENANT, P, Queue, id_minted_at, new_id, new_job
 
 from penstock.contract.errors import BusyError, ConflictError, RequestError, UnavailableError
-from penstock.contract.job import JobDef, Priority, SamplingParams
+from penstock.contract.job import NO_RESPONSE, JobDef, Priority, ResponseRecord, SamplingParams
 from penstock.contract.output import Outcome
-from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.queue import keys
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import Submission

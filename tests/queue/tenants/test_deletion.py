@@ -18,7 +18,7 @@ from penstock.queue.files.file_records import HeldFiles
 from penstock.queue.tenants import deletion
 from penstock.queue.tenants.deletion import Held, TenantBroker
 from penstock.queue.tenants.key_store import KeyStore
-from penstock.queue.webhooks.endpoints import EndpointStore
+from penstock.queue.webhooks.deliveries import EndpointStore
 from tests.queue.scripts.test_stored_bytes import end, result_of
 
 READERS = {

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, `POST /rerank` and `POST /score`, with their answers."""
+"""Routes of tasks, with their answers: `/tokenize`, `/detokenize`, `/v1/embeddings`, `/rerank` and `/score`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,101 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from operator import mul
 
 from pydantic_core import to_json
 from starlette.routing import Route
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.job import pool_of
+from penstock.contract.job import PackedPrompt, pool_of
 from penstock.contract.output import Usage
-from penstock.contract.packed_prompt import PackedPrompt
-from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.stream.answer import Generate
 from penstock.gateway.stream.dialect import AnswerHead, TaskDialect, WholeEncoder
+from penstock.gateway.tasks.schemas import (
+    DetokenizeRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
 from penstock.producer.client.request import Prompt
 from penstock.producer.openai.json_parts import Text, json_parts
-from penstock.queue.msgpack_codec import unpack_all
 from penstock.queue.results import PackedOutput, PackedResult
+from penstock.queue.wire import unpack_all
+
+# vLLM's answers of `/tokenize` and `/detokenize`, rendered in parts.
+
+VALUES_PER_PART = 512
+"""Tokens that are rendered at once, which takes less than 0.1 ms."""
+
+
+class _TaskEncoder(WholeEncoder):
+    """Encodes the output of a request's only job."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        pass
+
+    def head(self) -> bytes:
+        """Return nothing: the output is the whole answer."""
+        return b""
+
+    def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
+        """Yield the parts of the answer."""
+        if result.output is None:
+            raise InvariantError(f"the result of job {result.job_id} has no output")
+        return self._parts(result.output)
+
+    def tail(self, usages: Sequence[Usage | None]) -> bytes:
+        """Return nothing."""
+        return b""
+
+    @abstractmethod
+    def _parts(self, output: PackedOutput) -> Iterator[bytes]:
+        """Yield the parts of the answer."""
+
+
+class TokenizeEncoder(_TaskEncoder):
+    """The answer of `/tokenize`."""
+
+    def _parts(self, output: PackedOutput) -> Iterator[bytes]:
+        yield b'{"count":%d,"max_model_len":%d,"tokens":' % (output.num_tokens, output.max_model_len)
+        yield from _list_parts(output.token_ids())
+        yield b',"token_strs":'
+        if output.has_strs:
+            yield from _list_parts(output.token_strs())
+        else:
+            yield b"null"
+        yield b"}"
+
+
+class DetokenizeEncoder(_TaskEncoder):
+    """The answer of `/detokenize`."""
+
+    def _parts(self, output: PackedOutput) -> Iterator[bytes]:
+        return json_parts({"prompt": Text(output.text_parts)})
+
+
+def _list_parts(values: Iterator[int] | Iterator[str]) -> Iterator[bytes]:
+    """Yield a JSON array in parts."""
+    yield b"["
+    is_first = True
+    while batch := list(islice(values, VALUES_PER_PART)):
+        yield (b"" if is_first else b",") + to_json(batch)[1:-1]
+        is_first = False
+    yield b"]"
+
+
+# `POST /tokenize` and `POST /detokenize`.
+
+_TOKENIZED = object_of(
+    count=NUMBER, max_model_len=NUMBER, tokens=list_of(NUMBER), token_strs={"anyOf": [list_of(TEXT), {"type": "null"}]}
+)
+_TOKENIZE = RouteDoc("Return the tokens of a text or a chat.", _TOKENIZED)
+_DETOKENIZE = RouteDoc("Return the text of tokens, special tokens included.", object_of(prompt=TEXT))
+
 
 # Answers of `/v1/embeddings`, `/rerank` and `/score`, rendered in parts.
 
@@ -75,7 +152,7 @@ class EmbeddingEncoder(_Encoder):
         if self._head.options["base64"]:
             yield b'"%b"' % base64.b64encode(output.vector)
         else:
-            yield from _list_parts(output.floats())
+            yield from _numbers(output.floats())
         yield b"}"
 
 
@@ -161,7 +238,7 @@ def _text_of(prompt: Prompt) -> str:
     return str(text)
 
 
-def _list_parts(values: array[float]) -> Iterator[bytes]:
+def _numbers(values: array[float]) -> Iterator[bytes]:
     """Yield a JSON array of numbers in parts. Nine digits identify a float32."""
     for start in range(0, len(values), NUMBERS_PER_PART):
         part = b",".join([b"%.9g" % value for value in values[start : start + NUMBERS_PER_PART]])
@@ -192,16 +269,23 @@ _SCORE_DOC = RouteDoc(
 )
 
 
+# The routes.
+
+
 def _routes(services: Services) -> list[Route]:
     reader, answers = services.reader, services.answers
+    tokenize = Generate(TokenizeRequest, TaskDialect(TokenizeEncoder), reader, answers, _TOKENIZE)
+    detokenize = Generate(DetokenizeRequest, TaskDialect(DetokenizeEncoder), reader, answers, _DETOKENIZE)
     embeddings = Generate(EmbeddingRequest, TaskDialect(EmbeddingEncoder), reader, answers, _EMBEDDINGS_DOC)
     rerank = Generate(RerankRequest, TaskDialect(RerankEncoder, shows_prompts=True), reader, answers, _RERANK_DOC)
     score = Generate(ScoreRequest, TaskDialect(ScoreEncoder), reader, answers, _SCORE_DOC)
     return [
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         *(Route(path, rerank, methods=["POST"]) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         *(Route(path, score, methods=["POST"]) for path in ("/score", "/v1/score")),
     ]
 
 
-EMBEDDINGS = HttpDialect(_routes, bodies=(EmbeddingRequest, RerankRequest, ScoreRequest))
+TASKS = HttpDialect(_routes, bodies=(TokenizeRequest, DetokenizeRequest, EmbeddingRequest, RerankRequest, ScoreRequest))
