@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.checkpoint.json_object import read_object
-from penstock.gpu_node.model.checkpoint.shards import shards_of
+from penstock.gpu_node.model.checkpoint.json_object import read_object, shards_of
 
 _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
 _FOLDERS = ["*/*"]

@@ -21,9 +21,9 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.dummy import RandomWeights
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, GgufTensor
+from penstock.gpu_node.model.checkpoint.json_object import INDEX, shards_of
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
-from penstock.gpu_node.model.checkpoint.shards import INDEX, shards_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 
 _SAFETENSORS_KINDS = {
