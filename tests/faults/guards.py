@@ -51,7 +51,7 @@ MUTANTS = (
         "if true then",
         "declare_dead.py",
     ),
-    Mutant("loss counting", "sweep", "elseif not string.find(nodes, entry, 1, true) then", "else", "sweep.py"),
+    Mutant("loss counting", "queue", "elseif not string.find(nodes, entry, 1, true) then", "else", "sweep.py"),
     Mutant("reservation expiry", "take", " and tonumber(till) > now then", " then", "capacity.py"),
     Mutant("virtual time entry", "queue", "math.max(debt, now), job.tenant", "debt, job.tenant", "policy.py"),
     Mutant("idempotency body", "submit", "known.body ~= job.body or ", "", "submit.py"),

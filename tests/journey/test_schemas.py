@@ -62,7 +62,7 @@ def url(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def ask(url: str, **options: Any) -> httpx.Response:
     body = {"model": "tiny", "prompt": "the gate", "max_tokens": 200, "temperature": 1, "seed": 3} | options
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=200)
 
 
 def wants(schema: Any) -> dict[str, Any]:

@@ -381,8 +381,9 @@ def test_the_worker_runs_many_tasks_in_one_process() -> None:
 def test_both_profiles_run_the_same_node() -> None:
     gpu, cpu = SERVICES["gpu_node"], SERVICES["gpu_node-cpu"]
     assert (gpu["profiles"], cpu["profiles"]) == (["gpu"], ["cpu"])
-    for same in ("command", "environment", "volumes", "healthcheck"):
+    for same in ("environment", "volumes", "healthcheck"):
         assert gpu[same] == cpu[same]
+    assert gpu["command"] == [*cpu["command"], "--replicas", "auto"]
     assert "nvidia" in str(gpu["deploy"])
     assert "deploy" not in cpu
 
