@@ -50,10 +50,21 @@ def engine(make_engine: Callable[..., Engine]) -> Iterator[Engine]:
     assert _children() == []
 
 
+_of_other_tests: set[int] = set()
+"""Guards that tests of other modules have started in this process, and still use."""
+
+
+@pytest.fixture(autouse=True)
+def _know_guards_of_other_tests() -> None:
+    _of_other_tests.clear()
+    _of_other_tests.update(_children())
+
+
 def _children() -> list[int]:
-    """The guards of ranks that this process has started and not waited for."""
+    """The guards of ranks that this process has started in this test and not waited for."""
     pids = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
-    return [int(pid) for pid in pids if b"process_guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    guards = [int(pid) for pid in pids if b"process_guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in guards if pid not in _of_other_tests]
 
 
 def _runner(engine: Engine) -> NativeRunner:
