@@ -7,26 +7,16 @@ its first weights before the kernel ahead ends (`dependent`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
-from penstock.kernels.triton.launches import architecture, padded
+from penstock.kernels.triton.launches import MANY_OUTPUTS, Tiles, architecture, padded
 
 MOST_ROWS = 64
 """More rows are the library's."""
-
-
-class _Tiles(NamedTuple):
-    ROWS: int
-    OUTPUTS: int
-    COLUMNS: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit
@@ -104,7 +94,7 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     options = {"BIASED": bias is not None, **dependent_launch(x.device)}
     if num_rows == 1:
-        outputs, columns = (2, 2048) if num_outputs >= _MANY_OUTPUTS else (8, 512)
+        outputs, columns = (2, 2048) if num_outputs >= MANY_OUTPUTS else (8, 512)
         row = out, x, weight, bias, num_outputs, num_columns
         grid = (triton.cdiv(num_outputs, outputs),)
         _multiply_row[grid](*row, OUTPUTS=outputs, COLUMNS=columns, num_warps=4, **options)
@@ -116,15 +106,11 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-_MANY_OUTPUTS = 8192
-"""A matrix with so many rows has a tile of 64 of them for each multiprocessor."""
-
-
-def _few_tiles(rows: int, num_outputs: int) -> tuple[_Tiles, bool]:
+def _few_tiles(rows: int, num_outputs: int) -> tuple[Tiles, bool]:
     """Return the tiles for so many padded rows, and whether they are turned; measured on an H100."""
-    if num_outputs >= _MANY_OUTPUTS:
-        return (_Tiles(rows, 64, 128, 4, 4), True) if rows <= 16 else (_Tiles(rows, 128, 64, 4, 5), True)
+    if num_outputs >= MANY_OUTPUTS:
+        return (Tiles(rows, 64, 128, 4, 4), True) if rows <= 16 else (Tiles(rows, 128, 64, 4, 5), True)
     if rows <= 16:
-        return _Tiles(rows, 32, 128, 4, 5), False
+        return Tiles(rows, 32, 128, 4, 5), False
     # More tiles of 32 outputs than multiprocessors would leave many idle in the last round.
-    return (_Tiles(rows, 32, 256, 4, 4), False) if num_outputs <= 4224 else (_Tiles(rows, 64, 128, 4, 4), True)
+    return (Tiles(rows, 32, 256, 4, 4), False) if num_outputs <= 4224 else (Tiles(rows, 64, 128, 4, 4), True)

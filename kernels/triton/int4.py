@@ -22,7 +22,6 @@ _WIDENED_BYTES = 32 << 20
 """Of a piece of a matrix that is widened to 16 bits: it stays in the L2 cache until the library reads it."""
 _OFFSETS = {torch.bfloat16: 128.0, torch.float16: 1024.0}
 """The power of two whose mantissa holds a nibble in its last bits."""
-_RUN = 512
 
 
 def pair_scales(scales: Tensor, minima: Tensor) -> Tensor:
@@ -187,7 +186,7 @@ def multiply_int4(x: Tensor, packed: Tensor, pairs: Tensor) -> Tensor:
 def _multiply_parts(out: Tensor, x: Tensor, packed: Tensor, pairs: Tensor) -> None:
     """Sums are split into parts, so that there are many programs, and added in order."""
     (num_rows, num_columns), num_outputs = x.shape, len(packed)
-    num_groups, outputs, groups, dependent = num_columns // GROUP, 64, 4, dependent_launch(x.device)
+    num_groups, outputs, groups = num_columns // GROUP, 64, 4
     tiles = triton.cdiv(num_outputs, outputs)
     programs = 1024 if num_rows <= 16 else 512
     span = triton.cdiv(triton.cdiv(num_groups, triton.cdiv(programs, tiles)), groups) * groups
@@ -201,11 +200,9 @@ def _multiply_parts(out: Tensor, x: Tensor, packed: Tensor, pairs: Tensor) -> No
         GROUPS=groups,
         num_warps=4,
         num_stages=4 if x.dtype.itemsize == 2 else 2,
-        **dependent,
+        **dependent_launch(x.device),
     )
-    add_parts[(num_rows, triton.cdiv(num_outputs, _RUN))](
-        *(out, sums, None, num_rows, num_outputs), PARTS=num_parts, RUN=_RUN, BIASED=False, **dependent
-    )
+    add_parts(out, sums, None)
 
 
 def _multiply_widened(out: Tensor, x: Tensor, packed: Tensor, pairs: Tensor) -> None:

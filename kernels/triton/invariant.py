@@ -58,7 +58,7 @@ def _multiply_part(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def add_parts(
+def _add_parts(
     out, parts, bias, num_rows, num_outputs,
     PARTS: tl.constexpr, RUN: tl.constexpr, BIASED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -91,15 +91,28 @@ def multiply_invariant(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 def _multiply_piece(out: Tensor, parts: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, span: int) -> None:
     """parts: memory for the sums of at least as many rows."""
     (num_rows, num_columns), num_outputs, num_parts = x.shape, len(weight), len(parts)
-    dependent = dependent_launch(x.device)
     _multiply_part[(triton.cdiv(num_rows, _ROWS), triton.cdiv(num_outputs, _OUTPUTS), num_parts)](
         *(parts, x, weight, num_rows, num_outputs, num_columns, span),
         ROWS=_ROWS,
         OUTPUTS=_OUTPUTS,
         COLUMNS=64 if x.dtype.itemsize <= 2 else 32,
         num_stages=3,
-        **dependent,
+        **dependent_launch(x.device),
     )
-    add_parts[(num_rows, triton.cdiv(num_outputs, _RUN))](
-        *(out, parts, bias, num_rows, num_outputs), PARTS=num_parts, RUN=_RUN, BIASED=bias is not None, **dependent
+    add_parts(out, parts, bias)
+
+
+def add_parts(out: Tensor, parts: Tensor, bias: Tensor | None) -> None:
+    """Write the sum of parts, in order, and of a bias to out.
+
+    out: [rows, outputs]; parts: memory in float32 that begins with the sums of each part, [num_parts, rows, outputs];
+    bias: [outputs].
+    """
+    num_rows, num_outputs = out.shape
+    _add_parts[(num_rows, triton.cdiv(num_outputs, _RUN))](
+        *(out, parts, bias, num_rows, num_outputs),
+        PARTS=len(parts),
+        RUN=_RUN,
+        BIASED=bias is not None,
+        **dependent_launch(out.device),
     )

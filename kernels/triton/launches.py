@@ -11,6 +11,20 @@ import torch
 import triton
 
 
+class Tiles(NamedTuple):
+    """How a product is tiled, as its kernel and Triton name the options."""
+
+    ROWS: int
+    OUTPUTS: int
+    COLUMNS: int
+    num_warps: int
+    num_stages: int
+
+
+MANY_OUTPUTS = 8192
+"""A matrix with so many rows has a tile of 64 of them for each multiprocessor."""
+
+
 class Launch(NamedTuple):
     """How the work of a kernel is tiled and scheduled."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -11,26 +9,16 @@ from torch import Tensor
 
 from penstock.kernels.paged_cache import QUANTIZED_MAX
 from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
-from penstock.kernels.triton.launches import architecture, padded
+from penstock.kernels.triton.launches import MANY_OUTPUTS, Tiles, architecture, padded
 from penstock.kernels.triton.quantizing import QuantizedRows, store_quantized, warps_for
 
 FEW_ROWS = 16
 """Products with up to this many rows are limited by the bytes of the weights."""
 MEDIUM_ROWS = 64
 """Products with up to this many rows use medium tiles, those with more rows large tiles."""
-_MANY_OUTPUTS = 8192
-"""A matrix with so many rows has a tile of 64 of them for each multiprocessor."""
 
 
-class _Tiles(NamedTuple):
-    ROWS: int
-    OUTPUTS: int
-    COLUMNS: int
-    num_warps: int
-    num_stages: int
-
-
-_FEW_BYTES = _Tiles(16, 32, 256, 4, 5)
+_FEW_BYTES = Tiles(16, 32, 256, 4, 5)
 """Tiles of int8 and float8 with few rows: a program per 32 outputs fills a GPU, with 32 KiB of weights on their way."""
 _COLUMNS_OF_BYTES = 128
 """Columns of large tiles of int8 and float8."""
@@ -39,15 +27,15 @@ IMPRECISE = tl.constexpr(128)
 does it (arXiv:2412.19437, section 3.3.2)."""
 
 
-def _tiles_of_bytes(num_rows: int, num_outputs: int) -> _Tiles:
+def _tiles_of_bytes(num_rows: int, num_outputs: int) -> Tiles:
     """Return the tiles of int8 and float8, measured on an H100: few outputs want many programs."""
     if num_rows <= FEW_ROWS:
         return _FEW_BYTES
     if num_rows <= MEDIUM_ROWS:
-        return _Tiles(padded(num_rows), 64 if num_outputs >= _MANY_OUTPUTS else 32, 256, 4, 3)
-    if num_rows <= 2 * MEDIUM_ROWS and num_outputs < _MANY_OUTPUTS:
-        return _Tiles(128, 32, 256, 4, 4)
-    return _Tiles(128, 128, _COLUMNS_OF_BYTES, 8, 3)
+        return Tiles(padded(num_rows), 64 if num_outputs >= MANY_OUTPUTS else 32, 256, 4, 3)
+    if num_rows <= 2 * MEDIUM_ROWS and num_outputs < MANY_OUTPUTS:
+        return Tiles(128, 32, 256, 4, 4)
+    return Tiles(128, 128, _COLUMNS_OF_BYTES, 8, 3)
 
 
 @triton.jit
@@ -133,5 +121,5 @@ def multiply_by_library(
     return torch._scaled_mm(q, weight.t(), q_scales[:, None], weight_scales[None, :], out_dtype=dtype)
 
 
-def _grid(tiles: _Tiles, num_rows: int, num_outputs: int) -> tuple[int, int]:
+def _grid(tiles: Tiles, num_rows: int, num_outputs: int) -> tuple[int, int]:
     return triton.cdiv(num_rows, tiles.ROWS), triton.cdiv(num_outputs, tiles.OUTPUTS)
