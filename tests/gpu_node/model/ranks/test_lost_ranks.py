@@ -62,9 +62,18 @@ def _know_guards_of_other_tests() -> None:
 
 def _children() -> list[int]:
     """The guards of ranks that this process has started in this test and not waited for."""
-    pids = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
-    guards = [int(pid) for pid in pids if b"process_guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    files = [task / "children" for task in Path("/proc/self/task").iterdir()]
+    pids = [pid for file in files for pid in _read(file).split()]
+    guards = [int(pid) for pid in pids if b"process_guard" in _read(Path(f"/proc/{pid}/cmdline"))]
     return [pid for pid in guards if pid not in _of_other_tests]
+
+
+def _read(file: Path) -> bytes:
+    """What is in a file of /proc; nothing if its thread or process has just ended."""
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def _runner(engine: Engine) -> NativeRunner:
