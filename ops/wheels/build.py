@@ -27,6 +27,12 @@ TARGET = f"x86_64-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
 """Zig's name of the machine; the wheel's tag says the same (ops/wheels/kernels/setup.py)."""
 ISAS = ("avx512", "avx2")
 _COMPILER = """#!/bin/sh
+# Zig writes the names of processors with underscores.
+for word; do
+    case $word in -march=x86-64-v*) word=-march=x86_64_v${{word##*v}};; esac
+    set -- "$@" "$word"
+    shift
+done
 exec '{python}' -m ziglang c++ -target {target} "$@"
 """
 _COMPILE = """
