@@ -33,7 +33,9 @@ for word; do
     set -- "$@" "$word"
     shift
 done
-exec '{python}' -m ziglang c++ -target {target} "$@"
+# With its usual limit, clang unrolls the loops over accumulators too late to keep them in registers: in 4-bit formats,
+# steps of many sequences would take half as long again.
+exec '{python}' -m ziglang c++ -target {target} -mllvm -unroll-threshold=5000 "$@"
 """
 _COMPILE = """
 import sys
