@@ -249,6 +249,11 @@ class Engine:
     def _has_lost_ranks(self) -> bool:
         return self._ranked is not None and self._ranked.is_lost
 
+    @property
+    def lost_ranks(self) -> str:
+        """Why no step can run until the ranks are started again; empty while all live. Any thread may read it."""
+        return "" if self._ranked is None else self._ranked.ranks.lost
+
     def wait(self) -> None:
         """Block until `step` would not wait. The step that it then submits includes requests added meanwhile."""
         self._in_flight.wait()

@@ -26,6 +26,7 @@ from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import StepHandle, StepPlan
 from penstock.gpu_node.model.ranks import group as ranks_group
 from penstock.gpu_node.model.ranks.control import GroupMemory
+from penstock.gpu_node.model.ranks.processes import RankProcess
 
 PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 23 + i)] for i in range(4)]
 PARAMS = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=3, n=2, logprobs=2)
@@ -201,6 +202,36 @@ def test_a_rank_that_does_not_arrive_is_named(
     with pytest.raises(ConfigError, match="rank 1 has not started within 0"):
         make_engine(**RANKS)
     assert _children() == []
+
+
+def test_a_rank_that_is_stopped_at_its_start_is_named(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*args: Any) -> RankProcess:
+        started = RankProcess(*args)
+        guard = started._guard.pid
+        while not (children := _read(Path(f"/proc/{guard}/task/{guard}/children")).split()):
+            time.sleep(0.001)
+        os.kill(int(children[0]), signal.SIGSTOP)
+        return started
+
+    monkeypatch.setattr(native_ranks, "RankProcess", start)
+    with pytest.raises(ConfigError, match="rank 1 cannot start: a signal has stopped it for 0"):
+        make_engine(**RANKS)
+    assert _children() == []
+
+
+def test_an_engine_says_why_it_waits_for_its_ranks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str]()
+    compare = ranks_group._compare
+    monkeypatch.setattr(ranks_group, "_compare", lambda *args: seen.append(engine.lost_ranks) or compare(*args))
+    assert engine.lost_ranks == ""
+    os.kill(_runner(engine).rank_pids[0], signal.SIGKILL)
+    while not engine.has_work():
+        time.sleep(0.01)
+    assert engine.lost_ranks == "rank 1 ended"
+    assert engine.step() == []
+    assert (seen, engine.lost_ranks) == (["rank 1 ended"], "")
 
 
 def test_a_rank_that_ends_at_its_start_is_named(
