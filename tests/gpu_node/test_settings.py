@@ -121,7 +121,7 @@ async def test_a_node_takes_the_config_of_a_live_pool_for_all_that_is_not_set(re
         unset = await of_pool(NodeSettings.load(**given))
         await node.broker.join(unset.pool_config, node.record)
         await node.redis.zadd(keys.nodes("fake"), {node.node_id: 0})
-        # Nobody lives who would mind.
+        # No node lives.
         assert await of_pool(own) == own
 
 

@@ -64,8 +64,8 @@ def _know_guards_of_other_tests() -> None:
 def _children() -> list[int]:
     """The guards of ranks that this process has started in this test and not waited for."""
     files = [task / "children" for task in Path("/proc/self/task").iterdir()]
-    pids = [pid for file in files for pid in _read(file).split()]
-    guards = [int(pid) for pid in pids if b"process_guard" in _read(Path(f"/proc/{pid}/cmdline"))]
+    pids = [int(pid) for file in files for pid in _read(file).split()]
+    guards = [pid for pid in pids if b"process_guard" in _read(Path(f"/proc/{pid}/cmdline"))]
     return [pid for pid in guards if pid not in _of_other_tests]
 
 
@@ -224,7 +224,12 @@ def test_a_rank_that_is_stopped_at_its_start_is_named(
 def test_an_engine_says_why_it_waits_for_its_ranks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[str]()
     compare = ranks_group._compare
-    monkeypatch.setattr(ranks_group, "_compare", lambda *args: seen.append(engine.lost_ranks) or compare(*args))
+
+    def comparing(*facts: Any) -> None:
+        seen.append(engine.lost_ranks)
+        compare(*facts)
+
+    monkeypatch.setattr(ranks_group, "_compare", comparing)
     assert engine.lost_ranks == ""
     os.kill(_runner(engine).rank_pids[0], signal.SIGKILL)
     while not engine.has_work():
