@@ -89,7 +89,7 @@ def support_bundle(
 
     Examples:
         penstock support-bundle
-        penstock support-bundle --log /var/log/penstock/node.log --metrics http://gpu-1:9100/metrics
+        penstock support-bundle --log node.log --metrics http://gpu-1:9100/metrics
     """
     for path in log or ():
         if not path.is_file():
