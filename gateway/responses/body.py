@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_METADATA, Metadata, QueueFields
-from penstock.contract.logprobs import MAX_LOGPROBS
+from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
 from penstock.contract.sampling import COMPACT, RESPONSES, Endpoint, SamplingParams
 from penstock.contract.tools import MAX_TOOLS, closed

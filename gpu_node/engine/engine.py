@@ -10,8 +10,7 @@ from typing import Any, Unpack, cast
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Usage
+from penstock.contract.output import TokenLogprobs, Usage
 from penstock.contract.tasks import Embed, Embedding, Pooling
 from penstock.gpu_node.engine.config import EngineConfig, ModelOrConfig
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root

@@ -9,8 +9,16 @@ from typing import NamedTuple
 
 from penstock.contract.errors import InvariantError, PenstockError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, SamplingParams
-from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, PrefillProgress, Usage
+from penstock.contract.output import (
+    PROMPT_TOKENS_PER_CHUNK,
+    Choice,
+    Chunk,
+    FinishReason,
+    Outcome,
+    PrefillProgress,
+    TokenLogprobs,
+    Usage,
+)
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.jobs.drain import JobWork
 from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobTrace

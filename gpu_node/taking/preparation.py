@@ -15,8 +15,7 @@ from weakref import WeakValueDictionary
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
 from penstock.contract.job import Message, created_at, lowered_max_tokens, seed_of
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Chunk, Outcome
+from penstock.contract.output import Chunk, Outcome, TokenLogprobs
 from penstock.contract.tasks import MAX_OUTPUT_BYTES, MAX_TASK_TOKENS, Detokenize, Embed, Tokenize
 from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice

@@ -25,8 +25,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.named import WRONG_MEMBER, CheckedInput, Named
+from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.tools import WantedCalls, json_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, PrefillProgress, Usage, state_of
+from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, PrefillProgress, TokenLogprobs, Usage, state_of
 from penstock.queue import wire
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.wire import Pack, WireError, array_header, checked_map, pack, unpack_all, with_members

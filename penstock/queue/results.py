@@ -10,8 +10,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgpack
 
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, FinishReason, Outcome, Result, Usage
+from penstock.contract.output import Choice, FinishReason, Outcome, Result, TokenLogprobs, Usage
 from penstock.contract.tasks import Detokenized, Embedding, TaskOutput, Tokenized
 from penstock.queue import chunks
 from penstock.queue.chunks import RowParts, rows_of

@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES, MAX_METADATA, MAX_TOKENS_LIMIT, Metadata, TokenId
-from penstock.contract.logprobs import MAX_LOGPROBS
+from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import problem_of
 from penstock.contract.sampling import MAX_ALTERNATIVES, OPENAI, SamplingParams

@@ -14,8 +14,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from penstock.contract.job import SamplingParams, lowered_max_tokens
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, FinishReason, Result, Usage, WaitUpdate, members_of
+from penstock.contract.output import Choice, FinishReason, Result, TokenLogprobs, Usage, WaitUpdate, members_of
 from penstock.producer.openai.json_parts import (
     CompletionTokens,
     PromptEcho,

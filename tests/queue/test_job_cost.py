@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Message, SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import UNKNOWN_WAIT, Chunk
+from penstock.contract.output import UNKNOWN_WAIT, Chunk, TokenLogprobs
 from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import Embed
 from penstock.contract.tools import ToolCall

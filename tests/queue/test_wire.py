@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Message, PackedPrompt, SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Chunk, Outcome, Result, Usage
+from penstock.contract.output import Choice, Chunk, Outcome, Result, TokenLogprobs, Usage
 from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tasks import Detokenize, Detokenized, Embed, Embedding, Task, Tokenize, Tokenized

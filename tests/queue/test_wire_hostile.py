@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from penstock.contract.errors import UnsupportedKindError
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Chunk, Outcome, PrefillProgress, Usage
+from penstock.contract.output import Choice, Chunk, Outcome, PrefillProgress, TokenLogprobs, Usage
 from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import Tokenize
 from penstock.queue import results, wire

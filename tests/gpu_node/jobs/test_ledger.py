@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.contract.output import Chunk, Outcome, Usage
+from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, Chunk, Outcome, TokenLogprobs, Usage
 from penstock.contract.priority import NUM_LEVELS
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.jobs.held_job import HeldJob

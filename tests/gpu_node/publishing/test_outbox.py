@@ -12,8 +12,7 @@ from fakes.processes.reference_engine import ReferenceEngine
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.contract.output import Outcome, Usage
+from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, Outcome, TokenLogprobs, Usage
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob

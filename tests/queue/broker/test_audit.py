@@ -12,8 +12,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, NotFoundError
 from penstock.contract.job import Priority
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Chunk, Outcome, Usage
+from penstock.contract.output import Choice, Chunk, Outcome, TokenLogprobs, Usage
 from penstock.contract.pool import NodePressure
 from penstock.queue import keys, results, wire
 from penstock.queue.broker.admin import AdminBroker, JobHistory, Sum
