@@ -168,8 +168,7 @@ def _request_of(raw: bytes) -> tuple[dict[str, Any], dict[str, Any] | PenstockEr
     from pydantic_core import from_json
 
     from penstock.contract.job import QueueOptions, SamplingParams
-    from penstock.contract.named import UNKNOWN_FIELD
-    from penstock.contract.problems import MAX_NAME_CHARS
+    from penstock.contract.named import MAX_NAME_CHARS, UNKNOWN_FIELD
     from penstock.producer.batch.request import request_of_line
 
     try:

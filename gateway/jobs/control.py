@@ -11,9 +11,8 @@ from pydantic import Field, StringConstraints, ValidationError
 
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job_actions import MAX_POOL_CHARS, ActionName, JobChange, JobFilter, checked_class
-from penstock.contract.named import NAME_PATTERN
+from penstock.contract.named import NAME_PATTERN, request_error
 from penstock.contract.priority import ClassName, allowed_class
-from penstock.contract.problems import request_error
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.jobs.answers import links_of
 from penstock.gateway.request.reading import RequestReader, caller_of

@@ -21,9 +21,16 @@ from penstock.contract.job import (
     ResponseRecord,
     SamplingParams,
 )
-from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER, IgnoredFields
+from penstock.contract.named import (
+    MAX_NAME_CHARS,
+    UNKNOWN_FIELD,
+    WRONG_MEMBER,
+    IgnoredFields,
+    put_under,
+    rename,
+    request_error,
+)
 from penstock.contract.priority import ClassName
-from penstock.contract.problems import MAX_NAME_CHARS, put_under, rename, request_error
 from penstock.contract.sampling import Endpoint
 from penstock.contract.tasks import Task
 from penstock.contract.tenant import UNLIMITED, Terms

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import PackedPrompt, SamplingParams, SubmitOptions
+from penstock.contract.named import rename
 from penstock.contract.pool import PoolRecord
-from penstock.contract.problems import rename
 from penstock.contract.sampling import MAX_TOKENS_LIMIT
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.contract.tenant import NO_LIMIT, Terms

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from starlette.routing import Route
 
 from penstock.contract.errors import ForbiddenError, RequestError
-from penstock.contract.problems import request_error
+from penstock.contract.named import request_error
 from penstock.contract.tenant import ANONYMOUS
 from penstock.contract.webhook import (
     EVENT_ID_PATTERN,

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, FailFast, Field, field_validator, model_va
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES, MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS, Metadata
-from penstock.contract.problems import MAX_NAME_CHARS
+from penstock.contract.named import MAX_NAME_CHARS
 from penstock.contract.sampling import MAX_TOKENS_LIMIT, MESSAGES, SamplingParams
 from penstock.contract.tools import MAX_TOOLS, FunctionName, ToolChoice, closed
 from penstock.producer.anthropic.conversation import (

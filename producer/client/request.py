@@ -29,9 +29,9 @@ from penstock.contract.job import (
     SubmitOptions,
     pool_of,
 )
+from penstock.contract.named import problem_of, request_error
 from penstock.contract.pool import PoolRecord
 from penstock.contract.priority import default_class
-from penstock.contract.problems import problem_of, request_error
 from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed
 from penstock.contract.tools import (

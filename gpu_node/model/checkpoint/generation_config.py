@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import SamplingParams
-from penstock.contract.problems import problem_of
+from penstock.contract.named import problem_of
 
 log = logging.getLogger(__package__)
 
