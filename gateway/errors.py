@@ -25,7 +25,7 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
-from penstock.contract.named import MAX_NAME_CHARS
+from penstock.contract.fields import MAX_NAME_CHARS
 from penstock.contract.output import WaitEstimate
 
 ID_HEADER = "X-Request-Id"

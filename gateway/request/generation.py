@@ -12,6 +12,18 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError, to_json
 
 from penstock.contract.errors import PenstockError, RequestError
+from penstock.contract.fields import (
+    MAX_NAME_CHARS,
+    UNKNOWN_FIELD,
+    WRONG_MEMBER,
+    Endpoint,
+    IgnoredFields,
+    Wire,
+    given_options,
+    put_under,
+    rename,
+    request_error,
+)
 from penstock.contract.job import (
     RETURN_PROGRESS,
     JobKey,
@@ -21,21 +33,10 @@ from penstock.contract.job import (
     ResponseRecord,
     SamplingParams,
 )
-from penstock.contract.named import (
-    MAX_NAME_CHARS,
-    UNKNOWN_FIELD,
-    WRONG_MEMBER,
-    IgnoredFields,
-    put_under,
-    rename,
-    request_error,
-)
 from penstock.contract.priority import ClassName
-from penstock.contract.sampling import Endpoint
 from penstock.contract.tasks import Task
 from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.producer.client.request import Prompt, pack_prompt_of
-from penstock.producer.openai.fields import Wire, given_options
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 MAX_CHOICES_OF_REQUEST = 256

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from penstock.contract.errors import PenstockError, RequestError
+from penstock.contract.fields import rename
 from penstock.contract.job import PackedPrompt, SamplingParams, SubmitOptions
-from penstock.contract.named import rename
 from penstock.contract.pool import PoolRecord
 from penstock.contract.sampling import MAX_TOKENS_LIMIT
 from penstock.contract.tasks import Tokenize, Tokenized

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
+from penstock.contract.fields import problem_of, request_error
 from penstock.contract.job import (
     MAX_DEADLINE_S,
     MAX_READER_GRACE_S,
@@ -29,7 +30,6 @@ from penstock.contract.job import (
     SubmitOptions,
     pool_of,
 )
-from penstock.contract.named import problem_of, request_error
 from penstock.contract.pool import PoolRecord
 from penstock.contract.priority import default_class
 from penstock.contract.sampling import StructuredOutputs

@@ -8,8 +8,8 @@ from typing import Any, TypedDict, TypeVar, cast
 from pydantic import ValidationError
 
 from penstock.contract.errors import InvariantError
+from penstock.contract.fields import request_error
 from penstock.contract.job import SubmitOptions
-from penstock.contract.named import request_error
 from penstock.contract.output import Result
 from penstock.contract.priority import Priority
 from penstock.contract.tasks import Detokenize, Embed, Pooling, Task, TaskOutput, Tokenize

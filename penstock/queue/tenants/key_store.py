@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from penstock.contract.errors import ConflictError, NotFoundError, RequestError
-from penstock.contract.named import request_error
+from penstock.contract.fields import request_error
 from penstock.contract.priority import ClassName
 from penstock.contract.tenant import ANONYMOUS, ApiKey, Terms, mint
 from penstock.queue import keys
