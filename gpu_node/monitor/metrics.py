@@ -18,7 +18,7 @@ from penstock.gpu_node.gpu_driver import GpuDriver, GpuLoad
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.times import JobMetrics, NodeCounts, SendCounts
 from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram, vllm_metrics
-from penstock.gpu_node.publishing.pace import Pace
+from penstock.gpu_node.publishing.sending import Pace
 from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime.loop_watch import LoopWatch, loop_metrics
 
