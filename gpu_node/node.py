@@ -35,7 +35,6 @@ from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.taking.inbox import Bell, JobInbox, listen
 from penstock.gpu_node.taking.load_shedder import LoadShedder
 from penstock.gpu_node.taking.preparation import JobPreparation
-from penstock.gpu_node.threads import Threads
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect, warn_of_eviction, with_retries
 from penstock.queue.broker.jobs import past_leases_of
@@ -43,7 +42,7 @@ from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
 from penstock.queue.policy import LEAST_URGENT
 from penstock.runtime import crash_points
-from penstock.runtime.event_loop import cancel_until_done
+from penstock.runtime.event_loop import Threads, cancel_until_done
 from penstock.runtime.tracing.setup import tracing_of
 
 log = logging.getLogger(__package__)
