@@ -26,7 +26,7 @@ BY_TENANT = {
     "gpu_node.engine.kv_cache.eviction:_used_at": "tenant; no text of a request",
     "gpu_node.engine.kv_cache.eviction:_weights": "tenant; no text of a request",
     "gpu_node.engine.kv_cache.manager:_index": "hashes that chain from salted_root(tenant, cache_salt, adapter)",
-    "gpu_node.engine.policy.length_predictor:_windows": "(tenant, classes of lengths); '' is the sum over all tenants",
+    "queue.job_cost:_windows": "(tenant, classes of lengths); '' is the sum over all tenants",
     "gpu_node.engine.policy.shares:_held": "tenant; no text of a request",
     "gpu_node.engine.policy.shares:_weights": "tenant; no text of a request",
     "gpu_node.engine.structured.compiler:_known": "_Key: (tenant, digest of the text)",

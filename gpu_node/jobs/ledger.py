@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.contract.output import Outcome
 from penstock.contract.priority import NUM_LEVELS, PerLevel, is_background
-from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.jobs.drain import DrainEstimator
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.times import EndedJob, NodeCounts
 from penstock.queue.broker.node import MAX_PREEMPTIONS
+from penstock.queue.job_cost import LengthPredictor
 from penstock.queue.policy import HOLD_MS, learned_hold_ms
 
 RESERVED_QUANTILE = 0.9

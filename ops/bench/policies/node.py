@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from penstock.gpu_node.engine.policy.by_policy import ORDERING_QUANTILE
-from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
+from penstock.queue.job_cost import LengthPredictor
 from penstock.queue.policy import (
     HOLD_MS,
     PolicyConfig,
