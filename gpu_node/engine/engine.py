@@ -53,9 +53,9 @@ from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel, check_request
 from penstock.gpu_node.engine.speculative.draft_budget import speculation_of
 from penstock.gpu_node.engine.stats import engine_stats
-from penstock.gpu_node.engine.steps import Step
+from penstock.gpu_node.engine.steps import InFlightSteps, Step
 from penstock.gpu_node.engine.structured.guide import late_rows
-from penstock.gpu_node.engine.timings import EngineProfiler, InFlightSteps, StepTimings
+from penstock.gpu_node.engine.timings import EngineProfiler, StepTimings
 from penstock.gpu_node.model.protocol import (
     FAILED_TOKEN,
     Logprobs,

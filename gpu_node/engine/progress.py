@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from penstock.contract.output import PrefillProgress
 from penstock.gpu_node.engine.records import RequestStep, RequestTimings, StepOutput
 from penstock.gpu_node.engine.sequence import Sequence as Choice
-from penstock.gpu_node.engine.timings import InFlightStep
+from penstock.gpu_node.engine.steps import InFlightStep
 
 
 class PrefillReports:
