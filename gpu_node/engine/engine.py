@@ -31,7 +31,6 @@ from penstock.gpu_node.engine.offline import (
 )
 from penstock.gpu_node.engine.policy.by_policy import new_scheduling_policy, note_held
 from penstock.gpu_node.engine.policy.policy import AdapterSlots
-from penstock.gpu_node.engine.progress import PrefillReports, RequestTimers
 from penstock.gpu_node.engine.prompt_tokens import logprobs_of, make_records, note_prompt_tokens, with_prompt_tokens
 from penstock.gpu_node.engine.records import (
     EngineRequest,
@@ -52,10 +51,9 @@ from penstock.gpu_node.engine.search.searches import Searches
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel, check_request
 from penstock.gpu_node.engine.speculative.draft_budget import speculation_of
-from penstock.gpu_node.engine.stats import engine_stats
 from penstock.gpu_node.engine.steps import InFlightSteps, Step
 from penstock.gpu_node.engine.structured.guide import late_rows
-from penstock.gpu_node.engine.timings import EngineProfiler, StepTimings
+from penstock.gpu_node.engine.timings import EngineProfiler, PrefillReports, RequestTimers, StepTimings, engine_stats
 from penstock.gpu_node.model.protocol import (
     FAILED_TOKEN,
     Logprobs,
