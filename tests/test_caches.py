@@ -21,10 +21,10 @@ from penstock.queue import keys
 from tests.source_tree import ROOT, modules
 
 BY_TENANT = {
-    "gpu_node.engine.kv_cache.eviction:_num_cached": "tenant; no text of a request",
-    "gpu_node.engine.kv_cache.eviction:_rings": "tenant; no text of a request",
-    "gpu_node.engine.kv_cache.eviction:_used_at": "tenant; no text of a request",
-    "gpu_node.engine.kv_cache.eviction:_weights": "tenant; no text of a request",
+    "gpu_node.engine.kv_cache.block_pool:_num_cached": "tenant; no text of a request",
+    "gpu_node.engine.kv_cache.block_pool:_rings": "tenant; no text of a request",
+    "gpu_node.engine.kv_cache.block_pool:_used_at": "tenant; no text of a request",
+    "gpu_node.engine.kv_cache.block_pool:_weights": "tenant; no text of a request",
     "gpu_node.engine.kv_cache.manager:_index": "hashes that chain from salted_root(tenant, cache_salt, adapter)",
     "queue.job_cost:_windows": "(tenant, classes of lengths); '' is the sum over all tenants",
     "gpu_node.engine.policy.shares:_held": "tenant; no text of a request",
