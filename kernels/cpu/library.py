@@ -13,9 +13,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu.abi import KernelError, check_sizes
-from penstock.kernels.cpu.formats import Format, RowLayout, Run, Source
-from penstock.kernels.cpu.structs import ExchangeState, LowRankPart, LowRankRows, NativePlan, NativeSpec, low_rank_table
+from penstock.kernels.cpu.structs import (
+    ExchangeState,
+    Format,
+    KernelError,
+    LowRankPart,
+    LowRankRows,
+    NativePlan,
+    NativeSpec,
+    RowLayout,
+    Run,
+    Source,
+    check_sizes,
+    low_rank_table,
+)
 
 
 class Slot(IntEnum):

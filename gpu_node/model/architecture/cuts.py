@@ -19,7 +19,7 @@ CutRunner: TypeAlias = Literal["native", "torch", "gpu"]
 """Runners whose models can be cut. native: uneven cuts by KV head and by panel, layers whole; torch and gpu: equal
 cuts."""
 PANEL_ROWS = 32
-"""Output rows that the native kernels keep and compute together (PANEL of kernels/cpu/formats.py)."""
+"""Output rows that the native kernels keep and compute together (PANEL of kernels/cpu/structs.py)."""
 
 
 @dataclass(frozen=True, slots=True)

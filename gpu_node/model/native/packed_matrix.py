@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.background_writer import pages
-from penstock.kernels.cpu.formats import RowLayout, Run
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
+from penstock.kernels.cpu.structs import RowLayout, Run
 
 
 @dataclass(frozen=True, slots=True)

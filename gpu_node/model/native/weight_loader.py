@@ -19,9 +19,8 @@ from penstock.gpu_node.model.native.packing import NotLosslessError, Packer
 from penstock.gpu_node.model.native.placement import NumaPlacement
 from penstock.gpu_node.model.native.ranks import SharedWeights
 from penstock.gpu_node.model.native.weight_cache import WeightCache
-from penstock.kernels.cpu.formats import Format
 from penstock.kernels.cpu.library import NativeModel
-from penstock.kernels.cpu.structs import NativeSpec
+from penstock.kernels.cpu.structs import Format, NativeSpec
 
 _POLL_S = 0.02
 _FAULT_IN_S = 0.2
