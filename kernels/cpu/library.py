@@ -76,6 +76,11 @@ class Ending(IntEnum):
     ABORTED = 2
 
 
+def addresses(*arrays: NDArray[Any] | None) -> list[int | None]:
+    """Return where the arrays begin; None for an array that is None."""
+    return [None if array is None else array.__array_interface__["data"][0] for array in arrays]
+
+
 _NO_MEMORY = b"std::bad_alloc"
 
 
