@@ -10,8 +10,7 @@ from collections.abc import Callable
 from threading import Event, Thread
 from typing import TypeAlias
 
-from penstock.gpu_node.model.native.packed_file import PackedWeights
-from penstock.gpu_node.model.native.packed_matrix import PackedMatrix
+from penstock.gpu_node.model.native.packed_file import PackedMatrix, PackedWeights
 from penstock.kernels.cpu.library import NativeModel
 
 log = logging.getLogger(__package__)
