@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 from bench_gpu.measure import Clock, Work, fraction, rotated
 from bench_gpu.shapes import Pages, Sizes, ints, normal
 from penstock.gpu_node.model.gpu.linear import SCALED
-from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.gpu_node.model.torch_common.layers import Norm
 from penstock.kernels.norm_weights import Addend
 from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.blocks import copy_blocks

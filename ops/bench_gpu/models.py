@@ -17,8 +17,7 @@ from penstock.gpu_node.model.gpu.linear import EmbeddingTable, KeptLinear, linea
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes
-from penstock.gpu_node.model.torch_common.layers import LayerWeights
-from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
+from penstock.gpu_node.model.torch_common.layers import LayerWeights, NoNorm, Norm
 from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator
 
 BLOCK_SIZE = 16

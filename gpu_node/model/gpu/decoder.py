@@ -14,8 +14,7 @@ from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedTiles
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.gpu.linear import EmbeddingTable, ScaledLinear
 from penstock.gpu_node.model.protocol import MatrixName
-from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
-from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm, Product
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator
 from penstock.kernels.norm_weights import Addend

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
+from penstock.gpu_node.model.torch_common.layers import NoNorm, Norm
 from penstock.kernels.norm_weights import Addend
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton import launches, layers, products

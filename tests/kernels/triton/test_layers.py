@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes.paged import empty_cache
 
-from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
+from penstock.gpu_node.model.torch_common.layers import NoNorm, Norm
 from penstock.kernels.norm_weights import Addend
 from penstock.kernels.reference import layers as reference
 from penstock.kernels.triton import embedding, layers, norms

@@ -34,8 +34,7 @@ from penstock.gpu_node.model.gpu.linear import linear_of
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits, StagingBuffer
 from penstock.gpu_node.model.protocol import CacheSizes, LowRank, MatrixName, StepResult
-from penstock.gpu_node.model.torch_common.layers import LayerWeights
-from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.gpu_node.model.torch_common.layers import LayerWeights, Norm
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run in Triton's interpreter")
 
