@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.architecture.shapes import SHAPES
 from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
+from penstock.gpu_node.model.checkpoint.dummy import SHAPES
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder, GpuWeights
 from penstock.gpu_node.model.gpu.device import Device

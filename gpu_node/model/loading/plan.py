@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.cuts import (
+from penstock.gpu_node.model.architecture.rank_part import (
     CutRunner,
     Parallel,
     check_cuts,

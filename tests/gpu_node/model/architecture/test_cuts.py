@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.cuts import (
+from penstock.gpu_node.model.architecture.hf_config import llama_shapes
+from penstock.gpu_node.model.architecture.rank_part import (
     PANEL_ROWS,
     CutRunner,
     Parallel,
@@ -20,7 +21,6 @@ from penstock.gpu_node.model.architecture.cuts import (
     panel_spans,
     stage_layers,
 )
-from penstock.gpu_node.model.architecture.hf_config import llama_shapes
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.kernels.cpu.structs import PANEL
 
