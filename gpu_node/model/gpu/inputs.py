@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
+from penstock.kernels.triton.copies import to_device_async
 from penstock.kernels.triton.decode_attention import longest_first
 from penstock.kernels.triton.lora import lora_tiles
 from penstock.kernels.triton.prefill_attention import QUERY_TILE, prefill_tiles
 from penstock.kernels.triton.sampler import Marks, mark_entries, pack_rules
-from penstock.kernels.triton.sending import to_device_async
 
 Ints = NDArray[np.int32]
 Array = TypeVar("Array", Ints, Tensor)

@@ -27,11 +27,11 @@ from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, BrokenExchangeError, Communicator
 from penstock.gpu_node.model.torch_common.sampler import logprobs_of, to_numpy
 from penstock.kernels.cpu.probe import usable_cores
+from penstock.kernels.triton.copies import to_device_async
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.dependent import dependent_launches
 from penstock.kernels.triton.products import MEDIUM_ROWS
 from penstock.kernels.triton.sampler import Marks, sample
-from penstock.kernels.triton.sending import to_device_async
 
 FIXED_SPLITS = 8
 """Parts of a context in mixed steps, and in all steps of deterministic mode: there a row's result must not depend on

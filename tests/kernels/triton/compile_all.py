@@ -28,7 +28,7 @@ from penstock.gpu_node.model.torch_common.layers import NoNorm, Norm
 from penstock.kernels.norm_weights import Addend
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton import launches, layers, products
-from penstock.kernels.triton.blocks import copy_blocks
+from penstock.kernels.triton.copies import copy_blocks
 from penstock.kernels.triton.decode_attention import MAX_SPLITS, decode_attention
 from penstock.kernels.triton.dependent import dependent_launches
 from penstock.kernels.triton.embedding import embed
