@@ -14,7 +14,7 @@ from penstock.gpu_node.model.torch_common.layers import Norm
 from penstock.kernels.norm_weights import Addend
 from penstock.kernels.reference.layers import ACTIVATIONS
 from penstock.kernels.triton import layers
-from penstock.kernels.triton.embedding import embed
+from penstock.kernels.triton.layers import embed
 from penstock.kernels.triton.norms import add_norm, add_norm_quantized, norm_all_heads
 from penstock.kernels.triton.quantizing import QuantizedRows
 

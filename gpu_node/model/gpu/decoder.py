@@ -20,9 +20,8 @@ from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator
 from penstock.kernels.norm_weights import Addend
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton.decode_attention import decode_attention
-from penstock.kernels.triton.embedding import embed
 from penstock.kernels.triton.launches import prefill_rows
-from penstock.kernels.triton.layers import activate, bound_logits, gate_mul, rotate_and_store
+from penstock.kernels.triton.layers import activate, bound_logits, embed, gate_mul, rotate_and_store
 from penstock.kernels.triton.norms import add_norm, norm_all_heads
 from penstock.kernels.triton.prefill_attention import prefill_attention
 
