@@ -20,7 +20,7 @@ from penstock.kernels.triton import sampling_rows
 from penstock.kernels.triton.dependent import dependent_launch
 from penstock.kernels.triton.launches import padded
 from penstock.kernels.triton.sampling_draw import draw_tokens
-from penstock.kernels.triton.sampling_rows import BANNED, PROMPT
+from penstock.kernels.triton.sampling_passes import BANNED, PROMPT
 
 RULE_COLUMNS = sampling_rows.RULE_COLUMNS
 _MAX_COLUMNS = 4096
