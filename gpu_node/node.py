@@ -19,7 +19,7 @@ from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import KINDS
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
-from penstock.gpu_node.gpu_driver import GpuDriver
+from penstock.gpu_node.gpus import GpuDriver
 from penstock.gpu_node.jobs.drain import MANY_OUTPUTS, MANY_SEQUENCES, PHASE_PROMPT_TOKENS, StepParts, phases
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger

@@ -9,7 +9,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.arguments import PagedCache
 from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
 from penstock.kernels.triton.launches import Launch, attention_launch, num_multiprocessors, padded
 

@@ -1,4 +1,4 @@
-"""The operations before and between the matrix products, each in one pass over memory."""
+"""The embedding and the operations between the matrix products, each in one pass over memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.paged_cache import QUANTIZED_MAX, PagedCache
+from penstock.kernels.arguments import QUANTIZED_MAX, PagedCache
 from penstock.kernels.triton.decode_attention import cache_strides
 from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
 from penstock.kernels.triton.launches import padded

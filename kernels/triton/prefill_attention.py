@@ -8,7 +8,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.arguments import PagedCache
 from penstock.kernels.triton.decode_attention import (
     LOG2_E,
     as_float16,

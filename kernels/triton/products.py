@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.paged_cache import QUANTIZED_MAX
+from penstock.kernels.arguments import QUANTIZED_MAX
 from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
 from penstock.kernels.triton.launches import MANY_OUTPUTS, Tiles, architecture, padded
 from penstock.kernels.triton.quantizing import QuantizedRows, store_quantized, warps_for

@@ -1,4 +1,17 @@
-"""XX."""
+"""The sampler's passes over the logits, and what they compute of a row: at most three, with one program per tile.
+
+1. `scan_tiles`: each tile's best token and its weight. It is all that greedy and plain rows need.
+2. `count_buckets`: rows with top_k or top_p count tokens, and add up weights, in buckets by distance from the best
+   score. `bound_limits` then finds the buckets in which the limits lie.
+3. `collect_candidates`: the weight that a tile surely keeps, and the few tokens of those buckets.
+
+`sampling_draw` finds the exact limits among the collected tokens, chooses a tile by its weight, and reads that tile to
+choose a token. This is a radix selection (Alabi et al., "Fast k-selection algorithms for graphics processing units",
+2012) with buckets that are even in the distance.
+
+Weights are integers in units of 2^-40, so their sums do not depend on the order of atomic additions. A weight below one
+unit counts as 0.
+"""
 
 from __future__ import annotations
 

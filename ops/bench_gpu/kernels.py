@@ -14,7 +14,7 @@ from bench_gpu.measure import Clock, Work, fraction, rotated
 from bench_gpu.shapes import Pages, Sizes, ints, normal
 from penstock.gpu_node.model.gpu.linear import SCALED
 from penstock.gpu_node.model.torch_common.layers import Norm
-from penstock.kernels.norm_weights import Addend
+from penstock.kernels.arguments import Addend
 from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.copies import copy_blocks
 from penstock.kernels.triton.decode_attention import decode_attention, num_splits

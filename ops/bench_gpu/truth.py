@@ -18,7 +18,7 @@ from bench_gpu.shapes import BLOCK_SIZE, Pages, Sizes, ints, normal
 from bench_gpu.verdict import SHORT, Bound, WrongResultError, judge, judge_equal, stored_bound
 from penstock.gpu_node.model.gpu.decoder import AttentionRows, TritonAttention
 from penstock.gpu_node.model.gpu.inputs import RowMarks, mark_rows_of
-from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.arguments import PagedCache
 from penstock.kernels.reference import attention as reference_attention
 from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.copies import copy_blocks

@@ -11,7 +11,7 @@ from torch.nn import functional
 from bench_gpu.shapes import Sizes, ints, normal
 from bench_gpu.verdict import SHORT, Bound, judge, judge_equal, stored_bound
 from penstock.gpu_node.model.torch_common.layers import Norm
-from penstock.kernels.norm_weights import Addend
+from penstock.kernels.arguments import Addend
 from penstock.kernels.reference.layers import ACTIVATIONS
 from penstock.kernels.triton import layers
 from penstock.kernels.triton.layers import embed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.norm_weights import Addend, NormWeights
+from penstock.kernels.arguments import Addend, NormWeights
 from penstock.kernels.triton.few_rows import is_for_few, multiply_few
 from penstock.kernels.triton.int4 import GROUP, multiply_int4, pack_int4, pair_scales
 from penstock.kernels.triton.invariant import multiply_invariant

@@ -25,8 +25,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from penstock.gpu_node.model.torch_common.layers import NoNorm, Norm
-from penstock.kernels.norm_weights import Addend
-from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.arguments import Addend, PagedCache
 from penstock.kernels.triton import launches, layers, products
 from penstock.kernels.triton.copies import copy_blocks
 from penstock.kernels.triton.decode_attention import MAX_SPLITS, decode_attention
