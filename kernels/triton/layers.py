@@ -9,9 +9,8 @@ from torch import Tensor
 
 from penstock.kernels.arguments import QUANTIZED_MAX, PagedCache
 from penstock.kernels.triton.decode_attention import cache_strides
-from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
-from penstock.kernels.triton.launches import padded
-from penstock.kernels.triton.quantizing import QuantizedRows, store_quantized, warps_for
+from penstock.kernels.triton.launches import dependent_launch, padded, wait_for_kernel_ahead
+from penstock.kernels.triton.products import QuantizedRows, store_quantized, warps_for
 from penstock.kernels.triton.rope import rotate_and_store_kernel
 
 _COLUMNS = 1024

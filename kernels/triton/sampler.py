@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.triton import sampling_passes as passes
-from penstock.kernels.triton.dependent import dependent_launch
-from penstock.kernels.triton.launches import padded
+from penstock.kernels.triton.launches import dependent_launch, padded
 from penstock.kernels.triton.sampling_draw import draw_tokens
 from penstock.kernels.triton.sampling_passes import BANNED, PROMPT
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.triton.dependent import wait_for_kernel_ahead
+from penstock.kernels.triton.launches import wait_for_kernel_ahead
 
 RULE_COLUMNS = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),

@@ -16,7 +16,7 @@ from penstock.kernels.reference.layers import ACTIVATIONS
 from penstock.kernels.triton import layers
 from penstock.kernels.triton.layers import embed
 from penstock.kernels.triton.norms import add_norm, add_norm_quantized, norm_all_heads
-from penstock.kernels.triton.quantizing import QuantizedRows
+from penstock.kernels.triton.products import QuantizedRows
 
 Row = dict[str, float | str]
 

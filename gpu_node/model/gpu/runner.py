@@ -29,7 +29,7 @@ from penstock.gpu_node.model.torch_common.sampler import logprobs_of, to_numpy
 from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.triton.copies import to_device_async
 from penstock.kernels.triton.decode_attention import num_splits
-from penstock.kernels.triton.dependent import dependent_launches
+from penstock.kernels.triton.launches import dependent_launches
 from penstock.kernels.triton.products import MEDIUM_ROWS
 from penstock.kernels.triton.sampler import Marks, sample
 

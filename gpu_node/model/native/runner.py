@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.adapters import NativeAdapters
-from penstock.gpu_node.model.native.background_packing import BackgroundPacking
 from penstock.gpu_node.model.native.ranks import NativeRanks
+from penstock.gpu_node.model.native.weight_loader import BackgroundPacking
 from penstock.gpu_node.model.protocol import (
     NO_RANKS,
     Adapter,
