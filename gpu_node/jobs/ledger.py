@@ -12,8 +12,7 @@ from penstock.gpu_node.jobs.drain import DrainEstimator
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.times import EndedJob, NodeCounts
 from penstock.queue.broker.node import MAX_PREEMPTIONS
-from penstock.queue.job_cost import LengthPredictor
-from penstock.queue.policy import HOLD_MS, learned_hold_ms
+from penstock.queue.job_cost import HOLD_MS, LengthPredictor, learned_hold_ms
 
 RESERVED_QUANTILE = 0.9
 """Quantile of output lengths that is reserved for a job. Longer outputs may cause preemptions."""

@@ -1,4 +1,4 @@
-"""How kernels are launched: the tile, warps and stages, from a tuned table for the GPU or else by rule; dependent launches.
+"""How kernels are launched: tile, warps and stages, by a tuned table for the GPU or by rule; and dependent launches.
 
 With programmatic dependent launch, programs of a kernel may start while the kernel ahead of them still runs. Usually a
 GPU starts a kernel only after the one ahead has ended and its results are in memory. With dependent launches, programs

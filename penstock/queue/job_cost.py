@@ -239,7 +239,20 @@ def mean_held_cost(nodes: Sequence[NodePressure]) -> float:
     return held / max(1, sum(node.num_jobs for node in nodes))
 
 
-# Lengths of outputs, as nodes learn them.
+# How long a token of cost is held, and lengths of outputs, as nodes learn them.
+
+HOLD_MS = 1000.0
+"""Expected time for which a KV token of a job's cost is held, in ms, before any job has ended."""
+_HOLD_WEIGHT = 0.05
+
+
+def learned_hold_ms(hold_ms: float, kv_token_ms: float, cost: int) -> float:
+    """Return the updated moving average of the time for which a KV token of cost is held, in ms.
+
+    `kv_token_ms` is the KV tokens × milliseconds that a job with predicted `cost` has held.
+    """
+    return hold_ms + _HOLD_WEIGHT * (kv_token_ms / max(1, cost) - hold_ms)
+
 
 WINDOW = 128
 """Outputs remembered per group."""
