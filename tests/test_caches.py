@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
+from penstock.gpu_node.engine.sequence import salted_root
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.encoder import ChatEncoder
 from penstock.queue import keys

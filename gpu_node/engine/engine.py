@@ -13,7 +13,6 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.output import TokenLogprobs, Usage
 from penstock.contract.tasks import Embed, Embedding, Pooling
 from penstock.gpu_node.engine.config import EngineConfig, ModelOrConfig
-from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.offline import (
     Adapters,
@@ -49,6 +48,7 @@ from penstock.gpu_node.engine.scheduler.running import StepOutcome
 from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
 from penstock.gpu_node.engine.search.searches import Searches
 from penstock.gpu_node.engine.sequence import Sequence as Choice
+from penstock.gpu_node.engine.sequence import salted_root
 from penstock.gpu_node.engine.served_model import ServedModel, check_request
 from penstock.gpu_node.engine.speculative.draft_budget import speculation_of
 from penstock.gpu_node.engine.steps import InFlightSteps, Step

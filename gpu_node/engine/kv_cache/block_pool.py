@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.protocol import NULL_BLOCK
@@ -195,22 +191,6 @@ class EvictionValue:
     def of_prefix(self, num_blocks: int) -> int:
         """Return the least value of the blocks of a sequence of `num_blocks` blocks."""
         return min(num_blocks.bit_length(), self.num_classes - 1) if self._counts_length else 0
-
-
-ROOT_HASH = b""
-
-
-def block_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
-    """Return the hash of a full block and, through `parent`, of all tokens before it. Equal in all processes."""
-    return hashlib.blake2b(parent + token_ids.tobytes(), digest_size=16).digest()
-
-
-def salted_root(*salts: str | None) -> bytes:
-    """Return the parent hash of first blocks; prompts with different lists of salts never share one."""
-    if not any(salt is not None for salt in salts):
-        return ROOT_HASH
-    # repr quotes and separates: ("a", "bc") and ("ab", "c") differ, and so do None and "None".
-    return hashlib.blake2b(repr(salts).encode(), digest_size=16, person=b"salt").digest()
 
 
 class CachedBlock(NamedTuple):
