@@ -324,7 +324,7 @@ def _value_problem(error: typer.BadParameter) -> str:
     """Return what is wrong with a value. Pydantic's words are replaced by those that HTTP callers get."""
     from pydantic import ValidationError
 
-    from penstock.contract.fields import problem_of
+    from penstock.contract.problems import problem_of
 
     cause = error.__cause__
     return problem_of(cause).message if isinstance(cause, ValidationError) else error.message.rstrip(".")

@@ -16,8 +16,8 @@ from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl, options_of, takes
 from penstock.cli.output import AsJson, JsonArray, print_object, say_empty
 from penstock.contract.errors import RequestError
-from penstock.contract.fields import request_error
 from penstock.contract.priority import ClassName
+from penstock.contract.problems import request_error
 from penstock.contract.tenant import NO_LIMIT, ApiKey, Scope, Terms
 from penstock.contract.usage import MAX_DAYS, Period, PeriodUsage, UsageQuery, csv_of, usage_object
 from penstock.runtime.settings import KeySettings, redis_url_of

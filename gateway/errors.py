@@ -25,8 +25,8 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
-from penstock.contract.fields import MAX_NAME_CHARS
 from penstock.contract.output import WaitEstimate
+from penstock.contract.problems import MAX_NAME_CHARS
 
 ID_HEADER = "X-Request-Id"
 """Response header with the request's id in the access log. OpenAI's client shows it in its errors."""

@@ -11,7 +11,8 @@ from pydantic import Field, StringConstraints, ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.adapters import LORA_PATTERN
-from penstock.contract.fields import NAME_PATTERN, config_error
+from penstock.contract.fields import NAME_PATTERN
+from penstock.contract.problems import config_error
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.config import DEFAULT_KV_CACHE_GIB as DEFAULT_KV_CACHE_GIB
 from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig, EngineOptions, for_device

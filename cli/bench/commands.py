@@ -37,7 +37,7 @@ from penstock.cli.command_line import App
 from penstock.cli.options import options_of, takes
 from penstock.cli.output import EXIT_FAILED
 from penstock.contract.errors import EXIT_INTERRUPTED, ConfigError, RequestError
-from penstock.contract.fields import request_error
+from penstock.contract.problems import request_error
 
 WARMUP_CONCURRENCY = 16
 TO_STDOUT = "-"

@@ -10,9 +10,10 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, StringConstraints, ValidationError
 
 from penstock.contract.errors import NotFoundError
-from penstock.contract.fields import NAME_PATTERN, Wire, request_error
+from penstock.contract.fields import NAME_PATTERN, Wire
 from penstock.contract.job_actions import MAX_POOL_CHARS, ActionName, JobChange, JobFilter, checked_class
 from penstock.contract.priority import ClassName, allowed_class
+from penstock.contract.problems import request_error
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.jobs.answers import links_of
 from penstock.gateway.request.reading import RequestReader, caller_of

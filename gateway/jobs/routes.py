@@ -17,9 +17,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError
-from penstock.contract.fields import rename
 from penstock.contract.job import RETURN_PROGRESS, SubmitOptions, lowered_max_tokens, pool_of
 from penstock.contract.job_actions import MAX_POOL_CHARS, JobFilter
+from penstock.contract.problems import rename
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body, soon
 from penstock.gateway.http.dialect import HttpDialect, Services

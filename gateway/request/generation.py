@@ -12,18 +12,7 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError, to_json
 
 from penstock.contract.errors import PenstockError, RequestError
-from penstock.contract.fields import (
-    MAX_NAME_CHARS,
-    UNKNOWN_FIELD,
-    WRONG_MEMBER,
-    Endpoint,
-    IgnoredFields,
-    Wire,
-    given_options,
-    put_under,
-    rename,
-    request_error,
-)
+from penstock.contract.fields import UNKNOWN_FIELD, WRONG_MEMBER, Endpoint, IgnoredFields, Wire, given_options
 from penstock.contract.job import (
     RETURN_PROGRESS,
     JobKey,
@@ -34,6 +23,7 @@ from penstock.contract.job import (
     SamplingParams,
 )
 from penstock.contract.priority import ClassName
+from penstock.contract.problems import MAX_NAME_CHARS, put_under, rename, request_error
 from penstock.contract.tasks import Task
 from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.producer.client.request import Prompt, pack_prompt_of

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from penstock.contract.errors import PenstockError, RequestError
-from penstock.contract.fields import rename
 from penstock.contract.job import PackedPrompt, SamplingParams, SubmitOptions
 from penstock.contract.pool import PoolRecord
+from penstock.contract.problems import rename
 from penstock.contract.sampling import MAX_TOKENS_LIMIT
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.contract.tenant import NO_LIMIT, Terms

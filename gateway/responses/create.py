@@ -21,8 +21,8 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import NotFoundError, PenstockError, RequestError, TooLargeError
-from penstock.contract.fields import rename
 from penstock.contract.job import MAX_MESSAGES, PackedPrompt, ResponseRecord
+from penstock.contract.problems import rename
 from penstock.contract.tools import MAX_CALLS_OF_CHAT
 from penstock.contract.webhook import EVENT_TYPES, MAX_WEBHOOKS
 from penstock.gateway.budget import Claim, SharedBudget

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.fields import OpenWire, Wire, problem_of
+from penstock.contract.fields import OpenWire, Wire
+from penstock.contract.problems import problem_of
 from penstock.contract.sampling import MAX_GRAMMAR_CHARS
 from penstock.contract.tools import MAX_FUNCTION_NAME_CHARS, MAX_TOOLS, TEXT_ARGUMENT, FunctionName, text_parameters
 from penstock.producer.openai.messages import ToolUse

@@ -13,7 +13,8 @@ from pydantic import Field, ValidationError
 from starlette.routing import Route
 
 from penstock.contract.errors import ForbiddenError, RequestError
-from penstock.contract.fields import Wire, request_error
+from penstock.contract.fields import Wire
+from penstock.contract.problems import request_error
 from penstock.contract.tenant import ANONYMOUS
 from penstock.contract.webhook import (
     EVENT_ID_PATTERN,

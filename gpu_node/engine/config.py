@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeAlias
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.fields import config_error
+from penstock.contract.problems import config_error
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB as DEFAULT_KV_CACHE_GIB
 from penstock.gpu_node.model.options import RunnerOptions, RunnerSettings
 from penstock.gpu_node.model.options import for_device as for_device

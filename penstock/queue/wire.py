@@ -12,10 +12,10 @@ import msgpack
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from penstock.contract.errors import InvariantError, PenstockError, UnsupportedKindError
-from penstock.contract.fields import problem_of
 from penstock.contract.job import JobDef
 from penstock.contract.job import Request as Request
 from penstock.contract.pool import NodePressure, PoolEntry, PoolRecord
+from penstock.contract.problems import problem_of
 from penstock.contract.tasks import GENERATE, KINDS, Task
 from penstock.contract.tools import few_calls
 from penstock.queue.keys import PROTOCOL_VERSION

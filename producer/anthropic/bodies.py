@@ -13,7 +13,6 @@ from pydantic import BeforeValidator, FailFast, Field, field_validator, model_va
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.fields import (
-    MAX_NAME_CHARS,
     MESSAGES,
     NO_EFFECT,
     Hint,
@@ -25,6 +24,7 @@ from penstock.contract.fields import (
     with_option_fields,
 )
 from penstock.contract.job import MAX_MESSAGES, MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS, Metadata
+from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.contract.sampling import MAX_TOKENS_LIMIT, SamplingParams
 from penstock.contract.tools import MAX_TOOLS, FunctionName, ToolChoice, closed
 from penstock.producer.anthropic.conversation import (

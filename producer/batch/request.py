@@ -21,8 +21,9 @@ from pydantic import Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import ConfigError, RequestError
-from penstock.contract.fields import MAX_NAME_CHARS, UNKNOWN_FIELD, IgnoredFields, only, rename, request_error
+from penstock.contract.fields import UNKNOWN_FIELD, IgnoredFields, only
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS, NO_SAMPLING, SamplingParams
+from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.tasks import Embed
 from penstock.producer.batch.rows import NAMES_OF_RESPONSES, EmbeddingRow, MessageRow, QueuedRow, ResponseRow
 from penstock.producer.openai.bodies import ChatBody, CompletionBody, GenerationBody

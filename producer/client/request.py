@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
-from penstock.contract.fields import problem_of, request_error
 from penstock.contract.job import (
     MAX_DEADLINE_S,
     MAX_READER_GRACE_S,
@@ -32,6 +31,7 @@ from penstock.contract.job import (
 )
 from penstock.contract.pool import PoolRecord
 from penstock.contract.priority import default_class
+from penstock.contract.problems import problem_of, request_error
 from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed
 from penstock.contract.tools import (

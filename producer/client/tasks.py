@@ -8,10 +8,10 @@ from typing import Any, TypedDict, TypeVar, cast
 from pydantic import ValidationError
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.fields import request_error
 from penstock.contract.job import SubmitOptions
 from penstock.contract.output import Result
 from penstock.contract.priority import Priority
+from penstock.contract.problems import request_error
 from penstock.contract.tasks import Detokenize, Embed, Pooling, Task, TaskOutput, Tokenize
 from penstock.contract.tenant import Terms
 

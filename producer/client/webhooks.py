@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from penstock.contract.errors import RequestError
-from penstock.contract.fields import request_error
+from penstock.contract.problems import request_error
 from penstock.contract.webhook import (
     OLD_SECRET_LIFE_S,
     DeliveryState,

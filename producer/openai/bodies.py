@@ -33,12 +33,12 @@ from penstock.contract.fields import (
     at_most,
     given_options,
     only,
-    problem_of,
     with_option_fields,
 )
 from penstock.contract.job import MAX_MESSAGES, MAX_METADATA, MAX_TOKENS_LIMIT, Metadata, TokenId
 from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
+from penstock.contract.problems import problem_of
 from penstock.contract.sampling import MAX_ALTERNATIVES, SamplingParams
 from penstock.contract.tools import CONTINUES, GENERATION_PROMPT, MAX_TOOLS, TemplateKwargs, closed
 from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls

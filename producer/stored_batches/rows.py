@@ -16,8 +16,8 @@ from typing import IO, Any, Literal, Protocol
 from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import PenstockError
-from penstock.contract.fields import rename
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS
+from penstock.contract.problems import rename
 from penstock.producer.anthropic.message import error_body, message_of_error, status_of
 from penstock.producer.batch.request import (
     EMBEDDINGS_URL,

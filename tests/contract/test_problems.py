@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from penstock.contract.errors import ConfigError, RequestError
-from penstock.contract.fields import MAX_NAME_CHARS, config_error, problem_of, rename, request_error
+from penstock.contract.problems import MAX_NAME_CHARS, config_error, problem_of, rename, request_error
 
 
 class Part(BaseModel):

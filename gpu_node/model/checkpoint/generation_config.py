@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.fields import problem_of
 from penstock.contract.job import SamplingParams
+from penstock.contract.problems import problem_of
 
 log = logging.getLogger(__package__)
 

@@ -14,7 +14,7 @@ from penstock.gpu_node.model.checkpoint.block_repacking import block_kind, in_bl
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
-from penstock.gpu_node.model.native.packed_file import WeightWriter
+from penstock.gpu_node.model.native.packed_matrix import WeightWriter
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 from penstock.kernels.cpu.structs import PANEL, STORED_FORMATS, Format, RowLayout, Run, Source
 

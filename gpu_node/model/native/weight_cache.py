@@ -20,7 +20,8 @@ from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.revision import stamps_of, weights_revision_of
 from penstock.gpu_node.model.checkpoint.stored_tensors import weight_files
-from penstock.gpu_node.model.native.packed_file import OnMatrix, PackedWeights, PackedWriter, flush_to_disk
+from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter, flush_to_disk
+from penstock.gpu_node.model.native.packed_matrix import OnMatrix
 from penstock.kernels.cpu.structs import Format
 from penstock.runtime.cache_folders import file_stem
 

@@ -17,14 +17,8 @@ from typing import TypeAlias
 from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
-from penstock.gpu_node.model.native.packed_file import (
-    KEY_DIGITS,
-    PackedMatrix,
-    PackedWeights,
-    PackedWriter,
-    PrivateWriter,
-    WeightWriter,
-)
+from penstock.gpu_node.model.native.packed_file import KEY_DIGITS, PackedWeights, PackedWriter
+from penstock.gpu_node.model.native.packed_matrix import PackedMatrix, PrivateWriter, WeightWriter
 from penstock.gpu_node.model.native.packing import NotLosslessError, Packer
 from penstock.gpu_node.model.native.placement import NumaPlacement
 from penstock.gpu_node.model.native.ranks import SharedWeights

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from penstock.contract.errors import ConflictError, NotFoundError, RequestError
-from penstock.contract.fields import request_error
 from penstock.contract.priority import ClassName
+from penstock.contract.problems import request_error
 from penstock.contract.tenant import ANONYMOUS, ApiKey, Terms, mint
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, retried, translated

@@ -13,7 +13,7 @@ from fakes.engine_runs import check_idle, drain, tokens_of
 from pydantic import ValidationError
 
 from penstock.contract.errors import PromptTooLongError, RequestError
-from penstock.contract.fields import problem_of
+from penstock.contract.problems import problem_of
 from penstock.contract.sampling import NOT_WITH_BEAM_SEARCH, SamplingParams
 from penstock.gpu_node.engine import Engine, Generation, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
