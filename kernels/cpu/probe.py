@@ -1,4 +1,4 @@
-"""What this machine's CPUs are: instruction sets, the cores that this process may use, and their division among processes.
+"""What the CPUs of this machine are: instruction sets, the usable cores, and their division among processes.
 
 Linux numbers the hardware threads of all cores one after the other, so neighbors in number may share a core, or lie on
 different sockets. A function that reads a folder takes it as an argument, so that a test can describe another machine.
