@@ -112,7 +112,7 @@ OF_ONE_USER = {
     "cli.main:_loaded",
     "cli.options:_docstrings_in",
     "cli.top.reader:_seen",
-    "contract.sampling:names_at",
+    "contract.fields:names_at",
     "gateway.api_docs.openapi:body_schemas",
     "gpu_node.model.architecture.families:families",
     "gpu_node.model.checkpoint.stored_tensors:_can_dequantize",

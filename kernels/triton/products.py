@@ -152,7 +152,8 @@ def multiply_scaled(q: Tensor, q_scales: Tensor, weight: Tensor, weight_scales: 
     (num_rows, num_columns), num_outputs = q.shape, len(weight)
     out = torch.empty(num_rows, num_outputs, dtype=dtype, device=q.device)
     tiles = _tiles_of_bytes(num_rows, num_outputs)
-    _multiply_scaled[_grid(tiles, num_rows, num_outputs)](
+    grid = triton.cdiv(num_rows, tiles.ROWS), triton.cdiv(num_outputs, tiles.OUTPUTS)
+    _multiply_scaled[grid](
         *(out, q, q_scales, weight, weight_scales, num_rows, num_outputs, num_columns),
         SUM=tl.int32 if q.dtype == torch.int8 else tl.float32,
         **tiles._asdict(),
@@ -174,7 +175,3 @@ def multiply_by_library(
 ) -> Tensor:
     """As `multiply_scaled`, by torch's product with row-wise scales; float8 only."""
     return torch._scaled_mm(q, weight.t(), q_scales[:, None], weight_scales[None, :], out_dtype=dtype)
-
-
-def _grid(tiles: Tiles, num_rows: int, num_outputs: int) -> tuple[int, int]:
-    return triton.cdiv(num_rows, tiles.ROWS), triton.cdiv(num_outputs, tiles.OUTPUTS)

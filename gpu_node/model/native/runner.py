@@ -203,7 +203,9 @@ class NativeRunner:
         tokens, times_ms = np.empty(len(plan.sample_tokens), dtype=np.int32), np.zeros(3, dtype=np.float32)
         ragged, pooled = ragged_fields(plan.sampling), plan.pooled
         hidden = None if pooled is None else np.empty((len(pooled.tokens), self._hidden_size), np.float32)
-        outputs = StepOutputs(tokens, *self._logprobs(plan), times_ms, hidden)
+        logprobs = logprob_buffers(plan.sampling.num_logprobs, self._vocab_size)
+        scores = None if plan.scored is None else logprob_buffers(plan.scored.num_logprobs, self._vocab_size)
+        outputs = StepOutputs(tokens, logprobs, scores, times_ms, hidden)
         native = NativePlan(
             *step_fields(plan),
             *addresses(*ragged, plan.adapters),
@@ -251,11 +253,6 @@ class NativeRunner:
         self._cores.note_step(self.num_threads_in_use, took_s, packs=self._packing is not None)
         if self._ranks is not None:
             self._ranks.check_ending()
-
-    def _logprobs(self, plan: StepPlan) -> tuple[Logprobs | None, Logprobs | None]:
-        """Allocate the logprobs of the sampling rows and of the scored tokens; None where they are not wanted."""
-        scored = None if plan.scored is None else plan.scored.num_logprobs
-        return logprob_buffers(plan.sampling.num_logprobs, self._vocab_size), logprob_buffers(scored, self._vocab_size)
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Wait for the step in flight, then load an adapter into a slot."""
