@@ -20,8 +20,7 @@ from penstock.contract.output import (
     Usage,
 )
 from penstock.gpu_node.engine.records import StepOutput
-from penstock.gpu_node.jobs.drain import JobWork
-from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobTrace
+from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobTrace, JobWork
 from penstock.queue import results, wire
 from penstock.queue.broker.node import Emission, Taken, UsedTokens
 from penstock.queue.chunks import NO_ROWS, RowParts, encode_chunk, encode_progress, joined, rows_of
