@@ -23,9 +23,8 @@ from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobTrace, JobWork
 from penstock.queue import results, wire
 from penstock.queue.broker.node import Emission, Taken, UsedTokens
-from penstock.queue.chunks import NO_ROWS, RowParts, encode_chunk, encode_progress, joined, rows_of
 from penstock.queue.results import encode_embedding
-from penstock.queue.wire import Pack
+from penstock.queue.wire import NO_ROWS, Pack, RowParts, encode_chunk, encode_progress, joined, rows_of
 
 
 @dataclass(slots=True)

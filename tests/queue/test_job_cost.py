@@ -17,7 +17,6 @@ from penstock.contract.output import UNKNOWN_WAIT, Chunk, TokenLogprobs
 from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import Embed
 from penstock.contract.tools import ToolCall
-from penstock.queue.chunks import encode_chunk
 from penstock.queue.job_cost import (
     TEMPLATE_TOKENS,
     Ahead,
@@ -27,6 +26,7 @@ from penstock.queue.job_cost import (
     prompt_bytes,
     rate_tokens,
 )
+from penstock.queue.wire import encode_chunk
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000)
 UNLIMITED = PoolRecord("m", "acme/model")

@@ -18,7 +18,7 @@ from penstock.queue import keys, results
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import Finding, audit
 from penstock.queue.broker.producer import JobStatus, ProducerBroker
-from penstock.queue.chunks import decode_chunks
+from penstock.queue.wire import decode_chunks
 
 PROMPT = "the gate opens by pressure"
 MAX_COUNTED = 500

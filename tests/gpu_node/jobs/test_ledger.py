@@ -15,7 +15,7 @@ from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import MAX_REPORTED_TENANTS, Ledger
 from penstock.queue import results
 from penstock.queue.broker.node import Taken
-from penstock.queue.chunks import decode_chunks
+from penstock.queue.wire import decode_chunks
 
 JOB_ID = "ref.01a1f828-c1b5-77c1-a5ef-a4b69d8f094c"
 

@@ -23,7 +23,7 @@ from penstock.gpu_node.publishing.outbox import ENDS_PER_PART, Outbox
 from penstock.gpu_node.publishing.sending import BUSY_SHARE, Pace
 from penstock.gpu_node.taking.inbox import Bell
 from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, JobEnd, NodeBroker, Taken
-from penstock.queue.chunks import decode_chunks
+from penstock.queue.wire import decode_chunks
 
 LEASE = "1:x:1"
 MAX_UNSENT_BYTES = 1 << 10

@@ -18,7 +18,7 @@ from penstock.queue import keys, results, wire
 from penstock.queue.broker.admin import AdminBroker, JobHistory, Sum
 from penstock.queue.broker.audit import Finding, audit, findings_of
 from penstock.queue.broker.node import Emission
-from penstock.queue.chunks import encode_chunk
+from penstock.queue.wire import encode_chunk
 
 DONE = Outcome("succeeded")
 Damage = Callable[["Scene"], Awaitable[object]]
