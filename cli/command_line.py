@@ -61,6 +61,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
     "LoRA adapters": ("lora", "lora_dir", "max_loras", "max_lora_rank"),
     "Operation": (
         *("drain_s", "stall_after_s", "rank_stall_s", "max_unsent_bytes", "metrics_port", "metrics_host"),
+        *("failover_keep_s", "failover_keep_bytes"),
         *("loop_watch_ms", "loop_stall_s", "loop_debug", "log_jobs", "otlp_traces_endpoint"),
     ),
     "Pool: order of jobs (equal on all nodes of a pool)": (

@@ -164,7 +164,7 @@ class RedisSettings(Settings):
     secrets: ClassVar[frozenset[str]] = frozenset({"redis_url"})
 
     redis_url: str | None = None
-    """redis://, rediss:// or unix://."""
+    """redis://, rediss:// or unix://; behind Sentinel redis+sentinel:// or rediss+sentinel:// (docs/CLI.md)."""
     redis_server: Path | None = None
     """The server program to start if no URL is given."""
     runtime_dir: Path | None = None
@@ -199,4 +199,4 @@ def redis_url_of(given: str | None = None) -> str:
 def without_password(redis_url: str) -> str:
     """The URL as it may be shown."""
     shown = re.sub(r"(://[^:/?#@]*):.*@", r"\1:***@", redis_url)
-    return re.sub(r"([?&]password=)[^&#]*", r"\1***", shown)
+    return re.sub(r"([?&](?:sentinel_)?password=)[^&#]*", r"\1***", shown)

@@ -32,7 +32,15 @@ from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, Ke
 from penstock.producer.client.mailbox import QueueWatch
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, embedded, submit_all
 from penstock.producer.client.pools import KEYS_TTL_S, POOLS_TTL_S, Admissions, CachedState
-from penstock.producer.client.request import Prompt, build_job, check_streamable, choose_pool, fitting_pools, job_key_of
+from penstock.producer.client.renewal import Renewal
+from penstock.producer.client.request import (
+    Prompt,
+    build_job_aside,
+    check_streamable,
+    choose_pool,
+    fitting_pools,
+    job_key_of,
+)
 from penstock.producer.client.run import pairs_of, results_of
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
@@ -48,6 +56,7 @@ from penstock.producer.client.tasks import (
 from penstock.producer.client.webhooks import Webhooks
 from penstock.queue.broker.completions import Completion, CompletionCursor
 from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, warn_of_eviction
+from penstock.queue.broker.history import RecentCalls
 from penstock.queue.broker.job_lists import JobLists, JobPage
 from penstock.queue.broker.jobs import KnownJobs, QueuePositions, ResponseBroker
 from penstock.queue.broker.pools import ActivityBroker, StatsBroker
@@ -59,10 +68,8 @@ from penstock.queue.files.file_records import FileRecords
 from penstock.queue.job_cost import estimate_cost, rate_tokens
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.results import PackedResult
-from penstock.queue.tenants.key_store import KeyStore
+from penstock.queue.tenants.key_store import SeenKeys
 from penstock.runtime.settings import redis_url_of, without_password
-
-MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
 
 
 class AsyncClient:
@@ -82,31 +89,31 @@ class AsyncClient:
         url = redis_url_of(redis_url)
         settings = settings or ClientSettings.load()
         self.stats = ClientStats()
-        self._url = without_password(url)
-        self._tenant = tenant
+        self._url, self._tenant = without_password(url), tenant
         self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
         self._highest_class = Priority.of(settings.highest_class)
         self._queues_without_node, self._durability = settings.queue_without_node, settings.durability
         self._redis = connect(url)
         self._patience = patience = Patience(settings.outage_s)
-        self._broker = ProducerBroker(self._redis, patience)
+        calls = RecentCalls(settings.failover_keep_s)
+        self._broker = ProducerBroker(self._redis, patience, recent=calls)
         self._known_jobs = KnownJobs(self._redis, patience)
-        self._job_lists = JobLists(self._redis, patience)
-        self._usage = UsageBroker(self._redis, patience)
+        self._job_lists, self._usage = JobLists(self._redis, patience), UsageBroker(self._redis, patience)
         self._stats_broker = StatsBroker(self._redis, patience)
         self._activity = ActivityBroker(self._redis, patience)
         self._pools = CachedState(self._broker.pools, POOLS_TTL_S)
         self._kept = KeptSubmissions(settings.max_kept_mib << 20)
         self._admissions = Admissions(self._broker.pressure)
-        self._keys = CachedState(KeyStore(self._redis, patience).all, KEYS_TTL_S)
+        self._keys = CachedState(SeenKeys(self._redis, patience).all, KEYS_TTL_S)
         self._inbox = ClientInbox(self._redis, self._broker, patience, settings, self.stats)
+        self._renewal = Renewal(self._redis, self._broker, self._known_jobs, self._inbox, self._kept, calls, settings)
         self._queue_watch = QueueWatch(patience, QueuePositions(self._redis, patience), self._admissions)
         self.runs = Runs(self.ack, settings.outage_s)
         self.dead = DeadLetterBox(self._redis, patience, self.submit)
         parts = Steering(self._redis, patience), self._job_lists, self._broker.status, self.submit_unread
         self.webhooks = Webhooks(self._redis, patience, tenant)
         self.control = JobControl(*parts, self.webhooks, tenant=tenant, terms=self._terms)
-        self.responses = ResponseBroker(self._redis, patience)
+        self.responses = ResponseBroker(self._redis, patience, recent=calls)
         self.files, self.batches = FileRecords(self._redis, patience), BatchRecords(self._redis, patience)
         self.feed = CompletionFeed(self._redis, patience, self.pools)
         self._connecting, self._is_closed = asyncio.Lock(), False
@@ -127,6 +134,7 @@ class AsyncClient:
                 except ConfigError as error:
                     raise refused_at(error, self._url) from None
                 self._patience.is_open = True
+                self._renewal.start()
         return self
 
     async def close(self) -> None:
@@ -134,11 +142,9 @@ class AsyncClient:
         self._is_closed = True
         await self.runs.close()
         self._patience.is_open = False
-        await self._pools.close()
-        await self._queue_watch.close()
-        await self._admissions.close()
-        await self._inbox.close()
-        await self._broker.close()
+        closes = self._renewal.close, self._pools.close, self._queue_watch.close, self._admissions.close
+        for close in (*closes, self._inbox.close, self._broker.close):
+            await close()
         await self._redis.aclose()
 
     async def __aenter__(self) -> Self:
@@ -205,7 +211,7 @@ class AsyncClient:
         """
         with self._admissions.counting(self.stats.decisions):
             submission = await self._admitted(prompt, options)
-            return await self._broker.submit(submission)
+            return self._renewal.recent.accepted(submission, await self._broker.submit(submission))
 
     @with_options(JobOptions)
     async def submit_many(
@@ -232,12 +238,7 @@ class AsyncClient:
         record = await self.served_pool(
             *names, adapter=options.get("adapter"), key=key, hides_models=options.get("hides_models", False)
         )
-        tools = options.get("tools")
-        if isinstance(tools, str) and len(tools) > MAX_TOOLS_CHARS_ON_LOOP:
-            # The tools' schemas are parsed several times; on a thread they do not hold the event loop.
-            job = await asyncio.to_thread(build_job, prompt, options, record, self._tenant)
-        else:
-            job = build_job(prompt, options, record, self._tenant)
+        job = await build_job_aside(prompt, options, record, self._tenant)
         if job.webhooks:
             await self.webhooks.check(job.webhooks, job.tenant)
         if job.priority < self._highest_class:
@@ -485,6 +486,7 @@ class AsyncClient:
         box = self._inbox.open_box(feed)
         try:
             submitted = await self._broker.submit(submission, self._inbox.name)
+            self._renewal.recent.accepted(submission, submitted, self._inbox.feed)
         except BaseException:
             self._inbox.close_box(feed, box)
             raise

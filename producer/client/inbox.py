@@ -130,6 +130,10 @@ class ClientInbox:
             feed = self._feeds[job_id] = Feed(job_id)
         return feed
 
+    def known(self, job_id: str) -> Feed | None:
+        """Return the feed of a job if anything here holds it."""
+        return self._feeds.get(job_id)
+
     def open_box(self, feed: Feed, max_chunks: int | None = None) -> Mailbox:
         """Open a mailbox for one reader of the job. Raises UnavailableError if the inbox is closed."""
         self._require_open()
@@ -245,7 +249,7 @@ class ClientInbox:
             _LOG.exception("inbox ended", extra={"inbox": self.name})
         finally:
             self._tasks = None
-            self._nudge_all()
+            self.nudge_all()
 
     def _require_open(self) -> None:
         if self._tasks is None:
@@ -284,7 +288,7 @@ class ClientInbox:
             self._connection = await self._subscribe_again()
             _LOG.info("subscribed again", extra={"inbox": self.name})
             self.stats.resubscribes += 1
-            self._nudge_all()
+            self.nudge_all()
 
     async def _until_lost(self, connection: SharedConnection) -> None:
         """Wait until the connection is lost, or an echo is overdue."""
@@ -365,7 +369,8 @@ class ClientInbox:
                 elif now_s - box.seen_waiting_s >= self._settings.silent_after_s:
                     box.nudge()
 
-    def _nudge_all(self) -> None:
+    def nudge_all(self) -> None:
+        """Let every reader compare its state with Redis."""
         for feed in list(self._feeds.values()):
             for box in feed.boxes:
                 box.nudge()

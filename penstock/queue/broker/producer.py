@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -20,6 +21,7 @@ from penstock.contract.tenant import NO_LIMIT
 from penstock.queue import keys, results, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.broker.history import RecentCalls
 from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, ms_of, outcome_of, status_of, times_ms_of
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
@@ -88,6 +90,8 @@ async def result_of(data: bytes | None, job_id: str, outcome: Outcome, times_ms:
 
 
 _LOG = logging.getLogger(__package__)
+_CANCELLED = ("cancelled", "cancelling")
+"""States of a job whose cancellation took effect."""
 LARGE_RESULT_BYTES = 65_536
 """A larger result expires log_ttl_ms after it was delivered. prelude.lua has the same value."""
 MAX_RESULTS = 16
@@ -112,8 +116,10 @@ class ServedPool(PoolRecord):
 class ProducerBroker:
     """The producer's side of the queue. Raises UnavailableError when Redis is unreachable."""
 
-    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None = None, *, recent: RecentCalls | None = None) -> None:
+        """`recent` gets the cancellations, which a Redis that lost them gets again."""
         self.patience = patience
+        self._recent = recent or RecentCalls(0)
         self._redis, self._yielder = redis, LoopYielder()
         self._list, self._logged = PoolList(redis), LoggedOnce(_LOG)
         self._submissions = Submissions(redis, patience)
@@ -161,6 +167,8 @@ class ProducerBroker:
         state = cast(bytes, await scripts.call(self._redis, "cancel", pool_of(job_id), job_id, tenant)).decode()
         if state == "NOT_FOUND":
             raise _no_job(job_id)
+        if state in _CANCELLED:
+            self._recent.note(partial(scripts.call, self._redis, "cancel", pool_of(job_id), job_id, tenant))
         return state
 
     async def ack(self, job_ids: Sequence[str], tenant: str) -> int:

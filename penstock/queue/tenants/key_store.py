@@ -13,7 +13,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from penstock.contract.errors import ConflictError, NotFoundError, RequestError
+from penstock.contract.errors import ConflictError, NotFoundError, PenstockError, RequestError
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import ANONYMOUS, ApiKey, Terms, mint
@@ -132,6 +132,46 @@ class KeyStore:
         with translated():
             updated: ApiKey = await self._redis.transaction(update, keys.API_KEYS, value_from_callable=True)
         return updated
+
+
+_REVOKE = """if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[4])
+return 1"""
+
+
+class SeenKeys:
+    """All keys as a gateway reads them. A key that was seen revoked stays so, also if Redis lost the revocation.
+
+    A revoked key is never valid again: `KeyStore.change` refuses it. So a record that says otherwise is an older one.
+    """
+
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self._redis = cast(Any, redis)
+        self._store = KeyStore(redis, patience)
+        self._revoked = set[str]()
+
+    async def all(self) -> dict[str, ApiKey]:
+        """Return all keys as `KeyStore.all` does. A lost revocation is written again."""
+        known = await self._store.all()
+        for key_id in [key_id for key_id in known if key_id in self._revoked and not known[key_id].is_revoked]:
+            known[key_id] = await self._revoke_again(known[key_id])
+        self._revoked = {key_id for key_id, key in known.items() if key.is_revoked} | self._revoked
+        return known
+
+    async def _revoke_again(self, found: ApiKey) -> ApiKey:
+        revoked = found.model_copy(update={"is_revoked": True})
+        facts = {"key_id": found.key_id}
+        try:
+            with translated():
+                data = await self._redis.hget(keys.API_KEYS, found.key_id)
+                revoked = _record_of(found.key_id, data).model_copy(update={"is_revoked": True})
+                records = data, revoked.model_dump_json(), revoked.public_json()
+                await self._redis.eval(_REVOKE, 2, keys.API_KEYS, keys.key_terms(), found.key_id, *records)
+            _LOG.warning("redis had lost the revocation of an API key; it is revoked again", extra=facts)
+        except PenstockError as error:
+            _LOG.warning("a revocation cannot be repeated", extra={**facts, "reason": error.message})
+        return revoked
 
 
 def _record_of(key_id: str, data: bytes | None) -> ApiKey:
