@@ -24,7 +24,7 @@ LAG_S = 0.3
 @pytest.mark.parametrize("lives", [False, True], ids=["killed", "still answering"])
 async def test_streams_go_on_at_the_server_that_sentinel_promotes(tmp_path: Path, lives: bool) -> None:
     with Replicated(tmp_path, stays_primary=lives) as servers:
-        works = new_works(300)
+        works = new_works(200)
         async with served(servers.url), AsyncClient(servers.url, settings=QUICK) as client:
             reading = await under_way(client, works, works[0])
             servers.link.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def test_other_urls_are_no_sentinel_urls(url: str) -> None:
     ],
 )
 def test_wrong_urls_are_refused_by_name(url: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as refused:
+    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
         sentinel_url_of(url)
     assert refused.value.param == "redis_url"
 
@@ -108,7 +109,7 @@ async def test_the_sentinel_with_the_newest_configuration_is_believed() -> None:
     assert await sentinels(primary("a", 1, is_down=True), primary("a", 1)).discover_master("m") == ("a", 6379)
     with pytest.raises(MasterNotFoundError):
         await sentinels(primary("old", 1), primary("new", 2, is_down=True)).discover_master("m")
-    with pytest.raises(MasterNotFoundError, match="no answer"):
+    with pytest.raises(MasterNotFoundError, match="ConnectionError"):
         await sentinels(gone, gone).discover_master("m")
 
 

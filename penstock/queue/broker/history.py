@@ -108,7 +108,7 @@ class HistoryWatch:
             except UnavailableError:
                 pass  # Whoever needs Redis reports it.
             except PenstockError as error:
-                _LOG.error("redis's history cannot be compared", extra={"process": self._name, "reason": error.message})
+                _LOG.error("redis's history cannot be compared", extra={"who": self._name, "reason": error.message})
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S if self._is_compared else RETRY_S):
                     await redis.opened.wait()
@@ -122,7 +122,7 @@ class HistoryWatch:
         history, is_replica = found
         if is_replica:
             if not self._was_replica:
-                _LOG.warning("redis is a replica now", extra={"process": self._name, "history": str(history)})
+                _LOG.warning("redis is a replica now", extra={"who": self._name, "history": str(history)})
             self._was_replica = True
             await redis.close_lines(exceptions.ReadOnlyError("Redis became a replica"))
             return
@@ -130,7 +130,7 @@ class HistoryWatch:
         if self._known is not None and history != self._known:
             self._is_compared = False
             ids = {"old": str(self._known), "new": str(history)}
-            _LOG.warning("redis has a new history", extra={"process": self._name, **ids})
+            _LOG.warning("redis has a new history", extra={"who": self._name, **ids})
         self._known = history
         if not self._is_compared:
             try:
@@ -160,7 +160,7 @@ class HistoryWatch:
                 return _history_of(await redis.execute_all(_READ))
         except ConfigError as error:
             self._is_readable = False
-            _LOG.info("redis's history cannot be read", extra={"process": self._name, "reason": error.message})
+            _LOG.info("redis's history cannot be read", extra={"who": self._name, "reason": error.message})
             return None
 
     # Addresses --------------------------------------------------------------------------------------

@@ -52,8 +52,13 @@ class ReplicationLink:
         with suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
-                self._sockets += [near, far]
+                self._sockets.append(near)
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:
+                    near.close()  # the primary is dead
+                    continue
+                self._sockets.append(far)
                 threading.Thread(target=self._pump, args=(near, far, False), daemon=True).start()
                 threading.Thread(target=self._pump, args=(far, near, True), daemon=True).start()
 

@@ -68,14 +68,17 @@ async def test_lost_jobs_are_submitted_again_under_their_ids(
     assert looked.stats.resubmits == 1
 
 
-async def test_a_repeated_cancellation_follows_its_job(redis: Redis, looked: AsyncClient) -> None:
+@pytest.mark.parametrize("lost", ["submission", "cancellation"])
+async def test_a_cancellation_is_repeated_behind_its_job(redis: Redis, looked: AsyncClient, lost: str) -> None:
     before = await saved(redis)
-    job = await looked.submit("Hi", max_tokens=5)
-    assert await job.cancel() == "cancelled"
+    job_id = (await looked.submit_unread("Hi", max_tokens=5)).job_id
+    if lost == "cancellation":
+        before = await saved(redis)
+    assert await looked.cancel(job_id) == "cancelled"
     await set_back(redis, before)
 
     async def is_cancelled() -> bool:
-        return await state_of(redis, job.id) == "cancelled"
+        return await state_of(redis, job_id) == "cancelled"
 
     await until(is_cancelled)
 
