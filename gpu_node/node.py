@@ -81,7 +81,7 @@ class Node:
         self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
         self._worker = EngineWorker(engine, self._deliver, self._note_lost)
-        keeping = {"keep_s": settings.failover_keep_s, "max_bytes": settings.failover_keep_bytes}
+        keep_s, max_bytes = settings.failover_keep_s, settings.failover_keep_bytes
         self.pace = new_pace(settings.stream_interval_ms / 1000, leaves_core_free=engine.leaves_core_free)
         self._outbox = Outbox(
             self._broker,
@@ -89,7 +89,7 @@ class Node:
             self._worker,
             reports,
             self._bell.capacity_freed,
-            EndedJobs(self._broker, self.ledger.counts, **keeping),
+            EndedJobs(self._broker, self.ledger.counts, keep_s=keep_s, max_bytes=max_bytes),
             max_unsent_bytes=settings.max_unsent_bytes,
             pace=self.pace,
         )
@@ -107,10 +107,9 @@ class Node:
             self._threads,
         )
         capacity = engine.num_kv_tokens, settings.max_num_seqs
-        self._inbox = JobInbox(
-            self._broker, self.ledger, self._bell, self._outbox, self._preparation, engine, capacity=capacity
-        )
         self._history = HistoryWatch(self._redis, self._outbox.compare, name=self.node_id)
+        parts = self._broker, self.ledger, self._bell, self._outbox, self._preparation, engine
+        self._inbox = JobInbox(*parts, capacity=capacity, may_take=lambda: self._history.is_settled)
         interval_s = heartbeat_interval_s(settings.lease_ms)
         self._watch = EngineWatch(self._worker, interval_s=interval_s, stall_after_s=settings.stall_after_s)
         self._heartbeat = self._new_heartbeat(interval_s)

@@ -54,9 +54,10 @@ class SentinelUrl:
             "driver_info": None,
             **self.sentinel,
         }
-        manager = AllSentinels(self.sentinels, sentinel_kwargs=given)
+        manager = cast(Any, AllSentinels)(self.sentinels, sentinel_kwargs=given)
         merged = {**options, **self.server}
-        return SentinelConnectionPool(self.master_name, manager, ssl=self.has_tls, **merged)
+        pool = cast(Any, SentinelConnectionPool)(self.master_name, manager, ssl=self.has_tls, **merged)
+        return cast(SentinelConnectionPool, pool)
 
     @property
     def for_celery(self) -> tuple[str, dict[str, Any]]:

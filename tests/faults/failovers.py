@@ -31,6 +31,7 @@ from faults.tools.sentinel import Replicated
 from faults.tools.work import PROMPT, Work, check_settled, new_work
 from redis.asyncio import Redis
 
+from penstock.contract.errors import UnavailableError
 from penstock.contract.job import ResponseRecord
 from penstock.contract.output import TERMINAL_STATES
 from penstock.contract.tenant import Terms
@@ -157,12 +158,13 @@ class Load:
 
     async def _operate(self, responses: Sequence[Work]) -> None:
         """Cancel jobs, delete responses and revoke keys. The client reads the keys as a gateway does."""
-        candidates, stored, key_ids = list(self.told.works), list(responses), list(self._key_ids)
+        stored, key_ids = list(responses), list(self._key_ids)
+        candidates = [job_id for job_id in self.told.works if job_id not in {work.id for work in responses}]
         while not self._stop.is_set():
             await asyncio.sleep(PAUSE_S)
             await self._client.api_keys()
             job_id = candidates.pop()
-            if self.told.works[job_id] not in responses and await self._client.cancel(job_id) == "cancelled":
+            if await self._client.cancel(job_id) == "cancelled":
                 self.told.cancelled.add(job_id)
             if stored:
                 work = stored.pop()

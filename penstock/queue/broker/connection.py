@@ -198,7 +198,7 @@ def connect(url: str) -> Redis:
     The client does not retry. Callers do, because only they know whether a call may be repeated. Raises ConfigError for
     an invalid URL.
     """
-    options = {
+    options: dict[str, Any] = {
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "socket_timeout": REPLY_TIMEOUT_S,
         "health_check_interval": HEALTH_CHECK_S,

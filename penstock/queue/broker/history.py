@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import math
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -29,6 +30,8 @@ LOOK_S = 1.0
 """Seconds between two looks. A connection that was opened anew is looked at at once."""
 RETRY_S = 0.2
 """Seconds after which a comparison is repeated that Redis interrupted."""
+SETTLE_S = 2.0
+"""Seconds after a change in which nodes take no jobs: time for every process to look, and to give what it has."""
 MAX_RECENT_CALLS = 10_000
 """Cancellations and deletions that a process repeats after a change."""
 _READ = (("INFO", "server"), ("INFO", "replication"))
@@ -79,8 +82,8 @@ class RecentCalls:
 class HistoryWatch:
     """Looks at the server of one client's connections until canceled.
 
-    Connections to a server that is no primary any more are closed, also while it still answers: one that Sentinel, or
-    the DNS name of a managed service, does not lead to, or one that became a replica.
+    Connections to a server that is no primary any more are closed, also while it still answers. That is one that
+    became a replica, or one to which Sentinel, or the DNS name of a managed service, does not lead any more.
     """
 
     def __init__(self, redis: Redis, compare: Callable[[], Awaitable[None]], *, name: str) -> None:
@@ -94,24 +97,26 @@ class HistoryWatch:
         self._was_replica = False
         self._same_server = frozenset[str]()
         """Addresses of the DNS name behind which the known server was found, although it has another address."""
+        self._changed_s = -math.inf
+        """Loop time of the last change."""
         self._seen: SharedConnection | None = None
         """The connection whose server's history was compared last."""
 
     async def run(self) -> None:
-        """Look every `LOOK_S`, and whenever a connection was opened."""
+        """Look every `LOOK_S`, and whenever a connection was opened or lost."""
         if not isinstance(redis := self._redis, SharedRedis):
             return
         while True:
-            redis.opened.clear()
+            redis.changed.clear()
             try:
                 await self._look(redis)
             except UnavailableError:
-                pass  # Whoever needs Redis reports it.
+                pass  # The calls that need Redis report it.
             except PenstockError as error:
                 _LOG.error("redis's history cannot be compared", extra={"who": self._name, "reason": error.message})
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S if self._is_compared else RETRY_S):
-                    await redis.opened.wait()
+                    await redis.changed.wait()
 
     async def _look(self, redis: SharedRedis) -> None:
         with suppress(UnavailableError, OSError):  # Sentinels that do not answer say nothing of the server.
@@ -128,7 +133,7 @@ class HistoryWatch:
             return
         self._was_replica = False
         if self._known is not None and history != self._known:
-            self._is_compared = False
+            self._is_compared, self._changed_s = False, asyncio.get_running_loop().time()
             ids = {"old": str(self._known), "new": str(history)}
             _LOG.warning("redis has a new history", extra={"who": self._name, **ids})
         self._known = history
@@ -151,6 +156,11 @@ class HistoryWatch:
         line = redis.line
         return line is not None and line is self._seen and not line.lost.done()
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether, besides, the other processes have had time to give Redis what it lacks."""
+        return self.is_compared and asyncio.get_running_loop().time() - self._changed_s >= SETTLE_S
+
     async def _read(self, redis: SharedRedis) -> tuple[History, bool] | None:
         """Return the server's history, and whether it is a replica; None if it does not tell."""
         if not self._is_readable:
@@ -170,7 +180,7 @@ class HistoryWatch:
         lines = redis.lines
         if isinstance(pool := redis.connection_pool, SentinelConnectionPool):
             with translated():
-                address = await pool.get_master_address()
+                address = await cast(Any, pool).get_master_address()
             if any(line.address != address for line in lines):
                 reason = exceptions.ConnectionError(f"Sentinel names another primary: {address[0]}:{address[1]}")
                 await redis.close_lines(reason, except_to=address)

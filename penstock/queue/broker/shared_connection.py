@@ -275,14 +275,15 @@ class SharedRedis(Redis):
         self._is_closing = False
         self._lines: WeakSet[SharedConnection] = WeakSet()
         """All open connections, also those for subscriptions and for calls that wait for the disk."""
-        self.opened = asyncio.Event()
-        """Set whenever a connection was opened: the server behind it may be another one."""
+        self.changed = asyncio.Event()
+        """Set whenever a connection was opened or lost: the server may be another one."""
 
     def note_opened(self, line: SharedConnection, host: str, port: int) -> None:
         """Keep a connection among those that `close_lines` closes."""
         line.address = host, port
         self._lines.add(line)
-        self.opened.set()
+        line.lost.add_done_callback(lambda _: self.changed.set())
+        self.changed.set()
 
     @property
     def line(self) -> SharedConnection | None:
