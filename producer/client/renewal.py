@@ -15,7 +15,7 @@ from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.job import MEMORY
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import KeptSubmissions, num_bytes_of
-from penstock.producer.client.mailbox import Feed
+from penstock.producer.client.mailbox import Feed, SeenEnd
 from penstock.producer.client.settings import ClientSettings
 from penstock.queue.broker.history import HistoryWatch, RecentCalls
 from penstock.queue.broker.jobs import KnownJobs
@@ -23,6 +23,7 @@ from penstock.queue.broker.producer import ProducerBroker, Submission, Submitted
 from penstock.runtime.event_loop import cancel_until_done
 
 _LOG = logging.getLogger(__package__)
+_MOST_WITH_ENDED = 256
 _JOBS_AT_ONCE = 64
 """Lost jobs that are submitted together."""
 
@@ -31,12 +32,12 @@ class _Recent(NamedTuple):
     at_s: float
     num_bytes: int
     submission: Submission
-    feed: Feed | None
-    """The chunks of the job here; None if this process does not read it."""
+    end: SeenEnd | None
+    """Whether a reader of this process has the end; None if it does not read the job."""
 
     @property
     def has_ended(self) -> bool:
-        return self.feed is not None and self.feed.ended
+        return self.end is not None and self.end.is_seen
 
 
 class RecentSubmissions:
@@ -47,6 +48,8 @@ class RecentSubmissions:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._recent: deque[_Recent] = deque()
+        self._most_with_ended = _MOST_WITH_ENDED
+        """Entries, those of ended jobs included, at which the latter are removed."""
 
     def accepted(
         self, submission: Submission, answer: Submitted, feed_of: Callable[[str], Feed] | None = None
@@ -55,8 +58,8 @@ class RecentSubmissions:
         now_s = asyncio.get_running_loop().time()
         if answer.job_id != submission.job.id:
             submission = replace(submission, job=submission.job.model_copy(update={"id": answer.job_id}))
-        feed = None if feed_of is None else feed_of(answer.job_id)
-        one = _Recent(now_s, num_bytes_of(submission), submission, feed)
+        end = None if feed_of is None else feed_of(answer.job_id).end
+        one = _Recent(now_s, num_bytes_of(submission), submission, end)
         self._recent.append(one)
         self._num_bytes += one.num_bytes
         self._drop_old(now_s)
@@ -74,6 +77,10 @@ class RecentSubmissions:
             or now_s - self._recent[0].at_s > self._keep_s
         ):
             self._num_bytes -= self._recent.popleft().num_bytes
+        if len(self._recent) >= self._most_with_ended:
+            self._recent = deque(one for one in self._recent if not one.has_ended)
+            self._num_bytes = sum(one.num_bytes for one in self._recent)
+            self._most_with_ended = max(_MOST_WITH_ENDED, 2 * len(self._recent))
 
 
 class Renewal:

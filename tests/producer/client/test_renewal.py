@@ -9,12 +9,15 @@ import pytest
 from fakes.fake_node import FakeNode
 from fakes.queue.older_history import saved, set_back
 from redis.asyncio import Redis
+from uuid_utils import uuid7
 
 from penstock.contract.errors import NotFoundError
-from penstock.contract.job import ResponseRecord
+from penstock.contract.job import JobDef, ResponseRecord
 from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.producer.client.mailbox import Feed
+from penstock.producer.client.renewal import RecentSubmissions
 from penstock.queue.broker import history
-from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.broker.producer import ProducerBroker, Submission, Submitted
 
 PATIENCE_S = 20.0
 
@@ -125,3 +128,25 @@ async def test_a_job_whose_end_its_reader_has_is_not_submitted_again(
     await set_back(redis, before)
     await until(lambda: _value("redis has a new history" in caplog.text and watch.is_compared))
     assert await state_of(redis, job.id) == "" and not quick_client.stats.resubmits
+
+
+def submission(tokens: int) -> Submission:
+    return Submission(JobDef(id=f"m.{uuid7()}", prompt="x" * 1000, max_tokens=tokens), 10)
+
+
+async def test_what_is_kept_of_submissions_is_bounded_and_what_has_ended_goes() -> None:
+    recent = RecentSubmissions(keep_s=30, max_bytes=20_000)
+    for number in range(100):
+        recent.accepted(one := submission(number + 1), Submitted("queued", 0, True, one.job.id, False))
+    assert 0 < len(recent.open()) <= 20
+    feeds = dict[str, Feed]()
+
+    def feed_of(job_id: str) -> Feed:
+        return feeds.setdefault(job_id, Feed(job_id))
+
+    recent = RecentSubmissions(keep_s=30, max_bytes=1 << 30)
+    for number in range(600):
+        one = submission(1)
+        recent.accepted(one, Submitted("queued", 0, True, one.job.id, False), feed_of)
+        feeds[one.job.id].ended = number > 0
+    assert len(recent.open()) == 1 and len(recent._recent) < 300
