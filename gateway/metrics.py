@@ -167,6 +167,7 @@ _OF_CLIENT = {
     "gaps": "Chunks that arrived before a preceding chunk of the same job.",
     "resubscribes": "Times that this process subscribed to its inbox channel again.",
     "resubmits": "Jobs that Redis had lost and this process submitted again.",
+    "histories": "Times that Redis had a new history: after a restart, a fail-over or a restore.",
 }
 
 _OF_WEBHOOKS = {

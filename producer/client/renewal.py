@@ -117,6 +117,7 @@ class Renewal:
 
     async def _compare(self) -> None:
         """Submit lost jobs again, repeat what else is recent, and let all readers compare. Raises UnavailableError."""
+        self._inbox.stats.histories += 1
         feeds = self._inbox
         kept = [one for one in self._kept.open() if not ((feed := feeds.known(one.job.id)) and feed.ended)]
         submissions = {one.job.id: one for one in (*kept, *self.recent.open())}

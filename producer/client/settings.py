@@ -49,6 +49,8 @@ class ClientStats:
     gaps: int = 0
     resubscribes: int = 0
     resubmits: int = 0
+    histories: int = 0
+    """Times that Redis had a new history: after a restart, a fail-over or a restore."""
     decisions: Counter[str] = field(default_factory=Counter)
     """Submissions by decision, one of `DECISIONS`."""
 

@@ -60,6 +60,8 @@ class Told:
     works: dict[str, Work] = field(default_factory=dict)
     """Accepted jobs."""
     cancelled: set[str] = field(default_factory=set)
+    cancelling: set[str] = field(default_factory=set)
+    """Jobs that ran when they were canceled: they may have succeeded before."""
     deleted: set[str] = field(default_factory=set)
     revoked: set[str] = field(default_factory=set)
     pauses: list[float] = field(default_factory=list)
@@ -164,8 +166,11 @@ class Load:
             await asyncio.sleep(PAUSE_S)
             await self._client.api_keys()
             job_id = candidates.pop()
-            if await self._client.cancel(job_id) == "cancelled":
+            state = await self._client.cancel(job_id)
+            if state == "cancelled":
                 self.told.cancelled.add(job_id)
+            elif state == "cancelling":
+                self.told.cancelling.add(job_id)
             if stored:
                 work = stored.pop()
                 await self._client.responses.delete(work.id, "default")
@@ -216,7 +221,7 @@ async def wrong_ends(redis: Redis, told: Told) -> list[str]:
                 break
             await asyncio.sleep(0.5)
     for job_id, work in told.works.items():
-        may_be = {"succeeded"} | ({"cancelled"} if job_id in told.cancelled | told.deleted else set())
+        may_be = {"succeeded"} | ({"cancelled"} if job_id in told.cancelling | told.deleted else set())
         if job_id in told.cancelled:
             may_be = {"cancelled"}
         if seen.states[job_id] not in may_be:

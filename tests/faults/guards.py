@@ -426,4 +426,11 @@ MUTANTS = (
     ),
     Mutant("config of a living pool", "join", " and alive > 0 then", " and false then", "sweep.py"),
     Mutant("config of a dead pool", "join", " and alive > 0 then", " then", "sweep.py"),
+    Mutant(
+        "an end of a job that was taken before",
+        "finish",
+        "if not job or job.taken ~= '' or",
+        "if not job or",
+        "tests/gpu_node/publishing/test_ended_jobs.py",
+    ),
 )

@@ -6,8 +6,8 @@
 --   preemptions: how often the node's engine preempted the job's sequences.
 --   prompt, completion, cached: tokens that the job used. log_bytes: size of all its chunks. '' where unknown.
 --   result: '' if the job ended before its node had read the chunks that an earlier node logged; then none is stored.
--- Answer, one per job: OK | FENCED | NEED n | GONE (as for emit) | ERR text
--- A job that is queued and was never taken, as Redis says, is ended as one of this node: Redis lost the take.
+-- Answer, one per job: OK | FENCED | NEED n | GONE (as for emit) | ERR text.
+--   A queued job that was never taken, as Redis says, is ended as one of this node: Redis lost the take.
 local node, ends = ARGV[1], cmsgpack.unpack(ARGV[2])
 local MAX_JOBS, RESULTS, PUSH = 64, 2, 1000
 if #ends > MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end

@@ -130,14 +130,14 @@ async def test_a_job_whose_end_its_reader_has_is_not_submitted_again(
     assert await state_of(redis, job.id) == "" and not quick_client.stats.resubmits
 
 
-def submission(tokens: int) -> Submission:
-    return Submission(JobDef(id=f"m.{uuid7()}", prompt="x" * 1000, max_tokens=tokens), 10)
+def submission() -> Submission:
+    return Submission(JobDef(id=f"m.{uuid7()}", prompt="x" * 1000), 10)
 
 
 async def test_what_is_kept_of_submissions_is_bounded_and_what_has_ended_goes() -> None:
     recent = RecentSubmissions(keep_s=30, max_bytes=20_000)
-    for number in range(100):
-        recent.accepted(one := submission(number + 1), Submitted("queued", 0, True, one.job.id, False))
+    for _ in range(100):
+        recent.accepted(one := submission(), Submitted("queued", 0, True, one.job.id, False))
     assert 0 < len(recent.open()) <= 20
     feeds = dict[str, Feed]()
 
@@ -146,7 +146,7 @@ async def test_what_is_kept_of_submissions_is_bounded_and_what_has_ended_goes() 
 
     recent = RecentSubmissions(keep_s=30, max_bytes=1 << 30)
     for number in range(600):
-        one = submission(1)
+        one = submission()
         recent.accepted(one, Submitted("queued", 0, True, one.job.id, False), feed_of)
         feeds[one.job.id].ended = number > 0
     assert len(recent.open()) == 1 and len(recent._recent) < 300

@@ -38,7 +38,7 @@ async def pass_on(redis: Any, batches: BatchRecords, lease: BatchLease) -> Batch
     """Let the lease end, and another process take the batch."""
     await redis.zadd(f"{F}:open_batches", {lease.batch_id: 0})
     (other,), _ = await batches.take(5, 6.0, 0.0)
-    assert other.token == lease.token + 1
+    assert other.token > lease.token
     return other
 
 
