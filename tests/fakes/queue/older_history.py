@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
@@ -13,7 +13,7 @@ NOWHERE = "127.0.0.1", "1"
 async def saved(redis: Redis) -> dict[bytes, tuple[int, bytes]]:
     """Return all keys, each with its remaining life in ms (0: no limit) and its value."""
     async with redis.pipeline() as pipe:
-        names: list[bytes] = await redis.keys("*")
+        names = cast(list[bytes], await redis.keys("*"))
         for name in names:
             pipe.pttl(name)
             pipe.dump(name)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, cast
 
 import redis
 from faults.tools.redis_process import START_TIMEOUT_S, RedisProcess, free_port
@@ -86,7 +86,7 @@ class Replicated:
         self._ports = [free_port() for _ in range(num_sentinels)]
         port = free_port()
         self.link = ReplicationLink(("127.0.0.1", port))
-        options = {"rename-command": ("SLAVEOF", "NOT-FOR-SENTINELS")} if stays_primary else {}
+        options: dict[str, Any] = {"rename-command": ("SLAVEOF", "NOT-FOR-SENTINELS")} if stays_primary else {}
         self.master = RedisProcess(folder / "master", port=port, **options)
         self.replica = RedisProcess(folder / "replica", port=free_port(), replicaof=("127.0.0.1", self.link.port))
         self.sentinels: list[subprocess.Popen[bytes]] = []
@@ -151,7 +151,7 @@ class Replicated:
 
 
 def _knows(sentinel: redis.Redis, num_others: int) -> bool:
-    state = sentinel.sentinel_master(NAME)
+    state = cast(dict[str, Any], sentinel.sentinel_master(NAME))
     return bool(state["num-slaves"] == 1 and state["num-other-sentinels"] == num_others)
 
 
