@@ -76,6 +76,7 @@ class BatchHolder:
             # Redis may have lost parts that these runs have committed. The next holder goes on from what it has.
             self._history = history
             for lease in self._held.values():
+                await self._release(lease)
                 lease.is_lost = True
         elif self._held:
             now_s = clock()

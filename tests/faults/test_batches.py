@@ -404,10 +404,15 @@ def test_rows_that_are_not_answered_once_are_noticed() -> None:
     ]
 
 
+SECONDS_LESS_THAN_A_LEASE = 40
+
+
 async def test_a_batch_whose_parts_redis_lost_has_each_row_once(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "LOOK_S", 0.02)
+    monkeypatch.setattr(history, "SETTLE_S", 0.05)
+    monkeypatch.setattr(stored_batches_holder, "LOOKS_PER_LEASE", 600)
     num_rows = 60
     engine = ReferenceEngine(step_s=0.01, max_num_seqs=4)
     async with (
@@ -416,7 +421,7 @@ async def test_a_batch_whose_parts_redis_lost_has_each_row_once(
         asyncio.timeout(TIMEOUT_S),
     ):
         batch_id = await make_without_gateway(client, tmp_path, num_rows)
-        files = Files(FilesSettings(url=str(tmp_path), batch_lease_s=1), client.files)
+        files = Files(FilesSettings(url=str(tmp_path), batch_lease_s=60), client.files)
         holder = asyncio.create_task(BatchHolder(client, files, client.batches).run())
         while not (await client.batches.find(batch_id)).num_completed:
             await asyncio.sleep(0.01)
@@ -425,7 +430,8 @@ async def test_a_batch_whose_parts_redis_lost_has_each_row_once(
         while (await client.batches.find(batch_id)).num_completed == completed:
             await asyncio.sleep(0.01)
         await set_back(redis, before)
-        await ended(client, batch_id)
+        async with asyncio.timeout(SECONDS_LESS_THAN_A_LEASE):
+            await ended(client, batch_id)
         batch = await client.batches.find(batch_id)
         assert (batch.num_completed, batch.num_failed) == (num_rows, 0)
         await cancel_until_done([holder])
