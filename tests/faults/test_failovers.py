@@ -14,6 +14,9 @@ from faults.tools.sentinel import Replicated
 from faults.tools.work import check_settled
 
 from penstock.contract.errors import UnavailableError
+from penstock.producer.batch.celery_app import make_app
+from penstock.producer.batch.installation import QUEUE
+from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.connection import connect
 
@@ -44,8 +47,22 @@ async def test_streams_go_on_at_the_server_that_sentinel_promotes(tmp_path: Path
                 assert old.role()[0] == b"master"
 
 
-async def test_sentinels_without_the_name_are_an_error_of_the_url(tmp_path: Path) -> None:
+def sent_by_celery(url: str) -> str:
+    """Send a task through the Redis behind Sentinel, and store its result there; return what was stored."""
+    app = make_app(CelerySettings(), url)
+    with app.connection() as connection:
+        connection.ensure_connection(max_retries=1)
+        app.send_task("any", task_id="one", connection=connection)
+    app.backend.store_result("one", "stored", "SUCCESS")
+    return str(app.AsyncResult("one").get(timeout=10))
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated:DeprecationWarning")  # by Celery
+async def test_sentinels_without_the_name_are_an_error_of_the_url_and_celery_finds_the_primary(tmp_path: Path) -> None:
     with Replicated(tmp_path) as servers:
+        assert await asyncio.to_thread(sent_by_celery, servers.url) == "stored"
+        with servers.master.client() as direct:
+            assert direct.exists("penstock:celery:celery-task-meta-one", f"penstock:celery:{QUEUE}") == 2
         client = AsyncClient(servers.url.replace("master_name=m", "master_name=other"))
         with pytest.raises(Exception, match="know no primary 'other'; they know m"):
             await client.connect()
