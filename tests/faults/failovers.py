@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import running_node
@@ -203,7 +203,7 @@ async def computed_again(redis: Redis, job_ids: set[str], after: Seen, kill_ms: 
     for job_id in job_ids:
         if not after.states[job_id]:
             continue  # Unknown to the new primary: its client submits it again, and it runs again.
-        found: Any = await redis.hmget(keys.job(job_id), ["taken", "retaken", "finished"])  # type: ignore[misc]
+        found = await cast(Any, redis.hmget(keys.job(job_id), ["taken", "retaken", "finished"]))
         taken, retaken, finished = (float(value or 0) for value in found)
         if kill_ms < max(taken, retaken) < finished:
             again.add(job_id)
@@ -264,7 +264,7 @@ async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float
         nodes: list[Node] = []
         for number in range(NUM_NODES):
             node = running_node(
-                url, ReferenceEngine(step_s=STEP_S), pool=POOL, name=f"node-{number}", **SETTINGS, **keeping
+                url, cast(Any, ReferenceEngine(step_s=STEP_S)), pool=POOL, name=f"node-{number}", **SETTINGS, **keeping
             )
             nodes.append(await stack.enter_async_context(node))
         client = await stack.enter_async_context(connected(url))

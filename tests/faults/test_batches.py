@@ -414,7 +414,7 @@ async def test_a_batch_whose_parts_redis_lost_has_each_row_once(
     monkeypatch.setattr(history, "SETTLE_S", 0.05)
     monkeypatch.setattr(stored_batches_holder, "LOOKS_PER_LEASE", 600)
     num_rows = 60
-    engine = ReferenceEngine(step_s=0.01, max_num_seqs=4)
+    engine = cast(Any, ReferenceEngine(step_s=0.01, max_num_seqs=4))
     async with (
         running_node(redis_url, engine, pool=POOL, model=MODEL, drain_s=0.0),
         AsyncClient(redis_url) as client,

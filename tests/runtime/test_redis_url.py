@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from redis import exceptions
@@ -98,9 +98,9 @@ def primary(ip: str, epoch: int, *, is_down: bool = False) -> dict[str, Any]:
 
 
 def sentinels(*answers: Any) -> AllSentinels:
-    manager = AllSentinels([])
+    manager = cast(Any, AllSentinels)([])
     manager.sentinels = [Asked(answer) for answer in answers]
-    return manager
+    return cast(AllSentinels, manager)
 
 
 async def test_the_sentinel_with_the_newest_configuration_is_believed() -> None:

@@ -29,8 +29,8 @@ from penstock.queue.broker.shared_connection import SharedConnection, SharedRedi
 LOOK_S = 1.0
 """Seconds between two looks. A connection that was opened anew is looked at at once."""
 RETRY_S = 0.2
-"""Seconds after which a comparison is repeated that Redis interrupted."""
-SETTLE_S = 2.0
+"""Seconds after which a comparison is repeated that Redis interrupted, and a question that no Sentinel answered."""
+SETTLE_S = 3.0
 """Seconds after a change in which nodes take no jobs: time for every process to look, and to give what it has."""
 MAX_RECENT_CALLS = 10_000
 """Cancellations and deletions that a process repeats after a change."""
@@ -92,7 +92,7 @@ class HistoryWatch:
         self._compare = compare
         self._name = name
         self._known: History | None = None
-        self._is_compared = True
+        self._is_compared = self._is_address_known = True
         self._is_readable = True
         self._was_replica = False
         self._same_server = frozenset[str]()
@@ -115,12 +115,15 @@ class HistoryWatch:
             except PenstockError as error:
                 _LOG.error("redis's history cannot be compared", extra={"who": self._name, "reason": error.message})
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S if self._is_compared else RETRY_S):
+                async with asyncio.timeout(LOOK_S if self._is_compared and self._is_address_known else RETRY_S):
                     await redis.changed.wait()
 
     async def _look(self, redis: SharedRedis) -> None:
-        with suppress(UnavailableError, OSError):  # Sentinels that do not answer say nothing of the server.
+        try:
             await self._leave_old_address(redis)
+            self._is_address_known = True
+        except (UnavailableError, OSError):
+            self._is_address_known = False  # Sentinels that do not answer say nothing of the server.
         if (found := await self._read(redis)) is None:
             return
         line = redis.line
