@@ -106,7 +106,7 @@ class AsyncClient:
         parts = Steering(self._redis, patience), self._job_lists, self._broker.status, self.submit_unread
         self.webhooks = Webhooks(self._redis, patience, tenant)
         self.control = JobControl(*parts, self.webhooks, tenant=tenant, terms=self._terms)
-        self.responses = ResponseBroker(self._redis, patience)
+        self.responses = ResponseBroker(self._redis, patience, settings.durability)
         self.files, self.batches = FileRecords(self._redis, patience), BatchRecords(self._redis, patience)
         self.feed = CompletionFeed(self._redis, patience, self.pools)
         self._connecting, self._is_closed = asyncio.Lock(), False
@@ -191,8 +191,8 @@ class AsyncClient:
 
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
-        With the durability `fsync`, it raises UnsupportedDurabilityError if this Redis cannot promise it, and
-        NotOnDiskError if its disk does not confirm the job in time.
+        With another durability than `memory`, it raises UnsupportedDurabilityError if this Redis cannot promise it, and
+        NotOnDiskError or NotReplicatedError if its disk or a replica does not confirm the job in time.
         """
         with self._admissions.counting(self.stats.decisions):
             return await self._enqueue(await self._admitted(prompt, options))
