@@ -308,7 +308,8 @@ class ResponseRoutes:
         """
         durability = checked_durability(_query_of(request, "durability").get("durability"))
         try:
-            await self._client.responses.delete(job_id_of(response_id), caller_of(request).tenant, durability)
+            job_id = job_id_of(response_id)
+            await self._client.responses_of(job_id).delete(job_id, caller_of(request).tenant, durability)
         except NotFoundError:
             raise no_response(response_id) from None
         return {"id": response_id, "object": "response", "deleted": True}

@@ -190,6 +190,8 @@ class DurableCalls:
                 left = [one for one in calls if not one.done.done()]
                 # Scripts that Redis no longer has go again with their text.
                 if unknown := await _run(line, left, whole=False):
+                    if line.connection.lost.done():  # what was written before them is not confirmed
+                        line = await self._line()
                     await _run(line, unknown, whole=True)
             except BaseException:
                 line.connection.close()

@@ -11,6 +11,7 @@ from fakes.command import run_command
 from faults.tools.redis_process import RedisProcess
 from faults.tools.replica import ReplicatedRedis
 
+from penstock.cli.output import EXIT_TRY_AGAIN
 from penstock.contract.errors import NotOnDiskError, NotReplicatedError, RequestError, UnsupportedDurabilityError
 from penstock.gateway.errors import error_body, retry_headers
 from penstock.producer.client import AsyncClient, Client, ClientSettings
@@ -171,5 +172,5 @@ def test_without_a_replica_each_door_says_so(redis_url: str, http: httpx.Client)
     with Client(redis_url) as client, pytest.raises(NotReplicatedError, match="no replica is connected"):
         client.submit("abc", durability="replicated")
     done = run_command("submit", "abc", "--durability", "replicated", "--redis-url", redis_url)
-    assert done.returncode == 1
+    assert done.returncode == EXIT_TRY_AGAIN
     assert "no replica is connected" in done.stderr
