@@ -109,7 +109,7 @@ def forget(
     Examples:
         penstock pools forget POOL
     """
-    asyncio.run(_forget(redis_url_of(redis_url), pool))
+    asyncio.run(_forget(redis_url_of(redis_url, pool=pool), pool))
 
 
 @app.command()
@@ -127,7 +127,7 @@ def allow(
         penstock pools allow POOL
         penstock pools allow POOL acme/model fast-model
     """
-    asyncio.run(_allow(redis_url_of(redis_url), pool, None if all_names else names or []))
+    asyncio.run(_allow(redis_url_of(redis_url, pool=pool), pool, None if all_names else names or []))
 
 
 @app.command()
@@ -187,11 +187,10 @@ def line_of(pool: PoolStats) -> str:
 
 
 async def _stats(redis_url: str) -> list[PoolStats]:
-    from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.pools import StatsBroker
+    from penstock.producer.client import AsyncClient
 
-    async with connect(redis_url) as redis:
-        return await StatsBroker(redis).all()
+    async with AsyncClient(redis_url) as client:
+        return (await client.pool_stats())[0]
 
 
 async def _allow(redis_url: str, pool: str, names: list[str] | None) -> None:

@@ -172,9 +172,9 @@ class QueueServers:
         return [one for one in self.all if not one.is_away] if self.is_split else [self.directory]
 
     @property
-    def named(self) -> dict[str, QueueServer]:
+    def named(self) -> Mapping[str, QueueServer]:
         """The pools that the setting names, each with its server."""
-        return dict(self._of)
+        return self._of
 
     async def open(self) -> None:
         """Connect to the directory, and to the other servers as soon as they answer.
@@ -198,10 +198,14 @@ class QueueServers:
 
     def of(self, pool: str) -> QueueServer:
         """Return the server of a pool. Raises UnavailableError if it has been away since the client was opened."""
-        server = self._of.get(pool, self.directory)
+        server = self.of_named(pool)
         if not server.patience.is_open and self.directory.patience.is_open:
             raise UnavailableError(f"the Redis of pool {pool} is unreachable", code="redis_away")
         return server
+
+    def of_named(self, pool: str) -> QueueServer:
+        """Return the server of a pool, whether or not it was opened."""
+        return self._of.get(pool, self.directory)
 
     def of_job(self, job_id: str) -> QueueServer:
         """Return the server of a job."""
@@ -211,7 +215,7 @@ class QueueServers:
         """Return the servers of these pools, each with its pools, in the order of the first ones."""
         found: dict[QueueServer, list[str]] = {}
         for pool in pools:
-            found.setdefault(self._of.get(pool, self.directory), []).append(pool)
+            found.setdefault(self.of_named(pool), []).append(pool)
         return list(found.items())
 
     # Calls that may span several servers.

@@ -365,7 +365,7 @@ async def _event_of(redis: Redis, pool: str, entry_id: bytes, fields: Mapping[by
 async def _is_cut(redis: Redis, job_id: str) -> bool:
     """Return whether the text of a response ended at its limit of tokens."""
     with translated():
-        data = await redis.get(keys.result(job_id))
+        data = cast("bytes | None", await redis.get(keys.result(job_id)))
     if data is None:
         return False
     try:
