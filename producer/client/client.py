@@ -89,7 +89,9 @@ class AsyncClient:
         self._queues_without_node, self._durability = settings.queue_without_node, settings.durability
         self._kept = KeptSubmissions(settings.max_kept_mib << 20)
         of_none = servers.directory.redis, servers.directory.patience
-        self._keys = CachedState(KeyStore(*of_none).all, KEYS_TTL_S)
+        # Of several servers, keys are fetched before they are too old, so that no call waits for the directory.
+        ttl_s = KEYS_TTL_S / len(servers.all[:2])
+        self._keys = CachedState(KeyStore(*of_none).all, ttl_s, KEYS_TTL_S - ttl_s)
         self.runs = Runs(self.ack, settings.outage_s)
         self.dead = DeadLetterBox(servers, self.submit)
         self.webhooks = Webhooks(*of_none, tenant, is_away=lambda: servers.has_no_directory)
@@ -114,6 +116,7 @@ class AsyncClient:
         """End every stream, task and connection of this client. Only jobs that need no reader continue."""
         self._is_closed = True
         await self.runs.close()
+        await self._keys.close()
         await self.servers.close()
 
     async def __aenter__(self) -> Self:
@@ -440,7 +443,7 @@ class AsyncClient:
         """
         if self.servers.is_split:
             wait_s = 0.0 if self.servers.has_no_directory else KEYS_PATIENCE_S
-            return await self._keys.get_or_last(wait_s, KEYS_OUTAGE_S)
+            return await self._keys.recent_or_last(wait_s, KEYS_OUTAGE_S)
         return await (self._keys.get() if patience_s is None else self._keys.get_or_last(patience_s))
 
     async def warn_of_eviction(self) -> None:

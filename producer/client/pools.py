@@ -74,14 +74,24 @@ class CachedState(Generic[T]):
         """The last value, however old; None before the first one."""
         return None if self._held is None else self._held.value
 
-    async def get_or_last(self, patience_s: float, max_age_s: float = inf) -> T:
+    async def get_or_last(self, patience_s: float) -> T:
         """Return the value as `get` does, or the last one if `get` fails or takes longer than `patience_s`.
+
+        Raises UnavailableError if there is no last value.
+        """
+        return await self._or_last(self.get, patience_s, inf)
+
+    async def recent_or_last(self, patience_s: float, max_age_s: float) -> T:
+        """Return the value as `recent` does, or the last one if that fails or takes longer than `patience_s`.
 
         Raises UnavailableError if there is no last value, or if it is older than `max_age_s`.
         """
+        return await self._or_last(self.recent, patience_s, max_age_s)
+
+    async def _or_last(self, fetch: Callable[[], Awaitable[T]], patience_s: float, max_age_s: float) -> T:
         try:
             async with asyncio.timeout(patience_s):
-                return await self.get()
+                return await fetch()
         except (TimeoutError, UnavailableError):
             held = self._held
             if held is None or asyncio.get_running_loop().time() - held.ended_s > max_age_s:
