@@ -163,9 +163,7 @@ class AsyncClient:
         # Pools may have joined or died since a job of this key was submitted, so the ranks may choose another pool now.
         fitting = fitting_pools(known, *names, adapter=adapter, hides_models=hides_models)
         pools = {pool.pool: pool for pool in (chosen, *fitting) if pool.protocol_version == PROTOCOL_VERSION}
-        if len(pools) == 1:
-            return chosen
-        return pools.get(await self.servers.pool_of(key, pools), chosen)
+        return chosen if len(pools) == 1 else pools.get(await self.servers.pool_of(key, pools), chosen)
 
     @with_options()
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:

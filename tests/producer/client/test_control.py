@@ -40,7 +40,8 @@ async def test_a_retry_is_a_new_job_with_the_same_request_class_and_tags(
     assert (status.retry_of, status.tags, status.metadata) == (old, ("run:1",), {"a": "b"})
     assert status.custom_id == "row-1"
     assert (status.priority, status.is_background, status.state) == (Priority.INTERACTIVE, False, "queued")
-    assert await client.servers.directory.redis.get(keys.request(old)) == await client.servers.directory.redis.get(keys.request(retried.job_id))
+    redis = client.servers.directory.redis
+    assert await redis.get(keys.request(old)) == await redis.get(keys.request(retried.job_id))
     # A job has one retry.
     assert (await client.control.retry(old)).job_id == retried.job_id
     (run,) = await told_node.take()
