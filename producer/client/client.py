@@ -175,8 +175,8 @@ class AsyncClient:
 
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
-        With another durability than `memory`, it raises UnsupportedDurabilityError if this Redis cannot promise it, and
-        NotOnDiskError or NotReplicatedError if its disk or a replica does not confirm the job in time.
+        With a durability that this Redis cannot promise, it raises UnsupportedDurabilityError. It raises NotOnDiskError
+        or NotReplicatedError if its disk or a replica does not confirm the job in time.
         """
         with counted(self.stats.decisions):
             return await self._enqueue(await self._admitted(prompt, options))

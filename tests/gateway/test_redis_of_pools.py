@@ -266,7 +266,7 @@ def test_a_webhook_tells_of_ends_in_both(split: Split, http: httpx.Client) -> No
         http.delete(f"/v1/webhook_endpoints/{endpoint}")
 
 
-# Other doors.
+# Other entry points.
 
 
 def test_the_python_clients_route_by_model(split: Split) -> None:

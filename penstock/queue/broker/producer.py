@@ -132,8 +132,8 @@ class ProducerBroker:
         Raises UnavailableError (no node announced the pool), TooLargeError, and RequestError (the id is too old or from
         the future). Raises ConflictError if the id or idempotency key belongs to another body or tenant, and
         BusyError at a limit of the pool or tenant, or if Redis is full.
-        With another durability than `memory`, it raises UnsupportedDurabilityError if this Redis cannot promise it, and
-        NotOnDiskError or NotReplicatedError if the job is queued and its disk or a replica did not confirm it in time.
+        With a durability that this Redis cannot promise, it raises UnsupportedDurabilityError. It raises NotOnDiskError
+        or NotReplicatedError if the job is queued and its disk or a replica did not confirm it in time.
 
         Jobs that are submitted at the same time share a call.
         """
