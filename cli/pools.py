@@ -13,7 +13,7 @@ from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray, say_empty
 from penstock.contract.priority import Priority
-from penstock.runtime.settings import redis_url_of
+from penstock.runtime.settings import pool_urls, redis_url_of
 
 if TYPE_CHECKING:
     from penstock.contract.job_actions import Pause
@@ -187,10 +187,16 @@ def line_of(pool: PoolStats) -> str:
 
 
 async def _stats(redis_url: str) -> list[PoolStats]:
-    from penstock.producer.client import AsyncClient
+    if pool_urls():
+        from penstock.producer.client import AsyncClient
 
-    async with AsyncClient(redis_url) as client:
-        return (await client.pool_stats())[0]
+        async with AsyncClient(redis_url) as client:
+            return (await client.pool_stats())[0]
+    from penstock.queue.broker.connection import connect
+    from penstock.queue.broker.pools import StatsBroker
+
+    async with connect(redis_url) as redis:
+        return await StatsBroker(redis).all()
 
 
 async def _allow(redis_url: str, pool: str, names: list[str] | None) -> None:

@@ -83,6 +83,7 @@ async def test_gateway_whose_inbox_has_ended_is_not_ready():
         is_alive = False
         feed = control = files = batches = None
         webhooks = SimpleNamespace(queue=None)
+        servers = SimpleNamespace(is_split=False)
 
     app = create_app(GatewaySettings(), cast("AsyncClient", Deaf()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:

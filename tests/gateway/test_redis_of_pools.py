@@ -15,6 +15,7 @@ import pytest
 from fakes.command import run_command
 from faults.tools.redis_process import RedisProcess
 
+from penstock.cli.output import EXIT_TRY_AGAIN
 from penstock.contract.errors import ConfigError, NotFoundError
 from penstock.producer.batch.records import Batch
 from penstock.producer.batch.runner import run_batch
@@ -333,6 +334,9 @@ def test_while_the_redis_of_a_pool_is_away_other_pools_go_on(mortal: Split) -> N
             assert error["code"] == "redis_away" and "two" in error["message"], error
             assert http.get(path, params={"pool": "one"}).status_code == 200
         assert http.get(f"/v1/jobs/{lost}").json()["error"]["code"] == "redis_away"
+        env = {"PENSTOCK_POOLS": f"two={mortal.other.url}", "PENSTOCK_REDIS_URL": mortal.directory.url}
+        done = run_command("submit", "abc", "--model", TWO, **env)
+        assert (done.returncode, done.stderr) == (EXIT_TRY_AGAIN, "penstock: the Redis of pool two is unreachable\n")
         job_id = submit(http, ONE)
         assert ended(http, job_id)["state"] == "succeeded"
         mortal.other.start()

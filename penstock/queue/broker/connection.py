@@ -241,7 +241,7 @@ def not_reached(error: UnavailableError, shown_url: str) -> UnavailableError:
 
 def refused_at(error: ConfigError, shown_url: str) -> ConfigError:
     """Return the error of a Redis that refuses this URL, which names the URL. Errors of a setting stay as they are."""
-    if not error.message.startswith("Redis "):
+    if not error.message.startswith("Redis ") or error.message.startswith("Redis at "):
         return error
     return ConfigError(f"Redis at {shown_url} {error.message.removeprefix('Redis ')}", param=error.param)
 

@@ -15,7 +15,7 @@ class ReplicatedRedis:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         # Without the option a first copy begins five seconds after the replica asked for it, from Redis 7 on.
-        soon = {"repl-diskless-sync-delay": 0}
+        soon: dict[str, Any] = {"repl-diskless-sync-delay": 0}
         self.primary = RedisProcess(folder / "primary", port=free_port(), **soon, **options)
         self.replica = RedisProcess(folder / "replica", replicaof=("127.0.0.1", self.primary.port), appendonly="no")
 

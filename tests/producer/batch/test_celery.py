@@ -229,22 +229,16 @@ def test_answer_as_a_task_whose_text_is_in_no_log(app: Celery, idle_log: Path) -
 
 
 def test_a_task_says_what_its_submission_waits_for(app: Celery, idle_log: Path) -> None:
-    """The Redis of these tests has no append-only file and no replica, so it can promise `memory` only."""
+    """The Redis of these tests has no append-only file, so it can promise `memory` only."""
     sent = {
         level: app.send_task(GENERATE, args=["x"], kwargs={"max_tokens": 1, "durability": level})
-        for level in ("memory", "fsync", "disk", "replicated")
+        for level in ("memory", "fsync", "disk")
     }
     assert sent["memory"].get(timeout=30, interval=0.05)["object"] == "text_completion"
     with pytest.raises(RequestError, match="durability: fsync is not possible"):
         sent["fsync"].get(timeout=30, interval=0.05)
     with pytest.raises(RequestError, match="durability must be one of memory, fsync, replicated, not 'disk'"):
         sent["disk"].get(timeout=30, interval=0.05)
-    waiting = sent["replicated"]
-    while waiting.state in ("PENDING", "STARTED"):
-        time.sleep(0.05)
-    assert waiting.state == "RETRY", "a replica may come back"
-    assert "no replica is connected" in str(waiting.result)
-    waiting.revoke()
 
 
 def test_a_task_delivered_again_is_the_same_job(app: Celery, idle_log: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
 
 import pytest
 from fakes.queue.harness import FakeNode, new_job
@@ -192,7 +193,7 @@ async def test_a_server_that_becomes_a_replica_confirms_nothing(
 
 @pytest.mark.parametrize("taken", ["-wait", "-role"])
 async def test_a_user_without_the_right_is_told_the_rule(pair: ReplicatedRedis, redis: Redis, taken: str) -> None:
-    await redis.execute_command("ACL", "SETUSER", "gate", "on", ">gate", "~*", "&*", "+@all", taken)
+    await cast(Any, redis).execute_command("ACL", "SETUSER", "gate", "on", ">gate", "~*", "&*", "+@all", taken)
     other = connect(pair.primary.url_of("gate"))
     broker = ProducerBroker(other)
     with pytest.raises(UnsupportedDurabilityError, match=r"replicated is not possible.*\+wait and \+role"):
