@@ -140,7 +140,7 @@ class HealthRoutes:
         states = dict.fromkeys((*pools, *servers.named), "redis_away")
         for pool in self._reachable(states):
             nodes = (await self._client.pressure(pool)).nodes if pool in pools and pools[pool].is_alive else ()
-            states[pool] = "no_node" if all(node.draining for node in nodes) else READY
+            states[pool] = READY if any(node.takes_jobs for node in nodes) else "no_node"
             if states[pool] == READY and not servers.is_split:
                 break
         return states
