@@ -148,6 +148,8 @@ class HealthRoutes:
     def _reachable(self, pools: Iterable[str]) -> list[str]:
         """Return the pools whose Redis is not away."""
         servers = self._client.servers
+        if not servers.is_split:
+            return [*pools]
         reachable = servers.reachable
         return [pool for server, some in servers.grouped(pools) if server in reachable for pool in some]
 

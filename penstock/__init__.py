@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         JobCancelledError,
         JobExpiredError,
         JobFailedError,
+        NotConfirmedError,
         NotFoundError,
         NotOnDiskError,
         NotReplicatedError,
@@ -63,6 +64,7 @@ _HOMES = {
         *(
             "JobExpiredError",
             "JobFailedError",
+            "NotConfirmedError",
             "NotFoundError",
             "NotOnDiskError",
             "NotReplicatedError",
@@ -142,6 +144,7 @@ __all__ = [
     "Logprob",
     "Message",
     "NodeSettings",
+    "NotConfirmedError",
     "NotFoundError",
     "NotOnDiskError",
     "NotReplicatedError",

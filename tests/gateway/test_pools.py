@@ -98,6 +98,7 @@ async def test_gateway_is_not_ready_while_the_only_node_waits_for_its_ranks(trou
         is_alive = True
         feed = control = files = batches = None
         webhooks = SimpleNamespace(queue=None)
+        servers = SimpleNamespace(is_split=False, named={})
 
         async def pools(self, *, renewed: bool = False):
             return {"m": SimpleNamespace(is_alive=True)}

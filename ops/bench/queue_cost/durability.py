@@ -44,7 +44,8 @@ async def measure_durability() -> None:
                     print(f"| {appendfsync} | {durability} | {num_callers} | refused | | |")
                     continue
                 _print_row(appendfsync, durability, num_callers, took_s, times_s)
-    for durability in (MEMORY, REPLICATED):
+    with_replica: tuple[Durability, ...] = (MEMORY, REPLICATED)
+    for durability in with_replica:
         for num_callers in CONCURRENCY:
             with _pair() as url, node(url, 0.0):
                 took_s, times_s = await _submissions(url, durability, num_callers)
