@@ -37,7 +37,7 @@ from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.settings import without_password
 
 PROBE_INTERVAL_S = 1.0
-PROBE_TIMEOUT_S = 1.0
+PROBE_TIMEOUT_S = 2.0
 """A server that has not answered within this time is away. One whose connection closes is away at once."""
 POOLS_PATIENCE_S = 0.25
 """How long a list of all pools waits for one of several servers; after that it has the pools that are known of it."""
