@@ -18,7 +18,7 @@ from pydantic_settings import (
 )
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.named import NAME_PATTERN
+from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.problems import config_error
 from penstock.runtime.local_redis import running_url
 
