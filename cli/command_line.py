@@ -375,6 +375,8 @@ def _without_redis(error: UnavailableError, given_url: str | None) -> str:
     from penstock.queue.broker.connection import os_error_of, tls_problem
     from penstock.runtime.settings import redis_url_of, without_password
 
+    if not error.message.startswith("Redis is unreachable"):
+        return error.message  # It names one of several Redis.
     address = without_password(redis_url_of(given_url))
     if (why := tls_problem(error, address)) is not None:
         return f"no connection to Redis at {address}: {why}"

@@ -120,6 +120,11 @@ class ClientInbox:
         """Whether the subscription is maintained. It is not once its tasks have ended, by `close` or by a bug."""
         return self._tasks is not None
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection of the subscription is open. A killed Redis closes it at once."""
+        return self._tasks is not None and not self._connection.lost.done()
+
     # For readers ------------------------------------------------------------------------------------
 
     def feed(self, job_id: str) -> Feed:

@@ -83,10 +83,11 @@ class KeptSubmissions:
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant], self._bytes_of_tenant[tenant]
 
-    def open(self) -> list[Submission]:
-        """Return all kept submissions."""
+    def open(self, has_pool: Callable[[str], bool] | None = None) -> list[Submission]:
+        """Return the kept submissions to some pools; None: to all."""
         found = [ref() for of_tenant in self._of_tenant.values() for ref in of_tenant.values()]
-        return [one.submission for one in found if one is not None and one.submission is not None]
+        kept = [one.submission for one in found if one is not None and one.submission is not None]
+        return [one for one in kept if has_pool is None or has_pool(one.job.pool)]
 
     def _drops_oldest(self, tenant: str) -> bool:
         """Drop a tenant's oldest submission. Return False if there is none."""

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.job import MEMORY
 from penstock.producer.client.inbox import ClientInbox
-from penstock.producer.client.job import KeptSubmissions, num_bytes_of
+from penstock.producer.client.job import num_bytes_of
 from penstock.producer.client.mailbox import Feed, SeenEnd
 from penstock.producer.client.settings import ClientSettings
 from penstock.queue.broker.history import HistoryWatch, RecentCalls
@@ -92,11 +92,11 @@ class Renewal:
         broker: ProducerBroker,
         known_jobs: KnownJobs,
         inbox: ClientInbox,
-        kept: KeptSubmissions,
+        kept: Callable[[], list[Submission]],
         calls: RecentCalls,
         settings: ClientSettings,
     ) -> None:
-        """`kept`: the requests of handles on open jobs. `calls`: what is repeated after the jobs."""
+        """`kept` returns the requests of handles on open jobs. `calls`: what is repeated after the jobs."""
         self._broker = broker
         self._known_jobs = known_jobs
         self._inbox = inbox
@@ -119,7 +119,7 @@ class Renewal:
         """Submit lost jobs again, repeat what else is recent, and let all readers compare. Raises UnavailableError."""
         self._inbox.stats.histories += 1
         feeds = self._inbox
-        kept = [one for one in self._kept.open() if not ((feed := feeds.known(one.job.id)) and feed.ended)]
+        kept = [one for one in self._kept() if not ((feed := feeds.known(one.job.id)) and feed.ended)]
         submissions = {one.job.id: one for one in (*kept, *self.recent.open())}
         unknown = await self._known_jobs.unknown(list(submissions))
         for start in range(0, len(unknown), _JOBS_AT_ONCE):

@@ -271,7 +271,7 @@ def job_key_of(options: SubmitOptions, tenant: str) -> JobKey | None:
 _MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
 
 
-async def build_job_aside(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> JobDef:
+async def built_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> JobDef:
     """Return what `build_job` returns. A job with large tools is built on a thread, and does not hold the event loop.
 
     Their schemas are parsed several times.

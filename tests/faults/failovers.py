@@ -173,7 +173,7 @@ class Load:
                 self.told.cancelling.add(job_id)
             if stored:
                 work = stored.pop()
-                await self._client.responses.delete(work.id, "default")
+                await self._client.responses_of(work.id).delete(work.id, "default")
                 self.told.deleted.add(work.id)
             if key_ids and len(candidates) % 4 == 0:
                 key_id = key_ids.pop()

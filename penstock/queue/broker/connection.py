@@ -17,7 +17,14 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from penstock.contract.errors import BusyError, ConfigError, InvariantError, PenstockError, UnavailableError
+from penstock.contract.errors import (
+    BusyError,
+    ConfigError,
+    InvariantError,
+    NotConfirmedError,
+    PenstockError,
+    UnavailableError,
+)
 from penstock.queue.broker.shared_connection import REPLY_TIMEOUT_S, SharedRedis
 from penstock.queue.keys import other_version
 from penstock.runtime.event_loop import preserve_cancellation
@@ -48,7 +55,8 @@ async def with_retries(
 ) -> T:
     """Return the answer of `call`, retried for up to `outage_s` seconds while Redis is unreachable.
 
-    `call` must be idempotent. Raises UnavailableError after that time, and what `before_retry` raises.
+    `call` must be idempotent. Raises UnavailableError after that time, NotConfirmedError at once, and what
+    `before_retry` raises.
     """
     clock = asyncio.get_running_loop().time
     give_up_s = clock() + outage_s
@@ -56,6 +64,8 @@ async def with_retries(
     while True:
         try:
             return await call()
+        except NotConfirmedError:
+            raise  # it has waited as long as it may
         except UnavailableError:
             pause_s = next(waits)
             if clock() + pause_s > give_up_s:
@@ -237,7 +247,7 @@ def not_reached(error: UnavailableError, shown_url: str) -> UnavailableError:
 
 def refused_at(error: ConfigError, shown_url: str) -> ConfigError:
     """Return the error of a Redis that refuses this URL, which names the URL. Errors of a setting stay as they are."""
-    if not error.message.startswith("Redis "):
+    if not error.message.startswith("Redis ") or error.message.startswith("Redis at "):
         return error
     return ConfigError(f"Redis at {shown_url} {error.message.removeprefix('Redis ')}", param=error.param)
 

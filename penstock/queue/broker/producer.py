@@ -126,7 +126,7 @@ class ProducerBroker:
         self._results = SharedCalls(self._read_results, max_items=MAX_RESULTS)
 
     async def close(self) -> None:
-        """End the submissions, and close the connections of those that wait for the disk; the caller closes `redis`."""
+        """End the submissions, and close the connections of those that wait longer; the caller closes `redis`."""
         await self._submissions.close()
         await self._acks.close()
         await self._results.close()
@@ -137,8 +137,8 @@ class ProducerBroker:
         Raises UnavailableError (no node announced the pool), TooLargeError, and RequestError (the id is too old or from
         the future). Raises ConflictError if the id or idempotency key belongs to another body or tenant, and
         BusyError at a limit of the pool or tenant, or if Redis is full.
-        With the durability `fsync`, it raises UnsupportedDurabilityError if this Redis cannot promise it, and
-        NotOnDiskError if the job is queued and its disk did not confirm it in time.
+        With a durability that this Redis cannot promise, it raises UnsupportedDurabilityError. It raises NotOnDiskError
+        or NotReplicatedError if the job is queued and its disk or a replica did not confirm it in time.
 
         Jobs that are submitted at the same time share a call.
         """

@@ -265,6 +265,9 @@ class SharedRedis(Redis):
     Pipelines and subscriptions of redis-py still use connections of their own.
     """
 
+    has_pool: Callable[[str], bool] | None = None
+    """Whether a pool belongs to this Redis, where others have their own; None: all pools that it lists."""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._line: SharedConnection | None = None

@@ -76,7 +76,7 @@ async def test_jobs_by_hundreds_leave_nothing_behind(redis_url: str, redis: Redi
                     await asyncio.sleep(0.02)
                 gc.collect()
                 async with asyncio.timeout(PATIENCE_S):
-                    while list(client._inbox._feeds):
+                    while list(client.servers.directory.inbox._feeds):
                         await asyncio.sleep(0.02)
                 assert len(await redis.pubsub_channels(keys.echo_channel("*"))) == 1
                 sizes.append(len(gc.get_objects()))

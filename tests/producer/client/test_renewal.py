@@ -30,7 +30,7 @@ def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def looked(redis: Redis, told_node: FakeNode, quick_client: AsyncClient) -> AsyncIterator[AsyncClient]:
     """A client that knows the present history, beside a node that does nothing by itself."""
-    watch = quick_client._renewal._watch
+    watch = quick_client.servers.directory.renewal._watch
     await until(lambda: _value(watch.is_compared))
     yield quick_client
 
@@ -89,12 +89,12 @@ async def test_a_cancellation_is_repeated_behind_its_job(redis: Redis, looked: A
 async def test_a_lost_deletion_of_a_response_is_repeated(redis: Redis, looked: AsyncClient) -> None:
     submitted = await looked.submit_unread("Hi", max_tokens=5, response=ResponseRecord(b"record", 60_000))
     before = await saved(redis)
-    await looked.responses.delete(submitted.job_id, "default")
+    await looked.responses_of(submitted.job_id).delete(submitted.job_id, "default")
     await set_back(redis, before)
 
     async def is_deleted() -> bool:
         try:
-            await looked.responses.read(submitted.job_id, "default")
+            await looked.responses_of(submitted.job_id).read(submitted.job_id, "default")
         except NotFoundError:
             return True
         return False
@@ -106,7 +106,7 @@ async def test_without_time_to_keep_them_unread_jobs_stay_lost(
     redis: Redis, redis_url: str, told_node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with AsyncClient(redis_url, settings=ClientSettings(failover_keep_s=0)) as client:
-        watch = client._renewal._watch
+        watch = client.servers.directory.renewal._watch
         await until(lambda: _value(watch.is_compared))
         before = await saved(redis)
         submitted = await client.submit_unread("Hi", max_tokens=5)
@@ -119,7 +119,7 @@ async def test_without_time_to_keep_them_unread_jobs_stay_lost(
 async def test_a_job_whose_end_its_reader_has_is_not_submitted_again(
     redis: Redis, node: FakeNode, quick_client: AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = quick_client._renewal._watch
+    watch = quick_client.servers.directory.renewal._watch
     await until(lambda: _value(watch.is_compared))
     before = await saved(redis)
     job = await quick_client.submit("Hi", max_tokens=3)
