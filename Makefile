@@ -51,7 +51,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches webhooks ranks hostile mutants bench bench-peers bench-gpu gpu-venv wheels sbom lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches webhooks ranks failovers hostile mutants bench bench-peers bench-gpu gpu-venv wheels sbom lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -106,6 +106,9 @@ webhooks: $(STAMP)
 
 ranks: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.ranks $(RANKS)
+
+failovers: $(STAMP)
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.failovers $(FAILOVERS)
 
 hostile: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m hostile.report $(HOSTILE)

@@ -54,12 +54,16 @@ def audit(
     `penstock serve`) shows them. A repair deletes contents without a record that are older than an hour, and marks
     files whose content is gone. Records of files and batches are not repaired. Exit code 1 if any finding remains.
 
+    Where PENSTOCK_POOLS names several Redis, one is checked: that of the pools, or that of --redis-url.
+
     Examples:
         penstock audit
         penstock audit --pool POOL --repair
     """
     show = _show_as_json if as_json else _show
-    if asyncio.run(show(redis_url_of(redis_url), pool, repair=repair)):
+    # The pools of one call are in one Redis.
+    url = redis_url_of(redis_url, pool=pool[0] if pool else None)
+    if asyncio.run(show(url, pool, repair=repair)):
         raise typer.Exit(EXIT_FOUND)
 
 

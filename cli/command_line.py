@@ -61,6 +61,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
     "LoRA adapters": ("lora", "lora_dir", "max_loras", "max_lora_rank"),
     "Operation": (
         *("drain_s", "stall_after_s", "rank_stall_s", "max_unsent_bytes", "metrics_port", "metrics_host"),
+        *("failover_keep_s", "failover_keep_bytes"),
         *("loop_watch_ms", "loop_stall_s", "loop_debug", "log_jobs", "otlp_traces_endpoint"),
     ),
     "Pool: order of jobs (equal on all nodes of a pool)": (
@@ -374,6 +375,8 @@ def _without_redis(error: UnavailableError, given_url: str | None) -> str:
     from penstock.queue.broker.connection import os_error_of, tls_problem
     from penstock.runtime.settings import redis_url_of, without_password
 
+    if not error.message.startswith("Redis is unreachable"):
+        return error.message  # It names one of several Redis.
     address = without_password(redis_url_of(given_url))
     if (why := tls_problem(error, address)) is not None:
         return f"no connection to Redis at {address}: {why}"

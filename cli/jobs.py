@@ -6,7 +6,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
@@ -15,13 +16,13 @@ from penstock.cli.command_line import App
 from penstock.cli.options import TIME_HELP, RedisUrl, unix_s_of
 from penstock.cli.output import AsJson, JsonArray, duration_in_words, print_object, say_empty, write_text
 from penstock.contract.errors import NotFoundError, UnavailableError
-from penstock.runtime.settings import redis_url_of
+from penstock.runtime.settings import pool_urls, redis_url_of
 
 if TYPE_CHECKING:
     from penstock.contract.job_actions import JobFilter
     from penstock.contract.output import Result
     from penstock.producer.client import AsyncClient
-    from penstock.queue.broker.job_lists import JobLists
+    from penstock.queue.broker.job_lists import JobPage
     from penstock.queue.broker.jobs import JobStatus
 
 
@@ -88,14 +89,13 @@ def list_jobs(
     """Print a table of jobs, newest first. AGE is the time since a job was accepted. `show` tells the rest of a job."""
 
     async def find(show: Callable[[JobStatus], None]) -> None:
-        from penstock.queue.broker.connection import connect
-        from penstock.queue.broker.job_lists import MAX_PAGE_JOBS, JobLists
+        from penstock.queue.broker.job_lists import MAX_PAGE_JOBS
 
         wanted = _filter_of(tenant, state, since, until, pool=pool, priority=priority, background=background, tag=tag)
-        async with connect(redis_url_of(redis_url)) as redis:
+        async with _pages(redis_url, pool) as page_of:
             num_left, after = limit, None
             while num_left:
-                page = await JobLists(redis).page(wanted, after=after, limit=min(num_left, MAX_PAGE_JOBS))
+                page = await page_of(wanted, after=after, limit=min(num_left, MAX_PAGE_JOBS))
                 for status in page.jobs:
                     show(status)
                 num_left, after = num_left - len(page.jobs), page.next_after
@@ -347,12 +347,28 @@ class JobTable:
         print(self._ROW.format(job_id, status.state, status.priority.label, tenant, age, num_output))
 
 
-async def _owned(lists: JobLists, job_id: str, pools: Iterable[str]) -> tuple[str, str]:
+@asynccontextmanager
+async def _pages(redis_url: str | None, pool: str | None) -> AsyncIterator[Callable[..., Awaitable[JobPage]]]:
+    """Yield what returns a page of jobs. Only for pools in several Redis it loads the client, which takes longer."""
+    if pool is None and pool_urls():
+        from penstock.producer.client import AsyncClient
+
+        async with AsyncClient(redis_url_of(redis_url)) as client:
+            yield client.listed
+        return
+    from penstock.queue.broker.connection import connect
+    from penstock.queue.broker.job_lists import JobLists
+
+    async with connect(redis_url_of(redis_url, pool=pool)) as redis:
+        yield JobLists(redis).page
+
+
+async def _owned(client: AsyncClient, job_id: str) -> tuple[str, str]:
     """Return a job's whole id and its tenant. An id without a pool may be of any pool. Raises NotFoundError."""
-    candidates = [job_id] if "." in job_id else [f"{pool}.{job_id}" for pool in pools]
+    candidates = [job_id] if "." in job_id else [f"{pool}.{job_id}" for pool in await client.pools()]
     for candidate in candidates:
         try:
-            return candidate, await lists.owner(candidate)
+            return candidate, await client.servers.of_job(candidate).lists.owner(candidate)
         except NotFoundError:
             continue
     raise NotFoundError(f"no job {job_id[:100]}", code="job_not_found", param="job_id")
@@ -370,12 +386,9 @@ def _run(redis_url: str | None, job_id: str, work: Callable[[AsyncClient, str, s
 
     async def run() -> T:
         from penstock.producer.client import AsyncClient
-        from penstock.queue.broker.connection import connect
-        from penstock.queue.broker.job_lists import JobLists
 
-        url = redis_url_of(redis_url)
-        async with connect(url) as redis, AsyncClient(url) as client:
-            full_id, tenant = await _owned(JobLists(redis), job_id, await client.pools())
+        async with AsyncClient(redis_url_of(redis_url)) as client:
+            full_id, tenant = await _owned(client, job_id)
             return await work(client, full_id, tenant)
 
     return asyncio.run(run())

@@ -16,6 +16,7 @@ from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl, options_of, takes
 from penstock.cli.output import AsJson, JsonArray, print_object, say_empty
 from penstock.contract.errors import RequestError
+from penstock.contract.job import MEMORY, Durability
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import NO_LIMIT, ApiKey, Scope, Terms
@@ -308,15 +309,22 @@ def usage(
 
 
 @app.command()
-def revoke(name: KeyName, redis_url: RedisUrl = None) -> None:
+def revoke(
+    name: KeyName,
+    durability: Annotated[
+        Durability, typer.Option(help="What the command waits for: Redis, its disk, or a replica of it.")
+    ] = MEMORY,
+    redis_url: RedisUrl = None,
+) -> None:
     """Revoke a key. Every gateway refuses it within two seconds.
 
     Examples:
         penstock keys revoke acme
+        penstock keys revoke 4f2c9b0d1e8a7c63 --durability replicated
     """
 
     async def end(brokers: Brokers) -> None:
-        await brokers.keys.revoke((await brokers.keys.find(name)).key_id)
+        await brokers.keys.revoke((await brokers.keys.find(name)).key_id, durability)
 
     _run(redis_url, end)
 

@@ -83,7 +83,9 @@ def _docstrings_of_class(definition: ast.ClassDef) -> dict[str, str]:
 
 Command = TypeVar("Command", bound=Callable[..., None])
 REDIS_URL_HELP = "URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL, or the Redis of penstock serve."
-DURABILITY_HELP = "What a submission waits for: Redis, or its disk. Default: $PENSTOCK_CLIENT_DURABILITY, or memory."
+DURABILITY_HELP = (
+    "What a call waits for: Redis, its disk or a replica. Default: $PENSTOCK_CLIENT_DURABILITY, or memory."
+)
 RedisUrl = Annotated[str | None, typer.Option(help=REDIS_URL_HELP)]
 """The option of commands that read or write the queue."""
 

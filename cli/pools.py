@@ -13,7 +13,7 @@ from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray, say_empty
 from penstock.contract.priority import Priority
-from penstock.runtime.settings import redis_url_of
+from penstock.runtime.settings import pool_urls, redis_url_of
 
 if TYPE_CHECKING:
     from penstock.contract.job_actions import Pause
@@ -109,7 +109,7 @@ def forget(
     Examples:
         penstock pools forget POOL
     """
-    asyncio.run(_forget(redis_url_of(redis_url), pool))
+    asyncio.run(_forget(redis_url_of(redis_url, pool=pool), pool))
 
 
 @app.command()
@@ -127,7 +127,7 @@ def allow(
         penstock pools allow POOL
         penstock pools allow POOL acme/model fast-model
     """
-    asyncio.run(_allow(redis_url_of(redis_url), pool, None if all_names else names or []))
+    asyncio.run(_allow(redis_url_of(redis_url, pool=pool), pool, None if all_names else names or []))
 
 
 @app.command()
@@ -187,6 +187,11 @@ def line_of(pool: PoolStats) -> str:
 
 
 async def _stats(redis_url: str) -> list[PoolStats]:
+    if pool_urls():
+        from penstock.producer.client import AsyncClient
+
+        async with AsyncClient(redis_url) as client:
+            return (await client.pool_stats())[0]
     from penstock.queue.broker.connection import connect
     from penstock.queue.broker.pools import StatsBroker
 

@@ -25,7 +25,7 @@ from penstock.gpu_node.gpus import version_of
 from penstock.gpu_node.settings import VLLM_NAME_BY_NAME, NodeSettings, engine_config
 from penstock.runtime import event_loop
 from penstock.runtime.logging import LogSettings, configure_logging
-from penstock.runtime.settings import KeySettings, redis_url_of
+from penstock.runtime.settings import KeySettings, pool_urls, redis_url_of
 
 _log = logging.getLogger(__package__)
 
@@ -53,6 +53,8 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
     """
     logs = LogSettings.load(**taken_for(LogSettings, given))
     settings = NodeSettings.load(**given | {"model": model, "redis_url": redis_url_of(given["redis_url"])})
+    if given["redis_url"] is None and (of_pool := pool_urls().get(settings.pool_name)) is not None:
+        settings = settings.model_copy(update={"redis_url": of_pool})
     configure_logging(logs)
     if replicas := replicas_of(settings, ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size):
         engine_config(settings)
@@ -95,7 +97,7 @@ _FLAGS = {
 
 @takes(*options_of(GatewaySettings, flags=_FLAGS), *options_of(LogSettings))
 def gateway(**given: Any) -> None:
-    """Serve the OpenAI API for the pools of one Redis.
+    """Serve the OpenAI API for the pools of a Redis, and of those that PENSTOCK_POOLS names.
 
     Each option can also be set with the environment variable PENSTOCK_GATEWAY_<NAME>, and the Redis with
     PENSTOCK_REDIS_URL.

@@ -23,7 +23,7 @@ EXIT_SOME_REFUSED = 1
 _OF_LINE = ("prompt", "model", "adapter", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 """Arguments of a line without `url`, beside those of the queue and of sampling."""
 PriorityName = Literal["interactive", "standard", "batch"]
-DurabilityName = Literal["memory", "fsync"]
+DurabilityName = Literal["memory", "fsync", "replicated"]
 
 
 @takes(*sampling_flags(), before="priority")
@@ -50,7 +50,8 @@ def submit(
         float | None, queue_option(help="Seconds to wait before the job may run. Default: no wait.")
     ] = None,
     durability: Annotated[
-        DurabilityName | None, queue_option(help="What the submission waits for: Redis, or its disk. Default: memory.")
+        DurabilityName | None,
+        queue_option(help="What the submission waits for: Redis, its disk, or a replica. Default: memory."),
     ] = None,
     tag: Annotated[list[str] | None, queue_option(help="Tag of the job. Repeat it for several, up to 4.")] = None,
     metadata: Annotated[

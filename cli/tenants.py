@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +14,7 @@ from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, print_object
 from penstock.contract.errors import ConfigError
-from penstock.runtime.settings import redis_url_of
+from penstock.runtime.settings import pool_urls, redis_url_of
 
 if TYPE_CHECKING:
     from penstock.queue.tenants.deletion import TenantData
@@ -42,8 +44,8 @@ def delete(
         penstock tenants delete acme --dry-run
         penstock tenants delete acme --yes
     """
-    url = redis_url_of(redis_url)
-    found = asyncio.run(_data(url, tenant))
+    urls = list(dict.fromkeys((redis_url_of(redis_url), *pool_urls().values())))
+    found = asyncio.run(_data(urls, tenant))
     if dry_run or not (yes or as_json):
         print_object(_object_of(found), as_json=as_json)
     if dry_run:
@@ -52,7 +54,7 @@ def delete(
         if as_json or not sys.stdin.isatty():
             raise ConfigError("add --yes: without a terminal, this command cannot ask before it deletes")
         typer.confirm(f"Delete all of that for tenant {tenant}?", abort=True, err=True)
-    num_jobs = asyncio.run(_delete(url, tenant))
+    num_jobs = asyncio.run(_delete(urls, tenant))
     if as_json:
         print_object({**_object_of(found), "num_deleted_jobs": num_jobs}, as_json=True)
         return
@@ -63,22 +65,27 @@ def delete(
     print(f"deleted: {shown}", file=sys.stderr)
 
 
-async def _data(redis_url: str, tenant: str) -> TenantData:
+async def _data(urls: Sequence[str], tenant: str) -> TenantData:
+    """Return what the directory has of the tenant, and what the pools of each Redis have."""
     from penstock.queue.broker.connection import connect
     from penstock.queue.tenants.deletion import TenantBroker
 
-    async with connect(redis_url) as redis:
-        return await TenantBroker(redis).data(tenant)
+    found: list[TenantData] = []
+    for url in urls:
+        async with connect(url) as redis:
+            found.append(await TenantBroker(redis).data(tenant))
+    return replace(found[0], pools={pool: held for one in found for pool, held in one.pools.items()})
 
 
-async def _delete(redis_url: str, tenant: str) -> int:
-    """Delete the tenant's data, and return the number of jobs that were deleted."""
+async def _delete(urls: Sequence[str], tenant: str) -> int:
+    """Delete the tenant's data in each Redis, keys and files first. Return the number of jobs that were deleted."""
     from penstock.queue.broker.connection import connect
     from penstock.queue.tenants.deletion import TenantBroker
 
     num_jobs = list[int]()
-    async with connect(redis_url) as redis:
-        await TenantBroker(redis).delete(tenant, num_jobs.append)
+    for url in urls:
+        async with connect(url) as redis:
+            await TenantBroker(redis).delete(tenant, num_jobs.append)
     return sum(num_jobs)
 
 

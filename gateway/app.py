@@ -2,6 +2,7 @@
 
 `/health`: this process is up. `/ready`: Redis answers, a live node takes jobs, and answers reach this process.
 `/health/nodes`: the pressure record of every live node, with its unhealthy parts and the reasons.
+With several Redis, `/health` and `/ready` tell the state of each pool.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,8 @@ from penstock.gateway.http.protocol import BoundedHead
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
 from penstock.gateway.jobs.routes import JOBS
 from penstock.gateway.message_batches.routes import MESSAGE_BATCHES
-from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes, OpenFeeds
+from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes
+from penstock.gateway.open_feeds import OpenFeeds
 from penstock.gateway.openai.routes import OPENAI
 from penstock.gateway.request.parser_process import BodySchemas
 from penstock.gateway.request.reading import BodyBudgets, Parser, RequestReader
@@ -66,9 +68,11 @@ from penstock.gateway.webhooks.routes import WEBHOOKS
 from penstock.gateway.webhooks.sender import Sender
 from penstock.gateway.websocket.session import StreamSocket, socket_routes
 from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.producer.client.servers import QueueServer
 from penstock.producer.files.service import Files
 from penstock.producer.files.storage import FilesSettings
 from penstock.producer.stored_batches.holder import BatchHolder
+from penstock.queue.broker.producer import ServedPool
 from penstock.runtime.event_loop import LoopYielder, cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
 from penstock.runtime.loop_watch import LoopWatch
@@ -83,6 +87,9 @@ if TYPE_CHECKING:
     from penstock.runtime.tracing.export import Tracing
 
 
+READY = "ready"
+
+
 class HealthRoutes:
     """The routes of the health checks."""
 
@@ -93,32 +100,64 @@ class HealthRoutes:
         self.router.add_api_route("/health/nodes", self.nodes)
         self.router.add_api_route("/ready", self.ready, methods=PROBE_METHODS)
 
-    async def health(self) -> dict[str, str]:
-        """Return that the process is up. Redis does not count: restarting this process would not bring it back."""
-        return {"status": "ok"}
+    async def health(self) -> dict[str, Any]:
+        """Return that the process is up. Redis does not count: restarting this process would not bring it back.
+
+        Of several Redis, it tells which ones answer.
+        """
+        servers = self._client.servers
+        if not servers.is_split:
+            return {"status": "ok"}
+        pools = {pool: _state_of(server) for pool, server in servers.named.items()}
+        return {"status": "ok", "directory": _state_of(servers.directory), "pools": pools}
 
     async def nodes(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the pressure records of the live nodes by pool. Raises UnavailableError while Redis is unreachable."""
+        """Return the pressure records of the live nodes by pool. Raises UnavailableError while Redis is unreachable.
+
+        Pools of one of several Redis that is away are missing.
+        """
         async with soon():
-            pressures = {pool: await self._client.pressure(pool) for pool in await self._client.pools()}
+            pools = self._reachable(await self._client.pools())
+            pressures = {pool: await self._client.pressure(pool) for pool in pools}
         return {pool: [asdict(node) for node in pressure.nodes] for pool, pressure in pressures.items()}
 
-    async def ready(self) -> dict[str, str]:
-        """Return that a request would be served now; otherwise raise UnavailableError (HTTP 503)."""
+    async def ready(self) -> dict[str, Any]:
+        """Return that a request would be served now, by one pool at least; otherwise raise UnavailableError (HTTP 503).
+
+        Of several Redis, it tells which pools are served.
+        """
         if not self._client.is_alive:
             raise UnavailableError("this gateway no longer receives messages from the queue", code="inbox_ended")
         async with soon():
-            if await self._has_live_node():
-                return {"status": "ready"}
+            # A gateway often starts a moment before its first node, so a copy without nodes is fetched anew.
+            for renewed in (False, True):
+                states = await self._states(await self._client.pools(renewed=renewed))
+                if READY in states.values():
+                    return {"status": READY, **({"pools": states} if self._client.servers.is_split else {})}
         raise UnavailableError("no pool has a live node", code="no_node")
 
-    async def _has_live_node(self) -> bool:
-        # A gateway often starts a moment before its first node, so a copy without nodes is fetched anew.
-        for renewed in (False, True):
-            for pool, record in (await self._client.pools(renewed=renewed)).items():
-                if record.is_alive and any(node.takes_jobs for node in (await self._client.pressure(pool)).nodes):
-                    return True
-        return False
+    async def _states(self, pools: Mapping[str, ServedPool]) -> dict[str, str]:
+        """Return whether each pool is ready, or why not. With one Redis, the first that is ready suffices."""
+        servers = self._client.servers
+        states = dict.fromkeys((*pools, *servers.named), "redis_away")
+        for pool in self._reachable(states):
+            nodes = (await self._client.pressure(pool)).nodes if pool in pools and pools[pool].is_alive else ()
+            states[pool] = READY if any(node.takes_jobs for node in nodes) else "no_node"
+            if states[pool] == READY and not servers.is_split:
+                break
+        return states
+
+    def _reachable(self, pools: Iterable[str]) -> list[str]:
+        """Return the pools whose Redis is not away."""
+        servers = self._client.servers
+        if not servers.is_split:
+            return [*pools]
+        reachable = servers.reachable
+        return [pool for server, some in servers.grouped(pools) if server in reachable for pool in some]
+
+
+def _state_of(server: QueueServer) -> str:
+    return "redis_away" if server.is_away else "ok"
 
 
 DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TASKS, FILES, BATCHES, MESSAGE_BATCHES, WEBHOOKS)

@@ -20,7 +20,7 @@ from starlette.types import Scope
 from penstock.contract.errors import (
     BusyError,
     ConflictError,
-    NotOnDiskError,
+    NotConfirmedError,
     PenstockError,
     RequestError,
     UnavailableError,
@@ -58,7 +58,7 @@ def error_body(error: PenstockError) -> dict[str, Any]:
     body = _body(error.message, error.type, error.code, error.param)
     if isinstance(error, BusyError | UnavailableError):
         body["error"]["retry_after_ms"] = error.retry_after_ms
-    if isinstance(error, NotOnDiskError):
+    if isinstance(error, NotConfirmedError) and error.job_id:
         body["error"]["job_id"] = error.job_id
     if isinstance(error, BusyError):
         waiting = {name: getattr(error, name) for name in ("num_waiting_ahead", *WaitEstimate._fields)}

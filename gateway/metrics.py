@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from heapq import nlargest
 from http import HTTPStatus
 from pathlib import Path
@@ -26,10 +25,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from penstock.contract.errors import BusyError, JobFailedError, PenstockError, UnavailableError
+from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
 from penstock.contract.pool import EVENTS, PoolStats, QueueState
 from penstock.contract.priority import class_of_level, is_background
 from penstock.gateway.budget import SharedBudget
+from penstock.gateway.open_feeds import OpenFeeds
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.settings import DECISIONS
 from penstock.queue.webhooks.deliveries import WebhookStats
@@ -167,6 +167,7 @@ _OF_CLIENT = {
     "gaps": "Chunks that arrived before a preceding chunk of the same job.",
     "resubscribes": "Times that this process subscribed to its inbox channel again.",
     "resubmits": "Jobs that Redis had lost and this process submitted again.",
+    "histories": "Times that Redis had a new history: after a restart, a fail-over or a restore.",
 }
 
 _OF_WEBHOOKS = {
@@ -270,61 +271,6 @@ class StreamMeter:
             self._metrics.per_token((time.monotonic() - self._first_s) / (num_tokens - 1))
 
 
-# Streams of completions (`GET /v1/jobs/events`).
-
-MAX_FEEDS_OF_TENANT = 64
-"""Streams of completions that one tenant may have open at one gateway. Each reads Redis a few times a second."""
-_FEED_RETRY_AFTER_MS = 5000
-
-
-@dataclass(slots=True, eq=False)
-class FeedPlace:
-    """How far one stream of completions has come."""
-
-    unsent_since_ms: int | None = None
-    """When the oldest job ended whose completion was read and is not sent yet; None: there is none."""
-
-
-class OpenFeeds:
-    """The streams of completions that are open at this gateway."""
-
-    def __init__(self) -> None:
-        self._of_tenant: dict[str, set[FeedPlace]] = {}
-        self.is_stopped = False
-
-    @contextmanager
-    def counting(self, tenant: str) -> Iterator[FeedPlace]:
-        """Count one more stream in the block. Raises BusyError if the tenant has too many."""
-        places = self._of_tenant.setdefault(tenant, set())
-        if len(places) >= MAX_FEEDS_OF_TENANT:
-            message = (
-                f"this tenant has {MAX_FEEDS_OF_TENANT} streams of /v1/jobs/events open at this gateway, the limit"
-            )
-            raise BusyError(message, retry_after_ms=_FEED_RETRY_AFTER_MS, code="too_many_feeds")
-        place = FeedPlace()
-        places.add(place)
-        try:
-            yield place
-        finally:
-            places.discard(place)
-            if not places:
-                self._of_tenant.pop(tenant, None)
-
-    def stop(self) -> None:
-        """Let all streams end, because the gateway stops. Each has sent its cursor."""
-        self.is_stopped = True
-
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the number of open streams, and how far behind the slowest is."""
-        places = [place for of_tenant in self._of_tenant.values() for place in of_tenant]
-        yield GaugeMetricFamily("penstock_completion_feeds", "Open streams of completions.", value=len(places))
-        now = int(time.time() * 1000)
-        since = [place.unsent_since_ms for place in places if place.unsent_since_ms is not None]
-        text = "Seconds since the end of the oldest job whose completion a reader has not taken yet; of all readers."
-        lag_s = max(0, now - min(since, default=now)) / 1000
-        yield GaugeMetricFamily("penstock_completion_feed_lag_seconds", text, value=lag_s)
-
-
 class MetricsRoutes:
     """The route `/metrics`: what this process counts, and what Redis says of the pools."""
 
@@ -358,18 +304,35 @@ class MetricsRoutes:
             *process_metrics(self._metrics.rate, self._metrics.usage),
         ]
         text = generate_latest(self._metrics.registry) + generate_latest(_registry_of(own))
+        text += generate_latest(_registry_of(await self._of_directory()))
+        text += generate_latest(_registry_of(await self._of_servers()))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    async def _of_directory(self) -> list[Metric]:
+        """Return what the Redis tells that has webhooks and batches, and that it does not answer if so."""
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                pools, memory = await self._client.pool_stats()
+                if self._client.servers.has_no_directory:
+                    return [*_of_redis(None)]
+                memory = await self._client.servers.directory.stats.memory()
                 webhooks = await self._client.webhooks.queue.stats()
                 num_rows = await self._client.batches.num_rows_left()
-            rows_left = "Rows of open batches without a stored answer, those in the queue included. Redis knows it."
-            of_batches = GaugeMetricFamily("penstock_batch_rows_left", rows_left, value=num_rows)
-            of_redis = [*_of_pools(pools), *pool_metrics(pools), *_of_redis(memory), of_batches]
-            text += generate_latest(_registry_of([*of_redis, *_of_webhooks(webhooks)]))
         except (TimeoutError, UnavailableError):
-            text += generate_latest(_registry_of(_of_redis(None)))
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+            return [*_of_redis(None)]
+        rows_left = "Rows of open batches without a stored answer, those in the queue included. Redis knows it."
+        of_batches = GaugeMetricFamily("penstock_batch_rows_left", rows_left, value=num_rows)
+        return [*_of_redis(memory), of_batches, *_of_webhooks(webhooks)]
+
+    async def _of_servers(self) -> list[Metric]:
+        """Return what each Redis tells of its pools. Those of one that does not answer are missing."""
+        servers, text = self._client.servers, "Whether the Redis answers that PENSTOCK_POOLS names for the pool."
+        up = GaugeMetricFamily("penstock_pool_redis_up", text, labels=("pool",))
+        own = [_per_pool(up, {pool: not one.is_away for pool, one in servers.named.items()})] if servers.named else []
+        try:
+            pools = await servers.stats(SCRAPE_TIMEOUT_S)
+        except UnavailableError:
+            return own
+        return [*_of_pools(pools), *pool_metrics(pools), *own]
 
     def _of_memory(self) -> Iterator[Metric]:
         text = "Bytes of request bodies above 16 KiB that are held in memory until they are parsed."

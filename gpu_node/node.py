@@ -25,6 +25,7 @@ from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.reports import JobReports
 from penstock.gpu_node.jobs.times import MANY_OUTPUTS, MANY_SEQUENCES, PHASE_PROMPT_TOKENS, StepParts, phases
 from penstock.gpu_node.monitor.profile import NodeProfiler
+from penstock.gpu_node.publishing.ended_jobs import EndedJobs
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.publishing.sending import new_pace
 from penstock.gpu_node.service.health import EngineStalledError, EngineWatch
@@ -37,6 +38,7 @@ from penstock.gpu_node.taking.load_shedder import LoadShedder
 from penstock.gpu_node.taking.preparation import JobPreparation
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect, warn_of_eviction, with_retries
+from penstock.queue.broker.history import HistoryWatch
 from penstock.queue.broker.jobs import past_leases_of
 from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
@@ -78,6 +80,7 @@ class Node:
         self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
         self._worker = EngineWorker(engine, self._deliver, self._note_lost)
+        keep_s, max_bytes = settings.failover_keep_s, settings.failover_keep_bytes
         self.pace = new_pace(settings.stream_interval_ms / 1000, leaves_core_free=engine.leaves_core_free)
         self._outbox = Outbox(
             self._broker,
@@ -85,6 +88,7 @@ class Node:
             self._worker,
             reports,
             self._bell.capacity_freed,
+            EndedJobs(self._broker, self.ledger.counts, keep_s=keep_s, max_bytes=max_bytes),
             max_unsent_bytes=settings.max_unsent_bytes,
             pace=self.pace,
         )
@@ -102,9 +106,9 @@ class Node:
             self._threads,
         )
         capacity = engine.num_kv_tokens, settings.max_num_seqs
-        self._inbox = JobInbox(
-            self._broker, self.ledger, self._bell, self._outbox, self._preparation, engine, capacity=capacity
-        )
+        self._history = HistoryWatch(self._redis, self._outbox.compare, name=self.node_id)
+        parts = self._broker, self.ledger, self._bell, self._outbox, self._preparation, engine
+        self._inbox = JobInbox(*parts, capacity=capacity, may_take=lambda: self._history.is_settled)
         interval_s = heartbeat_interval_s(settings.lease_ms)
         self._watch = EngineWatch(self._worker, interval_s=interval_s, stall_after_s=settings.stall_after_s)
         self._heartbeat = self._new_heartbeat(interval_s)
@@ -197,7 +201,7 @@ class Node:
             log.info("node serves", extra={"node_id": self.node_id, "pool": self._settings.pool_name})
             async with (
                 answering(self._settings.name, self.state),
-                _background(self._heartbeat_forever(), self._outbox.run()),
+                _background(self._heartbeat_forever(), self._outbox.run(), self._history.run()),
             ):
                 doorbell = keys.doorbell(self._settings.pool_name, self.node_id)
                 serving = [self._take_forever(), self._load_shedder.run(), self._profiler.run()]
@@ -375,8 +379,15 @@ class Node:
             revision=self._engine.revision,
         )
         snapshot = partial(take_snapshot, self._watch, self.ledger, self._inbox, self._outbox, GpuDriver())
-        drain = self.ledger.drain
-        return Heartbeat(self._broker, self._outbox, snapshot, base=base, drain=drain, interval_s=interval_s)
+        return Heartbeat(
+            self._broker,
+            self._outbox,
+            snapshot,
+            base=base,
+            drain=self.ledger.drain,
+            interval_s=interval_s,
+            is_compared=lambda: self._history.is_compared,
+        )
 
 
 async def _first_of(*waits: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> None:

@@ -77,6 +77,11 @@ class NodeSettings(Settings, EngineOptions):
     more than 0.03 of a core, or 0.25 if the engine leaves a core free. 0: send after every step."""
     max_unsent_bytes: int = Field(default=64 << 20, ge=1 << 10)
     """Bytes of unsent chunks to buffer while Redis is unavailable; above this the engine pauses."""
+    failover_keep_s: float = Field(default=30.0, ge=0.0, le=600.0)
+    """Seconds for which ends of jobs are kept after Redis has stored them. After a fail-over that lost them they are
+    repeated."""
+    failover_keep_bytes: int = Field(default=64 << 20, ge=0)
+    """Most bytes of logs and results that are kept for that."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port for Prometheus metrics and for health checks (`/health`); 0: a free port, named in the log. Default: off."""

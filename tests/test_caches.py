@@ -40,7 +40,7 @@ BY_TENANT = {
     "gpu_node.taking.preparation:_long_prompts_of": "tenant; no text of a request",
     "gpu_node.taking.preparation:_tasks_of": "tenant; no text of a request",
     "producer.client.job:_of_tenant": "tenant, then a number; never looked up by a text",
-    "gateway.metrics:_of_tenant": "tenant; no text of a request",
+    "gateway.open_feeds:_of_tenant": "tenant; no text of a request",
     "gateway.budget:_claims": "tenant; no text of a request",
     "gateway.budget:_waiting": "tenant; no text of a request",
     "queue.policy:_queues": "tenant; no text of a request",

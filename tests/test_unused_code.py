@@ -28,6 +28,7 @@ ALLOWED = {
     **dict.fromkeys(("RunsBatches", "include_if"), "Celery finds the step by a text, and calls the method"),
     "settings_customise_sources": "pydantic calls it",
     "connect_unix_socket": "httpcore calls it",
+    "discover_master": "redis-py calls it",
     **dict.fromkeys(("has_ext_modules", "get_tag"), "setuptools calls it"),
     "readinto": "io.BufferedReader calls it",
     "map_unordered": "a method of the public clients",

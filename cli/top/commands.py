@@ -359,7 +359,7 @@ def top(
         penstock top --json
         penstock top --once --sort kv
     """
-    asyncio.run(_top(redis_url_of(redis_url), pool, sort, interval, once=once, as_json=as_json))
+    asyncio.run(_top(redis_url_of(redis_url, pool=pool), pool, sort, interval, once=once, as_json=as_json))
 
 
 async def _top(

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import ErrorShape
-from penstock.gateway.metrics import OpenFeeds
+from penstock.gateway.open_feeds import OpenFeeds
 from penstock.gateway.request.generation import RequestBody
 from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.settings import GatewaySettings

@@ -26,7 +26,8 @@ from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.jobs.answers import JobAnswer, JobEvents, links_of, stream_start_of
 from penstock.gateway.jobs.control import ALL_TENANTS, ControlRoutes
 from penstock.gateway.jobs.schemas import RESPONSES_URL, JobRequest
-from penstock.gateway.metrics import FeedPlace, OpenFeeds, StreamMeter
+from penstock.gateway.metrics import StreamMeter
+from penstock.gateway.open_feeds import FeedPlace, OpenFeeds
 from penstock.gateway.request.encoding import JOBS_PATH, MAX_LIST_ITEMS, ListItem
 from penstock.gateway.request.generation import GenerationRequest, ParsedBody
 from penstock.gateway.request.jobs import check_logprobs, submit_options

@@ -194,10 +194,10 @@ class Conversations:
 
     async def _stored(self, job_id: str) -> tuple[StoredResponse, list[OutputItem] | None]:
         """Return a response and its output, or None in place of the output if its job is not done."""
-        num_bytes = await self._client.responses.num_bytes(job_id, self._tenant)
+        num_bytes = await self._client.responses_of(job_id).num_bytes(job_id, self._tenant)
         self._count_stored(num_bytes.record)
         async with self._budget.taken(self._tenant, decoding_bytes_to_claim(num_bytes.record)):
-            record = await decoded_record(await self._client.responses.read(job_id, self._tenant))
+            record = await decoded_record(await self._client.responses_of(job_id).read(job_id, self._tenant))
             kept = record.items_of_user(job_id) if self._keeps_user else []
             record = replace(record.without_request(), items=kept)
         async with self._budget.taken(self._tenant, READ_RESULT_SIZE * bytes_to_claim(num_bytes.result)):
@@ -304,7 +304,9 @@ class ConversationReader:
         """Return the secret of the seals, and the model that this request's summaries are bound to, without aliases."""
         asked = generation.content.model
         pool = await self._client.served_pool(asked, key=generation.key, hides_models=generation.hides_models)
-        return await self._client.responses.seal_key(), pool.model if asked in names_of(pool) else asked
+        return await self._client.servers.directory.responses.seal_key(), pool.model if asked in names_of(
+            pool
+        ) else asked
 
     async def _check_seals(self, generation: GenerationRequest, seals: Sequence[Any]) -> None:
         key, model = await self.seal_of(generation)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import InvariantError, JobFailedError, NotFoundError, PromptTooLongError, RequestError
-from penstock.contract.job import RETURN_PROGRESS, SamplingParams
+from penstock.contract.job import RETURN_PROGRESS, SamplingParams, checked_durability
 from penstock.contract.output import Usage
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.http.dialect import HttpDialect, Services
@@ -302,10 +302,14 @@ class ResponseRoutes:
         return self._answers.body(_reading(job_id, tenant), stored, waits=False)
 
     async def delete_response(self, request: Request, response_id: str) -> dict[str, Any]:
-        """Delete a stored response with its output. A response that has not ended is canceled."""
-        _query_of(request)
+        """Delete a stored response with its output. A response that has not ended is canceled.
+
+        With `?durability=fsync` or `replicated`, the answer comes once Redis's disk, or a replica, has the deletion.
+        """
+        durability = checked_durability(_query_of(request, "durability").get("durability"))
         try:
-            await self._client.responses.delete(job_id_of(response_id), caller_of(request).tenant)
+            job_id = job_id_of(response_id)
+            await self._client.responses_of(job_id).delete(job_id, caller_of(request).tenant, durability)
         except NotFoundError:
             raise no_response(response_id) from None
         return {"id": response_id, "object": "response", "deleted": True}

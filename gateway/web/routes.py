@@ -215,11 +215,13 @@ class Dashboard:
         try:
             async with asyncio.timeout(REDIS_TIMEOUT_S):
                 records = dict(islice((await client.pools()).items(), MAX_POOLS))
+                away = sorted(pool for pool, server in client.servers.named.items() if server.is_away)
                 activities = await client.activity([*records])
         except (TimeoutError, UnavailableError):
             return to_json({"at_ms": now_ms(), "redis_up": False, "gateway": gateway_of(self._metrics), "pools": []})
         pools = [pool_of(records[activity.pool], activity) for activity in activities]
-        return to_json({"at_ms": now_ms(), "redis_up": True, "gateway": gateway_of(self._metrics), "pools": pools})
+        state = {"at_ms": now_ms(), "redis_up": True, "gateway": gateway_of(self._metrics), "pools": pools}
+        return to_json(state | {"away": away} if away else state)
 
 
 # The files of the web page, read once.

@@ -30,6 +30,8 @@ MAX_OF_TENANT = 32
 """Those of one tenant. So a tenant whose receivers hang leaves attempts to others."""
 LONGEST_PAUSE_S = 3600.0
 """The longest mean time between two attempts."""
+COLLECT_PATIENCE_S = 5.0
+"""Seconds that one of several Redis gets to hand over the ends of its jobs."""
 LEASE_SLACK_S = 3.0
 """Seconds for which a lease outlives the time-out of its attempt."""
 _MAX_DOUBLINGS = 30
@@ -74,7 +76,7 @@ class Deliverer:
         """Take what is due. Return the seconds until the next look."""
         if not await self._queue.has_endpoints():
             return IDLE_LOOK_S
-        num_collected = await self._queue.collect(list(await self._client.pools()))
+        num_collected = await self._collect()
         free = MAX_AT_ONCE - len(self._attempts)
         taken = await self._take(free) if free > 0 else []
         secrets = await self._client.webhooks.secrets_of(list({one.endpoint.id for one in taken}))
@@ -83,6 +85,19 @@ class Deliverer:
             self._attempts[task] = one.endpoint.tenant
             task.add_done_callback(self._note_end)
         return GATHER_S if num_collected else LOOK_S
+
+    async def _collect(self) -> int:
+        """Collect the ends of all pools, those of each Redis by themselves. Return their number."""
+        servers, pools = self._client.servers, await self._client.pools()
+        if not servers.is_split:
+            return await self._queue.collect([*pools])
+        reachable, number = servers.reachable, 0
+        for server, some in servers.grouped(pools):
+            if server in reachable:
+                with suppress(TimeoutError, UnavailableError):  # Its ends stay in its outboxes.
+                    async with asyncio.timeout(COLLECT_PATIENCE_S):
+                        number += await self._queue.collect(some, server.redis)
+        return number
 
     async def _take(self, most: int) -> list[TakenDelivery]:
         known = Counter(self._attempts.values())

@@ -357,6 +357,12 @@ class HeldJob:
         progress = b"" if prefill is None else encode_progress(self.job_id, prefill)
         return Emission(self.taken.job_id, self.taken.lease, self.num_acknowledged, tuple(chunks), progress)
 
+    def whole_log(self) -> Emission | None:
+        """Return all packed chunks from the first on; None if this node has not read what earlier nodes logged."""
+        if not self._has_whole_log:
+            return None
+        return Emission(self.taken.job_id, self.taken.lease, 0, tuple(self._chunks))
+
     def is_rest(self, emission: Emission) -> bool:
         """Whether no packed chunk follows the emission's last one."""
         return emission.index + len(emission.chunks) >= len(self._chunks)

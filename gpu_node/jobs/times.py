@@ -235,6 +235,8 @@ class NodeCounts:
     given_back_lost: int = 0
     rewinds: int = 0
     """Times that Redis had lost chunks and asked for them again."""
+    repeated_ends: int = 0
+    """Ends of jobs that Redis had lost and got again."""
     outages: int = 0
     """Times that publishing failed because Redis was unavailable."""
     emits: Histogram = field(default_factory=lambda: Histogram(EMIT_SECONDS))

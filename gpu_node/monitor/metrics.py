@@ -82,6 +82,7 @@ COUNTED = {
     "given_back_lacking": "Jobs given back because this node lacks their adapter.",
     "given_back_lost": "Jobs given back because a rank of this node ended during their step.",
     "rewinds": "Times that Redis had lost chunks and asked for them again.",
+    "repeated_ends": "Ends of jobs that Redis had lost and got again.",
     "outages": "Times that publishing failed because Redis was unavailable.",
 }
 

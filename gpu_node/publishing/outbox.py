@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from penstock.contract.errors import InvariantError, UnavailableError
 from penstock.contract.output import Outcome
@@ -21,9 +22,10 @@ from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import BY_ANSWER, HeldJob, outcome_of
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.reports import JobReports
+from penstock.gpu_node.publishing.ended_jobs import EndedJobs
 from penstock.gpu_node.publishing.sending import Alarm, BatchSender, Pace, QuickEmit
 from penstock.queue.broker.connection import pauses
-from penstock.queue.broker.node import Emission, HeartbeatAnswer, NodeBroker
+from penstock.queue.broker.node import Emission, HeartbeatAnswer, JobEnd, NodeBroker
 
 log = logging.getLogger(__package__)
 
@@ -32,7 +34,10 @@ ENDS_PER_PART = 32
 
 
 class Outbox:
-    """The publisher of a node's tokens and job ends. It calls `capacity_freed` when a job has freed capacity."""
+    """The publisher of a node's tokens and job ends. It calls `capacity_freed` when a job has freed capacity.
+
+    `ended_jobs` gets the ends that Redis has stored.
+    """
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class Outbox:
         worker: EngineWorker,
         reports: JobReports,
         capacity_freed: Callable[[], None],
+        ended_jobs: EndedJobs,
         *,
         max_unsent_bytes: int,
         pace: Pace,
@@ -51,6 +57,7 @@ class Outbox:
         self.max_unsent_bytes = max_unsent_bytes
         self._pace = pace
         self._capacity_freed = capacity_freed
+        self._ended_jobs = ended_jobs
         self._loop = asyncio.get_running_loop()
         self._delivered: deque[tuple[float, Sequence[StepOutput]]] = deque()
         """Outputs that the event loop has not handled, each with the time of its step."""
@@ -315,11 +322,24 @@ class Outbox:
             return False
         return True
 
-    def ended(self, job: HeldJob, outcome: Outcome) -> None:
-        """Stop holding a job whose end Redis has stored."""
+    def ended(self, job: HeldJob, end: JobEnd) -> None:
+        """Stop holding a job whose end Redis has stored, and keep the end for a while."""
         now_s = time.monotonic()
-        self._reports.ended(job, self._ledger.count_finished(job, outcome, now_s), now_s)
+        self._reports.ended(job, self._ledger.count_finished(job, end.outcome, now_s), now_s)
+        if (log_of_job := job.whole_log()) is not None:
+            self._ended_jobs.keep(replace(end, last=log_of_job))
         self._remove(job)
+
+    async def compare(self) -> None:
+        """Compare what this node knows with a Redis that may have lost writes. Raises UnavailableError.
+
+        Lost ends are repeated. An emission of each held job, also of one without new tokens, tells what its log lacks.
+        """
+        await self._ended_jobs.repeat()
+        for job in self._ledger:
+            self._mark_dirty(job)
+        self._has_failed = True
+        self._needs_flush.set()
 
     def _remove(self, job: HeldJob) -> None:
         self._ledger.remove(job)

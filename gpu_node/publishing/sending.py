@@ -21,7 +21,6 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.output import Outcome
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.times import NodeCounts
@@ -167,7 +166,7 @@ class AnswerHandler(Protocol):
     def handle_loss(self, job: HeldJob, answer: str) -> bool:
         """Drop a lost job, or send again the chunks that Redis has lost. Return whether it did."""
 
-    def ended(self, job: HeldJob, outcome: Outcome) -> None:
+    def ended(self, job: HeldJob, end: JobEnd) -> None:
         """Stop holding a job whose end Redis has stored."""
 
 
@@ -268,7 +267,7 @@ class BatchSender:
                 log.error("finish failed", extra={"job_id": job.job_id, "reason": answer.removeprefix("ERR ")})
                 answer = "GONE"
             if not self._answers.handle_loss(job, answer):
-                self._answers.ended(job, end.outcome)
+                self._answers.ended(job, end)
 
 
 def _end_of(job: HeldJob, last: Emission) -> JobEnd:

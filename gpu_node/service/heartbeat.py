@@ -149,10 +149,12 @@ class Heartbeat:
         base: NodePressure,
         drain: DrainEstimator,
         interval_s: float,
+        is_compared: Callable[[], bool],
     ) -> None:
         """`base`: the part of the pressure that stays the same. `outbox` ends the jobs that Redis names.
 
-        `drain` knows what the jobs have computed when a snapshot has been taken.
+        `drain` knows what the jobs have computed when a snapshot has been taken. `is_compared`: whether the history of
+        Redis is the known one. In a new one, jobs that ended here may seem to run here, until their ends are repeated.
         """
         self._broker = broker
         self._outbox = outbox
@@ -163,6 +165,7 @@ class Heartbeat:
         self._prefill, self._decode, self._steps = (RateEstimator(time.monotonic()) for _ in range(3))
         self._preemptions = RateEstimator(time.monotonic(), keeps=False)
         self._engine_time, self._hits = (RecentGains(time.monotonic()) for _ in range(2))
+        self._is_compared = is_compared
         self._num_heartbeats = 0
         self._acknowledged_s, self._late_s = time.monotonic(), 0.0
         self._attempted_s = time.monotonic()
@@ -198,7 +201,8 @@ class Heartbeat:
         self._outbox.end_expired(time.monotonic())
         snapshot = await self._snapshot()
         pressure = self._pressure(snapshot, time.monotonic())
-        held = snapshot.job_ids if self._num_heartbeats % HEARTBEATS_PER_CHECK == 0 else None
+        checks = self._num_heartbeats % HEARTBEATS_PER_CHECK == 0 and self._is_compared()
+        held = snapshot.job_ids if checks else None
         free = 0 if self.draining else pressure.kv_tokens_available
         answer = await self._broker.heartbeat(pressure, free=free, answered_call=snapshot.answered_call, held=held)
         self._num_heartbeats += 1

@@ -93,6 +93,8 @@ MAX_BACKGROUND_TAKEN = 32
 """Limit of take.lua with background work. A call that returned as many may have left more in the queue."""
 MAX_TASKS = 32
 """Tasks, such as tokenization, that a node holds at once. A request has up to 16 MiB, so this bounds their memory."""
+ASK_AGAIN_S = 0.05
+"""Seconds after which a node that may not take asks again whether it may."""
 IDLE_TAKE_S = 1.0
 """Interval at which the queue is polled anyway, since pub/sub may lose a doorbell message."""
 
@@ -110,8 +112,12 @@ class JobInbox:
         engine: EngineLike,
         *,
         capacity: tuple[int, int],
+        may_take: Callable[[], bool],
     ) -> None:
-        """`capacity`: KV tokens and sequences of the whole node."""
+        """`capacity`: KV tokens and sequences of the whole node.
+
+        `may_take`: false while Redis may lack ends of jobs, which it then shows as queued.
+        """
         self._broker = broker
         self._ledger = ledger
         self._kv_tokens, self._max_num_seqs = capacity
@@ -119,6 +125,7 @@ class JobInbox:
         self._preparation = preparation
         self._engine = engine
         self._bell = bell
+        self._may_take = may_take
         self._queued_kinds = False, False
         self._call = 0
         self._nonce = ""
@@ -157,6 +164,9 @@ class JobInbox:
         try:
             while True:
                 await self._bell.wait(wait_s)
+                if not self._may_take():
+                    wait_s = ASK_AGAIN_S
+                    continue
                 try:
                     wait_s = await self._take()
                     patience = pauses()

@@ -5,7 +5,7 @@
     │   ├── PromptTooLongError  400
     │   ├── TooCostlyError      400  its grammar takes more time, memory or work than one request may
     │   ├── UnsupportedKindError 400 the model's nodes do not know this kind of job
-    │   ├── UnsupportedDurabilityError 400  this Redis cannot promise that its disk has the job
+    │   ├── UnsupportedDurabilityError 400  this Redis cannot promise that its disk or a replica has the write
     │   ├── UnauthorizedError   401  the API key is missing or invalid
     │   ├── ForbiddenError      403  the API key does not permit the request
     │   ├── TooLargeError       413
@@ -13,7 +13,9 @@
     │   └── ConflictError       409  the id or idempotency key belongs to another request
     ├── BusyError               429  try again after `retry_after_ms`
     ├── UnavailableError        503  no live node, or Redis is unreachable
-    │   └── NotOnDiskError      503  the job is queued, but Redis's disk may not have it
+    │   └── NotConfirmedError   503  Redis did not confirm in time what `durability` asks for
+    │       ├── NotOnDiskError      503  the write is done, but Redis's disk may not have it
+    │       └── NotReplicatedError  503  no replica is connected, or the write is done, but a replica may not have it
     ├── JobFailedError          500  the job ended `failed`; `code` says why
     │   ├── JobCancelledError   499
     │   └── JobExpiredError     504
@@ -93,7 +95,7 @@ class UnsupportedKindError(RequestError):
 
 
 class UnsupportedDurabilityError(RequestError):
-    """Redis, as it is set, cannot promise that its disk has the job. Nothing was queued."""
+    """Redis, as it is set, cannot promise that its disk or a replica has a write. Nothing was written."""
 
     code = "unsupported_durability"
 
@@ -179,17 +181,28 @@ class UnavailableError(PenstockError):
         self.retry_after_ms = retry_after_ms
 
 
-class NotOnDiskError(UnavailableError):
-    """The job `job_id` is queued, but Redis did not confirm in time that its disk has it.
+class NotConfirmedError(UnavailableError):
+    """Redis has the write, but did not confirm in time what the call's `durability` asks for.
 
-    A repeated submission with the same id or idempotency key finds the job and waits for the disk again.
+    `job_id`: the queued job, if a submission was not confirmed. A repeated call with the same id or idempotency key
+    changes nothing more and waits again.
     """
-
-    code = "not_on_disk"
 
     def __init__(self, message: str, *, job_id: str = "", retry_after_ms: int = 2000, code: str | None = None) -> None:
         super().__init__(message, retry_after_ms=retry_after_ms, code=code)
         self.job_id = job_id
+
+
+class NotOnDiskError(NotConfirmedError):
+    """Redis did not confirm in time that its disk has the write."""
+
+    code = "not_on_disk"
+
+
+class NotReplicatedError(NotConfirmedError):
+    """No replica confirmed the write in time. Without a connected replica, nothing is written."""
+
+    code = "not_replicated"
 
 
 class JobFailedError(PenstockError):

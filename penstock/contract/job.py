@@ -94,11 +94,12 @@ MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 
-Durability = Literal["memory", "fsync"]
-"""What an accepted job survives: `memory`, the death of every process; `fsync`, that of Redis's machine too, because a
-submission is answered only once Redis's disk has the job."""
+Durability = Literal["memory", "fsync", "replicated"]
+"""What an answered write survives: `memory`, the death of every process; `fsync`, that of Redis's machine too, because
+Redis's disk has it; `replicated`, a fail-over, because a replica has it."""
 MEMORY: Final = "memory"
 FSYNC: Final = "fsync"
+REPLICATED: Final = "replicated"
 
 
 def checked_durability(name: str | None) -> Durability | None:
@@ -372,8 +373,8 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     in_feed: list the job's end among the tenant's completions (the default), where `completions` finds it.
     return_progress: let `AsyncJob.waiting` tell how far the prompt is computed.
     queue_without_node: queue the job even while its pool has no live node; by default the client's setting.
-    durability: `memory` returns once Redis has the job, and `fsync` once its disk has it. The default is the client's
-        setting for a job that goes on without a reader, and `memory` for other jobs.
+    durability: `memory` returns once Redis has the job, `fsync` once its disk has it, and `replicated` once a replica
+        has it. The default is the client's setting for a job that goes on without a reader, and `memory` for others.
     idempotency_key: a later submission with the same key and the same request returns the same job, also if several
         pools serve the model.
     tags: up to 4 names by which `client.jobs` finds the job, such as `run:7`.

@@ -84,6 +84,10 @@ class Periods:
         """Return the time at which a period begins."""
         return datetime.fromtimestamp(number * _PERIOD_S[self.by], UTC)
 
+    def number_of(self, start: datetime) -> int:
+        """Return the number of the period that begins then."""
+        return int(start.timestamp()) // _PERIOD_S[self.by]
+
     def label_of(self, number: int) -> str:
         """Return a period's name, as `start` and `end` of a query accept it."""
         return _label(self.start_of(number), self.by)

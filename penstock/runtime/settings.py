@@ -18,6 +18,7 @@ from pydantic_settings import (
 )
 
 from penstock.contract.errors import ConfigError
+from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.problems import config_error
 from penstock.runtime.local_redis import running_url
 
@@ -161,10 +162,12 @@ class Settings(BaseSettings):
 class RedisSettings(Settings):
     """The Redis to use; None where not set."""
 
-    secrets: ClassVar[frozenset[str]] = frozenset({"redis_url"})
+    secrets: ClassVar[frozenset[str]] = frozenset({"redis_url", "pools"})
 
     redis_url: str | None = None
-    """redis://, rediss:// or unix://."""
+    """redis://, rediss:// or unix://; behind Sentinel redis+sentinel:// or rediss+sentinel:// (docs/CLI.md)."""
+    pools: str | None = Field(default=None, repr=False)
+    """Pools with a Redis of their own: `POOL=URL`, separated by spaces or line ends (`pool_urls`)."""
     redis_server: Path | None = None
     """The server program to start if no URL is given."""
     runtime_dir: Path | None = None
@@ -180,11 +183,34 @@ class KeySettings(Settings):
     """Secret that is part of every API key's digest."""
 
 
-def redis_url_of(given: str | None = None) -> str:
+def pool_urls(given: str | None = None) -> dict[str, str]:
+    """Return the URL of each pool that has a Redis of its own: as in `given`, else as in PENSTOCK_POOLS.
+
+    An entry is `POOL=URL`; spaces or line ends separate entries. A pool that is not named is in the Redis of
+    PENSTOCK_REDIS_URL. Raises ConfigError that names the wrong entry.
+    """
+    found: dict[str, str] = {}
+    for entry in (RedisSettings.load(pools=given).pools or "").split():
+        pool, _, url = entry.partition("=")
+        if "://" in pool or "://" not in url:
+            raise ConfigError(f"pools: {without_password(entry)[:100]!r} is not POOL=URL", param="pools")
+        if not re.fullmatch(NAME_PATTERN, pool):
+            message = f"pools: {pool[:100]!r} is not the name of a pool, as `penstock pools list` shows it"
+            raise ConfigError(message, param="pools")
+        if pool in found:
+            raise ConfigError(f"pools: pool {pool} is named twice", param="pools")
+        found[pool] = url
+    return found
+
+
+def redis_url_of(given: str | None = None, *, pool: str | None = None) -> str:
     """Return the given URL, else PENSTOCK_REDIS_URL, else the address of this user's running `penstock serve`.
 
-    Raises ConfigError if none of them exists.
+    Without a given URL, that of the Redis which PENSTOCK_POOLS names for `pool` goes first. Raises ConfigError if none
+    of them exists.
     """
+    if given is None and pool is not None and (of_pool := pool_urls().get(pool)) is not None:
+        return of_pool
     settings = RedisSettings.load(redis_url=given)
     url = settings.redis_url or running_url(settings.runtime_dir)
     if not url:
@@ -199,4 +225,4 @@ def redis_url_of(given: str | None = None) -> str:
 def without_password(redis_url: str) -> str:
     """The URL as it may be shown."""
     shown = re.sub(r"(://[^:/?#@]*):.*@", r"\1:***@", redis_url)
-    return re.sub(r"([?&]password=)[^&#]*", r"\1***", shown)
+    return re.sub(r"([?&](?:sentinel_)?password=)[^&#]*", r"\1***", shown)

@@ -13,6 +13,7 @@ from penstock.producer.batch.installation import QUEUE, STORED_BATCHES, add_to
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.worker_process import tell_service_manager
 from penstock.runtime.logging import LogSettings, log_formatter
+from penstock.runtime.redis_url import sentinel_url_of
 from penstock.runtime.settings import redis_url_of
 
 KEY_PREFIX = "penstock:celery:"
@@ -46,9 +47,9 @@ def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:
     `redis_url` is the Redis of the job queue; by default it is found as `redis_url_of` does.
     """
     jobs_url = redis_url_of(redis_url)
-    url = celery_url(settings.broker_url or jobs_url)
+    url, of_transport, of_app = celery_places(settings.broker_url or jobs_url)
     app = Celery("penstock", broker=url, backend=url, log=f"{WorkerLogging.__module__}:{WorkerLogging.__name__}")
-    app.conf.update(_options(settings))
+    app.conf.update(_options(settings, of_transport) | of_app)
     # Tasks that users add to this app have leases too, because all its workers hold them.
     add_to(app, QUEUE, jobs_url, settings, leased=None)
     tell_service_manager()
@@ -62,7 +63,22 @@ def celery_url(redis_url: str) -> str:
     return redis_url.replace("unix://", "redis+socket://", 1)
 
 
-def _options(settings: CelerySettings) -> dict[str, Any]:
+def celery_places(redis_url: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the URL as Celery expects it, transport options, and options of the app that go with it.
+
+    They are those of broker and result backend. Celery writes Sentinels and TLS in its own way.
+    """
+    if (behind_sentinel := sentinel_url_of(redis_url)) is None:
+        return celery_url(redis_url), {}, {}
+    url, of_transport = behind_sentinel.for_celery
+    if not behind_sentinel.has_tls:
+        return url, of_transport, {}
+    tls = {name: value for name, value in behind_sentinel.server.items() if name.startswith("ssl_")}
+    tls.setdefault("ssl_cert_reqs", "required")
+    return url, of_transport, {"broker_use_ssl": tls, "redis_backend_use_ssl": tls}
+
+
+def _options(settings: CelerySettings, of_transport: dict[str, Any]) -> dict[str, Any]:
     return {
         "task_default_queue": QUEUE,
         "task_serializer": "json",
@@ -84,8 +100,9 @@ def _options(settings: CelerySettings) -> dict[str, Any]:
             "global_keyprefix": KEY_PREFIX,
             "unacked_restore_interval": min(_MAX_RESTORE_CHECK_S, settings.visibility_timeout_s),
             "unacked_restore_throttle": 1,
+            **of_transport,
         },
-        "result_backend_transport_options": {"global_keyprefix": KEY_PREFIX},
+        "result_backend_transport_options": {"global_keyprefix": KEY_PREFIX, **of_transport},
         # While Redis is away, a worker keeps a finished task until its result is stored.
         "result_backend_always_retry": True,
         "result_expires": settings.result_ttl_s,

@@ -14,7 +14,7 @@ class CelerySettings(Settings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_CELERY_")
 
     broker_url: str | None = None
-    """URL of Celery's Redis, which must not be a cluster. Default: the Redis of the job queue."""
+    """URL of Celery's Redis, also one of Sentinel, but no cluster. Default: the Redis of the job queue."""
     task_lease_s: float = Field(default=10.0, ge=1.0)
     """Seconds without a renewal after which another worker gets a worker's tasks. All workers need the same value."""
     visibility_timeout_s: int = Field(default=300, ge=1)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack, cast
 
-from penstock.contract.errors import (
-    ConfigError,
-    NotFoundError,
-    PenstockError,
-    ProtocolVersionError,
-    RequestError,
-    UnavailableError,
-)
+from penstock.contract.errors import NotFoundError, PenstockError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id, prompts_of
 from penstock.contract.job_actions import FilterOptions, JobFilter
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
@@ -27,13 +20,12 @@ from penstock.contract.tenant import ApiKey, Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client.completions import CompletionFeed, as_completed, checked_tag
 from penstock.producer.client.control import DeadLetterBox, JobControl
-from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
-from penstock.producer.client.mailbox import QueueWatch
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, embedded, submit_all
-from penstock.producer.client.pools import KEYS_TTL_S, POOLS_TTL_S, Admissions, CachedState
-from penstock.producer.client.request import Prompt, build_job, check_streamable, choose_pool, fitting_pools, job_key_of
+from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted
+from penstock.producer.client.request import Prompt, built_job, check_streamable, choose_pool, fitting_pools, job_key_of
 from penstock.producer.client.run import pairs_of, results_of
+from penstock.producer.client.servers import QueueServers
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.tasks import (
@@ -47,22 +39,24 @@ from penstock.producer.client.tasks import (
 )
 from penstock.producer.client.webhooks import Webhooks
 from penstock.queue.broker.completions import Completion, CompletionCursor
-from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, warn_of_eviction
-from penstock.queue.broker.job_lists import JobLists, JobPage
-from penstock.queue.broker.jobs import KnownJobs, QueuePositions, ResponseBroker
-from penstock.queue.broker.pools import ActivityBroker, StatsBroker
-from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
-from penstock.queue.broker.steering import Steering
-from penstock.queue.broker.usage import UsageBroker
+from penstock.queue.broker.connection import warn_of_eviction
+from penstock.queue.broker.job_lists import JobPage
+from penstock.queue.broker.jobs import ResponseBroker
+from penstock.queue.broker.producer import JobStatus, ServedPool, Submission, Submitted
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file_records import FileRecords
 from penstock.queue.job_cost import estimate_cost, rate_tokens
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.results import PackedResult
-from penstock.queue.tenants.key_store import KeyStore
-from penstock.runtime.settings import redis_url_of, without_password
+from penstock.queue.tenants.key_store import SeenKeys
+from penstock.runtime.settings import pool_urls, redis_url_of
 
-MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
+KEYS_PATIENCE_S = 0.25
+"""How long a client of several servers waits for the API keys before it uses those that it knows."""
+READ_PATIENCE_S = 10.0
+"""How long the statistics of all pools wait for a server."""
+KEYS_OUTAGE_S = 600.0
+"""How old they may be while the directory is away. No key can be revoked there meanwhile."""
 
 
 class AsyncClient:
@@ -73,42 +67,37 @@ class AsyncClient:
                 print(chunk.text, end="")
 
     `redis_url` defaults to $PENSTOCK_REDIS_URL, else to the Redis of this user's `penstock serve`. `tenant` owns the
-    jobs that name no other tenant. One client serves a whole process, and belongs to one event loop.
+    jobs that name no other tenant. `pools`: the URL of each pool that has a Redis of its own; by default
+    $PENSTOCK_POOLS. One client serves a whole process, and belongs to one event loop.
     """
 
     def __init__(
-        self, redis_url: str | None = None, *, tenant: str = "default", settings: ClientSettings | None = None
+        self,
+        redis_url: str | None = None,
+        *,
+        tenant: str = "default",
+        settings: ClientSettings | None = None,
+        pools: Mapping[str, str] | None = None,
     ) -> None:
-        url = redis_url_of(redis_url)
-        settings = settings or ClientSettings.load()
+        url, settings = redis_url_of(redis_url), settings or ClientSettings.load()
         self.stats = ClientStats()
-        self._url = without_password(url)
+        self._kept = KeptSubmissions(settings.max_kept_mib << 20)
+        urls = pool_urls() if pools is None else pools
+        self.servers = servers = QueueServers(url, urls, settings, self.stats, self._kept)
         self._tenant = tenant
         self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
         self._highest_class = Priority.of(settings.highest_class)
         self._queues_without_node, self._durability = settings.queue_without_node, settings.durability
-        self._redis = connect(url)
-        self._patience = patience = Patience(settings.outage_s)
-        self._broker = ProducerBroker(self._redis, patience)
-        self._known_jobs = KnownJobs(self._redis, patience)
-        self._job_lists = JobLists(self._redis, patience)
-        self._usage = UsageBroker(self._redis, patience)
-        self._stats_broker = StatsBroker(self._redis, patience)
-        self._activity = ActivityBroker(self._redis, patience)
-        self._pools = CachedState(self._broker.pools, POOLS_TTL_S)
-        self._kept = KeptSubmissions(settings.max_kept_mib << 20)
-        self._admissions = Admissions(self._broker.pressure)
-        self._keys = CachedState(KeyStore(self._redis, patience).all, KEYS_TTL_S)
-        self._inbox = ClientInbox(self._redis, self._broker, patience, settings, self.stats)
-        self._queue_watch = QueueWatch(patience, QueuePositions(self._redis, patience), self._admissions)
+        of_none = servers.directory.redis, servers.directory.patience
+        # Of several servers, keys are fetched before they are too old, so that no call waits for the directory.
+        ttl_s = KEYS_TTL_S / len(servers.all[:2])
+        self._keys = CachedState(SeenKeys(*of_none).all, ttl_s, KEYS_TTL_S - ttl_s)
         self.runs = Runs(self.ack, settings.outage_s)
-        self.dead = DeadLetterBox(self._redis, patience, self.submit)
-        parts = Steering(self._redis, patience), self._job_lists, self._broker.status, self.submit_unread
-        self.webhooks = Webhooks(self._redis, patience, tenant)
-        self.control = JobControl(*parts, self.webhooks, tenant=tenant, terms=self._terms)
-        self.responses = ResponseBroker(self._redis, patience)
-        self.files, self.batches = FileRecords(self._redis, patience), BatchRecords(self._redis, patience)
-        self.feed = CompletionFeed(self._redis, patience, self.pools)
+        self.dead = DeadLetterBox(servers, self.submit)
+        self.webhooks = Webhooks(*of_none, tenant, is_away=lambda: servers.has_no_directory)
+        self.control = JobControl(servers, self.submit_unread, self.webhooks, tenant=tenant, terms=self._terms)
+        self.files, self.batches = FileRecords(*of_none), BatchRecords(*of_none)
+        self.feed = CompletionFeed(servers, self.pools)
         self._connecting, self._is_closed = asyncio.Lock(), False
 
     async def connect(self) -> Self:
@@ -119,27 +108,16 @@ class AsyncClient:
         async with self._connecting:
             if self._is_closed:
                 raise UnavailableError("the client was closed: make another one", code="client_closed")
-            if not self._patience.is_open:
-                try:
-                    await self._inbox.open()
-                except UnavailableError as error:
-                    raise not_reached(error, self._url) from None
-                except ConfigError as error:
-                    raise refused_at(error, self._url) from None
-                self._patience.is_open = True
+            if not self._is_open:
+                await self.servers.open()
         return self
 
     async def close(self) -> None:
         """End every stream, task and connection of this client. Only jobs that need no reader continue."""
         self._is_closed = True
         await self.runs.close()
-        self._patience.is_open = False
-        await self._pools.close()
-        await self._queue_watch.close()
-        await self._admissions.close()
-        await self._inbox.close()
-        await self._broker.close()
-        await self._redis.aclose()
+        await self._keys.close()
+        await self.servers.close()
 
     async def __aenter__(self) -> Self:
         return await self.connect()
@@ -150,13 +128,17 @@ class AsyncClient:
         await self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "connected" if self._patience.is_open else "not connected"
-        return f"<AsyncClient {self._url} tenant={self._tenant} {state}>"
+        state = "closed" if self._is_closed else "connected" if self._is_open else "not connected"
+        return f"<AsyncClient {self.servers.directory.shown_url} tenant={self._tenant} {state}>"
+
+    @property
+    def _is_open(self) -> bool:
+        return self.servers.directory.patience.is_open
 
     @property
     def is_alive(self) -> bool:
         """Whether this client is connected and receives chunks. Once this is false, make another client."""
-        return self._patience.is_open and self._inbox.is_running
+        return self._is_open and all(one.inbox.is_running for one in self.servers.all if one.patience.is_open)
 
     async def served_pool(
         self, *names: str | None, adapter: str | None = None, key: JobKey | None = None, hides_models: bool = False
@@ -165,21 +147,23 @@ class AsyncClient:
 
         If another fitting pool already has a job of this key, that pool is returned, also if it has no live node now.
         """
-        known, chosen = list((await self._pools.recent()).values()), None
+        known, chosen = list((await self.servers.pools(CachedState.recent)).values()), None
         with suppress(NotFoundError, UnavailableError, ProtocolVersionError):
             chosen = choose_pool(known, *names, adapter=adapter, key=key)
         if chosen is None:
             # The model's first node may have joined since.
             known = list((await self.pools(renewed=True)).values())
-            chosen = choose_pool(known, *names, adapter=adapter, key=key, hides_models=hides_models)
+            try:
+                chosen = choose_pool(known, *names, adapter=adapter, key=key, hides_models=hides_models)
+            except NotFoundError:
+                self.servers.require_known_pools()
+                raise
         if key is None:
             return chosen
         # Pools may have joined or died since a job of this key was submitted, so the ranks may choose another pool now.
         fitting = fitting_pools(known, *names, adapter=adapter, hides_models=hides_models)
         pools = {pool.pool: pool for pool in (chosen, *fitting) if pool.protocol_version == PROTOCOL_VERSION}
-        if len(pools) == 1:
-            return chosen
-        return pools.get(await self._known_jobs.pool_of(key, list(pools)), chosen)
+        return chosen if len(pools) == 1 else pools.get(await self.servers.pool_of(key, pools), chosen)
 
     @with_options()
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
@@ -191,10 +175,10 @@ class AsyncClient:
 
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
-        With the durability `fsync`, it raises UnsupportedDurabilityError if this Redis cannot promise it, and
-        NotOnDiskError if its disk does not confirm the job in time.
+        With a durability that this Redis cannot promise, it raises UnsupportedDurabilityError. It raises NotOnDiskError
+        or NotReplicatedError if its disk or a replica does not confirm the job in time.
         """
-        with self._admissions.counting(self.stats.decisions):
+        with counted(self.stats.decisions):
             return await self._enqueue(await self._admitted(prompt, options))
 
     @with_options()
@@ -203,9 +187,10 @@ class AsyncClient:
 
         Unless it is `background` or needs no reader, it is canceled soon if no other reader attaches to it.
         """
-        with self._admissions.counting(self.stats.decisions):
+        with counted(self.stats.decisions):
             submission = await self._admitted(prompt, options)
-            return await self._broker.submit(submission)
+            server = self.servers.of(submission.job.pool)
+            return server.renewal.recent.accepted(submission, await server.broker.submit(submission))
 
     @with_options(JobOptions)
     async def submit_many(
@@ -227,24 +212,20 @@ class AsyncClient:
 
     async def _admitted(self, prompt: Prompt, options: SubmitOptions) -> Submission:
         """Check and admit a job."""
-        self._patience.require_open()
+        self.servers.directory.patience.require_open()
         names, key = (options.get("model"), options.get("job_id")), job_key_of(options, self._tenant)
         record = await self.served_pool(
             *names, adapter=options.get("adapter"), key=key, hides_models=options.get("hides_models", False)
         )
-        tools = options.get("tools")
-        if isinstance(tools, str) and len(tools) > MAX_TOOLS_CHARS_ON_LOOP:
-            # The tools' schemas are parsed several times; on a thread they do not hold the event loop.
-            job = await asyncio.to_thread(build_job, prompt, options, record, self._tenant)
-        else:
-            job = build_job(prompt, options, record, self._tenant)
+        job = await built_job(prompt, options, record, self._tenant)
         if job.webhooks:
             await self.webhooks.check(job.webhooks, job.tenant)
         if job.priority < self._highest_class:
             raise class_not_allowed(job.priority, self._highest_class, "this client (highest_class)")
-        admission = self._admissions.of(record.pool)
+        server = self.servers.of(record.pool)
+        admission = server.admissions.of(record.pool)
         cost = estimate_cost(job, record, (await admission.recent()).nodes)
-        await self._inbox.ensure_heartbeat(record.pool)
+        await server.inbox.ensure_heartbeat(record.pool)
         wish = options.get("queue_without_node")
         needs_node = not (job.background or self._queues_without_node if wish is None else wish)
         try:
@@ -253,7 +234,7 @@ class AsyncClient:
         except UnavailableError as refusal:
             # A repeated submission adds no job, so it needs no node.
             has_name = job.idempotency_key or options.get("job_id")
-            if refusal.code == "redis_away" or not has_name or not await self._known_jobs.has(job):
+            if refusal.code == "redis_away" or not has_name or not await server.known_jobs.has(job):
                 raise
         channel, terms = options.get("channel", False), options.get("terms") or self._terms
         tokens = rate_tokens(job, record.max_model_len)
@@ -352,15 +333,16 @@ class AsyncClient:
         if after < -1:
             raise RequestError("after must be -1 (all of the job) or the index of a chunk", param="after")
         source = self._source(job_id, tenant)
-        box = self._inbox.open_box(source.feed)
+        inbox = self.servers.of_job(job_id).inbox
+        box = inbox.open_box(source.feed)
         try:
             attached = await source.attach()
         except BaseException:
-            self._inbox.close_box(source.feed, box)
+            inbox.close_box(source.feed, box)
             raise
         if attached.num_chunks != after + 1 or attached.state in TERMINAL_STATES:
             box.nudge()
-        return AsyncJob(source, self._inbox, after=after, first_box=box)
+        return AsyncJob(source, inbox, after=after, first_box=box)
 
     async def result(
         self,
@@ -371,7 +353,7 @@ class AsyncClient:
         tenant: str | None = None,
     ) -> Result:
         """Wait for a job's end and return its result; see `AsyncJob.result`."""
-        return await AsyncJob(self._source(job_id, tenant), self._inbox).result(timeout=timeout, check=check)
+        return await self._handle(job_id, tenant).result(timeout=timeout, check=check)
 
     async def packed_result(self, job_id: str, *, tenant: str | None = None) -> PackedResult | None:
         """Return an ended job's result with parts that are decoded on access, or None while the job is open."""
@@ -390,11 +372,11 @@ class AsyncClient:
         although more follow. Raises RequestError for a wrong part, limit or cursor.
         """
         wanted = JobFilter.of(jobs, tenant=tenant or self._tenant)
-        return await self._job_lists.page(wanted, after=after, limit=limit)
+        return await self.listed(wanted, after=after, limit=limit)
 
     async def listed(self, wanted: JobFilter, *, after: str | None = None, limit: int = 20) -> JobPage:
         """Return a page of the jobs that a filter names, of any tenant, as `jobs` does."""
-        return await self._job_lists.page(wanted, after=after, limit=limit)
+        return await self.servers.jobs(wanted, after, limit)
 
     async def completions_cursor(self, *, pool: str | None = None, tenant: str | None = None) -> str:
         """Return the present end of the tenant's completions. Taken before a submission, it misses no completion."""
@@ -420,7 +402,7 @@ class AsyncClient:
 
         `check` and `timeout` are those of `AsyncJob.result`, for all jobs together. The jobs go on after an error.
         """
-        handles = [job if isinstance(job, AsyncJob) else AsyncJob(self._source(job), self._inbox) for job in jobs]
+        handles = [job if isinstance(job, AsyncJob) else self._handle(job) for job in jobs]
         return as_completed(self.feed, handles, timeout_s=timeout, check=check)
 
     async def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
@@ -433,65 +415,82 @@ class AsyncClient:
         Otherwise a result takes memory in Redis for a day. State, usage and idempotency key stay that long. Ids of
         other jobs are ignored. `generate`, `map` and `batch run` acknowledge their jobs themselves.
         """
-        self._patience.require_open()
-        return await self._broker.ack(job_ids, tenant or self._tenant)
+        self.servers.directory.patience.require_open()
+        return await self.servers.ack(job_ids, tenant or self._tenant)
 
     async def pools(self, *, renewed: bool = False) -> dict[str, ServedPool]:
         """Return every announced model by pool, at most a second old; pools with a live node come first.
 
         `renewed` fetches them anew, for a caller that misses a model in the copy. It waits up to a tenth of a second.
         """
-        return await (self._pools.renewed() if renewed else self._pools.get())
+        return await self.servers.pools(CachedState.renewed if renewed else CachedState.get)
 
     async def pressure(self, pool: str) -> PoolPressure:
         """Return a pool's live nodes and backlog, at most a quarter of a second old."""
-        return await self._admissions.of(pool).get()
+        return await self.servers.of(pool).admissions.of(pool).get()
 
     async def api_keys(self, *, patience_s: float | None = None) -> dict[str, ApiKey]:
         """Return every API key by id, at most two seconds old.
 
-        With `patience_s`, return the last known keys if Redis does not answer within that time.
+        With `patience_s`, return the last known keys if Redis does not answer within that time. A client of several
+        servers does so while the directory is away, for KEYS_OUTAGE_S: calls of pools in other servers go on.
         """
+        if self.servers.is_split:
+            wait_s = 0.0 if self.servers.has_no_directory else KEYS_PATIENCE_S
+            return await self._keys.recent_or_last(wait_s, KEYS_OUTAGE_S)
         return await (self._keys.get() if patience_s is None else self._keys.get_or_last(patience_s))
 
     async def warn_of_eviction(self) -> None:
-        """Log a warning if Redis may evict keys."""
-        await warn_of_eviction(self._redis)
+        """Log a warning if a Redis may evict keys."""
+        await asyncio.gather(*(warn_of_eviction(one.redis) for one in self.servers.reachable))
 
     async def usage(self, query: UsageQuery, *, after: str | None = None, limit: int = MAX_PAGE_ROWS) -> UsagePage:
         """Return a page of a report of used tokens. `after` is the `next_after` of the page before."""
-        return await self._usage.page(query, after=after, limit=limit)
+        return await self.servers.usage(query, after, limit)
 
     async def pool_stats(self) -> tuple[list[PoolStats], tuple[int, int]]:
-        """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit)."""
-        return await self._stats_broker.all(), await self._stats_broker.memory()
+        """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit).
+
+        Of several servers, those that are away have no stats, and the bytes are those of the directory.
+        """
+        return await self.servers.stats(READ_PATIENCE_S), await self.servers.directory.stats.memory()
 
     async def activity(self, pools: Sequence[str]) -> list[PoolActivity]:
-        """Return what happens in these pools: their queues, nodes and newest events."""
-        return await self._activity.of(pools)
+        """Return what happens in these pools: their queues, nodes and newest events. Not of a server that is away."""
+        return await self.servers.activity(pools)
+
+    def responses_of(self, job_id: str) -> ResponseBroker:
+        """Return the stored responses of the server that has a job."""
+        return self.servers.of_job(job_id).responses
+
+    def _handle(self, job_id: str, tenant: str | None = None) -> AsyncJob:
+        return AsyncJob(self._source(job_id, tenant), self.servers.of_job(job_id).inbox)
 
     def _source(self, job_id: str, tenant: str | None = None, submission: Submission | None = None) -> JobSource:
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
-        parts = self._broker, self._inbox, self._queue_watch
+        server = self.servers.of_job(job_id)
+        parts = server.broker, server.inbox, server.queue_watch
         if submission is None:
             return JobSource(*parts, job_id, tenant or self._tenant)
         kept = KeptSubmission(submission, self._kept)
         return JobSource(*parts, job_id, submission.job.tenant, kept, is_background=submission.job.background)
 
     async def _enqueue(self, submission: Submission) -> AsyncJob:
-        job, feed = submission.job, self._inbox.feed(submission.job.id)
+        job, server = submission.job, self.servers.of(submission.job.pool)
+        inbox, feed = server.inbox, server.inbox.feed(job.id)
         # Chunks may arrive before the answer, so the first reader's mailbox opens before the call.
-        box = self._inbox.open_box(feed)
+        box = inbox.open_box(feed)
         try:
-            submitted = await self._broker.submit(submission, self._inbox.name)
+            submitted = await server.broker.submit(submission, inbox.name)
+            server.renewal.recent.accepted(submission, submitted, inbox.feed)
         except BaseException:
-            self._inbox.close_box(feed, box)
+            inbox.close_box(feed, box)
             raise
         if submitted.job_id != job.id:
-            self._inbox.close_box(feed, box)
+            inbox.close_box(feed, box)
             known = replace(submission, job=job.model_copy(update={"id": submitted.job_id}))
-            return AsyncJob(self._source(submitted.job_id, submission=known), self._inbox)
+            return AsyncJob(self._source(submitted.job_id, submission=known), inbox)
         if submitted.existed or not submitted.pushed:
             box.nudge()
-        return AsyncJob(self._source(job.id, submission=submission), self._inbox, first_box=box)
+        return AsyncJob(self._source(job.id, submission=submission), inbox, first_box=box)

@@ -7,16 +7,15 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 
-from redis.asyncio import Redis
-
-from penstock.contract.errors import RequestError, ResultTimeoutError, error_of
+from penstock.contract.errors import RequestError, ResultTimeoutError, UnavailableError, error_of
+from penstock.contract.job import pool_of
 from penstock.contract.output import TERMINAL_STATES, Result
 from penstock.producer.client.job import AsyncJob, checked_timeout
+from penstock.producer.client.servers import QueueServer, QueueServers
 from penstock.queue.broker.completions import Completion as Completion
-from penstock.queue.broker.completions import CompletionBroker, CompletionGap, FeedPage
 from penstock.queue.broker.completions import CompletionCursor as CompletionCursor
+from penstock.queue.broker.completions import CompletionGap, FeedPage, FeedPosition, merged
 from penstock.queue.broker.completions import FeedEvent as FeedEvent
-from penstock.queue.broker.connection import Patience
 from penstock.runtime.event_loop import CALLS_AT_ONCE
 
 _LOG = logging.getLogger(__package__)
@@ -29,6 +28,8 @@ _LISTED_JOBS = 500
 _CHECK_EVERY_S = 10.0
 _CHECKED_JOBS = 1000
 _MAX_SHOWN = 100
+PAGE_PATIENCE_S = 2.0
+"""How long a page of pools in several servers waits for each of them."""
 
 
 class _Known:
@@ -50,26 +51,45 @@ class _Known:
 class CompletionFeed:
     """Reader of a tenant's completions."""
 
-    def __init__(self, redis: Redis, patience: Patience, pools: Callable[[], Awaitable[Mapping[str, object]]]) -> None:
+    def __init__(self, servers: QueueServers, pools: Callable[[], Awaitable[Mapping[str, object]]]) -> None:
         """`pools` returns the served pools by name."""
-        self._broker = CompletionBroker(redis, patience)
+        self._servers = servers
         self._pools = pools
 
     async def cursor(self, tenant: str, pool: str | None = None) -> CompletionCursor:
-        """Return the cursor behind all completions that there are now."""
-        return await self._broker.cursor(tenant, await self._names(pool), pool)
+        """Return the cursor behind all completions that there are now.
+
+        Raises UnavailableError if one of several servers is away: without its position, old completions would follow.
+        """
+        if pool is None and self._servers.is_split:
+            self._servers.require_all()
+        positions: dict[str, FeedPosition] = {}
+        for server, names in self._servers.grouped(await self._names(pool)):
+            positions |= (await server.completions.cursor(tenant, names, pool)).positions
+        return CompletionCursor(tenant, pool, positions)
 
     async def pages(self, cursor: CompletionCursor, tag: str | None = None) -> AsyncGenerator[FeedPage, None]:
         """Yield what follows the cursor, for ever. A page may be empty; its cursor is behind what other tags have."""
         pause_s = FIRST_PAUSE_S
         while True:
             names = [*dict.fromkeys((*cursor.positions, *await self._names(cursor.pool)))]
-            page = await self._broker.page(cursor, names)
+            page = await self._page(cursor, names)
             cursor = page.cursor
             pause_s = FIRST_PAUSE_S if page.events else min(2 * pause_s, LONGEST_PAUSE_S)
             yield FeedPage(tuple(event for event in page.events if _has_tag(event.item, tag)), cursor, page.has_more)
             if not page.has_more:
                 await asyncio.sleep(pause_s)
+
+    async def _page(self, cursor: CompletionCursor, names: Sequence[str]) -> FeedPage:
+        """Return what follows a cursor. The pools of a server that is away keep their positions, and follow later."""
+        asked = self._servers.grouped(names)
+        if len(asked) == 1:
+            return await asked[0][0].completions.page(cursor, names)
+        found = await asyncio.gather(*(_page_soon(server, cursor, some) for server, some in asked))
+        pages = [page for page in found if page is not None]
+        if not pages:
+            raise UnavailableError("Redis is unreachable", code="redis_away")
+        return merged(cursor, pages)
 
     async def _names(self, pool: str | None) -> Sequence[str]:
         return [*await self._pools()] if pool is None else [pool]
@@ -99,7 +119,8 @@ class CompletionFeed:
         _LOG.info("completions are read from the job list", extra=facts)
         before: str | None = None
         while True:
-            found, before = await self._broker.kept(tenant, gap.pool, before, _LISTED_JOBS)
+            lists = self._servers.of(gap.pool).completions
+            found, before = await lists.kept(tenant, gap.pool, before, _LISTED_JOBS)
             for one in found:
                 if gap.from_ms <= one.finished_ms <= gap.until_ms:
                     yield one
@@ -140,12 +161,25 @@ class CompletionFeed:
         ended = list[AsyncJob]()
         for at in range(0, len(job_ids), _CHECKED_JOBS):
             part = job_ids[at : at + _CHECKED_JOBS]
-            for job_id, state in zip(part, await self._broker.states(tenant, part), strict=True):
-                if state is None:
-                    await left[job_id].renew()
-                elif state in TERMINAL_STATES:
-                    ended.append(left.pop(job_id))
+            for server, pools in self._servers.grouped(dict.fromkeys(map(pool_of, part))):
+                some = [job_id for job_id in part if pool_of(job_id) in pools]
+                for job_id, state in zip(some, await server.completions.states(tenant, some), strict=True):
+                    if state is None:
+                        await left[job_id].renew()
+                    elif state in TERMINAL_STATES:
+                        ended.append(left.pop(job_id))
         return ended
+
+
+async def _page_soon(server: QueueServer, cursor: CompletionCursor, names: Sequence[str]) -> FeedPage | None:
+    """Return what follows a cursor in these pools, or None if their server does not answer soon."""
+    if server.is_away:
+        return None
+    try:
+        async with asyncio.timeout(PAGE_PATIENCE_S):
+            return await server.completions.page(cursor, names)
+    except (TimeoutError, UnavailableError):
+        return None
 
 
 def _has_tag(item: Completion | CompletionGap, tag: str | None) -> bool:

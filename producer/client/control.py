@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, Unpack
 
-from redis.asyncio import Redis
-
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, PenstockError, UnavailableError
 from penstock.contract.job import SubmitOptions, is_job_id, pool_of
 from penstock.contract.job_actions import (
@@ -31,12 +29,12 @@ from penstock.contract.priority import ClassName, Priority
 from penstock.contract.tenant import Terms
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt
+from penstock.producer.client.servers import QueueServer, QueueServers
 from penstock.producer.client.webhooks import Webhooks
-from penstock.queue.broker.connection import Patience
-from penstock.queue.broker.job_lists import DeadLetters, JobLists
+from penstock.queue.broker.job_lists import DeadLetter
 from penstock.queue.broker.jobs import JobStatus
 from penstock.queue.broker.producer import Submitted
-from penstock.queue.broker.steering import MAX_STEP_JOBS, BulkRequest, HeldBulk, Steering
+from penstock.queue.broker.steering import MAX_STEP_JOBS, BulkRequest, HeldBulk, Steering, report_of
 from penstock.queue.wire import Request, WireError
 from penstock.runtime.event_loop import cancel_until_done
 
@@ -85,19 +83,9 @@ class JobControl:
     """
 
     def __init__(
-        self,
-        steering: Steering,
-        lists: JobLists,
-        status: Callable[[str, str], Awaitable[JobStatus]],
-        submit: _Submits,
-        webhooks: Webhooks,
-        *,
-        tenant: str,
-        terms: Terms,
+        self, servers: QueueServers, submit: _Submits, webhooks: Webhooks, *, tenant: str, terms: Terms
     ) -> None:
-        self._steering = steering
-        self._lists = lists
-        self._status = status
+        self._servers = servers
         self._submit = submit
         self._webhooks = webhooks
         self._tenant = tenant
@@ -130,7 +118,7 @@ class JobControl:
         """Reschedule one job, or change its class; see `reschedule` and `change_class`."""
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found", param="job_id")
-        await self._steering.change(job_id, tenant or self._tenant, change)
+        await self._servers.of_job(job_id).steering.change(job_id, tenant or self._tenant, change)
 
     async def retry(self, job_id: str, *, tenant: str | None = None, terms: Terms | None = None) -> Submitted:
         """Submit the request of a job that failed, expired or was canceled as a new job, and return its id and state.
@@ -141,7 +129,7 @@ class JobControl:
         """
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found", param="job_id")
-        status = await self._status(job_id, tenant or self._tenant)
+        status = await self._servers.of_job(job_id).broker.status(job_id, tenant or self._tenant)
         request, outcome = await self._retriable(status)
         if request is None:
             raise change_error(job_id, outcome) or NotFoundError(f"no job {job_id}", code="job_not_found")
@@ -174,7 +162,7 @@ class JobControl:
     async def finished(self, bulk_id: str, wanted: JobFilter, *, tenant: str | None = None) -> BulkReport:
         """Do a bulk action to its end, as far as no other process does, and return its report."""
         while (report := await self.report(bulk_id, tenant=tenant)).state == "running":
-            await self.continue_bulk(bulk_id, await self._steering.pools_of(wanted))
+            await self.continue_bulk(bulk_id, await self._pools_of(wanted))
             if (report := await self.report(bulk_id, tenant=tenant)).state == "running":
                 await asyncio.sleep(_WATCH_S)
         return report
@@ -184,14 +172,16 @@ class JobControl:
     ) -> str:
         """Store a bulk action and return its id. `continue_bulk` or any gateway then does it.
 
-        Raises BusyError for too many open actions, and NotFoundError if the filter names no pool.
+        Raises BusyError for too many open actions, and NotFoundError if the filter names no pool. Each pool has its own
+        record of the action, so an action on pools of several servers needs all of them for a moment.
         """
         states = wanted.states or STATES_OF[change.action]
         parts = {**wanted.as_object(), "state": states}
         request = BulkRequest(change, JobFilter.of(parts, tenant=wanted.tenant), terms or self._terms)
         bulk_id, is_stored = secrets.token_hex(16), False
-        for pool in await self._steering.pools_of(wanted):
-            is_stored |= await self._steering.create(pool, bulk_id, owner, request, is_dry_run=dry_run)
+        for pool in await self._pools_of(wanted):
+            steering = self._servers.of(pool).steering
+            is_stored |= await steering.create(pool, bulk_id, owner, request, is_dry_run=dry_run)
         if not is_stored:
             raise NotFoundError(f"no pool {wanted.pool or ''}".rstrip(), code="model_not_found", param="pool")
         self._begun.set()
@@ -199,20 +189,21 @@ class JobControl:
 
     async def report(self, bulk_id: str, *, tenant: str | None = None) -> BulkReport:
         """Return what a bulk action has done so far. Raises NotFoundError, a day after its end too."""
-        return await self._steering.report(bulk_id, tenant or self._tenant)
+        found = [part for one in self._all_servers() for part in await one.steering.parts_of(bulk_id)]
+        return report_of(bulk_id, found, tenant or self._tenant)
 
     async def stop(self, bulk_id: str, *, tenant: str | None = None) -> BulkReport:
         """Give up a bulk action where it is, and return its report. Raises NotFoundError."""
         report = await self.report(bulk_id, tenant=tenant)
-        for pool in await self._steering.pools_of(JobFilter.of(report.jobs, tenant=None)):
-            await self._steering.end(pool, bulk_id)
+        for pool in await self._pools_of(JobFilter.of(report.jobs, tenant=None)):
+            await self._servers.of(pool).steering.end(pool, bulk_id)
         return await self.report(bulk_id, tenant=tenant)
 
     async def continue_bulk(self, bulk_id: str, pools: Sequence[str]) -> None:
         """Do a bulk action in these pools, as far as no other process does."""
         holder = secrets.token_hex(8)
         for pool in pools:
-            held = await self._steering.claim(pool, bulk_id, holder)
+            held = await self._servers.of(pool).steering.claim(pool, bulk_id, holder)
             if held is not None:
                 await self._walk(held)
 
@@ -226,12 +217,11 @@ class JobControl:
                         await self._begun.wait()
                 self._begun.clear()
                 tasks = {key: task for key, task in tasks.items() if not task.done()}
-                with suppress(UnavailableError):
-                    pools = await self._steering.pools_of(JobFilter())
-                    open_bulks = [(pool, one) for pool in pools for one in await self._steering.open_bulks(pool)]
-                    for key in open_bulks:
-                        if key not in tasks:
-                            tasks[key] = asyncio.create_task(self._continued(*key), name="penstock bulk action")
+                for server in self._servers.reachable:
+                    with suppress(UnavailableError):
+                        for key in await _open_bulks(server.steering):
+                            if key not in tasks:
+                                tasks[key] = asyncio.create_task(self._continued(*key), name="penstock bulk action")
         finally:
             await cancel_until_done(tasks.values())
 
@@ -259,7 +249,7 @@ class JobControl:
         Jobs are accepted meanwhile, running ones go on, and deadlines pass. Raises NotFoundError and RequestError.
         """
         names = pause_names(tenant, checked_class(priority), background)
-        return await self._steering.pause(pool, names, on=True)
+        return await self._servers.of(pool).steering.pause(pool, names, on=True)
 
     async def resume(
         self,
@@ -271,27 +261,39 @@ class JobControl:
     ) -> list[Pause]:
         """End what `pause` began with the same arguments, and return what is still paused."""
         names = pause_names(tenant, checked_class(priority), background)
-        return await self._steering.pause(pool, names, on=False)
+        return await self._servers.of(pool).steering.pause(pool, names, on=False)
 
     async def paused(self, pool: str | None = None) -> list[Pause]:
         """Return what is paused, of a pool or of all."""
-        return await self._steering.paused(await self._steering.pools_of(JobFilter(pool=pool)))
+        pools = await self._pools_of(JobFilter(pool=pool))
+        asked = self._servers.grouped(pools)
+        return [pause for one, some in asked for pause in await one.steering.paused(some)]
+
+    async def _pools_of(self, wanted: JobFilter) -> list[str]:
+        """Return the pools of a filter's jobs."""
+        if wanted.pool is not None:
+            return [wanted.pool]
+        return [pool for one in self._all_servers() for pool in await one.steering.pools_of(wanted)]
+
+    def _all_servers(self) -> Sequence[QueueServer]:
+        """Return all servers. Raises UnavailableError if one of several is away."""
+        return self._servers.require_all() if self._servers.is_split else self._servers.all
 
     async def _walk(self, held: HeldBulk) -> None:
         """Do the steps of an action in a pool, until its end or until another process has its lease."""
-        wanted, cursor = held.request.jobs, held.cursor
+        wanted, cursor, server = held.request.jobs, held.cursor, self._servers.of(held.pool)
         while True:
-            tenants = [wanted.tenant] if wanted.tenant is not None else await self._lists.tenants_of(held.pool)
+            tenants = [wanted.tenant] if wanted.tenant is not None else await server.lists.tenants_of(held.pool)
             tenant, _, place = cursor.partition("/")
             # A tenant without jobs is gone from the list.
             tenants = [name for name in tenants if name >= tenant]
             if not tenants:
-                await self._steering.step(held, [], cursor=cursor, to=cursor, is_last=True)
+                await server.steering.step(held, [], cursor=cursor, to=cursor, is_last=True)
                 return
             if tenants[0] != tenant:
                 tenant, place = tenants[0], ""
             part = JobFilter.of({**wanted.as_object(), "pool": held.pool}, tenant=tenant)
-            job_ids, last = await self._lists.find(part, place, _PAGE_JOBS)
+            job_ids, last = await server.lists.find(part, place, _PAGE_JOBS)
             behind = f"{tenants[1]}/" if len(tenants) > 1 else None
             steps = [job_ids[at : at + MAX_STEP_JOBS] for at in range(0, len(job_ids), MAX_STEP_JOBS)] or [[]]
             for number, step in enumerate(steps, 1):
@@ -306,7 +308,7 @@ class JobControl:
                 return
 
     async def _step(self, held: HeldBulk, job_ids: Sequence[str], cursor: str, to: str, *, is_last: bool) -> bool:
-        known: dict[str, str] = {}
+        known, steering = dict[str, str](), self._servers.of(held.pool).steering
         while held.request.change.action == "retry" and len(known) < len(job_ids):
             left = [job_id for job_id in job_ids if job_id not in known]
             found = await asyncio.gather(*(self._retried(held, job_id) for job_id in left), return_exceptions=True)
@@ -314,15 +316,16 @@ class JobControl:
                 raise errors[0]
             known |= {job_id: one for job_id, one in zip(left, found, strict=True) if isinstance(one, str)}
             # A limit refused the others: they are tried again, and this renews the lease.
-            if None in found and not await self._steering.step(held, [], cursor=cursor, to=cursor):
+            if None in found and not await steering.step(held, [], cursor=cursor, to=cursor):
                 return False
         outcomes = [known[job_id] for job_id in job_ids if job_id in known]
-        return await self._steering.step(held, job_ids, cursor=cursor, to=to, is_last=is_last, outcomes=outcomes)
+        return await steering.step(held, job_ids, cursor=cursor, to=to, is_last=is_last, outcomes=outcomes)
 
     async def _retried(self, held: HeldBulk, job_id: str) -> str | None:
         """Retry a job of a bulk action. Return the outcome, as change.lua names it; None if a limit refuses it now."""
         try:
-            status = await self._status(job_id, held.request.jobs.tenant or await self._lists.owner(job_id))
+            server = self._servers.of_job(job_id)
+            status = await server.broker.status(job_id, held.request.jobs.tenant or await server.lists.owner(job_id))
         except NotFoundError:
             return "NOT_FOUND"
         if status.accepted_ms > held.begun_ms:
@@ -351,7 +354,7 @@ class JobControl:
         if status.outcome.state == "succeeded":
             return None, "job_succeeded"
         with suppress(WireError):
-            if (request := await self._steering.request(status.job_id)) is not None:
+            if (request := await self._servers.of_job(status.job_id).steering.request(status.job_id)) is not None:
                 return request, "changed"
         return None, "request_expired"
 
@@ -372,12 +375,38 @@ class JobControl:
         return await self._submit(prompt, **options)
 
 
-class DeadLetterBox(DeadLetters):
+async def _open_bulks(steering: Steering) -> list[tuple[str, str]]:
+    """Return the pools of a server with the ids of their open actions."""
+    pools = await steering.pools_of(JobFilter())
+    return [(pool, one) for pool in pools for one in await steering.open_bulks(pool)]
+
+
+class DeadLetterBox:
     """A client's access to the dead letters of all pools, as `AsyncClient.dead`."""
 
-    def __init__(self, redis: Redis, patience: Patience, submit: Callable[..., Awaitable[AsyncJob]]) -> None:
-        super().__init__(redis, patience)
+    def __init__(self, servers: QueueServers, submit: Callable[..., Awaitable[AsyncJob]]) -> None:
+        self._servers = servers
         self._submit = submit
+
+    async def newest(self, pool: str, limit: int = 100) -> list[DeadLetter]:
+        """Return a pool's dead letters, newest first."""
+        return await self._servers.of(pool).dead_letters.newest(pool, limit)
+
+    async def get(self, job_id: str) -> DeadLetter:
+        """Return one dead letter. Raises NotFoundError."""
+        return await self._servers.of_job(job_id).dead_letters.get(job_id)
+
+    async def request(self, job_id: str) -> Request:
+        """Return the job's request. Raises NotFoundError."""
+        return await self._servers.of_job(job_id).dead_letters.request(job_id)
+
+    async def purge(self, job_ids: Sequence[str]) -> int:
+        """Delete dead letters and their requests. Returns how many were dead letters."""
+        return sum([await self._servers.of_job(job_id).dead_letters.purge([job_id]) for job_id in job_ids])
+
+    async def purge_all(self, pool: str) -> int:
+        """Delete all dead letters of a pool, also those whose jobs' records are gone. Returns how many there were."""
+        return await self._servers.of(pool).dead_letters.purge_all(pool)
 
     async def retry(self, job_id: str) -> AsyncJob:
         """Submit a dead letter's request as a new job for the same tenant, and purge the letter.

@@ -120,6 +120,11 @@ class ClientInbox:
         """Whether the subscription is maintained. It is not once its tasks have ended, by `close` or by a bug."""
         return self._tasks is not None
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection of the subscription is open. A killed Redis closes it at once."""
+        return self._tasks is not None and not self._connection.lost.done()
+
     # For readers ------------------------------------------------------------------------------------
 
     def feed(self, job_id: str) -> Feed:
@@ -128,6 +133,10 @@ class ClientInbox:
         if feed is None:
             feed = self._feeds[job_id] = Feed(job_id)
         return feed
+
+    def known(self, job_id: str) -> Feed | None:
+        """Return the feed of a job if anything here holds it."""
+        return self._feeds.get(job_id)
 
     def open_box(self, feed: Feed, max_chunks: int | None = None) -> Mailbox:
         """Open a mailbox for one reader of the job. Raises UnavailableError if the inbox is closed."""
@@ -244,7 +253,7 @@ class ClientInbox:
             _LOG.exception("inbox ended", extra={"inbox": self.name})
         finally:
             self._tasks = None
-            self._nudge_all()
+            self.nudge_all()
 
     def _require_open(self) -> None:
         if self._tasks is None:
@@ -283,7 +292,7 @@ class ClientInbox:
             self._connection = await self._subscribe_again()
             _LOG.info("subscribed again", extra={"inbox": self.name})
             self.stats.resubscribes += 1
-            self._nudge_all()
+            self.nudge_all()
 
     async def _until_lost(self, connection: SharedConnection) -> None:
         """Wait until the connection is lost, or an echo is overdue."""
@@ -364,7 +373,8 @@ class ClientInbox:
                 elif now_s - box.seen_waiting_s >= self._settings.silent_after_s:
                     box.nudge()
 
-    def _nudge_all(self) -> None:
+    def nudge_all(self) -> None:
+        """Let every reader compare its state with Redis."""
         for feed in list(self._feeds.values()):
             for box in feed.boxes:
                 box.nudge()

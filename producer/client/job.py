@@ -38,7 +38,7 @@ class KeptSubmission:
     def __init__(self, submission: Submission, kept: KeptSubmissions) -> None:
         self._kept = kept
         self.submission: Submission | None = submission
-        self.num_bytes = _num_bytes_of(submission)
+        self.num_bytes = num_bytes_of(submission)
         kept.add(self, submission.job.tenant)
 
     def __del__(self) -> None:
@@ -83,6 +83,12 @@ class KeptSubmissions:
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant], self._bytes_of_tenant[tenant]
 
+    def open(self, has_pool: Callable[[str], bool] | None = None) -> list[Submission]:
+        """Return the kept submissions to some pools; None: to all."""
+        found = [ref() for of_tenant in self._of_tenant.values() for ref in of_tenant.values()]
+        kept = [one.submission for one in found if one is not None and one.submission is not None]
+        return [one for one in kept if has_pool is None or has_pool(one.job.pool)]
+
     def _drops_oldest(self, tenant: str) -> bool:
         """Drop a tenant's oldest submission. Return False if there is none."""
         oldest = next((one for ref in self._of_tenant.get(tenant, {}).values() if (one := ref()) is not None), None)
@@ -91,7 +97,7 @@ class KeptSubmissions:
         return oldest is not None
 
 
-def _num_bytes_of(submission: Submission) -> int:
+def num_bytes_of(submission: Submission) -> int:
     """Return about how much memory a submission takes, without the fields that are always small."""
     job = submission.job
     if job.packed_prompt is not None:

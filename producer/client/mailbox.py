@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from penstock.contract.job import pool_of
@@ -324,20 +325,35 @@ def _num_logprobs(chunk: Chunk) -> int:
     return sum(len(of) * len(of[-1].token_ids) for of in (chunk.logprobs, chunk.prompt_logprobs) if of)
 
 
+@dataclass(slots=True)
+class SeenEnd:
+    """Whether a job is known to have ended. It may outlive the feed, and keeps nothing else alive."""
+
+    is_seen: bool = False
+
+
 class Feed:
     """The mailboxes of one job in this process. The inbox holds a feed weakly; its readers keep it alive."""
 
-    __slots__ = ("__weakref__", "boxes", "ended", "job_id", "poll_s", "watchers")
+    __slots__ = ("__weakref__", "boxes", "end", "job_id", "poll_s", "watchers")
 
     def __init__(self, job_id: str) -> None:
         self.job_id = job_id
         self.boxes: list[Mailbox] = []
         self.watchers: list[WaitWatcher] = []
         """Watchers of the job's wait, until its first chunk."""
-        self.ended = False
-        """Whether the job is known to have ended."""
+        self.end = SeenEnd()
         self.poll_s: float | None = None
         """How often readers poll, in seconds; None if the job pushes to this process."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job is known to have ended."""
+        return self.end.is_seen
+
+    @ended.setter
+    def ended(self, is_seen: bool) -> None:
+        self.end.is_seen = is_seen
 
     def note(self, attached: Attached) -> None:
         """Record the broker's answer, and wake the readers to which no further chunk will be pushed."""

@@ -69,18 +69,34 @@ class CachedState(Generic[T]):
             self._refreshing = asyncio.create_task(self._refresh(), name="penstock refresh")
         return held.value
 
+    @property
+    def last(self) -> T | None:
+        """The last value, however old; None before the first one."""
+        return None if self._held is None else self._held.value
+
     async def get_or_last(self, patience_s: float) -> T:
         """Return the value as `get` does, or the last one if `get` fails or takes longer than `patience_s`.
 
         Raises UnavailableError if there is no last value.
         """
+        return await self._or_last(self.get, patience_s, inf)
+
+    async def recent_or_last(self, patience_s: float, max_age_s: float) -> T:
+        """Return the value as `recent` does, or the last one if that fails or takes longer than `patience_s`.
+
+        Raises UnavailableError if there is no last value, or if it is older than `max_age_s`.
+        """
+        return await self._or_last(self.recent, patience_s, max_age_s)
+
+    async def _or_last(self, fetch: Callable[[], Awaitable[T]], patience_s: float, max_age_s: float) -> T:
         try:
             async with asyncio.timeout(patience_s):
-                return await self.get()
+                return await fetch()
         except (TimeoutError, UnavailableError):
-            if self._held is None:
+            held = self._held
+            if held is None or asyncio.get_running_loop().time() - held.ended_s > max_age_s:
                 raise UnavailableError("Redis is unreachable", code="redis_away") from None
-            return self._held.value
+            return held.value
 
     async def close(self) -> None:
         """Cancel a background fetch."""
@@ -165,17 +181,18 @@ class Admissions:
             admission = self._of[pool] = PoolAdmission(lambda: self._fetch(pool))
         return admission
 
-    @contextmanager
-    def counting(self, decisions: Counter[str]) -> Iterator[None]:
-        """Count the submission in the block: by the error that refuses it, or else as admitted."""
-        try:
-            yield
-        except PenstockError as error:
-            decisions[decision_of(error)] += 1
-            raise
-        decisions[ADMITTED] += 1
-
     async def close(self) -> None:
         """Cancel all background fetches."""
         for one in self._of.values():
             await one.close()
+
+
+@contextmanager
+def counted(decisions: Counter[str]) -> Iterator[None]:
+    """Count the submission in the block: by the error that refuses it, or else as admitted."""
+    try:
+        yield
+    except PenstockError as error:
+        decisions[decision_of(error)] += 1
+        raise
+    decisions[ADMITTED] += 1

@@ -5,6 +5,7 @@ Errors name the wrong argument and its limit.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
@@ -265,6 +266,20 @@ def job_key_of(options: SubmitOptions, tenant: str) -> JobKey | None:
     except ValidationError as error:
         raise request_error(error, _ARGUMENT_OF) from None
     return JobKey(job.tenant, key)
+
+
+_MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
+
+
+async def built_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> JobDef:
+    """Return what `build_job` returns. A job with large tools is built on a thread, and does not hold the event loop.
+
+    Their schemas are parsed several times.
+    """
+    tools = options.get("tools")
+    if isinstance(tools, str) and len(tools) > _MAX_TOOLS_CHARS_ON_LOOP:
+        return await asyncio.to_thread(build_job, prompt, options, record, tenant)
+    return build_job(prompt, options, record, tenant)
 
 
 def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> JobDef:

@@ -49,6 +49,8 @@ class ClientStats:
     gaps: int = 0
     resubscribes: int = 0
     resubmits: int = 0
+    histories: int = 0
+    """Times that Redis had a new history: after a restart, a fail-over or a restore."""
     decisions: Counter[str] = field(default_factory=Counter)
     """Submissions by decision, one of `DECISIONS`."""
 
@@ -89,6 +91,12 @@ class ClientSettings(Settings):
     queue_without_node: bool = False
     """Whether jobs are queued even while their pool has no live node. A node that comes later takes them."""
     durability: Durability = MEMORY
-    """What submissions of jobs that go on without a reader wait for: `memory` or `fsync`, Redis's disk."""
+    """What submissions of jobs that go on without a reader, and deletions of responses, wait for: `memory`; `fsync`,
+    Redis's disk; or `replicated`, a replica."""
+    failover_keep_s: float = Field(default=30.0, ge=0, le=600)
+    """Seconds for which accepted submissions, cancellations and deletions are kept. If a fail-over loses them, they are
+    repeated. The requests of jobs that this client still holds are kept as long as these are open."""
+    failover_keep_mib: int = Field(default=64, ge=0, le=1 << 20)
+    """Most MiB of requests that are kept for that."""
     outage_s: float = Field(default=30.0, ge=0, le=3600)
     """How long calls are retried while Redis is unreachable."""

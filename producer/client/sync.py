@@ -7,7 +7,7 @@ import concurrent.futures
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
@@ -156,9 +156,14 @@ class Client:
     """
 
     def __init__(
-        self, redis_url: str | None = None, *, tenant: str = "default", settings: ClientSettings | None = None
+        self,
+        redis_url: str | None = None,
+        *,
+        tenant: str = "default",
+        settings: ClientSettings | None = None,
+        pools: Mapping[str, str] | None = None,
     ) -> None:
-        self._client = AsyncClient(redis_url, tenant=tenant, settings=settings)
+        self._client = AsyncClient(redis_url, tenant=tenant, settings=settings, pools=pools)
         self._loop = LoopThread()
         self.control = Control(self._client.control, self._loop)
         self.webhooks = SyncWebhooks(self._client.webhooks, self._loop.call)

@@ -41,8 +41,16 @@ class Webhooks:
     """
 
     def __init__(
-        self, redis: Redis, patience: Patience, tenant: str, *, clock: Callable[[], float] = time.time
+        self,
+        redis: Redis,
+        patience: Patience,
+        tenant: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        is_away: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`is_away`: whether the Redis that has the endpoints is away, while jobs of other ones are submitted."""
+        self._is_away = is_away
         self.queue = DeliveryQueue(redis, patience)
         self._endpoints = EndpointStore(redis, patience)
         self._tenant = tenant
@@ -183,10 +191,13 @@ class Webhooks:
             await self.queue.record(event)
 
     async def subscribed(self, tenant: str, event_types: Sequence[str]) -> tuple[str, ...]:
-        """Return the enabled endpoints that subscribed to one of these types, as they were 2 s ago at the most."""
+        """Return the enabled endpoints that subscribed to one of these types, as they were 2 s ago at the most.
+
+        While the Redis that has the endpoints is away, they are those that were read last.
+        """
         now_s = time.monotonic()
         until_s, found = self._remembered.get(tenant, (0.0, []))
-        if until_s <= now_s:
+        if until_s <= now_s and not (tenant in self._remembered and self._is_away()):
             found = await self._endpoints.of(tenant)
             if len(self._remembered) >= MAX_REMEMBERED:
                 self._remembered.clear()

@@ -44,6 +44,8 @@ class BatchHolder:
         self._lease_s = files.settings.batch_lease_s
         self._held: dict[asyncio.Task[None], BatchLease] = {}
         self._told = ""
+        self._history = client.stats.histories
+        """The history of Redis in which the leases were taken."""
 
     async def run(self) -> None:
         """Take and run batches, for ever. A cancellation ends all runs; another process goes on with them at once."""
@@ -70,7 +72,13 @@ class BatchHolder:
 
     async def _look(self) -> None:
         clock = asyncio.get_running_loop().time
-        if self._held:
+        if (history := self._client.stats.histories) != self._history:
+            # Redis may have lost parts that these runs have committed. The next holder goes on from what it has.
+            self._history = history
+            for lease in self._held.values():
+                await self._release(lease)
+                lease.is_lost = True
+        elif self._held:
             now_s = clock()
             await self._batches.keep([*self._held.values()], self._lease_s, now_s)
         for task, lease in self._held.items():

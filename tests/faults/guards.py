@@ -157,7 +157,9 @@ MUTANTS = (
         "tasks.py",
     ),
     Mutant("tenant of a response", "delete_response", "or job.tenant ~= tenant ", "", "responses.py"),
-    Mutant("only stored responses", "delete_response", "or not is_stored ", "", "responses.py"),
+    Mutant("only stored responses", "delete_response", "if not is_stored then", "if false then", "responses.py"),
+    Mutant("only deleted responses are deleted again", "delete_response", "not repeats or ", "", "responses.py"),
+    Mutant("a deletion is known", "delete_response", "'deleted') ~= '1'", "'deleted') == '1'", "responses.py"),
     Mutant("deleted open response", "delete_response", "'cancel', '1')", "'cancel', '')", "responses.py"),
     Mutant("bytes of a deleted response", "delete_response", "or name == 'response'", "", "responses.py"),
     Mutant("a response is read again", "shorten_result", " or response_life(job)", "", "responses.py"),
@@ -426,4 +428,11 @@ MUTANTS = (
     ),
     Mutant("config of a living pool", "join", " and alive > 0 then", " and false then", "sweep.py"),
     Mutant("config of a dead pool", "join", " and alive > 0 then", " then", "sweep.py"),
+    Mutant(
+        "an end of a job that was taken before",
+        "finish",
+        "if not job or job.taken ~= '' or",
+        "if not job or",
+        "tests/gpu_node/publishing/test_ended_jobs.py",
+    ),
 )

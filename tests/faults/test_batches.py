@@ -17,13 +17,16 @@ from fakes import fake_node
 from fakes.fake_node import DEFAULT_TOKENS, MODEL, POOL, PROMPT_TOKENS, FakeNode
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess
-from fakes.processes.reference_engine import reference_choice, reference_tokens, text_of
+from fakes.processes.reference_engine import ReferenceEngine, reference_choice, reference_tokens, text_of
+from fakes.processes.running_node import running_node
+from fakes.queue.older_history import saved, set_back
 from faults import batches
 from faults.tools.backlog_entries import Requests
 from faults.tools.batch_kills import Ended, Line, problems_of
 from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import free_port
 from faults.tools.work import PROMPT
+from redis.asyncio import Redis
 
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Usage
@@ -35,6 +38,7 @@ from penstock.producer.stored_batches import holder as stored_batches_holder
 from penstock.producer.stored_batches.holder import BatchHolder
 from penstock.producer.stored_batches.row_client import KEY_TTL_S
 from penstock.queue import keys, results
+from penstock.queue.broker import history
 from penstock.queue.broker.connection import connect
 from penstock.queue.files.batch import BatchSpec, new_batch_id
 from penstock.queue.files.records_audit import audit_files
@@ -398,3 +402,44 @@ def test_rows_that_are_not_answered_once_are_noticed() -> None:
         "1 rows are wrong: ['row-1']",
         "the batch counts 6 output tokens, its rows 4",
     ]
+
+
+SECONDS_LESS_THAN_A_LEASE = 40
+
+
+async def test_a_batch_whose_parts_redis_lost_has_each_row_once(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "LOOK_S", 0.02)
+    monkeypatch.setattr(history, "SETTLE_S", 0.05)
+    monkeypatch.setattr(stored_batches_holder, "LOOKS_PER_LEASE", 600)
+    num_rows = 60
+    engine = cast(Any, ReferenceEngine(step_s=0.01, max_num_seqs=4))
+    async with (
+        running_node(redis_url, engine, pool=POOL, model=MODEL, drain_s=0.0),
+        AsyncClient(redis_url) as client,
+        asyncio.timeout(TIMEOUT_S),
+    ):
+        batch_id = await make_without_gateway(client, tmp_path, num_rows)
+        files = Files(FilesSettings(url=str(tmp_path), batch_lease_s=60), client.files)
+        holder = asyncio.create_task(BatchHolder(client, files, client.batches).run())
+        while not (await client.batches.find(batch_id)).num_completed:
+            await asyncio.sleep(0.01)
+        before = await saved(redis)
+        completed = (await client.batches.find(batch_id)).num_completed
+        while (await client.batches.find(batch_id)).num_completed == completed:
+            await asyncio.sleep(0.01)
+        await set_back(redis, before)
+        async with asyncio.timeout(SECONDS_LESS_THAN_A_LEASE):
+            await ended(client, batch_id)
+        batch = await client.batches.find(batch_id)
+        assert (batch.num_completed, batch.num_failed) == (num_rows, 0)
+        await cancel_until_done([holder])
+        files.close()
+    ids = custom_ids_in(tmp_path, batch.output_file_id)
+    assert len(ids) == len(set(ids)) == num_rows
+
+
+def custom_ids_in(folder: Path, file_id: str | None) -> list[str]:
+    (file,) = folder.glob(f"*/files/{file_id}")
+    return [json.loads(line)["custom_id"] for line in file.read_text().splitlines()]

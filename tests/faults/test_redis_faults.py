@@ -14,9 +14,8 @@ import pytest
 from fakes.queue.harness import FakeNode, new_job
 from faults.tools.proxy import CUT_REPLY, LOST_CALL, LOST_REPLY, Fault, FaultProxy, Rule
 from faults.tools.redis_process import RedisProcess, free_port
-from faults.tools.road import POOL, QUICK, SCRIPTS, new_works, read, served, walk
-from faults.tools.sentinel import Replicated
-from faults.tools.work import PROMPT, Work, check_logs, check_settled, new_work, statuses
+from faults.tools.road import POOL, QUICK, SCRIPTS, all_ended, new_works, read, served, under_way, walk
+from faults.tools.work import PROMPT, check_logs, check_settled, new_work
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, NotOnDiskError
@@ -251,24 +250,6 @@ async def test_streams_stay_whole_during_an_outage_of_redis(server: RedisProcess
         await check_settled(direct, POOL)
 
 
-async def under_way(client: AsyncClient, works: list[Work], watched: Work) -> list[asyncio.Task[None]]:
-    """Start readers of all jobs. Return once one reader has tokens."""
-    reading = [asyncio.create_task(read(client, work)) for work in works]
-    while watched.num_seen < 20:
-        await asyncio.sleep(0.01)
-    return reading
-
-
-async def all_ended(redis: Redis, works: list[Work]) -> None:
-    """Wait until all jobs have ended. If Redis lost an end, the job ends again in the same way."""
-    while any(status.outcome is None for status in await statuses(redis, works)):
-        await asyncio.sleep(0.05)
-    for work in works:
-        work.check()
-    assert {(s.state, s.losses) for s in await statuses(redis, works)} == {("succeeded", 0)}
-    await check_logs(redis, works)
-
-
 async def test_a_full_redis_refuses_new_jobs_and_serves_the_others(server: RedisProcess) -> None:
     async with proxied(server) as (proxy, direct):
         works = new_works(100)
@@ -284,22 +265,6 @@ async def test_a_full_redis_refuses_new_jobs_and_serves_the_others(server: Redis
             await asyncio.gather(*(read(client, work) for work in later))
             await all_ended(direct, [*works, *later])
         await check_settled(direct, POOL)
-
-
-async def test_a_replica_is_promoted(tmp_path: Path) -> None:
-    with Replicated(tmp_path) as servers:
-        async with proxied(servers.master) as (proxy, _):
-            works = new_works(300)
-            async with served(proxy.url), AsyncClient(proxy.url, settings=QUICK) as client:
-                reading = await under_way(client, works, works[0])
-                servers.master.kill()
-                proxy.target = await asyncio.to_thread(servers.wait_for_promotion)
-                proxy.cut()
-                await asyncio.gather(*reading)
-                promoted = connect(servers.replica.url)
-                await all_ended(promoted, works)
-            await check_settled(promoted, POOL)
-            await promoted.aclose()
 
 
 async def test_a_master_is_made_a_replica_and_keeps_its_clients(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ class Stack:
         return self.call(self._start_node(engine, settings))
 
     async def _start_node(self, engine: EchoEngine, settings: dict[str, Any]) -> Node:
-        node = Node(NodeSettings.load(redis_url=self.redis_url, **settings), engine)
+        node = Node(NodeSettings.load(**{"redis_url": self.redis_url, **settings}), engine)
         ready = asyncio.Event()
         task = asyncio.create_task(node.run(ready))
         waiting = asyncio.create_task(ready.wait())

@@ -108,7 +108,7 @@ async def test_a_confined_node_neither_hears_nor_speaks_on_inboxes_of_another_po
         assert await users["admin"].pubsub_channels("penstock:{*}:inbox:*") == []
         job = await client.submit("hello", model="b", queue_without_node=True)
         own = await client.submit("hello", model="a", queue_without_node=True)
-        process = client._inbox.name
+        process = client.servers.directory.inbox.name
         listed = await users["admin"].pubsub_channels("penstock:{*}:inbox:*")
         assert sorted(listed) == [keys.inbox_channel(pool, process).encode() for pool in ("a", "b")]
         forged = encode_chunk(Chunk(job.id, 0, 0, 0, (1,), "forged"))
@@ -120,11 +120,11 @@ async def test_a_confined_node_neither_hears_nor_speaks_on_inboxes_of_another_po
             await cast(Any, users["node-a"]).execute_command("PSUBSCRIBE", "penstock:*")
         # Through its own pool's channel, chunks of another pool's job are refused.
         assert await users["node-a"].publish(keys.inbox_channel("a", process), forged) == 1
-        await client._inbox.receive_published()
+        await client.servers.directory.inbox.receive_published()
         assert (client.stats.bad_messages, client.stats.chunks) == (1, 0)
         allowed = encode_chunk(Chunk(own.id, 0, 0, 0, (1,), "ours"))
         assert await users["node-a"].publish(keys.inbox_channel("a", process), allowed) == 1
-        await client._inbox.receive_published()
+        await client.servers.directory.inbox.receive_published()
         assert (client.stats.bad_messages, client.stats.chunks) == (1, 1)
 
 

@@ -171,9 +171,11 @@ async def run_a_job(clients: dict[str, Redis]) -> None:
 
 
 @pytest.mark.parametrize("role", ["gateway", "worker", "admin"])
-def test_a_role_that_submits_may_wait_for_the_disk_and_for_no_key(server: Path, role: str) -> None:
+def test_a_role_that_submits_may_wait_for_disk_and_replica_and_for_no_key(server: Path, role: str) -> None:
     # Before Redis 7.2 there is no such command; before that the settings of the file say what its disk has.
     assert may(server, role, "WAITAOF", "1", "0", "1")
+    assert may(server, role, "WAIT", "0", "1")
+    assert may(server, role, "ROLE")
     if role == "gateway":
         for command in (("BLPOP", f"{P}:x", "1"), ("XREAD", "STREAMS", f"{P}:x", "0")):
             assert not may(server, role, *command)

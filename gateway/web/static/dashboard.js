@@ -52,6 +52,7 @@ function tryShow(state) {
 
 function show(state) {
   if (!state.redis_up) say("Redis does not answer: what is shown is the last known state.", "bad");
+  else if (state.away) say(`The Redis of these pools does not answer: ${state.away.join(", ")}.`, "bad");
   else if (!state.pools.length) say("No model is served yet. Start a node.", "bad");
   else say(`Live · from the gateway ${state.gateway.name}`);
   showTimes(state.gateway);

@@ -52,8 +52,8 @@ def main() -> None:
         serve_bare(Spec(**json.loads(sys.argv[2])))
         return
     if sys.argv[1:2] == ["node"]:
-        redis_url, step_s, num_busy = sys.argv[2:]
-        event_loop.run(serve_node(redis_url, float(step_s), int(num_busy)))
+        redis_url, step_s, num_busy, pool = sys.argv[2:]
+        event_loop.run(serve_node(redis_url, float(step_s), int(num_busy), pool))
         return
     if sys.argv[1:2] == ["gpu-node"]:
         from bench.queue_cost.gpu_node import serve_gpu_node

@@ -20,12 +20,12 @@ Child = tuple[int, dict[str, str]]
 """A process's id, and what it said when it was ready."""
 
 
-async def serve_node(redis_url: str, step_s: float, num_busy: int) -> None:
+async def serve_node(redis_url: str, step_s: float, num_busy: int, pool: str = POOL) -> None:
     """A node around the clock engine, until SIGTERM."""
     from penstock.gpu_node.process import serve_engine
     from penstock.gpu_node.settings import NodeSettings
 
-    settings = NodeSettings.load(redis_url=redis_url, model=POOL, pool=POOL, max_num_seqs=512, drain_s=0)
+    settings = NodeSettings.load(redis_url=redis_url, model=pool, pool=pool, max_num_seqs=512, drain_s=0)
     await serve_engine(settings, ClockEngine(step_s, num_busy))
 
 
@@ -46,16 +46,18 @@ def child(*argv: str, **env: str) -> Iterator[Child]:
             process.wait(STOP_TIMEOUT_S)
 
 
-def node(redis_url: str, step_ms: float, num_busy: int = 0, **settings: str) -> AbstractContextManager[Child]:
+def node(
+    redis_url: str, step_ms: float, num_busy: int = 0, pool: str = POOL, **settings: str
+) -> AbstractContextManager[Child]:
     """A node of its own; settings by their environment variables."""
-    argv = ("bench.queue_cost", "node", redis_url, str(step_ms / 1e3), str(num_busy))
+    argv = ("bench.queue_cost", "node", redis_url, str(step_ms / 1e3), str(num_busy), pool)
     return child(*argv, PENSTOCK_NODE_PROGRESS="json", **settings)
 
 
-def gateway(redis_url: str) -> AbstractContextManager[Child]:
+def gateway(redis_url: str, **env: str) -> AbstractContextManager[Child]:
     """Start a gateway on a free port, which is in its ready line."""
     argv = ("penstock", "gateway", "--redis-url", redis_url, "--port", "0")
-    return child(*argv, PENSTOCK_GATEWAY_PROGRESS="json")
+    return child(*argv, PENSTOCK_GATEWAY_PROGRESS="json", **env)
 
 
 def redis_pid(server: EmbeddedRedis) -> int:

@@ -318,6 +318,21 @@ class CompletionBroker:
         return [state_of(state.decode()) if state and owner == own else None for state, owner in found]
 
 
+def merged(cursor: CompletionCursor, pages: Sequence[FeedPage]) -> FeedPage:
+    """Return the page of several Redis, each of which gave a page with the same cursor and pools of its own."""
+    rows, has_events = list[tuple[str, FeedPosition, Completion | CompletionGap]](), set[str]()
+    for page in pages:
+        for behind, item in page.events:
+            rows.append((item.pool, behind.positions[item.pool], item))
+            has_events.add(item.pool)
+    for page in pages:
+        for pool, position in page.cursor.positions.items():
+            if pool not in cursor.positions and pool not in has_events:
+                cursor = cursor.moved(pool, position)
+    events = tuple(_events(cursor, rows))
+    return FeedPage(events, events[-1].cursor if events else cursor, any(page.has_more for page in pages))
+
+
 def _entry(raw: tuple[bytes, Mapping[bytes, bytes]]) -> _Entry:
     entry_id, fields = raw
     after = fields.get(b"after")

@@ -17,11 +17,19 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from penstock.contract.errors import BusyError, ConfigError, InvariantError, PenstockError, UnavailableError
+from penstock.contract.errors import (
+    BusyError,
+    ConfigError,
+    InvariantError,
+    NotConfirmedError,
+    PenstockError,
+    UnavailableError,
+)
 from penstock.queue.broker.shared_connection import REPLY_TIMEOUT_S, SharedRedis
 from penstock.queue.keys import other_version
 from penstock.runtime.event_loop import preserve_cancellation
 from penstock.runtime.file_descriptors import shortage_of
+from penstock.runtime.redis_url import NO_CLUSTER, sentinel_url_of
 
 # Retries while Redis is unreachable: jittered, growing pauses, a limit on the total time and on concurrent calls.
 
@@ -47,7 +55,8 @@ async def with_retries(
 ) -> T:
     """Return the answer of `call`, retried for up to `outage_s` seconds while Redis is unreachable.
 
-    `call` must be idempotent. Raises UnavailableError after that time, and what `before_retry` raises.
+    `call` must be idempotent. Raises UnavailableError after that time, NotConfirmedError at once, and what
+    `before_retry` raises.
     """
     clock = asyncio.get_running_loop().time
     give_up_s = clock() + outage_s
@@ -55,6 +64,8 @@ async def with_retries(
     while True:
         try:
             return await call()
+        except NotConfirmedError:
+            raise  # it has waited as long as it may
         except UnavailableError:
             pause_s = next(waits)
             if clock() + pause_s > give_up_s:
@@ -184,28 +195,33 @@ _SIGNS_OF_TLS = ("\\x15", "reset by peer", "Connection closed by server")
 """How a TLS server ends a connection without TLS: with an alert, whose first byte hiredis shows, or without."""
 _CREDENTIALS = re.compile(r"^(?:NOAUTH|WRONGPASS|Authentication required|invalid username-password)")
 _NO_DATABASE = "DB index is out of range"
+_CLUSTER = re.compile(r"^(?:MOVED|ASK|CROSSSLOT)\b")
+"""Errors that only a server in cluster mode returns."""
 # At the head of an error reply, or inside the error of a script in which a call failed.
 _OTHER_VERSION = re.compile(r"OTHER_PROTOCOL_VERSION (\S+) ([\w-]+)")
 _UNREACHABLE_CODES = re.compile(r"(?:^|-)(?:MASTERDOWN|LOADING|READONLY|MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN|TRYAGAIN) ")
 
 
 def connect(url: str) -> Redis:
-    """Return a client for a `redis://`, `rediss://` or `unix://` URL; replies are bytes.
+    """Return a client for a `redis://`, `rediss://` or `unix://` URL, or one of Sentinel; replies are bytes.
 
     The client does not retry. Callers do, because only they know whether a call may be repeated. Raises ConfigError for
     an invalid URL.
     """
+    options: dict[str, Any] = {
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "socket_timeout": REPLY_TIMEOUT_S,
+        "health_check_interval": HEALTH_CHECK_S,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+        # Otherwise each connection sends CLIENT SETINFO, which our ACL users may not call, and fills the ACL log.
+        "driver_info": None,
+    }
     try:
-        redis = SharedRedis.from_url(
-            url,
-            socket_connect_timeout=CONNECT_TIMEOUT_S,
-            socket_timeout=REPLY_TIMEOUT_S,
-            health_check_interval=HEALTH_CHECK_S,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            # Otherwise each connection sends CLIENT SETINFO, which our ACL users may not call, and fills the ACL log.
-            driver_info=None,
-        )
+        if (behind_sentinel := sentinel_url_of(url)) is None:
+            redis = SharedRedis.from_url(url, **options)
+        else:
+            redis = SharedRedis(connection_pool=behind_sentinel.new_pool(**options))
         # Opens no connection, but checks the options in the URL's query.
         cast(Any, redis.connection_pool).make_connection()
     except ValueError as error:
@@ -231,7 +247,7 @@ def not_reached(error: UnavailableError, shown_url: str) -> UnavailableError:
 
 def refused_at(error: ConfigError, shown_url: str) -> ConfigError:
     """Return the error of a Redis that refuses this URL, which names the URL. Errors of a setting stay as they are."""
-    if not error.message.startswith("Redis "):
+    if not error.message.startswith("Redis ") or error.message.startswith("Redis at "):
         return error
     return ConfigError(f"Redis at {shown_url} {error.message.removeprefix('Redis ')}", param=error.param)
 
@@ -246,7 +262,7 @@ def os_error_of(error: BaseException) -> OSError | None:
 
 def tls_problem(error: BaseException, url: str) -> str | None:
     """Return what is wrong with TLS on either side, and the remedy; None if something else is wrong."""
-    cause, has_tls = os_error_of(error), url.startswith("rediss://")
+    cause, has_tls = os_error_of(error), url.startswith(("rediss://", "rediss+sentinel://"))
     if isinstance(cause, ssl.SSLCertVerificationError):
         remedy = "in redis_url, ?ssl_ca_certs=FILE names the certificate of its authority"
         return f"its TLS certificate is not accepted ({cause.verify_message}); {remedy}"
@@ -311,6 +327,8 @@ def _unusable(text: str) -> ConfigError | None:
     """Return the error for a Redis that answers and refuses what the URL says; None if that is not the problem."""
     if _CREDENTIALS.search(text):
         return _refused_credentials(text)
+    if _CLUSTER.search(text):
+        return ConfigError(f"redis_url: {NO_CLUSTER}", param="redis_url")
     if _NO_DATABASE in text:
         return ConfigError("Redis has no database of the number in its URL", param="redis_url")
     return None

@@ -1,9 +1,12 @@
-"""Script calls that are answered only once Redis's disk has their writes.
+"""Writes that are answered only once Redis's disk has them (`fsync`), or a replica of it (`replicated`).
 
-WAITAOF (Redis 8.0) answers when the append-only file is on disk up to the last write of its own connection. It blocks
-that connection, so these calls have connections of their own. A round sends the scripts of all calls that wait, then
-one WAITAOF. With `appendfsync everysec` it is answered by the next fsync, up to a second later. Until then, further
-rounds begin on other connections.
+WAIT answers when replicas have confirmed all up to the last write of its own connection. So the writes and the WAIT go
+out together on a connection that no other call uses.
+
+WAITAOF (Redis 8.0) does the same for the disk: it answers when the append-only file is on disk up to the last write of
+its own connection. A round sends the scripts of all calls that wait, then one WAITAOF or WAIT. With `appendfsync
+everysec`, WAITAOF is answered by the next fsync, up to a second later. Until then, further rounds begin on other
+connections.
 
 WAITAOF of Redis 7.4 and of Valkey 8 answers too early with `everysec`, which Redis 8.0 has corrected
 (https://github.com/redis/redis/pull/13793). There, and on servers without WAITAOF, `appendfsync always` makes Redis
@@ -14,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +28,14 @@ from redis.asyncio import Redis
 from penstock.contract.errors import (
     ConfigError,
     InvariantError,
+    NotConfirmedError,
+    NotOnDiskError,
+    NotReplicatedError,
     PenstockError,
     UnavailableError,
     UnsupportedDurabilityError,
 )
+from penstock.contract.job import FSYNC, MEMORY, REPLICATED, Durability
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.scripts import Argument, command
 from penstock.queue.broker.shared_connection import SharedConnection
@@ -50,13 +58,13 @@ _EARLY = "WAITAOF of this version answers too early"
 _READ_POLICY = ("CONFIG", "GET", "*append*")
 _ALWAYS = {"appendonly": "yes", "appendfsync": "always", "no-appendfsync-on-rewrite": "no"}
 """What makes Redis wait for the disk before each reply. The last one matters during a rewrite of the file."""
-_ROLE_CHANGED = re.compile(r"\bUNBLOCKED\b|WAITAOF cannot be used with replica")
+_ROLE_CHANGED = re.compile(r"\bUNBLOCKED\b|WAIT(AOF)? cannot be used with replica")
 """Errors of a server that is a replica, or has become one meanwhile."""
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A script call that waits for its answer, and for whether the disk has its writes."""
+    """A script call that waits for its answer, and for whether its writes are confirmed."""
 
     name: str
     pool: str
@@ -64,9 +72,9 @@ class _Call:
     check: Callable[[Any], None]
     done: asyncio.Future[tuple[Any, bool]]
 
-    def finish(self, answer: Any, *, is_on_disk: bool) -> None:
+    def finish(self, answer: Any, *, is_confirmed: bool) -> None:
         if not self.done.done():  # its caller may be gone
-            self.done.set_result((answer, is_on_disk))
+            self.done.set_result((answer, is_confirmed))
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
@@ -75,34 +83,37 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A connection, and the command whose answer confirms that the disk has what was written before."""
+    """A connection, and the command whose answer confirms that the disk, or a replica, has what was written before."""
 
     connection: SharedConnection
     confirm: tuple[Any, ...]
 
     async def is_confirmed(self, confirmation: asyncio.Future[Any]) -> bool:
-        """Return whether the answer to `confirm` says that the disk has the writes. Raises UnavailableError."""
+        """Return whether the answer to `confirm` says that the writes are safe. Raises UnavailableError."""
         try:
             with translated():
                 reply = await confirmation
-            if self.confirm != _READ_POLICY:
-                return int(reply[0]) >= 1
-            if _is_always(_pairs(reply)):
-                return True
+            if self.confirm == _READ_POLICY:
+                is_safe = _is_always(_pairs(reply))
+            else:
+                is_safe = int(reply if self.confirm[0] == "WAIT" else reply[0]) >= 1
         except (InvariantError, ConfigError) as error:
             _check_role(error)
-        # The settings have changed since this connection was opened. Another one finds out how.
-        self.connection.close()
-        return False
+            is_safe = False
+        if not is_safe:
+            # The settings may have changed since this connection was opened, or the replica is lost. Another one tells.
+            self.connection.close()
+        return is_safe
 
 
 class DurableCalls:
-    """Script calls of one client that wait for the disk."""
+    """Script calls of one client that wait for the disk, or for a replica."""
 
-    def __init__(self, redis: Redis, patience: Patience | None) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None, durability: Durability) -> None:
         """`patience`: how rounds are repeated while Redis is unreachable. Their scripts must be idempotent."""
         self.patience = patience
         self._redis = redis
+        self._durability = durability
         self._waiting: list[_Call] = []
         self._free: list[_Line] = []
         self._rounds: set[asyncio.Task[None]] = set()
@@ -112,12 +123,13 @@ class DurableCalls:
     async def call(
         self, name: str, pool: str, arguments: Sequence[Argument], check: Callable[[Any], None]
     ) -> tuple[Any, bool]:
-        """Return a script's answer, and whether the disk has its writes.
+        """Return a script's answer, and whether the disk, or a replica, has its writes.
 
         `check` raises the error of an answer that is a refusal. The caller gets it at once. If it is UnavailableError,
         the script is called again instead. A script that changes nothing, because an earlier call did so, must write
-        all the same; otherwise WAITAOF waits for nothing. Raises UnsupportedDurabilityError, without a call of the
-        script, if this Redis cannot promise it, and the errors of `connection.translated`.
+        all the same; otherwise WAITAOF and WAIT wait for nothing. Raises the errors of `connection.translated`, and,
+        without a call of the script, UnsupportedDurabilityError if this Redis cannot promise it, and NotReplicatedError
+        if no replica is connected.
         """
         if self._is_closed:
             raise _closed()
@@ -178,6 +190,8 @@ class DurableCalls:
                 left = [one for one in calls if not one.done.done()]
                 # Scripts that Redis no longer has go again with their text.
                 if unknown := await _run(line, left, whole=False):
+                    if line.connection.lost.done():  # what was written before them is not confirmed
+                        line = await self._line()
                     await _run(line, unknown, whole=True)
             except BaseException:
                 line.connection.close()
@@ -185,20 +199,60 @@ class DurableCalls:
             self._free.append(line)
 
     async def _line(self) -> _Line:
-        """Return a free connection, or open one. Raises UnsupportedDurabilityError, and redis-py's errors."""
+        """Return a free connection, or open one. Raises what `_open_line` raises."""
         while self._free:
             if not (line := self._free.pop()).connection.lost.done():
                 return line
-        connection = await SharedConnection.open(self._redis)
+        return await _open_line(self._redis, self._durability)
+
+
+async def _open_line(redis: Redis, durability: Durability) -> _Line:
+    """Open a connection. Raises UnsupportedDurabilityError, NotReplicatedError, and redis-py's errors."""
+    connection = await SharedConnection.open(redis)
+    try:
+        if durability == REPLICATED:
+            return _Line(connection, await _replicating_command(connection))
+        return _Line(connection, await _syncing_command(connection))
+    except BaseException:
+        connection.close()
+        raise
+
+
+@asynccontextmanager
+async def confirmed_writes(redis: Redis, durability: Durability, done: str) -> AsyncIterator[SharedConnection]:
+    """Yield a connection for the writes of the block, and wait behind it until they are as safe as `durability` asks.
+
+    `done`: what is done when the block ends, for the message. Raises UnsupportedDurabilityError, and NotConfirmedError.
+    A block that changes nothing, because an earlier one did so, must write all the same.
+    """
+    if durability == MEMORY:
+        connection = await SharedConnection.open(redis)
         try:
-            return _Line(connection, await _confirming_command(connection))
-        except BaseException:
+            yield connection
+        finally:
             connection.close()
-            raise
+        return
+    line = await _open_line(redis, durability)
+    try:
+        yield line.connection
+        if not await line.is_confirmed(line.connection.call(*line.confirm)):
+            raise not_confirmed(durability, done)
+    finally:
+        line.connection.close()
+
+
+def not_confirmed(durability: Durability, done: str, *, job_id: str = "") -> NotConfirmedError:
+    """Return the error of a write that Redis has done and did not confirm in time."""
+    missing = "its disk has it" if durability == FSYNC else "a replica has it"
+    message = (
+        f"durability: {done}, but Redis did not confirm within {CONFIRM_TIMEOUT_S:.0f} s that {missing}; a repeated "
+        "call with the same id or idempotency key waits again"
+    )
+    return (NotOnDiskError if durability == FSYNC else NotReplicatedError)(message, job_id=job_id)
 
 
 async def _run(line: _Line, calls: Sequence[_Call], *, whole: bool) -> list[_Call]:
-    """Run scripts, wait for the disk, and answer. Return the calls whose script Redis does not have.
+    """Run scripts, wait for the disk or a replica, and answer. Return the calls whose script Redis does not have.
 
     Raises UnavailableError if it refused calls that another server, or this one later, may accept.
     """
@@ -223,10 +277,10 @@ async def _run(line: _Line, calls: Sequence[_Call], *, whole: bool) -> list[_Cal
             failure = error
         except PenstockError as error:
             one.fail(error)
-    is_on_disk = await line.is_confirmed(confirmation)
+    is_confirmed = await line.is_confirmed(confirmation)
     for one, answer in written:
         crash_points.point("after", one.name)
-        one.finish(answer, is_on_disk=is_on_disk)
+        one.finish(answer, is_confirmed=is_confirmed)
     if failure is not None:
         raise failure
     return unknown
@@ -235,8 +289,37 @@ async def _run(line: _Line, calls: Sequence[_Call], *, whole: bool) -> list[_Cal
 # What a server can promise.
 
 
-async def _confirming_command(connection: SharedConnection) -> tuple[Any, ...]:
-    """Return the command that confirms a connection's writes. Raises UnsupportedDurabilityError if there is none."""
+async def _replicating_command(connection: SharedConnection) -> tuple[Any, ...]:
+    """Return the command that waits until a replica has a connection's writes.
+
+    Raises NotReplicatedError if no replica is connected, UnsupportedDurabilityError if this user may not run WAIT, and
+    UnavailableError if this server is a replica.
+    """
+    try:
+        with translated():
+            await connection.call("WAIT", 0, 1)
+            role, *state = await connection.call("ROLE")
+    except ConfigError as error:
+        message = f"durability: replicated is not possible, because Redis refuses WAIT or ROLE ({error.message}); "
+        raise UnsupportedDurabilityError(
+            f"{message}the ACL rules +wait and +role permit them", param="durability"
+        ) from None
+    except InvariantError as error:
+        _check_role(error)
+        raise
+    if role != b"master":
+        raise UnavailableError("Redis is unreachable: this server is a replica", code="redis_away")
+    if not state[1]:
+        message = "durability: no replica is connected to Redis, so nothing was written; a repeated call may find one"
+        raise NotReplicatedError(message)
+    return ("WAIT", 1, round(1000 * CONFIRM_TIMEOUT_S))
+
+
+async def _syncing_command(connection: SharedConnection) -> tuple[Any, ...]:
+    """Return the command that confirms that the disk has a connection's writes.
+
+    Raises UnsupportedDurabilityError if there is none.
+    """
     info, refusal = await _info_of(connection), _EARLY
     try:
         with translated():

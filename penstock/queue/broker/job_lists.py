@@ -196,6 +196,17 @@ class JobLists:
             return None
 
 
+def merged(pages: Sequence[JobPage], wanted: JobFilter, limit: int) -> JobPage:
+    """Return the page of the jobs of several Redis, each of which gave a page with the same cursor and limit."""
+    # All of them were searched down to this place.
+    searched = max((wanted.place_of(page.next_after) for page in pages if page.next_after is not None), default="")
+    jobs = sorted((job for page in pages for job in page.jobs), key=lambda job: _uuid(job.job_id), reverse=True)
+    shown = [job for job in jobs if _uuid(job.job_id) >= searched]
+    if len(shown) > limit:
+        return JobPage(tuple(shown[:limit]), wanted.cursor(_uuid(shown[limit - 1].job_id)))
+    return JobPage(tuple(shown), wanted.cursor(searched) if searched else None)
+
+
 def _newest_first(sources: Sequence[_Source], bound: str) -> Iterator[str]:
     """Take the ids of all sources, newest first, down to the uuid `bound`."""
     while True:

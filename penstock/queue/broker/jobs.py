@@ -7,12 +7,13 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
 
 from penstock.contract.errors import NotFoundError, UnavailableError
-from penstock.contract.job import MAX_TAGS, JobDef, JobKey, lowered_max_tokens, pool_of
+from penstock.contract.job import MAX_TAGS, MEMORY, Durability, JobDef, JobKey, lowered_max_tokens, pool_of
 from penstock.contract.output import (
     SUCCEEDED,
     TERMINAL_STATES,
@@ -29,6 +30,8 @@ from penstock.contract.priority import NUM_PRIORITIES, Priority, class_of_level,
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.broker.durable_calls import confirmed_writes
+from penstock.queue.broker.history import RecentCalls
 from penstock.queue.job_cost import Ahead
 
 STATUS_FIELDS = (
@@ -194,6 +197,8 @@ def _used(text: str) -> tuple[Usage | None, int | None]:
 
 # The positions of waiting jobs in their pool's queue, read for many jobs in one call.
 
+MAX_LOOKED_UP = 1024
+"""Jobs that one round of pipelined reads looks for."""
 MAX_POSITIONS = 128
 """Jobs whose positions one call reads."""
 _TAKEN, _DELAYED = -1, -2
@@ -256,9 +261,21 @@ class StoredBytes(NamedTuple):
 class ResponseBroker:
     """The stored responses of all pools. Raises UnavailableError when Redis is unreachable."""
 
-    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        patience: Patience | None = None,
+        durability: Durability = MEMORY,
+        *,
+        recent: RecentCalls | None = None,
+    ) -> None:
+        """`durability`: what a deletion waits for that names nothing else. `recent` gets the deletions, which a Redis
+        that lost them gets again.
+        """
         self.patience = patience
         self._redis = redis
+        self._durability = durability
+        self._recent = recent or RecentCalls(0)
 
     @retried
     async def num_bytes(self, job_id: str, tenant: str) -> StoredBytes:
@@ -283,11 +300,25 @@ class ResponseBroker:
         return cast(bytes, record)
 
     @retried
-    async def delete(self, job_id: str, tenant: str) -> None:
-        """Delete a stored response with its job's log and result. An open job is canceled. Raises NotFoundError."""
-        answer = await cast(Any, scripts.call(self._redis, "delete_response", pool_of(job_id), job_id, tenant))
+    async def delete(self, job_id: str, tenant: str, durability: Durability | None = None) -> None:
+        """Delete a stored response with its job's log and result. An open job is canceled.
+
+        With another durability than `memory`, the call waits until the disk or a replica has the deletion. Then a
+        repeated call waits again, and one with `memory` raises NotFoundError, as for an unknown response. Raises
+        UnsupportedDurabilityError, and NotOnDiskError or NotReplicatedError if the response is deleted and that was not
+        confirmed in time.
+        """
+        pool, level = pool_of(job_id), durability or self._durability
+        arguments = (job_id, tenant, int(level != MEMORY))
+        if level == MEMORY:
+            answer = await scripts.call(self._redis, "delete_response", pool, *arguments)
+        else:
+            with translated():
+                async with confirmed_writes(self._redis, level, "the response is deleted") as connection:
+                    answer = await connection.call(*scripts.command("delete_response", pool, arguments, whole=True))
         if answer != b"OK":
             raise _no_response(job_id)
+        self._recent.note(partial(scripts.call, self._redis, "delete_response", pool_of(job_id), job_id, tenant))
 
     @retried
     async def seal_key(self) -> bytes:
@@ -325,6 +356,18 @@ class KnownJobs:
             names.append(keys.idempotency(job.pool, job.tenant, keys.key_hash(job.idempotency_key)))
         with translated():
             return bool(await self._redis.exists(*names))
+
+    async def unknown(self, job_ids: Sequence[str]) -> list[str]:
+        """Return those of the jobs that Redis does not know. Raises UnavailableError."""
+        found = list[int]()
+        for start in range(0, len(job_ids), MAX_LOOKED_UP):
+            commands = [("EXISTS", keys.job(job_id)) for job_id in job_ids[start : start + MAX_LOOKED_UP]]
+            with translated():
+                answers = await scripts.call_all(self._redis, commands)
+                if failed := next((one for one in answers if isinstance(one, Exception)), None):
+                    raise failed
+            found += answers
+        return [job_id for job_id, is_known in zip(job_ids, found, strict=True) if not is_known]
 
     @retried
     async def pool_of(self, key: JobKey, pools: Sequence[str]) -> str:

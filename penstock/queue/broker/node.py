@@ -340,6 +340,22 @@ class NodeBroker:
         rows = scripts.packed([_row_of(end) for end in ends])
         return [a.decode() for a in await self._call("finish", rows, *(end.result for end in ends))]
 
+    async def lacks_ends(self, ends: Sequence[JobEnd]) -> list[bool]:
+        """Return for each end of this node's jobs whether Redis has lost it, so that it must be repeated.
+
+        A job that ended, that another lease holds, that waits after a lease ended, or that is unknown lacks none.
+        """
+        commands = [("HMGET", keys.job(end.last.job_id), "state", "node", "lease", "taken") for end in ends]
+        with translated():
+            answers = await scripts.call_all(self._redis, commands)
+            if failed := next((one for one in answers if isinstance(one, Exception)), None):
+                raise failed
+        mine = [(self._node_id.encode(), end.last.lease.encode()) for end in ends]
+        return [
+            (state == b"running" and (node, lease) == own) or (state == b"queued" and not taken)
+            for (state, node, lease, taken), own in zip(answers, mine, strict=True)
+        ]
+
     async def give_back(self, jobs: Sequence[GivenBackJob], why: Why = "drain") -> list[str]:
         """Queue jobs again; they keep their submission time. Returns one answer per job: OK, FENCED, GONE or KEEP.
 

@@ -89,6 +89,8 @@ class PoolList:
                 break
         if begun or self._cursor:
             found = {name: listed for name, listed in self.known.items() if name not in found} | found
+        if (has_pool := getattr(self.redis, "has_pool", None)) is not None:
+            found = {name: listed for name, listed in found.items() if has_pool(name)}
         ranked = sorted(found.items(), key=lambda item: (item[0] not in self.known, item[1].is_damaged))
         return dict(islice(ranked, MAX_POOLS))
 

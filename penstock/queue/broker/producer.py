@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -20,6 +21,7 @@ from penstock.contract.tenant import NO_LIMIT
 from penstock.queue import keys, results, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.broker.history import RecentCalls
 from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, ms_of, outcome_of, status_of, times_ms_of
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
@@ -87,6 +89,8 @@ async def result_of(data: bytes | None, job_id: str, outcome: Outcome, times_ms:
 
 
 _LOG = logging.getLogger(__package__)
+_CANCELLED = ("cancelled", "cancelling")
+"""States of a job whose cancellation took effect."""
 LARGE_RESULT_BYTES = 65_536
 """A larger result expires log_ttl_ms after it was delivered. prelude.lua has the same value."""
 MAX_RESULTS = 16
@@ -111,8 +115,10 @@ class ServedPool(PoolRecord):
 class ProducerBroker:
     """The producer's side of the queue. Raises UnavailableError when Redis is unreachable."""
 
-    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None = None, *, recent: RecentCalls | None = None) -> None:
+        """`recent` gets the cancellations, which a Redis that lost them gets again."""
         self.patience = patience
+        self._recent = recent or RecentCalls(0)
         self._redis, self._yielder = redis, LoopYielder()
         self._list, self._logged = PoolList(redis), LoggedOnce(_LOG)
         self._submissions = Submissions(redis, patience)
@@ -120,7 +126,7 @@ class ProducerBroker:
         self._results = SharedCalls(self._read_results, max_items=MAX_RESULTS)
 
     async def close(self) -> None:
-        """End the submissions, and close the connections of those that wait for the disk; the caller closes `redis`."""
+        """End the submissions, and close the connections of those that wait longer; the caller closes `redis`."""
         await self._submissions.close()
         await self._acks.close()
         await self._results.close()
@@ -131,8 +137,8 @@ class ProducerBroker:
         Raises UnavailableError (no node announced the pool), TooLargeError, and RequestError (the id is too old or from
         the future). Raises ConflictError if the id or idempotency key belongs to another body or tenant, and
         BusyError at a limit of the pool or tenant, or if Redis is full.
-        With the durability `fsync`, it raises UnsupportedDurabilityError if this Redis cannot promise it, and
-        NotOnDiskError if the job is queued and its disk did not confirm it in time.
+        With a durability that this Redis cannot promise, it raises UnsupportedDurabilityError. It raises NotOnDiskError
+        or NotReplicatedError if the job is queued and its disk or a replica did not confirm it in time.
 
         Jobs that are submitted at the same time share a call.
         """
@@ -160,6 +166,8 @@ class ProducerBroker:
         state = cast(bytes, await scripts.call(self._redis, "cancel", pool_of(job_id), job_id, tenant)).decode()
         if state == "NOT_FOUND":
             raise _no_job(job_id)
+        if state in _CANCELLED:
+            self._recent.note(partial(scripts.call, self._redis, "cancel", pool_of(job_id), job_id, tenant))
         return state
 
     async def ack(self, job_ids: Sequence[str], tenant: str) -> int:

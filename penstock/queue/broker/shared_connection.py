@@ -12,10 +12,12 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
+from weakref import WeakSet
 
 import hiredis
 from redis import exceptions
 from redis.asyncio import Redis
+from redis.asyncio.sentinel import SentinelConnectionPool
 
 REPLY_TIMEOUT_S = 10.0
 MAX_BUFFERED_BYTES = 1 << 20
@@ -76,6 +78,9 @@ class SharedConnection(asyncio.Protocol):
         """Pieces of large commands, and the commands behind them."""
         self._writes_later = False
         """Whether the transport is full, or a callback that continues to write is scheduled."""
+        self.address: tuple[str, int] = ("", 0)
+        """Host and port to which redis-py connected; of a Unix socket, nothing."""
+        self.peer_ip = ip_of(self._transport)
         self.lost: asyncio.Future[Exception] = self._loop.create_future()
         """Done once the connection has failed or was closed; its result is the reason."""
 
@@ -93,7 +98,10 @@ class SharedConnection(asyncio.Protocol):
         writer = connection._writer
         # Detach the stream from redis-py, so that only this object closes it.
         connection._reader = connection._writer = None
-        return cls(cast(asyncio.StreamWriter, writer), on_message)
+        line = cls(cast(asyncio.StreamWriter, writer), on_message)
+        if isinstance(redis, SharedRedis):
+            redis.note_opened(line, getattr(connection, "host", ""), getattr(connection, "port", 0))
+        return line
 
     def call(self, *command: Any) -> asyncio.Future[Any]:
         """Send a command and return the future of its answer. Canceling the future does not affect other calls."""
@@ -216,6 +224,12 @@ class SharedConnection(asyncio.Protocol):
             self._clock = self._loop.call_later(left_s, self._check_clock)
 
 
+def ip_of(transport: asyncio.BaseTransport) -> str:
+    """Return the IP address of the other end; an empty text for a Unix socket."""
+    peer = transport.get_extra_info("peername")
+    return str(peer[0]) if isinstance(peer, tuple) else ""
+
+
 def _is_large(command: Sequence[Any]) -> bool:
     return any(type(one) is bytes and len(one) > LARGE_ARGUMENT_BYTES for one in command)
 
@@ -251,6 +265,9 @@ class SharedRedis(Redis):
     Pipelines and subscriptions of redis-py still use connections of their own.
     """
 
+    has_pool: Callable[[str], bool] | None = None
+    """Whether a pool belongs to this Redis, where others have their own; None: all pools that it lists."""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._line: SharedConnection | None = None
@@ -259,6 +276,34 @@ class SharedRedis(Redis):
         self._failure: Exception | None = None
         """The error of the last failed attempt to connect."""
         self._is_closing = False
+        self._lines: WeakSet[SharedConnection] = WeakSet()
+        """All open connections, also those for subscriptions and for calls that wait for the disk."""
+        self.changed = asyncio.Event()
+        """Set whenever a connection was opened or lost: the server may be another one."""
+
+    def note_opened(self, line: SharedConnection, host: str, port: int) -> None:
+        """Keep a connection among those that `close_lines` closes."""
+        line.address = host, port
+        self._lines.add(line)
+        line.lost.add_done_callback(lambda _: self.changed.set())
+        self.changed.set()
+
+    @property
+    def line(self) -> SharedConnection | None:
+        """The connection of the calls that share one, if it was opened."""
+        return self._line
+
+    @property
+    def lines(self) -> list[SharedConnection]:
+        """The open connections."""
+        return [line for line in self._lines if not line.lost.done()]
+
+    async def close_lines(self, reason: Exception, *, except_to: tuple[str, int] | None = None) -> None:
+        """Close all connections, or those to other addresses. Their callers connect anew, perhaps to another server."""
+        for line in self.lines:
+            if line.address != except_to:
+                line.close(reason)
+        await self.connection_pool.disconnect(inuse_connections=False)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send one command and return its answer."""
@@ -299,6 +344,9 @@ class SharedRedis(Redis):
         if self._line is not None:
             self._line.close()
         await super().aclose(close_connection_pool)
+        if isinstance(pool := self.connection_pool, SentinelConnectionPool):
+            await pool.disconnect()
+            await pool.sentinel_manager.aclose()
 
     async def _open_line(self) -> SharedConnection:
         """Return the open connection, connecting first if needed.

@@ -47,6 +47,10 @@ class BulkRequest:
         return cls(JobChange.of(parts["change"]), jobs, Terms.model_validate(parts["terms"]))
 
 
+BulkPart = Mapping[str, str]
+"""The fields of an action in one pool."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeldBulk:
     """A bulk action in one pool, whose lease this process has."""
@@ -159,34 +163,15 @@ class Steering:
             return [bulk_id.decode() for bulk_id in await self._redis.zrange(keys.bulks(pool), 0, -1)]
 
     @retried
-    async def report(self, bulk_id: str, tenant: str | None) -> BulkReport:
-        """Return what an action of a tenant has done in all pools; None for one of any tenant. Raises NotFoundError."""
+    async def parts_of(self, bulk_id: str) -> list[BulkPart]:
+        """Return what an action has done in each pool that has it."""
         with translated():
             pools = await pool_names(self._redis)
             async with self._redis.pipeline(transaction=False) as pipe:
                 for pool in pools:
                     pipe.hgetall(keys.bulk(pool, bulk_id))
                 found = [_decoded(fields) for fields in await pipe.execute()]
-        parts = [fields for fields in found if fields and tenant in (None, fields["tenant"])]
-        if not parts:
-            raise NotFoundError(f"no bulk action {bulk_id[:64]}", code="bulk_not_found", param="bulk_id")
-        request = BulkRequest.decoded(parts[0]["request"])
-        states = {part["state"] for part in parts}
-        failures = [line.split(" ", 1) for part in parts for line in part["failures"].splitlines()]
-        return BulkReport(
-            bulk_id,
-            parts[0]["tenant"],
-            "running" if "running" in states else "cancelled" if "cancelled" in states else "ended",
-            request.change,
-            request.jobs.as_object(),
-            parts[0]["dry_run"] == "1",
-            min(int(part["begun"]) for part in parts),
-            0 if "running" in states else max(int(part["ended"]) for part in parts),
-            num_changed=sum(int(part["changed"]) for part in parts),
-            num_already_over=sum(int(part["already_over"]) for part in parts),
-            num_failed=sum(int(part["failed"]) for part in parts),
-            failures=tuple((job_id, code) for job_id, code in failures),
-        )
+        return [fields for fields in found if fields]
 
     # Pauses
 
@@ -210,6 +195,30 @@ class Steering:
                 found = await pipe.execute()
         parts = zip(pools, found, strict=True)
         return [pause for pool, fields in parts for pause in _pauses_of(pool, _decoded(fields))]
+
+
+def report_of(bulk_id: str, found: Sequence[BulkPart], tenant: str | None) -> BulkReport:
+    """Return what an action of a tenant has done in all pools; None for one of any tenant. Raises NotFoundError."""
+    parts = [part for part in found if tenant in (None, part["tenant"])]
+    if not parts:
+        raise NotFoundError(f"no bulk action {bulk_id[:64]}", code="bulk_not_found", param="bulk_id")
+    request = BulkRequest.decoded(parts[0]["request"])
+    states = {part["state"] for part in parts}
+    failures = [line.split(" ", 1) for part in parts for line in part["failures"].splitlines()]
+    return BulkReport(
+        bulk_id,
+        parts[0]["tenant"],
+        "running" if "running" in states else "cancelled" if "cancelled" in states else "ended",
+        request.change,
+        request.jobs.as_object(),
+        parts[0]["dry_run"] == "1",
+        min(int(part["begun"]) for part in parts),
+        0 if "running" in states else max(int(part["ended"]) for part in parts),
+        num_changed=sum(int(part["changed"]) for part in parts),
+        num_already_over=sum(int(part["already_over"]) for part in parts),
+        num_failed=sum(int(part["failed"]) for part in parts),
+        failures=tuple((job_id, code) for job_id, code in failures),
+    )
 
 
 def _asked(change: JobChange, job_ids: Sequence[str], tenant: str, step: Mapping[str, Any] | None = None) -> bytes:

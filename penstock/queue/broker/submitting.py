@@ -17,18 +17,17 @@ from penstock.contract.errors import (
     BusyError,
     ConflictError,
     InvariantError,
-    NotOnDiskError,
     RequestError,
     TooLargeError,
     UnavailableError,
 )
-from penstock.contract.job import FSYNC, MEMORY, NO_RESPONSE, Durability, JobDef, ResponseRecord
+from penstock.contract.job import MEMORY, NO_RESPONSE, Durability, JobDef, ResponseRecord
 from penstock.contract.output import UNKNOWN_WAIT, WaitEstimate
 from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, error_of_reply, retried
-from penstock.queue.broker.durable_calls import CONFIRM_TIMEOUT_S, DurableCalls
+from penstock.queue.broker.durable_calls import DurableCalls, not_confirmed
 from penstock.queue.broker.scripts import Argument
 from penstock.queue.job_cost import RateTokens, estimate_output_bytes, spread_with_jobs
 from penstock.queue.wire import MAX_BYTES as MAX_WIRE_BYTES
@@ -144,7 +143,7 @@ class Submission:
     rate_tokens: RateTokens | None = None
     """What it counts for the tenant's token rate; None counts the cost."""
     durability: Durability = MEMORY
-    """What the answer waits for: Redis, or its disk."""
+    """What the answer waits for: Redis, its disk, or a replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,30 +234,32 @@ class Submissions:
     def __init__(self, redis: Redis, patience: Patience | None) -> None:
         self.patience = patience
         self._redis = redis
-        self._durable_calls: DurableCalls | None = None
+        self._durable_calls: dict[Durability, DurableCalls] = {}
         self._calls = SharedCalls(self._call, lambda packed: len(packed.request) + len(packed.response))
 
     async def close(self) -> None:
-        """End the calls, and close the connections of those that wait for the disk."""
+        """End the calls, and close the connections of those that wait for the disk or a replica."""
         await self._calls.close()
-        if self._durable_calls is not None:
-            await self._durable_calls.close()
+        for one in self._durable_calls.values():
+            await one.close()
 
     async def submit(self, submission: Submission, inbox: str, trace: Carried) -> Submitted:
         """Submit a job; see `ProducerBroker.submit`."""
         job, packed = submission.job, _packed_submission(submission, inbox, trace)
-        if submission.durability != FSYNC:
+        if (durability := submission.durability) == MEMORY:
             answer = await self._calls.add((job.pool, inbox), packed)
             _check_accepted(job, answer)
             return _submitted(answer)
-        self._durable_calls = self._durable_calls or DurableCalls(self._redis, self.patience)
+        if (calls := self._durable_calls.get(durability)) is None:
+            calls = self._durable_calls[durability] = DurableCalls(self._redis, self.patience, durability)
 
         def check(answers: list[Any]) -> None:
             _check_accepted(job, answers[0])
 
-        answers, is_on_disk = await self._durable_calls.call("submit", job.pool, _arguments_of([packed]), check)
-        if not is_on_disk:
-            raise _not_on_disk(answers[0][1].decode())
+        answers, is_confirmed = await calls.call("submit", job.pool, _arguments_of([packed]), check)
+        if not is_confirmed:
+            job_id = answers[0][1].decode()
+            raise not_confirmed(durability, f"job {job_id} is queued", job_id=job_id)
         return _submitted(answers[0])
 
     @retried
@@ -301,14 +302,6 @@ def submit_error(kind: str, answer: list[Any], job: JobDef) -> Exception:
         case "ERR":
             return error_of_reply(answer[1].decode(errors="replace"))
     return InvariantError(f"submit answered {kind}")
-
-
-def _not_on_disk(job_id: str) -> NotOnDiskError:
-    message = (
-        f"durability: job {job_id} is queued, but Redis did not confirm within {CONFIRM_TIMEOUT_S:.0f} s that its disk "
-        "has it; a repeated call with the same id or idempotency key waits again"
-    )
-    return NotOnDiskError(message, job_id=job_id)
 
 
 def _busy_error(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -109,6 +109,19 @@ class UsageBroker:
                     found[tenant, account][counter] = int(value)
             if not cursor:
                 return found
+
+
+def merged(pages: Sequence[UsagePage], limit: int) -> UsagePage:
+    """Return the page of the usage in several Redis, each of which gave a page with the same position and limit."""
+    rows = sorted(row for page in pages for row in page.rows)
+    # Each of them was read up to its last row, which is the last one of all if no row follows it.
+    ends = [page.rows[-1] for page in pages if page.next_after is not None]
+    shown = [row for row in rows if not ends or row <= min(ends)][:limit]
+    periods = pages[0].periods
+    if len(shown) == len(rows) and not ends:
+        return UsagePage(shown, periods, None)
+    last = shown[-1]
+    return UsagePage(shown, periods, f"{periods.number_of(last.start)}:{last.pool}:{last.tenant}:{last.account}")
 
 
 def _hashes(periods: Periods, pools: list[str], query: UsageQuery, begin: Position | None) -> Iterator[tuple[int, str]]:

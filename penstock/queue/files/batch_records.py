@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, cast
@@ -43,6 +44,7 @@ from penstock.queue.files.file_records import (
 )
 
 _RETRY_MS = 60_000
+_MAX_TOKEN_STEP = 1 << 30
 
 
 class BatchTakenError(PenstockError):
@@ -241,7 +243,8 @@ class BatchRecords:
 
         Return also up to 32 ends of batches of which no webhook endpoint is told yet, until `note_told`.
         """
-        answer = await call_script(self._redis, "take", limit=limit, lease_ms=int(1000 * lease_s))
+        step = 1 + secrets.randbelow(_MAX_TOKEN_STEP)
+        answer = await call_script(self._redis, "take", limit=limit, lease_ms=int(1000 * lease_s), step=step)
         leases = [BatchLease(one[0].decode(), int(one[1]), now_s + lease_s) for one in answer[1]]
         return leases, [BatchEnd(*one.decode().split(" ")) for one in answer[2]]
 

@@ -283,12 +283,13 @@ function does.create_with_input()
   return answer
 end
 
--- Gives the leases of batches that no process holds to the caller: first those that have waited longest. Answers also with
+-- Gives the leases of batches that no process holds to the caller: first those that have waited longest. `step`: a random
+-- number by which tokens grow, so that a Redis that lost a take gives no token twice. Answers also with
 -- the ends of batches of which webhook endpoints are to be told. They stay until the caller says `told`.
 function does.take()
   local taken = {}
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', F .. ':open_batches', '-inf', now, 'LIMIT', 0, asked.limit)) do
-    local token = redis.call('HINCRBY', F .. ':batch:' .. id, 'token', 1)
+    local token = redis.call('HINCRBY', F .. ':batch:' .. id, 'token', asked.step)
     redis.call('ZADD', F .. ':open_batches', now + asked.lease_ms, id)
     taken[#taken + 1] = {id, token}
   end

@@ -6,7 +6,8 @@
 --   preemptions: how often the node's engine preempted the job's sequences.
 --   prompt, completion, cached: tokens that the job used. log_bytes: size of all its chunks. '' where unknown.
 --   result: '' if the job ended before its node had read the chunks that an earlier node logged; then none is stored.
--- Answer, one per job: OK | FENCED | NEED n | GONE (as for emit) | ERR text
+-- Answer, one per job: OK | FENCED | NEED n | GONE (as for emit) | ERR text.
+--   A queued job that was never taken, as Redis says, is ended as one of this node: Redis lost the take.
 local node, ends = ARGV[1], cmsgpack.unpack(ARGV[2])
 local MAX_JOBS, RESULTS, PUSH = 64, 2, 1000
 if #ends > MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
@@ -26,6 +27,14 @@ local function append(log, chunks, from)
   return {unpack(chunks, from)}
 end
 
+-- A queued job that no node has taken, as Redis says, or nil. Its node has it: Redis lost the take. No other lease exists
+-- in this history of Redis, so the node may end it. What the take charged is lost too, and stays so.
+local function read_untaken(id)
+  local job = read_damaged_job(id)
+  if not job or job.taken ~= '' or redis.call('EXISTS', log_key(id)) == 1 then return nil end
+  return job
+end
+
 local function finish_job(row, result)
   local id, lease, index, state, code, message, param = unpack(row, 1, 7)
   local kv_token_ms, chunks, preemptions = tonumber(row[8]), row[14], row[13]
@@ -34,7 +43,8 @@ local function finish_job(row, result)
   local job = config and read_job(id, FIELDS)
   if not job then return 'GONE' end
   if is_terminal(job.state) and job.node == node and job.lease == lease then return 'OK' end
-  if not holds(job, node, lease) then
+  local untaken = job.state == 'queued' and read_untaken(id)
+  if not untaken and not holds(job, node, lease) then
     count_event('fenced')
     return 'FENCED'
   end
@@ -42,6 +52,11 @@ local function finish_job(row, result)
   local length = redis.call('LLEN', log)
   if index > length then return 'NEED ' .. length end
   local fields = job.first == '' and #chunks > 0 and {'first', now} or {}
+  if untaken then
+    for name, value in pairs(untaken) do job[name] = job[name] or value end
+    kv_token_ms = nil
+    for _, value in ipairs({'node', node, 'lease', lease, 'taken', now}) do fields[#fields + 1] = value end
+  end
   local last = append(log, chunks, 1 + length - index)
   for i = 1, #chunks do publish(job, chunks[i]) end
   if result ~= '' then

@@ -13,7 +13,7 @@
 --   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge
 --   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
 --   engine_preemptions used limits in_feed begun_deadline accepted tag1 … tag4 extra retry_of
---   webhooks
+--   webhooks deleted
 -- level: the job's class for foreground work, and its class + CLASSES for background work. Levels are served in order.
 -- needs_reader: '0' for a job that needs no reader. '1' for one that is canceled reattach_grace_ms after its last reader
 -- left; a larger number: after so many ms, at most MAX_READER_SILENCE_MS (sweep.lua).
@@ -33,6 +33,7 @@
 -- P:stored after its end, as `<log> <large result> <dead letter's request> <rest>[ <response>]`. memory_percent: its
 -- tenant's share, if not the pool's. result_until: expiry of a large result.
 -- keep: ms after the end for which the record of a stored response, of response_bytes, and the job's result are kept.
+-- deleted: '1' if the record of its stored response was deleted.
 -- taken, retaken: times of the first take and of the last later one. past_leases: the newest MAX_PAST_LEASES leases that
 -- ended before the job did, as `<node>@<taken>-<ended>:<why>`; num_past_leases counts all of them.
 -- preemptions: how often a node gave the job back. engine_preemptions: how often engines preempted its sequences, over the

@@ -5,6 +5,7 @@ A copy without digests is among the keys of batches, because workers run batches
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,12 +14,14 @@ from typing import Any, cast
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from penstock.contract.errors import ConflictError, NotFoundError, RequestError
+from penstock.contract.errors import ConflictError, NotFoundError, PenstockError, RequestError
+from penstock.contract.job import MEMORY, Durability
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import ANONYMOUS, ApiKey, Terms, mint
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.broker.durable_calls import confirmed_writes
 
 _LOG = logging.getLogger(__package__)
 MAX_SHOWN = 64
@@ -114,24 +117,74 @@ class KeyStore:
 
         return await self._update(key_id, changed)
 
-    async def revoke(self, key_id: str) -> None:
-        """Revoke a key. Gateways may accept it until their cached copy expires. Raises NotFoundError."""
-        await self._update(key_id, lambda record: record.model_copy(update={"is_revoked": True}))
+    async def revoke(self, key_id: str, durability: Durability = MEMORY) -> None:
+        """Revoke a key. Gateways may accept it until their cached copy expires. Raises NotFoundError.
 
-    async def _update(self, key_id: str, changed: Callable[[ApiKey], ApiKey]) -> ApiKey:
+        With another durability than `memory`, the call waits until the disk or a replica has it. A repeated call waits
+        again. Raises UnsupportedDurabilityError, and NotOnDiskError or NotReplicatedError if the key is revoked and
+        that was not confirmed in time.
+        """
+        await self._update(key_id, lambda record: record.model_copy(update={"is_revoked": True}), durability)
+
+    async def _update(
+        self, key_id: str, changed: Callable[[ApiKey], ApiKey], durability: Durability = MEMORY
+    ) -> ApiKey:
         """Replace a key's record by `changed(record)`; it runs again if the keys have changed meanwhile."""
-
-        async def update(pipe: Any) -> ApiKey:
-            record = _record_of(key_id, await pipe.hget(keys.API_KEYS, key_id))
-            new = changed(record)
-            pipe.multi()
-            pipe.hset(keys.API_KEYS, key_id, new.model_dump_json())
-            pipe.hset(keys.key_terms(), key_id, new.public_json())
-            return new
-
+        done = f"the API key {key_id} is changed"
         with translated():
-            updated: ApiKey = await self._redis.transaction(update, keys.API_KEYS, value_from_callable=True)
-        return updated
+            async with confirmed_writes(self._redis, durability, done) as connection:
+                while True:
+                    await connection.call("WATCH", keys.API_KEYS)
+                    new = changed(_record_of(key_id, await connection.call("HGET", keys.API_KEYS, key_id)))
+                    commands = [
+                        ("MULTI",),
+                        ("HSET", keys.API_KEYS, key_id, new.model_dump_json()),
+                        ("HSET", keys.key_terms(), key_id, new.public_json()),
+                        ("EXEC",),
+                    ]
+                    *_, written = await asyncio.gather(*connection.call_all(commands))
+                    if written is not None:
+                        return new
+
+
+_REVOKE = """if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[4])
+return 1"""
+
+
+class SeenKeys:
+    """All keys as a gateway reads them. A key that was seen revoked stays so, also if Redis lost the revocation.
+
+    A revoked key is never valid again: `KeyStore.change` refuses it. So a record that says otherwise is an older one.
+    """
+
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self._redis = cast(Any, redis)
+        self._store = KeyStore(redis, patience)
+        self._revoked = set[str]()
+
+    async def all(self) -> dict[str, ApiKey]:
+        """Return all keys as `KeyStore.all` does. A lost revocation is written again."""
+        known = await self._store.all()
+        for key_id in [key_id for key_id in known if key_id in self._revoked and not known[key_id].is_revoked]:
+            known[key_id] = await self._revoke_again(known[key_id])
+        self._revoked = {key_id for key_id, key in known.items() if key.is_revoked} | self._revoked
+        return known
+
+    async def _revoke_again(self, found: ApiKey) -> ApiKey:
+        revoked = found.model_copy(update={"is_revoked": True})
+        facts = {"key_id": found.key_id}
+        try:
+            with translated():
+                data = await self._redis.hget(keys.API_KEYS, found.key_id)
+                revoked = _record_of(found.key_id, data).model_copy(update={"is_revoked": True})
+                records = data, revoked.model_dump_json(), revoked.public_json()
+                await self._redis.eval(_REVOKE, 2, keys.API_KEYS, keys.key_terms(), found.key_id, *records)
+            _LOG.warning("redis had lost the revocation of an API key; it is revoked again", extra=facts)
+        except PenstockError as error:
+            _LOG.warning("a revocation cannot be repeated", extra={**facts, "reason": error.message})
+        return revoked
 
 
 def _record_of(key_id: str, data: bytes | None) -> ApiKey:

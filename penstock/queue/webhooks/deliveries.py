@@ -211,14 +211,17 @@ class DeliveryQueue:
             return bool(await self._redis.exists(f"{keys.WEBHOOKS}:endpoints", f"{keys.WEBHOOKS}:next"))
 
     @retried
-    async def collect(self, pools: Sequence[str]) -> int:
+    async def collect(self, pools: Sequence[str], server: Redis | None = None) -> int:
         """Hand up to OUTBOX_PAGE ends of jobs of each pool over to the endpoints. Return their number.
+
+        `server`: the Redis that has these pools, if it is another one than that of the endpoints.
 
         An end leaves the outbox once its deliveries are stored. So a death in between hands it over again, which adds
         no further delivery.
         """
+        redis = self._redis if server is None else cast(Any, server)
         with translated():
-            async with self._redis.pipeline(transaction=False) as pipe:
+            async with redis.pipeline(transaction=False) as pipe:
                 for pool in pools:
                     pipe.xrange(keys.outbox(pool), "-", "+", OUTBOX_PAGE)
                 found = await pipe.execute(raise_on_error=False)
@@ -226,10 +229,10 @@ class DeliveryQueue:
         for pool, entries in zip(pools, found, strict=True):
             if isinstance(entries, Exception) or not entries:
                 continue  # A damaged outbox concerns its pool alone.
-            events = [await self._event_of(pool, entry_id, fields) for entry_id, fields in entries]
+            events = [await _event_of(redis, pool, entry_id, fields) for entry_id, fields in entries]
             await self._record([event for event in events if event is not None])
             done = [value for (entry_id, fields) in entries for value in (entry_id, _tenant_of(fields))]
-            await scripts.call(self._redis, "outbox", pool, *done)
+            await scripts.call(redis, "outbox", pool, *done)
             number += len(entries)
         return number
 
@@ -246,31 +249,6 @@ class DeliveryQueue:
             if len(entries) < OUTBOX_PAGE:
                 return
             start = f"({entries[-1][0].decode()}"
-
-    async def _event_of(self, pool: str, entry_id: bytes, fields: Mapping[bytes, bytes]) -> WebhookEvent | None:
-        try:
-            uuid, state, kind, tenant, *endpoint_ids = fields.get(b"e", b"").decode().split(" ")
-        except ValueError:
-            return None
-        job_id, created_ms = f"{pool}.{uuid}", int(entry_id.partition(b"-")[0])
-        if kind != "response":
-            return WebhookEvent(f"job.{state}", job_id, tenant, created_ms, tuple(endpoint_ids))
-        status = _RESPONSE_OF.get(state, "failed")
-        if status == "completed" and await self._is_cut(job_id):
-            status = "incomplete"
-        return WebhookEvent(f"response.{status}", f"resp_{job_id}", tenant, created_ms, tuple(endpoint_ids))
-
-    async def _is_cut(self, job_id: str) -> bool:
-        """Return whether the text of a response ended at its limit of tokens."""
-        with translated():
-            data = await self._redis.get(keys.result(job_id))
-        if data is None:
-            return False
-        try:
-            choices = PackedResult(data, job_id, Outcome("succeeded")).choices
-        except WireError:
-            return False
-        return bool(choices) and choices[0].finish_reason == "length"
 
     @retried
     async def record(self, event: WebhookEvent) -> None:
@@ -368,6 +346,33 @@ class DeliveryQueue:
             pending = await self._redis.hgetall(f"{keys.WEBHOOKS}:pending")
             counts = await self._redis.hgetall(f"{keys.WEBHOOKS}:counts")
         return WebhookStats(*({name.decode(): int(value) for name, value in one.items()} for one in (pending, counts)))
+
+
+async def _event_of(redis: Redis, pool: str, entry_id: bytes, fields: Mapping[bytes, bytes]) -> WebhookEvent | None:
+    try:
+        uuid, state, kind, tenant, *endpoint_ids = fields.get(b"e", b"").decode().split(" ")
+    except ValueError:
+        return None
+    job_id, created_ms = f"{pool}.{uuid}", int(entry_id.partition(b"-")[0])
+    if kind != "response":
+        return WebhookEvent(f"job.{state}", job_id, tenant, created_ms, tuple(endpoint_ids))
+    status = _RESPONSE_OF.get(state, "failed")
+    if status == "completed" and await _is_cut(redis, job_id):
+        status = "incomplete"
+    return WebhookEvent(f"response.{status}", f"resp_{job_id}", tenant, created_ms, tuple(endpoint_ids))
+
+
+async def _is_cut(redis: Redis, job_id: str) -> bool:
+    """Return whether the text of a response ended at its limit of tokens."""
+    with translated():
+        data = cast("bytes | None", await redis.get(keys.result(job_id)))
+    if data is None:
+        return False
+    try:
+        choices = PackedResult(data, job_id, Outcome("succeeded")).choices
+    except WireError:
+        return False
+    return bool(choices) and choices[0].finish_reason == "length"
 
 
 def _tenant_of(fields: Mapping[bytes, bytes]) -> str:

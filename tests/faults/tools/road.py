@@ -37,6 +37,24 @@ async def read(client: AsyncClient, work: Work) -> None:
     await work.read((await client.submit(PROMPT, **work.options)).chunks())
 
 
+async def under_way(client: AsyncClient, works: list[Work], watched: Work) -> list[asyncio.Task[None]]:
+    """Start readers of all jobs. Return once one reader has tokens."""
+    reading = [asyncio.create_task(read(client, work)) for work in works]
+    while watched.num_seen < 20:
+        await asyncio.sleep(0.01)
+    return reading
+
+
+async def all_ended(redis: Redis, works: list[Work]) -> None:
+    """Wait until all jobs have ended. If Redis lost an end, the job ends again in the same way."""
+    while any(status.outcome is None for status in await statuses(redis, works)):
+        await asyncio.sleep(0.05)
+    for work in works:
+        work.check()
+    assert {(s.state, s.losses) for s in await statuses(redis, works)} == {("succeeded", 0)}
+    await check_logs(redis, works)
+
+
 async def read_twice(client: AsyncClient, work: Work) -> Work:
     """Return what a second reader gets that attaches to a job later."""
     while not work.num_seen:

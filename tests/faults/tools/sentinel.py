@@ -1,77 +1,167 @@
-"""A master, a replica, and a sentinel that promotes it. Clients connect through a proxy whose target changes."""
+"""A primary, a replica behind a link that a test delays, stops or cuts, and sentinels that promote the replica."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
+import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, cast
 
 import redis
 from faults.tools.redis_process import START_TIMEOUT_S, RedisProcess, free_port
 
 from penstock.runtime.embedded_redis import find_redis_server
 
-_DOWN_AFTER_MS = 1000
+NAME = "m"
+DOWN_AFTER_MS = 1000
+_READ_BYTES = 1 << 20
+_POLL_S = 0.005
+
+
+class ReplicationLink:
+    """A proxy of the replication stream, on threads of its own."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.delay_s = 0.0
+        """Seconds by which the replica is behind."""
+        self._is_stopped = self._is_cut = False
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def stop(self) -> None:
+        """Let nothing through from now on. Both ends keep their connections."""
+        self._is_stopped = True
+
+    def cut(self) -> None:
+        """Close the connections, and accept no others."""
+        self._is_cut = True
+        for one in (self._listener, *self._sockets):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                self._sockets.append(near)
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:
+                    near.close()  # the primary is dead
+                    continue
+                self._sockets.append(far)
+                threading.Thread(target=self._pump, args=(near, far, False), daemon=True).start()
+                threading.Thread(target=self._pump, args=(far, near, True), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, from_primary: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(_READ_BYTES):
+                if from_primary and self.delay_s:
+                    time.sleep(self.delay_s)
+                while from_primary and self._is_stopped and not self._is_cut:
+                    time.sleep(_POLL_S)
+                sink.sendall(data)
+        for one in (source, sink):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
 
 
 class Replicated:
-    """Two servers on local ports and one sentinel with a quorum of one."""
+    """Two servers and sentinels on local ports. The replica follows the primary through `link`.
 
-    def __init__(self, folder: Path) -> None:
+    `stays_primary`: the sentinels cannot make the old primary a replica, as if the network were split.
+    """
+
+    def __init__(self, folder: Path, *, num_sentinels: int = 1, stays_primary: bool = False) -> None:
         self._folder = folder
-        self._port = free_port()
-        self.master = RedisProcess(folder / "master", port=free_port())
-        self.replica = RedisProcess(folder / "replica", port=free_port(), replicaof=("127.0.0.1", self.master.port))
+        self._ports = [free_port() for _ in range(num_sentinels)]
+        port = free_port()
+        self.link = ReplicationLink(("127.0.0.1", port))
+        options: dict[str, Any] = {"rename-command": ("SLAVEOF", "NOT-FOR-SENTINELS")} if stays_primary else {}
+        self.master = RedisProcess(folder / "master", port=port, **options)
+        self.replica = RedisProcess(folder / "replica", port=free_port(), replicaof=("127.0.0.1", self.link.port))
+        self.sentinels: list[subprocess.Popen[bytes]] = []
         self._stack = ExitStack()
 
+    @property
+    def url(self) -> str:
+        """The URL with which penstock asks the sentinels."""
+        return self.url_of(range(len(self._ports)))
+
+    def url_of(self, numbers: Sequence[int]) -> str:
+        """Return the URL with some of the sentinels."""
+        hosts = ",".join(f"127.0.0.1:{self._ports[number]}" for number in numbers)
+        return f"redis+sentinel://{hosts}/0?master_name={NAME}"
+
+    def fail_over(self, number: int = 0) -> None:
+        """Let a sentinel promote the replica although the primary lives."""
+        with redis.Redis(port=self._ports[number]) as sentinel:
+            sentinel.execute_command("SENTINEL", "FAILOVER", NAME)
+
     def wait_for_promotion(self) -> tuple[str, int]:
-        """Wait until sentinel names the replica as the master, and return its address."""
-        self._wait_until(lambda: self._sentinel.sentinel_get_master_addr_by_name("m")[1] == self.replica.port)
+        """Wait until a sentinel names the replica as the primary, and return its address."""
+        with redis.Redis(port=self._ports[-1]) as sentinel:
+            _wait_until(lambda: sentinel.sentinel_get_master_addr_by_name(NAME)[1] == self.replica.port)
         with self.replica.client() as client:
-            self._wait_until(lambda: client.role()[0] == b"master")
+            _wait_until(lambda: client.role()[0] == b"master")
         return "127.0.0.1", self.replica.port
 
     def __enter__(self) -> Self:
         with self._stack:
+            self._stack.callback(self.link.cut)
             self._stack.enter_context(self.master)
             self._stack.enter_context(self.replica)
             with self.replica.client() as client:
-                self._wait_until(lambda: client.info("replication")["master_link_status"] == "up")
-            self._start_sentinel()
-            self._wait_until(lambda: self._sentinel.sentinel_master("m")["num-slaves"] == 1)
+                _wait_until(lambda: client.info("replication")["master_link_status"] == "up")
+            for port in self._ports:
+                self._start_sentinel(port)
+            for port in self._ports:
+                with redis.Redis(port=port) as sentinel:
+                    _wait_until(lambda known=sentinel: _knows(known, len(self._ports) - 1))  # type: ignore[misc]
             self._stack = self._stack.pop_all()
         return self
 
-    def _start_sentinel(self) -> None:
-        settings = self._folder / "sentinel.conf"
+    def _start_sentinel(self, port: int) -> None:
+        folder = self._folder / f"sentinel-{port}"
+        folder.mkdir()
         lines = (
-            f"port {self._port}",
-            f"sentinel monitor m 127.0.0.1 {self.master.port} 1",
-            f"sentinel down-after-milliseconds m {_DOWN_AFTER_MS}",
-            f"dir {self._folder}",
-            f"logfile {self._folder / 'sentinel.log'}",
+            f"port {port}",
+            f"sentinel monitor {NAME} 127.0.0.1 {self.master.port} {len(self._ports) // 2 + 1}",
+            f"sentinel down-after-milliseconds {NAME} {DOWN_AFTER_MS}",
+            f"dir {folder}",
+            f"logfile {folder / 'sentinel.log'}",
         )
-        settings.write_text("\n".join(lines) + "\n")
-        process = subprocess.Popen([str(find_redis_server()), str(settings), "--sentinel"])
+        (folder / "sentinel.conf").write_text("\n".join(lines) + "\n")
+        process = subprocess.Popen([str(find_redis_server()), str(folder / "sentinel.conf"), "--sentinel"])
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
-        self._sentinel = self._stack.enter_context(redis.Redis(port=self._port))
-
-    @staticmethod
-    def _wait_until(holds: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while True:
-            try:
-                if holds():
-                    return
-            except redis.RedisError:
-                pass
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
+        self.sentinels.append(process)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
+
+
+def _knows(sentinel: redis.Redis, num_others: int) -> bool:
+    state = cast(dict[str, Any], sentinel.sentinel_master(NAME))
+    return bool(state["num-slaves"] == 1 and state["num-other-sentinels"] == num_others)
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            if holds():
+                return
+        except redis.RedisError:
+            pass
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""`durability` of a job over HTTP, of the client's setting and of the Python client, on a Redis with `appendfsync`."""
+"""`durability` of a job over HTTP, of the client's setting and of the Python client, and of a deleted response."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes.command import run_command
 from faults.tools.redis_process import RedisProcess
+from faults.tools.replica import ReplicatedRedis
 
-from penstock.contract.errors import NotOnDiskError, RequestError, UnsupportedDurabilityError
+from penstock.cli.output import EXIT_TRY_AGAIN
+from penstock.contract.errors import NotOnDiskError, NotReplicatedError, RequestError, UnsupportedDurabilityError
 from penstock.gateway.errors import error_body, retry_headers
-from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.producer.client import AsyncClient, Client, ClientSettings
+from penstock.queue import keys
+from penstock.queue.broker import durable_calls
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
 JOB = {"model": MODEL, "prompt": "abc", "params": {"max_tokens": 2}}
@@ -47,7 +52,7 @@ def test_an_unknown_durability_is_refused_by_name(
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == "durability"
-    assert "'memory' or 'fsync'" in error["message"]
+    assert "'memory', 'fsync' or 'replicated'" in error["message"]
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/jobs", JOB), ("/v1/responses", RESPONSE)])
@@ -79,7 +84,7 @@ async def test_the_setting_holds_for_jobs_that_go_on_without_a_reader(redis_url:
 
 async def test_the_python_client_refuses_an_unknown_durability(redis_url: str, engine: EchoEngine) -> None:
     async with AsyncClient(redis_url) as client:
-        with pytest.raises(RequestError, match="'memory' or 'fsync'") as caught:
+        with pytest.raises(RequestError, match="'memory', 'fsync' or 'replicated'") as caught:
             await client.submit("abc", durability="disk")  # type: ignore[arg-type]
         assert caught.value.param == "durability"
 
@@ -88,3 +93,84 @@ async def test_generate_waits_for_the_disk_of_each_job(always: tuple[RedisProces
     async with AsyncClient(always[0].url) as client:
         results = await client.generate(["abc", "def"], max_tokens=2, durability="fsync")
     assert [result.outcome.state for result in results] == ["succeeded", "succeeded"]
+
+
+# A replica.
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ReplicatedRedis, str]]:
+    """A Redis with a replica, a node and a gateway, whose URL is the second one."""
+    with ReplicatedRedis(tmp_path_factory.mktemp("pair")) as both:
+        stack = Stack(both.url)
+        try:
+            stack.start_node(EchoEngine(), model=MODEL)
+            yield both, stack.start_gateway()
+        finally:
+            stack.close()
+
+
+@pytest.fixture
+def paused(pair: tuple[ReplicatedRedis, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ReplicatedRedis, str]]:
+    """A replica that confirms nothing, and a short wait for it."""
+    monkeypatch.setattr(durable_calls, "CONFIRM_TIMEOUT_S", 0.2)
+    pair[0].replica.pause()
+    yield pair
+    pair[0].replica.resume()
+    pair[0].wait_for_replica()
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/jobs", JOB), ("/v1/responses", RESPONSE)])
+def test_a_job_that_no_replica_confirms_is_a_503_and_the_same_request_waits_again(
+    paused: tuple[ReplicatedRedis, str], path: str, body: dict[str, object]
+) -> None:
+    both, url = paused
+    ask = {"json": {**body, "durability": "replicated"}, "headers": {"Idempotency-Key": f"k{path}"}}
+    refused = httpx.post(url + path, **ask)  # type: ignore[arg-type]
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], refused.headers["Retry-After"]) == (503, "not_replicated", "2")
+    both.replica.resume()
+    accepted = httpx.post(url + path, **ask)  # type: ignore[arg-type]
+    assert accepted.is_success, accepted.text
+    assert accepted.json()["id"].removeprefix("resp_") == error["job_id"]
+    assert both.replica_has(keys.job(error["job_id"]))
+
+
+def test_a_deleted_response_is_gone_from_the_replica_too(paused: tuple[ReplicatedRedis, str]) -> None:
+    both, url = paused
+    made = httpx.post(f"{url}/v1/responses", json=RESPONSE).json()["id"]
+    path = f"{url}/v1/responses/{made}"
+    refused = httpx.delete(path, params={"durability": "replicated"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_replicated")
+    assert httpx.get(path).status_code == 404
+    both.replica.resume()
+    assert httpx.delete(path, params={"durability": "replicated"}).json()["deleted"]
+    assert not both.replica_has(keys.response(made.removeprefix("resp_")))
+    assert httpx.delete(path).status_code == 404
+    wrong = httpx.delete(path, params={"durability": "disk"}).json()["error"]
+    assert wrong["param"] == "durability"
+
+
+def test_python_client_and_commands_wait_for_a_replica(pair: tuple[ReplicatedRedis, str]) -> None:
+    both, _ = pair
+    with Client(both.url, settings=ClientSettings(durability="replicated")) as client:
+        job = client.submit("abc", max_tokens=2)
+        assert both.replica_has(keys.job(job.id))
+    to_both = ("--redis-url", both.url)
+    done = run_command("submit", "abc", "--raw", "--max-tokens", "2", "--durability", "replicated", *to_both)
+    assert (done.returncode, done.stdout) == (0, "ab\n"), done.stderr
+    run_command("keys", "add", "acme", "--label", "lost", *to_both)
+    assert run_command("keys", "revoke", "lost", "--durability", "replicated", *to_both).returncode == 0
+    with both.replica.client() as replica:
+        assert b'"is_revoked":true' in b"".join(replica.hvals(keys.API_KEYS))
+
+
+def test_without_a_replica_each_door_says_so(redis_url: str, http: httpx.Client) -> None:
+    answer = http.post("/v1/jobs", json={**JOB, "durability": "replicated"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], "job_id" in error) == (503, "not_replicated", False)
+    with Client(redis_url) as client, pytest.raises(NotReplicatedError, match="no replica is connected"):
+        client.submit("abc", durability="replicated")
+    done = run_command("submit", "abc", "--durability", "replicated", "--redis-url", redis_url)
+    assert done.returncode == EXIT_TRY_AGAIN
+    assert "no replica is connected" in done.stderr

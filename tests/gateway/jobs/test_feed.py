@@ -12,7 +12,7 @@ import httpx
 import pytest
 import redis
 
-from penstock.gateway import metrics
+from penstock.gateway import open_feeds
 from penstock.gateway.jobs import routes
 from penstock.queue import keys
 from penstock.queue.broker.completions import MAX_CURSOR_CHARS
@@ -157,7 +157,7 @@ def test_wrong_parameters_are_refused_with_field_and_limit(http: httpx.Client) -
 
 
 def test_metrics_tell_how_far_behind_the_slowest_reader_is() -> None:
-    feeds = metrics.OpenFeeds()
+    feeds = open_feeds.OpenFeeds()
 
     def values() -> list[float]:
         return [sample.value for family in feeds.metrics() for sample in family.samples]
@@ -178,7 +178,7 @@ def test_a_stream_of_completions_is_counted(http: httpx.Client) -> None:
 
 
 def test_a_tenant_has_a_limit_of_open_streams(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "MAX_FEEDS_OF_TENANT", 1)
+    monkeypatch.setattr(open_feeds, "MAX_FEEDS_OF_TENANT", 1)
     with reading(http):
         answer = http.get(PATH)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_feeds")

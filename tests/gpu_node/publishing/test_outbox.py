@@ -19,6 +19,7 @@ from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.reports import JobReports
 from penstock.gpu_node.publishing import sending
+from penstock.gpu_node.publishing.ended_jobs import EndedJobs
 from penstock.gpu_node.publishing.outbox import ENDS_PER_PART, Outbox
 from penstock.gpu_node.publishing.sending import BUSY_SHARE, Pace
 from penstock.gpu_node.taking.inbox import Bell
@@ -101,6 +102,7 @@ class Rig:
             self.worker,
             JobReports(),
             Bell().capacity_freed,
+            EndedJobs(self.broker, ledger.counts, keep_s=30, max_bytes=1 << 20),
             max_unsent_bytes=MAX_UNSENT_BYTES,
             pace=self.pace,
         )

@@ -237,7 +237,7 @@ def test_a_task_says_what_its_submission_waits_for(app: Celery, idle_log: Path) 
     assert sent["memory"].get(timeout=30, interval=0.05)["object"] == "text_completion"
     with pytest.raises(RequestError, match="durability: fsync is not possible"):
         sent["fsync"].get(timeout=30, interval=0.05)
-    with pytest.raises(RequestError, match="durability must be one of memory, fsync, not 'disk'"):
+    with pytest.raises(RequestError, match="durability must be one of memory, fsync, replicated, not 'disk'"):
         sent["disk"].get(timeout=30, interval=0.05)
 
 

@@ -112,7 +112,7 @@ async def test_a_durability_that_this_redis_cannot_promise_fails_each_row(served
 
 
 def test_an_unknown_durability_is_refused() -> None:
-    with pytest.raises(RequestError, match="durability must be one of memory, fsync, not 'disk'") as caught:
+    with pytest.raises(RequestError, match="durability must be one of memory, fsync, replicated, not 'disk'") as caught:
         Batch("in", "out", durability="disk")
     assert caught.value.param == "durability"
 

@@ -40,7 +40,8 @@ async def test_a_retry_is_a_new_job_with_the_same_request_class_and_tags(
     assert (status.retry_of, status.tags, status.metadata) == (old, ("run:1",), {"a": "b"})
     assert status.custom_id == "row-1"
     assert (status.priority, status.is_background, status.state) == (Priority.INTERACTIVE, False, "queued")
-    assert await client._redis.get(keys.request(old)) == await client._redis.get(keys.request(retried.job_id))
+    redis = client.servers.directory.redis
+    assert await redis.get(keys.request(old)) == await redis.get(keys.request(retried.job_id))
     # A job has one retry.
     assert (await client.control.retry(old)).job_id == retried.job_id
     (run,) = await told_node.take()
@@ -58,7 +59,7 @@ async def test_a_retry_is_a_new_job_with_the_same_request_class_and_tags(
     assert still_open.value.code == "job_open"
     with pytest.raises(NotFoundError):
         await client.control.retry(old, tenant="rival")
-    await client._redis.delete(keys.request(old))
+    await client.servers.directory.redis.delete(keys.request(old))
     with pytest.raises(NotFoundError) as gone:
         await client.control.retry(old)
     assert gone.value.code == "request_expired"
@@ -119,14 +120,14 @@ async def test_failed_jobs_are_retried_once_whoever_continues_the_action(
     wanted = JobFilter("default", states=("failed",), tag="x")
     bulk_id = await client.control.start(JobChange("retry"), wanted, owner="default")
     # Another process has submitted some retries, and was killed before it said so.
-    held = await client.control._steering.claim(POOL, bulk_id, "killed")
+    held = await client.servers.directory.steering.claim(POOL, bulk_id, "killed")
     assert held is not None
     for job_id in ids[-1:-4:-1]:
         assert await client.control._retried(held, job_id) == "changed"
     assert (await client.control.report(bulk_id)).num_changed == 0
     await client.control.continue_bulk(bulk_id, [POOL])
     assert (await client.control.report(bulk_id)).state == "running"
-    await client._redis.hset(keys.bulk(POOL, bulk_id), "lease_until", 0)  # as if LEASE_MS had passed
+    await client.servers.directory.redis.hset(keys.bulk(POOL, bulk_id), "lease_until", 0)  # as if LEASE_MS had passed
     report = await client.control.finished(bulk_id, wanted)
     assert (report.num_changed, report.num_already_over, report.num_failed) == (11, 1, 0)
     queued = list((await client.jobs(state="queued", limit=100)).jobs)
@@ -139,18 +140,18 @@ async def test_a_process_that_lost_its_lease_changes_nothing(client: AsyncClient
     ids = [(await client.submit("hello", **LATER)).id for _ in range(3)]
     wanted = JobFilter("default", pool=POOL)
     bulk_id = await client.control.start(JobChange("cancel"), wanted, owner="default")
-    steering = client.control._steering
+    steering = client.servers.directory.steering
     first = await steering.claim(POOL, bulk_id, "first")
     assert first is not None
     assert await steering.claim(POOL, bulk_id, "second") is None
-    await client._redis.hset(keys.bulk(POOL, bulk_id), "lease_until", 0)
+    await client.servers.directory.redis.hset(keys.bulk(POOL, bulk_id), "lease_until", 0)
     assert await steering.claim(POOL, bulk_id, "second") is not None
     assert not await steering.step(first, ids, cursor="", to="x")
     assert set(await states(client, *ids)) == {"scheduled"}
     await client.control.stop(bulk_id)
     report = await client.control.report(bulk_id)
     assert (report.state, report.num_changed) == ("cancelled", 0)
-    assert await client._redis.zcard(keys.bulks(POOL)) == 0
+    assert await client.servers.directory.redis.zcard(keys.bulks(POOL)) == 0
 
 
 async def test_wrong_actions_name_their_field(client: AsyncClient, told_node: FakeNode) -> None:

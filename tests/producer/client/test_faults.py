@@ -188,7 +188,7 @@ async def test_open_subscription_that_receives_nothing_is_renewed(
     quick_client: AsyncClient, node: FakeNode, redis: Redis
 ) -> None:
     """The echo is what proves it: here messages go nowhere, as behind a half-dead proxy."""
-    inbox = quick_client._inbox
+    inbox = quick_client.servers.directory.inbox
     inbox._channel, channel = "penstock:echo:elsewhere", inbox._channel
     while quick_client.stats.resubscribes == 0:
         await asyncio.sleep(0.05)

@@ -1,0 +1,74 @@
+"""Sentinel promotes a replica that lacks the last writes: every stream equals the reference.
+
+`make failovers` does the same with three sentinels, 100 streams and a backlog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from faults.tools.road import POOL, QUICK, all_ended, new_works, served, under_way
+from faults.tools.sentinel import Replicated
+from faults.tools.work import check_settled
+
+from penstock.contract.errors import UnavailableError
+from penstock.producer.batch.celery_app import make_app
+from penstock.producer.batch.installation import QUEUE
+from penstock.producer.batch.settings import CelerySettings
+from penstock.producer.client import AsyncClient
+from penstock.queue.broker.connection import connect
+
+pytestmark = pytest.mark.timeout(300)
+LAG_S = 0.3
+
+
+@pytest.mark.parametrize("lives", [False, True], ids=["killed", "still answering"])
+async def test_streams_go_on_at_the_server_that_sentinel_promotes(tmp_path: Path, lives: bool) -> None:
+    with Replicated(tmp_path, stays_primary=lives) as servers:
+        works = new_works(200)
+        async with served(servers.url), AsyncClient(servers.url, settings=QUICK) as client:
+            reading = await under_way(client, works, works[0])
+            servers.link.stop()
+            await asyncio.sleep(LAG_S)
+            if lives:
+                servers.fail_over()
+            else:
+                servers.master.kill()
+            await asyncio.to_thread(servers.wait_for_promotion)
+            promoted = connect(servers.replica.url)
+            await asyncio.gather(*reading)
+            await all_ended(promoted, works)
+        await check_settled(promoted, POOL)
+        await promoted.aclose()
+        if lives:
+            with servers.master.client() as old:
+                assert old.role()[0] == b"master"
+
+
+def sent_by_celery(url: str) -> str:
+    """Send a task through the Redis behind Sentinel, and store its result there; return what was stored."""
+    app = make_app(CelerySettings(), url)
+    with app.connection() as connection:
+        connection.ensure_connection(max_retries=1)
+        app.send_task("any", task_id="one", connection=connection)
+    app.backend.store_result("one", "stored", "SUCCESS")
+    return str(app.AsyncResult("one").get(timeout=10))
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated:DeprecationWarning")  # by Celery
+async def test_sentinels_without_the_name_are_an_error_of_the_url_and_celery_finds_the_primary(tmp_path: Path) -> None:
+    with Replicated(tmp_path) as servers:
+        assert await asyncio.to_thread(sent_by_celery, servers.url) == "stored"
+        with servers.master.client() as direct:
+            assert direct.exists("penstock:celery:celery-task-meta-one", f"penstock:celery:{QUEUE}") == 2
+        client = AsyncClient(servers.url.replace("master_name=m", "master_name=other"))
+        with pytest.raises(Exception, match="know no primary 'other'; they know m"):
+            await client.connect()
+        await client.close()
+        servers.sentinels[0].kill()
+        client = AsyncClient(servers.url)
+        with pytest.raises(UnavailableError, match="as Sentinel says"):
+            await client.connect()
+        await client.close()

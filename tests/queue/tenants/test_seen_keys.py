@@ -1,0 +1,32 @@
+"""A key that a gateway has seen revoked stays revoked, also if Redis lost the revocation."""
+
+from __future__ import annotations
+
+from fakes.queue.older_history import saved, set_back
+from redis.asyncio import Redis
+
+from penstock.contract.tenant import Terms
+from penstock.queue.tenants.key_store import KeyStore, SeenKeys
+
+
+async def test_a_revocation_that_redis_lost_is_written_again(redis: Redis) -> None:
+    store, seen = KeyStore(redis), SeenKeys(redis)
+    _, kept = await store.add("acme", ("infer",), Terms())
+    _, other = await store.add("acme", ("infer",), Terms())
+    before = await saved(redis)
+    await store.revoke(kept.key_id)
+    assert (await seen.all())[kept.key_id].is_revoked
+    await set_back(redis, before)
+    known = await seen.all()
+    assert known[kept.key_id].is_revoked and not known[other.key_id].is_revoked
+    assert (await store.all())[kept.key_id].is_revoked
+
+
+async def test_a_revocation_that_no_gateway_saw_is_lost_with_it(redis: Redis) -> None:
+    store, seen = KeyStore(redis), SeenKeys(redis)
+    _, kept = await store.add("acme", ("infer",), Terms())
+    await seen.all()
+    before = await saved(redis)
+    await store.revoke(kept.key_id)
+    await set_back(redis, before)
+    assert not (await seen.all())[kept.key_id].is_revoked
