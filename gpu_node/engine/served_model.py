@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError, RequestError
@@ -73,6 +75,16 @@ def plan(config: EngineConfig, devices: Devices, shapes: Items[tuple[int, int, i
 
     found = find_model(config.model, config, lambda _stage, _done: None, revision=config.revision)
     return plan_model(found, config, devices, shapes)
+
+
+def compute_for(join: str, secret_file: Path, model: str, revision: str | None, own: Mapping[str, Any]) -> None:
+    """Compute a part of a model for a node on another host, HOST:PORT, until this process is ended.
+
+    own: options of this host in place of the node's. Raises ConfigError.
+    """
+    from penstock.gpu_node.model.loading.joined_rank import follow_rank_0
+
+    follow_rank_0(join, secret_file, model, revision, own)
 
 
 @dataclass(frozen=True, slots=True)

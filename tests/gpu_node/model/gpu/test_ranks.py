@@ -20,6 +20,7 @@ from fixtures.plans import Track, logits_of_step, tokens_of_step
 from fixtures.random_adapters import make_adapter
 from fixtures.random_families import make_family_model
 from fixtures.sampling import rows_of
+from fixtures.thread_ranks import ThreadRanks
 from fixtures.turn_ranks import Call
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
@@ -32,7 +33,7 @@ from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.graphs import GraphShapes, StepShape
 from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.torch_common.exchanges import Agreement
-from penstock.gpu_node.model.torch_common.ranks import BrokenExchangeError, ThreadRanks
+from penstock.gpu_node.model.torch_common.ranks import BrokenExchangeError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are threads on the CPU")
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 12, "max_model_len": 64, "max_num_seqs": 4}
