@@ -11,19 +11,17 @@ import argparse
 import gc
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, distributed
+from torch import Tensor
 
 from bench_gpu.model_checks import BOUNDS, check_equal, check_graphs
 from bench_gpu.models import BLOCK_SIZE, Options, make_model, random_weights, spec_of
@@ -41,10 +39,20 @@ from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes, MatrixName
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.torch_common.norm import Norm
-from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator, ProcessRanks, joined, joined_gpus
+from penstock.gpu_node.model.torch_common.ranks import (
+    ONE_RANK,
+    Communicator,
+    Joining,
+    RankLinks,
+    join,
+    join_gpus,
+    leave_gpus,
+    open_store,
+)
 
 Rows = Iterator[dict[str, Any]]
 SIZE = 2
+LOOPBACK = "127.0.0.1"
 _NUM_TOKENS = 40
 _NUM_EXCHANGES = 64
 """In the graph that is timed."""
@@ -88,14 +96,13 @@ def check_threads(name: str, spec: ModelSpec, device: Device) -> Rows:
     yield judge(f"{name}: logits of two ranks", torch.from_numpy(got), _reference(whole, spec, device), BOUNDS[dtype])
 
 
-def check_processes(rank: int, folder: Path, name: str, *, dry: bool) -> Rows:
+def check_processes(rank: int, port: int, name: str, *, dry: bool) -> Rows:
     """Compare the logits and tokens of two ranks in two processes; rank 0 yields the results."""
     spec, device = spec_of(name), Device(torch.device("cpu" if dry else f"cuda:{rank}"))
     dtype = torch.float32 if dry else torch.bfloat16
-    joining = joined(folder, rank, SIZE) if dry else joined_gpus(folder, rank, SIZE, device.torch)
     if not dry:
         torch.cuda.set_device(device.torch)
-    with joining as links:
+    with _joined(Joining(rank, SIZE, 1, SIZE, LOOPBACK, LOOPBACK, port, "bench"), device) as links:
         whole = _weights(spec, device, dtype)
         runner = _runner(whole, spec, links.tensor, device, graphs=True)
         got = torch.from_numpy(_logits(runner, spec))
@@ -113,17 +120,25 @@ def check_processes(rank: int, folder: Path, name: str, *, dry: bool) -> Rows:
 
 
 @contextmanager
-def _group_of_one(device: Device) -> Iterator[ProcessRanks]:
-    # NCCL wants the device's number.
-    given: dict[str, Any] = {"device_id": torch.device("cuda", torch.cuda.current_device())} if device.is_gpu else {}
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = distributed.HashStore()  # type: ignore[attr-defined]
-    backend = "nccl" if device.is_gpu else "gloo"
-    distributed.init_process_group(backend, store=store, rank=0, world_size=1, **given)
+def _joined(joining: Joining, device: Device, store: Any = None) -> Iterator[RankLinks]:
+    """Join the other ranks, by NCCL if they have GPUs."""
     try:
-        yield ProcessRanks()
+        yield (
+            join_gpus(joining, nullcontext(), device.torch, store)
+            if device.is_gpu
+            else join(joining, nullcontext(), store)
+        )
     finally:
-        distributed.destroy_process_group()
+        leave_gpus(is_lost=False)
+
+
+@contextmanager
+def _group_of_one(device: Device) -> Iterator[Communicator]:
+    # NCCL wants the device's number.
+    own = Device(torch.device("cuda", torch.cuda.current_device())) if device.is_gpu else device
+    store, port = open_store(LOOPBACK, 1)
+    with _joined(Joining(0, 1, 1, 1, LOOPBACK, LOOPBACK, port, "bench"), own, store) as links:
+        yield links.tensor
 
 
 def _sum_us(ranks: Communicator, spec: ModelSpec, device: Device) -> float:
@@ -240,13 +255,13 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="on the CPU by Triton's interpreter, tiny")
     parser.add_argument("--two", action="store_true", help="two processes with a GPU each")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.dry:
         _interpret()
     name = "tiny" if given.dry else "qwen3-0.6b"
     if given.rank is not None:
-        _print(check_processes(given.rank, given.folder, name, dry=given.dry))
+        _print(check_processes(given.rank, given.port, name, dry=given.dry))
     elif given.two:
         _run_two(dry=given.dry)
     else:
@@ -268,10 +283,10 @@ def _run_two(*, dry: bool) -> None:
     num_gpus = torch.cuda.device_count()
     if not dry and num_gpus < SIZE:
         raise SystemExit(f"--two needs {SIZE} GPUs, torch sees {num_gpus}")
-    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
-        command = [sys.executable, "-m", "bench_gpu.ranks", *(["--dry"] * dry), "--folder", folder]
-        ranks = [Popen([*command, "--rank", str(rank)]) for rank in range(SIZE)]
-        codes = [rank.wait() for rank in ranks]
+    _store, port = open_store(LOOPBACK, SIZE)  # It ends with this process.
+    command = [sys.executable, "-m", "bench_gpu.ranks", *(["--dry"] * dry), "--port", str(port)]
+    ranks = [Popen([*command, "--rank", str(rank)]) for rank in range(SIZE)]
+    codes = [rank.wait() for rank in ranks]
     if any(codes):
         raise SystemExit(f"the ranks ended with {codes}")
 

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -30,6 +31,8 @@ from penstock.gpu_node.model.torch_common.ranked_runner import check_arithmetic
 from penstock.gpu_node.model.torch_common.ranks import BrokenExchangeError, Joining
 
 Report = Callable[[Mapping[str, Any]], None]
+
+_GRACE_S = 1.0
 
 
 def run_rank(config: Mapping[str, Any], memory: GroupMemory, exchange: PlainExchange, report: Report) -> None:
@@ -55,9 +58,15 @@ def _views_of(config: Mapping[str, Any]) -> tuple[GroupMemory, PlainExchange, Re
     connection = RankConnection(socket.socket(fileno=config["connection"]))
     # Other ranks connect to the address of this host by which it reaches rank 0.
     config["joining"].update(address=connection.own_address, num_here=1)
-    copied = CopiedMemory(connection, config["rank"], partial(os._exit, 1))
+    copied = CopiedMemory(connection, config["rank"], _end_soon)
     copied.start()
     return copied.memory, copied.exchange, copied.report
+
+
+def _end_soon() -> None:
+    """End this process, unless it ends by itself: it may wait for ranks that are gone, or report an error."""
+    time.sleep(_GRACE_S)
+    os._exit(1)
 
 
 def main() -> None:

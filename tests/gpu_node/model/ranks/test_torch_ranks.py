@@ -1,4 +1,4 @@
-"""Ranks of the torch and the GPU runner: they follow messages, and their node goes on when one is lost."""
+"""Ranks of the torch runner: they follow messages, and their node goes on when one is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from fakes.engine_runs import TORCH, check_idle
-from fakes.runners.mended_rank import mended_ranks
 from fakes.runners.thread_ranks import torch_group_as_threads
 from fixtures.plans import Track, plan_of
 from fixtures.random_adapters import make_adapter
@@ -102,39 +101,6 @@ def _named(name: str) -> Any:
     from penstock.contract.adapters import AdapterRef
 
     return AdapterRef(name=name)
-
-
-GPU: dict[str, Any] = {"runner": "gpu", "dtype": "float32", "max_model_len": 96, "max_num_seqs": 4}
-GPU |= {"num_kv_blocks": 24, "max_num_batched_tokens": 32, "enforce_eager": True}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks have a GPU each")
-def test_all_ranks_of_the_gpu_runner_sample_by_what_messages_say(make_engine: MakeEngine) -> None:
-    """By Triton's interpreter, with two steps in flight. The third time, the other rank is killed."""
-    with mended_ranks():
-        engines = make_engine(**GPU), make_engine(**GPU, tensor_parallel_size=2, rank_stall_s=60)
-    two = engines[1]
-    prompts: list[Any] = [[5, 6, 7], [8, 9, 10, 11]]
-    penalties = {"temperature": 0.9, "seed": 3, "top_p": 0.9, "presence_penalty": 0.5, "logit_bias": {7: 2.0}}
-    masks = {"temperature": 0.8, "seed": 1, "structured_outputs": {"regex": "[a-c]{2,5}-[0-9]{1,9}x"}}
-    for params in (penalties, masks, penalties):
-        given = SamplingParams(max_tokens=3, **params)
-        want, got = ([done.choices[0].token_ids for done in each.generate(prompts, given)] for each in engines)
-        assert got == want
-        if params is masks:
-            os.kill(_runner(two).rank_pids[0], signal.SIGKILL)
-            _until(lambda: _runner(two).is_lost)
-            with mended_ranks():
-                assert two.step() == []
-    assert two.stats().ranks.num_starts == 2
-    _runner(two).close()
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < ends_s
-        time.sleep(0.01)
 
 
 # --- processes
