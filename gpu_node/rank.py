@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from penstock.gpu_node.engine.served_model import compute_for
-from penstock.gpu_node.model.options import runner_name
 from penstock.runtime.settings import Settings
 
 
@@ -25,7 +24,7 @@ class RankSettings(Settings):
     """HOST:PORT of the node, as its setting rank_address has it."""
     rank_secret_file: Path
     """File with the secret that the node has too, of at least 16 bytes."""
-    runner: Annotated[str, AfterValidator(runner_name)] | None = None
+    runner: str | None = None
     """The GPU of this rank, such as cuda:1. Default: the first one, where the node's runner is gpu."""
     revision: str | None = None
     """Revision of a model on the Hugging Face hub."""

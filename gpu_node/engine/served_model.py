@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.errors import PromptTooLongError, RequestError
+from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError
 from penstock.contract.job import MAX_TOKENS_LIMIT, SamplingParams
 from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB
 from penstock.contract.priority import NUM_LEVELS
@@ -22,6 +22,7 @@ from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedCho
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.output import BadWords
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+from penstock.gpu_node.model.options import runner_name
 from penstock.gpu_node.model.protocol import Devices as Devices
 from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.gpu_node.model.protocol import ModelPlan as ModelPlan
@@ -84,6 +85,11 @@ def compute_for(join: str, secret_file: Path, model: str, revision: str | None, 
     """
     from penstock.gpu_node.model.loading.joined_rank import follow_rank_0
 
+    if "runner" in own:
+        try:
+            own = {**own, "runner": runner_name(own["runner"])}
+        except ValueError as error:
+            raise ConfigError(f"runner {own['runner']} {error}", param="runner") from error
     follow_rank_0(join, secret_file, model, revision, own)
 
 

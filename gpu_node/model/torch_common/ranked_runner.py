@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -110,6 +110,15 @@ class RankHost(Protocol):
         """Let no rank join any more."""
 
 
+class _Facts(NamedTuple):
+    """What does not change when the ranks start again, and is read meanwhile."""
+
+    max_in_flight: int
+    cache_sizes: CacheSizes
+    placement: Placement
+    verifies_drafts: bool
+
+
 class RankedRunner:
     """Rank 0's part of a model, and the group of the others, which follow its messages."""
 
@@ -147,6 +156,8 @@ class RankedRunner:
         except BaseException:
             self._group.close()
             raise
+        part = self._own
+        self._facts = _Facts(part.max_in_flight, part.cache_sizes, part.placement, part.verifies_drafts)
         return arithmetic
 
     @property
@@ -158,22 +169,22 @@ class RankedRunner:
     @property
     def max_in_flight(self) -> int:
         """Steps in flight at once."""
-        return self._own.max_in_flight
+        return self._facts.max_in_flight
 
     @property
     def cache_sizes(self) -> CacheSizes:
         """The KV blocks; a block's bytes are those of all ranks of the torch runner, or of one GPU."""
-        return self._own.cache_sizes
+        return self._facts.cache_sizes
 
     @property
     def placement(self) -> Placement:
         """Where rank 0's part is."""
-        return self._own.placement
+        return self._facts.placement
 
     @property
     def verifies_drafts(self) -> bool:
         """Whether a step may sample after any of its tokens."""
-        return self._own.verifies_drafts
+        return self._facts.verifies_drafts
 
     def bind_thread(self) -> None:
         """As rank 0's part does."""
