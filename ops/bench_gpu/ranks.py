@@ -2,7 +2,8 @@
 
 python -m bench_gpu.ranks           on one GPU: a group of one rank, then two ranks as threads, without NCCL
 python -m bench_gpu.ranks --two     on two GPUs: a process for each. This has never run
-python -m bench_gpu.ranks --dry     on the CPU by Triton's interpreter; with --two by gloo
+python -m bench_gpu.ranks --engine  on two GPUs: an engine whose second rank is killed. This has never run
+python -m bench_gpu.ranks --dry     on the CPU by Triton's interpreter; with --two and --engine by gloo
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from subprocess import Popen
@@ -117,6 +120,32 @@ def check_processes(rank: int, port: int, name: str, *, dry: bool) -> Rows:
                 yield {"check": "a sum of 64 rows in a graph", "us": sum_us}
         del runner
         gc.collect()
+
+
+def check_engine(*, dry: bool) -> Rows:
+    """Compare greedy tokens before and after the second rank of an engine is killed; a third engine has one rank."""
+    from penstock.contract.job import SamplingParams
+    from penstock.gpu_node.engine import Engine
+
+    shape: dict[str, Any] = {"num_kv_blocks": 24, "max_num_batched_tokens": 32, "max_model_len": 96} if dry else {}
+    settings: dict[str, Any] = {"runner": "gpu", "load_format": "dummy", "dtype": "float32", "max_num_seqs": 4}
+    settings |= shape
+    name, given = ("tiny" if dry else "llama-1b"), SamplingParams(temperature=0.0, max_tokens=2 if dry else 64)
+
+    def tokens(engine: Engine) -> list[tuple[int, ...]]:
+        return [one.choices[0].token_ids for one in engine.generate([[5, 6, 7], [8, 9]], given)]
+
+    engine: Any = Engine(name, tensor_parallel_size=SIZE, rank_stall_s=60, **settings)
+    before = tokens(engine)
+    os.kill(engine._runner.rank_pids[0], signal.SIGKILL)
+    begun_s = time.perf_counter()
+    while engine.stats().ranks.num_starts < SIZE:
+        if engine.has_work():
+            engine.step()
+    took_s = time.perf_counter() - begun_s
+    yield {"check": f"{name}: tokens after a loss", "equal": tokens(engine) == before, "started again after s": took_s}
+    engine._runner.close()
+    yield {"check": f"{name}: tokens of one rank", "equal": tokens(Engine(name, **settings)) == before}
 
 
 @contextmanager
@@ -254,6 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench_gpu.ranks")
     parser.add_argument("--dry", action="store_true", help="on the CPU by Triton's interpreter, tiny")
     parser.add_argument("--two", action="store_true", help="two processes with a GPU each")
+    parser.add_argument("--engine", action="store_true", help="an engine of two ranks, of which one is killed")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -264,6 +294,9 @@ def main() -> None:
         _print(check_processes(given.rank, given.port, name, dry=given.dry))
     elif given.two:
         _run_two(dry=given.dry)
+    elif given.engine:
+        with _mended() if given.dry else nullcontext():
+            _print(check_engine(dry=given.dry))
     else:
         device = Device(torch.device("cpu" if given.dry else "cuda"))
         _print(check(name, spec_of(name), device, 2 if given.dry else 64))
@@ -277,6 +310,12 @@ def _interpret() -> None:
     from fixtures.interpreter import mend
 
     mend()
+
+
+def _mended() -> AbstractContextManager[None]:
+    from fakes.runners.mended_rank import mended_ranks
+
+    return mended_ranks()
 
 
 def _run_two(*, dry: bool) -> None:

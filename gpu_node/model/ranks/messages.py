@@ -132,8 +132,8 @@ def _arrays_of(rows: SamplingRows) -> Iterator[Array]:
 
 def _read_sampling(reader: _Reader, num_rows: int) -> SamplingRows:
     (mask_words,) = reader.next(np.int32, 1).tolist()
-    columns = {name: reader.next(kind, num_rows).copy() for name, kind in _COLUMNS.items()}
-    ragged: dict[str, tuple[Array, ...]] = {}
+    columns: dict[str, Any] = {name: reader.next(kind, num_rows).copy() for name, kind in _COLUMNS.items()}
+    ragged: dict[str, Any] = {}
     for name, kind in _RAGGED.items():
         count, *lengths = reader.next(np.int32, 1 + num_rows).tolist()
         numbers = reader.next(kind, sum(lengths)).copy()
@@ -145,8 +145,8 @@ def _read_sampling(reader: _Reader, num_rows: int) -> SamplingRows:
 
 def copied(step: RankStep) -> RankStep:
     """Return a step whose arrays are not in memory that the next message overwrites."""
-    arrays = {field.name: getattr(step, field.name) for field in fields(RankStep)}
-    return RankStep(**{name: one.copy() if isinstance(one, np.ndarray) else one for name, one in arrays.items()})
+    kept: dict[str, Any] = {field.name: getattr(step, field.name) for field in fields(RankStep)}
+    return RankStep(**{name: one.copy() if isinstance(one, np.ndarray) else one for name, one in kept.items()})
 
 
 def write_masks(memory: SharedMemory, masks: TokenMasks) -> None:
