@@ -172,6 +172,13 @@ class Readers:
         self.gaps_s: list[float] = []
         self.is_over = False
 
+    async def until_one_more(self) -> None:
+        """Wait until one more job has ended."""
+        before = self.counts["jobs"]
+        async with asyncio.timeout(PATIENCE_S):
+            while self.counts["jobs"] == before:
+                await asyncio.sleep(0.1)
+
     async def run(self, rng: random.Random) -> None:
         """Read one job after another."""
         while not self.is_over:
@@ -232,12 +239,13 @@ async def run(runner: Runner, num_kills: int, num_stops: int, seed: int, folder:
             async with asyncio.TaskGroup() as group:
                 for number in range(NUM_READERS):
                     group.create_task(readers.run(random.Random(seed + number)))
-                async with asyncio.timeout(PATIENCE_S):
-                    while not readers.counts["jobs"]:
-                        await asyncio.sleep(0.1)
+                await readers.until_one_more()
                 for number, fault in enumerate(faults):
                     await fault(rng.choice(nodes))
                     counts[fault.__name__.replace("_", " ")] += 1
+                    if runner.name == "torch":
+                        # Its start takes longer than the pause, and a fault during a start only ends the node.
+                        await readers.until_one_more()
                     await asyncio.sleep(rng.uniform(0.5, 3))
                     sys.stdout.write(f"{number + 1}/{len(faults)} {fault.__name__} {dict(readers.counts)}\n")
                 readers.is_over = True

@@ -129,6 +129,10 @@ class RemoteRank:
         """The descriptor of its reports. Its end means that the connection has ended."""
         return self._reports
 
+    def is_stopped(self) -> bool:
+        """No: this host cannot see it."""
+        return False
+
     def send_message(self, number: int) -> None:
         """Send the message that was written last. Raises RanksLostError if the connection has ended."""
         messages = self._memory.messages

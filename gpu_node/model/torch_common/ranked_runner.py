@@ -138,6 +138,7 @@ class RankedRunner:
             raise
 
     def _begin(self) -> str:
+        self._why_loading = self._group.lost or "the ranks load the model"
         self._part = self._masks = None
         gc.collect()  # The memory of the part before is needed for the next one.
         self._host.leave(is_lost=self._group.is_lost)
@@ -240,6 +241,8 @@ class RankedRunner:
         An exchange takes at least as long as the rank spends at it that waits least. The rest counts as waiting.
         """
         stats = self._group.stats
+        if self._part is None and not stats.lost:
+            return replace(stats, lost=self._why_loading)
         if not stats.exchanged_s:
             return stats
         least_s = min(stats.exchanged_s)

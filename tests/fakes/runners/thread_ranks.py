@@ -32,6 +32,9 @@ class ThreadRank:
     def fileno(self) -> int:
         return self._reports
 
+    def is_stopped(self) -> bool:
+        return False
+
     def kill(self) -> None:
         """The abort of the group ends it."""
 
