@@ -17,8 +17,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 from penstock.contract.errors import EXIT_WRONG_USE, ConfigError, PenstockError
-from penstock.gpu_node.model.loading.load import find_model, load_part
-from penstock.gpu_node.model.loading.rank_host import facts_of, join_others
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.ranks.connection import RankConnection
 from penstock.gpu_node.model.ranks.control import GroupMemory
@@ -26,9 +24,6 @@ from penstock.gpu_node.model.ranks.hosts import CopiedMemory
 from penstock.gpu_node.model.ranks.member import end_without
 from penstock.gpu_node.model.ranks.plain_exchange import PlainExchange
 from penstock.gpu_node.model.ranks.processes import report
-from penstock.gpu_node.model.torch_common.rank_member import follow
-from penstock.gpu_node.model.torch_common.ranked_runner import check_arithmetic
-from penstock.gpu_node.model.torch_common.ranks import BrokenExchangeError, Joining
 
 Report = Callable[[Mapping[str, Any]], None]
 
@@ -36,7 +31,17 @@ _GRACE_S = 1.0
 
 
 def run_rank(config: Mapping[str, Any], memory: GroupMemory, exchange: PlainExchange, report: Report) -> None:
-    """Find the model, report that this rank can join, load its part, and follow rank 0 until the group ends."""
+    """Find the model, report that this rank can join, load its part, and follow rank 0 until the group ends.
+
+    Raises ConnectionError if other ranks are gone.
+    """
+    # They import torch, which takes seconds. The lease is watched meanwhile.
+    from penstock.gpu_node.model.loading.load import find_model, load_part
+    from penstock.gpu_node.model.loading.rank_host import facts_of, join_others
+    from penstock.gpu_node.model.torch_common.rank_member import follow
+    from penstock.gpu_node.model.torch_common.ranked_runner import check_arithmetic
+    from penstock.gpu_node.model.torch_common.ranks import BrokenExchangeError, Joining
+
     options = RunnerOptions(**config["options"])
     found = find_model(config["model"], options, lambda stage, fraction: None, revision=config.get("revision"))
     facts, expected = facts_of(found.described), config["facts"]
@@ -44,10 +49,13 @@ def run_rank(config: Mapping[str, Any], memory: GroupMemory, exchange: PlainExch
         if facts[name] != expected[name]:
             raise ConfigError(f"it has another {name}: {facts[name]}, and rank 0 has {expected[name]}")
     report({"ready": facts, "pid": os.getpid()})
-    links = join_others(options, Joining(**config["joining"]), exchange)
-    part, arithmetic, adapters = load_part(found, options, links)
-    check_arithmetic(links.world, arithmetic)
-    follow(memory, exchange, part, adapters)
+    try:
+        links = join_others(options, Joining(**config["joining"]), exchange)
+        part, arithmetic, adapters = load_part(found, options, links)
+        check_arithmetic(links.world, arithmetic)
+        follow(memory, exchange, part, adapters)
+    except BrokenExchangeError as error:
+        raise ConnectionError(str(error)) from error
 
 
 def _views_of(config: Mapping[str, Any]) -> tuple[GroupMemory, PlainExchange, Report]:
@@ -81,7 +89,7 @@ def main() -> None:
         run_rank(config, memory, exchange, tell)
     except PenstockError as error:
         _end(tell, error, EXIT_WRONG_USE)
-    except (MemoryError, OSError, BrokenExchangeError) as error:
+    except (MemoryError, OSError) as error:
         _end(tell, error, 1)
 
 

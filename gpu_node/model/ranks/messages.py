@@ -145,8 +145,9 @@ def _read_sampling(reader: _Reader, num_rows: int) -> SamplingRows:
 
 def copied(step: RankStep) -> RankStep:
     """Return a step whose arrays are not in memory that the next message overwrites."""
-    kept: dict[str, Any] = {field.name: getattr(step, field.name) for field in fields(RankStep)}
-    return RankStep(**{name: one.copy() if isinstance(one, np.ndarray) else one for name, one in kept.items()})
+    given = {field.name: getattr(step, field.name) for field in fields(RankStep)}
+    kept: dict[str, Any] = {name: one.copy() if isinstance(one, np.ndarray) else one for name, one in given.items()}
+    return RankStep(**kept)
 
 
 def write_masks(memory: SharedMemory, masks: TokenMasks) -> None:

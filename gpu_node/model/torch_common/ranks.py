@@ -263,7 +263,7 @@ def join_gpus(
         store = _store_of(joining, store)
         world = HostRanks(_gloo("world", store, joining.rank, joining.size, joining.address), waiting)
         own = distributed.PrefixStore("gpus", store)  # type: ignore[attr-defined]
-        options = {"store": own, "timeout": _TIMEOUT, "device_id": device}
+        options: dict[str, Any] = {"store": own, "timeout": _TIMEOUT, "device_id": device}
         distributed.init_process_group("nccl", rank=joining.rank, world_size=joining.size, **options)
         return RankLinks(GpuRanks(), world, joining.num_here)
 
