@@ -129,7 +129,7 @@ async def _ranks_of(node: RankedNode) -> list[psutil.Process]:
     return ranks
 
 
-async def kill_rank(node: RankedNode) -> None:
+async def kill_another_rank(node: RankedNode) -> None:
     random.choice(await _ranks_of(node)).kill()
 
 
@@ -139,7 +139,7 @@ async def kill_rank_0(node: RankedNode) -> None:
     await _until_gone(ranks, 2.0)
 
 
-async def stop_rank(node: RankedNode) -> None:
+async def stop_another_rank(node: RankedNode) -> None:
     rank = random.choice(await _ranks_of(node))
     rank.suspend()
     await _until_gone([rank], PATIENCE_S)
@@ -229,8 +229,8 @@ async def run(runner: Runner, num_kills: int, num_stops: int, seed: int, folder:
     redis = RedisProcess(folder / "redis")
     redis.start()
     nodes = [RankedNode(redis.url, model, f"n{i}", folder / f"n{i}.log", runner) for i in range(NUM_NODES)]
-    faults = [*[rng.choice((kill_rank_0, kill_rank)) for _ in range(num_kills)]]
-    faults += [rng.choice((stop_rank_0, stop_rank)) for _ in range(num_stops)]
+    faults = [*[rng.choice((kill_rank_0, kill_another_rank)) for _ in range(num_kills)]]
+    faults += [rng.choice((stop_rank_0, stop_another_rank)) for _ in range(num_stops)]
     rng.shuffle(faults)
     began_s, counts = time.monotonic(), Counter[str]()
     try:

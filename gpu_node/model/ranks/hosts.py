@@ -90,9 +90,9 @@ class RankListener:
             for gone in [one for one in joined if one.stream in readable]:
                 gone.close()
                 joined.remove(gone)
-            if self._socket in readable and (connection := self._admitted()) is not None:
-                log.info("a rank has joined", extra={"address": connection.other_address})
-                joined.append(connection)
+            if self._socket in readable and (admitted := self._admitted()) is not None:
+                log.info("a rank has joined", extra={"address": admitted.other_address})
+                joined.append(admitted)
         return joined
 
     def close(self) -> None:

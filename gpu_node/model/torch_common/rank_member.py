@@ -24,11 +24,20 @@ from penstock.gpu_node.model.torch_common.ranks import BrokenExchangeError
 
 log = logging.getLogger(__package__)
 
-_NONE = np.empty(0, np.float32), np.empty(0, np.int32)
+_FLOATS, _INTS = np.empty(0, np.float32), np.empty(0, np.int32)
 _NO_ROWS = SamplingRows(
-    *(_NONE[0], _NONE[1], *[_NONE[0]] * 5, np.empty(0, np.uint64), *[_NONE[1]] * 2),
+    temperature=_FLOATS,
+    top_k=_INTS,
+    top_p=_FLOATS,
+    min_p=_FLOATS,
+    repetition_penalty=_FLOATS,
+    presence_penalty=_FLOATS,
+    frequency_penalty=_FLOATS,
+    seed=np.empty(0, np.uint64),
+    choice=_INTS,
+    position=_INTS,
     seen=(),
-    num_seen_prompt=_NONE[1],
+    num_seen_prompt=_INTS,
     banned=(),
 )
 

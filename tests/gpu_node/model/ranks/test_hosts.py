@@ -246,7 +246,7 @@ def hosts(
     """Settings of a node whose second stage is on another host."""
     (tmp_path / "secret").write_bytes(SECRET)
     settings: dict[str, Any] = {**TORCH, "pipeline_parallel_size": 2, "num_threads": 1, "num_kv_blocks": 64}
-    monkeypatch.setattr(rank_host, "START_PATIENCE_S", 40.0)
+    monkeypatch.setattr(rank_host, "START_PATIENCE_S", 90.0)
     settings |= {"remote_ranks": 1, "rank_address": f"{HERE}:{free_port}", "rank_secret_file": tmp_path / "secret"}
     return settings
 
