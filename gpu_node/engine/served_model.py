@@ -14,7 +14,7 @@ from typing import Any
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError
 from penstock.contract.job import MAX_TOKENS_LIMIT, SamplingParams
-from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB
+from penstock.contract.output import MAX_LOGPROBS_OF_JOB
 from penstock.contract.priority import NUM_LEVELS
 from penstock.contract.tasks import Embed, Pooling
 from penstock.gpu_node.engine.config import EngineConfig

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.cuts import Parallel
+from penstock.gpu_node.model.architecture.rank_part import Parallel
 from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.revision import weights_revision_of
 from penstock.gpu_node.model.gpu.load import gpu_of

@@ -16,7 +16,7 @@ from typing import Any, cast
 from redis import exceptions
 from redis.asyncio import Redis
 
-from penstock.contract.named import NAME_PATTERN
+from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.pool import EVENTS, LiveNode, PoolActivity, PoolEntry, PoolEvent, PoolRecord, PoolStats
 from penstock.contract.priority import NUM_LEVELS
 from penstock.queue import keys, wire
