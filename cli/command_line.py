@@ -40,6 +40,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
             "generation_config",
             "tensor_parallel_size",
             "pipeline_parallel_size",
+            *("remote_ranks", "rank_address", "rank_secret_file"),
             "num_threads",
             "reserved_cores",
             "weight_cache",

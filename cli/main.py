@@ -62,6 +62,7 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
     "Run": (
         CommandEntry("serve", "penstock.cli.serve:serve", "Serve a model on this machine: Redis, a node and a gateway"),
         CommandEntry("node", "penstock.cli.services:node", "Run a node with one model"),
+        CommandEntry("rank", "penstock.cli.machine.rank:rank", "Compute a part of a model for a node on another host"),
         CommandEntry("gateway", "penstock.cli.services:gateway", "Run an HTTP gateway"),
         CommandEntry("demo", "penstock.cli.demo:demo", "Start everything, stream one answer, and stop everything"),
     ),

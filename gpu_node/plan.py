@@ -28,13 +28,10 @@ def plan_of(
 
 
 def _gpu_shapes(count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranks, stages and replicas, the fewest ranks first."""
+    """Yield ranks, stages and replicas, the fewest ranks first. A GPU has no stages."""
     for ranks in range(1, count + 1):
-        if count % ranks and count > FEW_DEVICES:
-            continue
-        for pipeline in range(1, ranks + 1):
-            if ranks % pipeline == 0:
-                yield ranks // pipeline, pipeline, count // ranks
+        if count % ranks == 0 or count <= FEW_DEVICES:
+            yield ranks, 1, count // ranks
 
 
 def _cpu_shapes(count: int) -> Iterator[tuple[int, int, int]]:

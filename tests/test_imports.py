@@ -35,7 +35,7 @@ ARROWS = {
     TOP: {CONTRACT, QUEUE, RUNTIME, PRODUCER, GATEWAY, SERVICE, ENGINE, CLI},
 }
 NODE_FLOORS = (
-    {"settings", "gpus", "plan"},
+    {"settings", "gpus", "plan", "rank"},
     {"jobs"},
     {"publishing"},
     {"taking"},

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.errors import PromptTooLongError, RequestError
+from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError
 from penstock.contract.job import MAX_TOKENS_LIMIT, SamplingParams
 from penstock.contract.output import MAX_LOGPROBS_OF_JOB
 from penstock.contract.priority import NUM_LEVELS
@@ -20,6 +22,7 @@ from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedCho
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.output import BadWords
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+from penstock.gpu_node.model.options import runner_name
 from penstock.gpu_node.model.protocol import Devices as Devices
 from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.gpu_node.model.protocol import ModelPlan as ModelPlan
@@ -73,6 +76,21 @@ def plan(config: EngineConfig, devices: Devices, shapes: Items[tuple[int, int, i
 
     found = find_model(config.model, config, lambda _stage, _done: None, revision=config.revision)
     return plan_model(found, config, devices, shapes)
+
+
+def compute_for(join: str, secret_file: Path, model: str, revision: str | None, own: Mapping[str, Any]) -> None:
+    """Compute a part of a model for a node on another host, HOST:PORT, until this process is ended.
+
+    own: options of this host in place of the node's. Raises ConfigError.
+    """
+    from penstock.gpu_node.model.loading.joined_rank import follow_rank_0
+
+    if "runner" in own:
+        try:
+            own = {**own, "runner": runner_name(own["runner"])}
+        except ValueError as error:
+            raise ConfigError(f"runner {own['runner']} {error}", param="runner") from error
+    follow_rank_0(join, secret_file, model, revision, own)
 
 
 @dataclass(frozen=True, slots=True)

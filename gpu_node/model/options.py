@@ -115,14 +115,20 @@ class RunnerSettings(BaseModel):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads that compute the model; default: one per core that CPU affinity and quota allow."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Ranks that compute each step together, each with a part of the weights and of the KV cache: processes on the
-    native runner, threads on runner torch. They divide num_threads among themselves."""
+    """Ranks that compute each step together, each with a part of the weights and of the KV cache. They are processes.
+    On the CPU they divide num_threads among themselves; on GPUs each has one of its own."""
     pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
     """Stages of a pipeline, each with some of the layers; runner torch only. A single stream keeps one stage busy at a
     time."""
     rank_stall_s: float = Field(default=5.0, gt=0.0, allow_inf_nan=False)
-    """Seconds for which a rank of the native runner may stand still while all others wait for it. Then it counts as
-    hung, and all of them are started again."""
+    """Seconds for which a rank may stand still while all others wait for it. Then it counts as hung, and all of them
+    are started again."""
+    remote_ranks: int = Field(default=0, ge=0, le=63)
+    """How many of the ranks, the last ones, run on other hosts and join with `penstock rank`; runner torch or gpu."""
+    rank_address: str | None = None
+    """HOST:PORT at which ranks of other hosts join: an address of one interface of this host."""
+    rank_secret_file: Path | None = None
+    """File with the secret that ranks of other hosts must know, of at least 16 bytes."""
     reserved_cores: int = Field(default=0, ge=0)
     """Cores to leave to other processes if num_threads is not set; at least one thread computes."""
     weight_cache: bool = True

@@ -2,7 +2,8 @@
 
 python -m bench_gpu.ranks           on one GPU: a group of one rank, then two ranks as threads, without NCCL
 python -m bench_gpu.ranks --two     on two GPUs: a process for each. This has never run
-python -m bench_gpu.ranks --dry     on the CPU by Triton's interpreter; with --two by gloo
+python -m bench_gpu.ranks --engine  on two GPUs: an engine whose second rank is killed. This has never run
+python -m bench_gpu.ranks --dry     on the CPU by Triton's interpreter; with --two and --engine by gloo
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import signal
 import sys
-import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, distributed
+from torch import Tensor
 
 from bench_gpu.model_checks import BOUNDS, check_equal, check_graphs
 from bench_gpu.models import BLOCK_SIZE, Options, make_model, random_weights, spec_of
@@ -40,10 +41,20 @@ from penstock.gpu_node.model.gpu.linear import HEAD_ROWS, EmbeddingTable, PlainL
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes, MatrixName
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm
-from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator, ProcessRanks, joined, joined_gpus
+from penstock.gpu_node.model.torch_common.ranks import (
+    ONE_RANK,
+    Communicator,
+    Joining,
+    RankLinks,
+    join,
+    join_gpus,
+    leave_gpus,
+    open_store,
+)
 
 Rows = Iterator[dict[str, Any]]
 SIZE = 2
+LOOPBACK = "127.0.0.1"
 _NUM_TOKENS = 40
 _NUM_EXCHANGES = 64
 """In the graph that is timed."""
@@ -87,14 +98,13 @@ def check_threads(name: str, spec: ModelSpec, device: Device) -> Rows:
     yield judge(f"{name}: logits of two ranks", torch.from_numpy(got), _reference(whole, spec, device), BOUNDS[dtype])
 
 
-def check_processes(rank: int, folder: Path, name: str, *, dry: bool) -> Rows:
+def check_processes(rank: int, port: int, name: str, *, dry: bool) -> Rows:
     """Compare the logits and tokens of two ranks in two processes; rank 0 yields the results."""
     spec, device = spec_of(name), Device(torch.device("cpu" if dry else f"cuda:{rank}"))
     dtype = torch.float32 if dry else torch.bfloat16
-    joining = joined(folder, rank, SIZE) if dry else joined_gpus(folder, rank, SIZE, device.torch)
     if not dry:
         torch.cuda.set_device(device.torch)
-    with joining as links:
+    with _joined(Joining(rank, SIZE, 1, SIZE, LOOPBACK, LOOPBACK, port, "bench"), device) as links:
         whole = _weights(spec, device, dtype)
         runner = _runner(whole, spec, links.tensor, device, graphs=True)
         got = torch.from_numpy(_logits(runner, spec))
@@ -111,18 +121,52 @@ def check_processes(rank: int, folder: Path, name: str, *, dry: bool) -> Rows:
         gc.collect()
 
 
+def check_engine(*, dry: bool) -> Rows:
+    """Compare greedy tokens before and after the second rank of an engine is killed; a third engine has one rank."""
+    from penstock.contract.job import SamplingParams
+    from penstock.gpu_node.engine import Engine
+
+    shape: dict[str, Any] = {"num_kv_blocks": 24, "max_num_batched_tokens": 32, "max_model_len": 96} if dry else {}
+    settings: dict[str, Any] = {"runner": "gpu", "load_format": "dummy", "dtype": "float32", "max_num_seqs": 4}
+    settings |= shape
+    name, given = ("tiny" if dry else "llama-1b"), SamplingParams(temperature=0.0, max_tokens=2 if dry else 64)
+
+    def tokens(engine: Engine) -> list[tuple[int, ...]]:
+        return [one.choices[0].token_ids for one in engine.generate([[5, 6, 7], [8, 9]], given)]
+
+    engine: Any = Engine(name, tensor_parallel_size=SIZE, rank_stall_s=60, **settings)
+    before = tokens(engine)
+    os.kill(engine._runner.rank_pids[0], signal.SIGKILL)
+    begun_s = time.perf_counter()
+    while engine.stats().ranks.num_starts < SIZE:
+        if engine.has_work():
+            engine.step()
+    took_s = time.perf_counter() - begun_s
+    yield {"check": f"{name}: tokens after a loss", "equal": tokens(engine) == before, "started again after s": took_s}
+    engine._runner.close()
+    yield {"check": f"{name}: tokens of one rank", "equal": tokens(Engine(name, **settings)) == before}
+
+
 @contextmanager
-def _group_of_one(device: Device) -> Iterator[ProcessRanks]:
-    # NCCL wants the device's number.
-    given: dict[str, Any] = {"device_id": torch.device("cuda", torch.cuda.current_device())} if device.is_gpu else {}
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = distributed.HashStore()  # type: ignore[attr-defined]
-    backend = "nccl" if device.is_gpu else "gloo"
-    distributed.init_process_group(backend, store=store, rank=0, world_size=1, **given)
+def _joined(joining: Joining, device: Device, store: Any = None) -> Iterator[RankLinks]:
+    """Join the other ranks, by NCCL if they have GPUs."""
     try:
-        yield ProcessRanks()
+        yield (
+            join_gpus(joining, nullcontext(), device.torch, store)
+            if device.is_gpu
+            else join(joining, nullcontext(), store)
+        )
     finally:
-        distributed.destroy_process_group()
+        leave_gpus(is_lost=False)
+
+
+@contextmanager
+def _group_of_one(device: Device) -> Iterator[Communicator]:
+    # NCCL wants the device's number.
+    own = Device(torch.device("cuda", torch.cuda.current_device())) if device.is_gpu else device
+    store, port = open_store(LOOPBACK, 1)
+    with _joined(Joining(0, 1, 1, 1, LOOPBACK, LOOPBACK, port, "bench"), own, store) as links:
+        yield links.tensor
 
 
 def _sum_us(ranks: Communicator, spec: ModelSpec, device: Device) -> float:
@@ -238,16 +282,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench_gpu.ranks")
     parser.add_argument("--dry", action="store_true", help="on the CPU by Triton's interpreter, tiny")
     parser.add_argument("--two", action="store_true", help="two processes with a GPU each")
+    parser.add_argument("--engine", action="store_true", help="an engine of two ranks, of which one is killed")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.dry:
         _interpret()
     name = "tiny" if given.dry else "qwen3-0.6b"
     if given.rank is not None:
-        _print(check_processes(given.rank, given.folder, name, dry=given.dry))
+        _print(check_processes(given.rank, given.port, name, dry=given.dry))
     elif given.two:
         _run_two(dry=given.dry)
+    elif given.engine:
+        with _mended() if given.dry else nullcontext():
+            _print(check_engine(dry=given.dry))
     else:
         device = Device(torch.device("cpu" if given.dry else "cuda"))
         _print(check(name, spec_of(name), device, 2 if given.dry else 64))
@@ -263,14 +311,20 @@ def _interpret() -> None:
     mend()
 
 
+def _mended() -> AbstractContextManager[None]:
+    from fakes.runners.mended_rank import mended_ranks
+
+    return mended_ranks()
+
+
 def _run_two(*, dry: bool) -> None:
     num_gpus = torch.cuda.device_count()
     if not dry and num_gpus < SIZE:
         raise SystemExit(f"--two needs {SIZE} GPUs, torch sees {num_gpus}")
-    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
-        command = [sys.executable, "-m", "bench_gpu.ranks", *(["--dry"] * dry), "--folder", folder]
-        ranks = [Popen([*command, "--rank", str(rank)]) for rank in range(SIZE)]
-        codes = [rank.wait() for rank in ranks]
+    _store, port = open_store(LOOPBACK, SIZE)  # It ends with this process.
+    command = [sys.executable, "-m", "bench_gpu.ranks", *(["--dry"] * dry), "--port", str(port)]
+    ranks = [Popen([*command, "--rank", str(rank)]) for rank in range(SIZE)]
+    codes = [rank.wait() for rank in ranks]
     if any(codes):
         raise SystemExit(f"the ranks ended with {codes}")
 

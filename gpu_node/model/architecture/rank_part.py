@@ -73,10 +73,6 @@ def cut_problems(
 def _native_problems(spec: ModelSpec, size: int) -> Iterator[str]:
     if size > spec.num_kv_heads:
         yield f"the native runner cuts by KV head, and the model has {spec.num_kv_heads} (num_kv_heads)"
-    rows = {"hidden_size": spec.hidden_size, "intermediate_size": spec.intermediate_size, "vocab_size": spec.vocab_size}
-    for name, number in rows.items():
-        if size > -(-number // PANEL_ROWS):
-            yield f"{name} {number} has fewer panels of {PANEL_ROWS} rows than ranks"
 
 
 def _even_problems(spec: ModelSpec, size: int) -> Iterator[str]:
@@ -99,7 +95,9 @@ def _pipeline_problems(spec: ModelSpec, size: int, runner: CutRunner) -> Iterato
     if size < 1:
         yield name, f"{name} is {size} but must be at least 1"
     elif size > 1 and runner == "native":
-        yield name, f"{name} {size}: the native runner has no stages; use runner torch or gpu, or tensor_parallel_size"
+        yield name, f"{name} {size}: the native runner has no stages; use runner torch, or tensor_parallel_size"
+    elif size > 1 and runner == "gpu":
+        yield name, f"{name} {size}: the GPU runner has no stages; use tensor_parallel_size"
     elif size > spec.num_layers:
         yield name, f"{name} {size}: the model has only {spec.num_layers} layers (num_layers)"
 

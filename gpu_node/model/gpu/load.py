@@ -50,10 +50,10 @@ def load_gpu(
 
     Raises ConfigError for a missing or unsupported feature.
     """
-    ranks, host_ranks = links
+    ranks, host_ranks = links.tensor, links.world
     if options.tensor_parallel_size != ranks.size:
-        raise ConfigError(f"tensor_parallel_size {options.tensor_parallel_size} on a GPU needs a process for each rank")
-    device = Device(_device(options.gpu_number))
+        raise ConfigError(f"tensor_parallel_size is {options.tensor_parallel_size}, but {ranks.size} ranks joined")
+    device = Device(gpu_of(options.gpu_number))
     device.make_current()
     part = RankPart(described.spec, ranks.rank, ranks.size, vocab_multiple=HEAD_ROWS)
     spec = part.spec
@@ -109,7 +109,7 @@ def _fewest(sizes: CacheSizes, ranks: Communicator) -> CacheSizes:
     return replace(sizes, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks)
 
 
-def _device(number: int | None) -> torch.device:
+def gpu_of(number: int | None) -> torch.device:
     """Return the GPU of this number, None: the current one. Raises ConfigError if it is not there or too old."""
     if torch.cuda.is_available():
         # Before anything starts CUDA: the next lines do.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from penstock.gpu_node.model.gpu.inputs import Ints, RowMarks, StepInputs, mark_
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.profile import run_largest_step
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan, StepResult
-from penstock.gpu_node.model.torch_common.exchanges import Agreement
+from penstock.gpu_node.model.torch_common.exchanges import Agreement, find_together
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, BrokenExchangeError, Communicator
@@ -32,6 +34,8 @@ from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.launches import dependent_launches
 from penstock.kernels.triton.products import MEDIUM_ROWS
 from penstock.kernels.triton.sampler import Marks, sample
+
+Result = TypeVar("Result")
 
 FIXED_SPLITS = 8
 """Parts of a context in mixed steps, and in all steps of deterministic mode: there a row's result must not depend on
@@ -145,6 +149,8 @@ class GpuRunner:
     """
 
     max_in_flight = 2
+    all_sample = True
+    """Whether ranks other than rank 0 sample too."""
 
     def __init__(
         self,
@@ -164,6 +170,7 @@ class GpuRunner:
         """
         self._decoder = decoder
         self._agreement = Agreement(host_ranks)
+        self._host_ranks = host_ranks
         self._adapters = adapters
         self._pool = pool
         self._sizes = sizes
@@ -293,6 +300,10 @@ class GpuRunner:
         logits: NDArray[np.float32] = self._decoder.logits(hidden).float().cpu().numpy()
         return logits
 
+    def start_logits(self, plan: StepPlan) -> Future[NDArray[np.float32]]:
+        """Run a step as `logits` does."""
+        return _done(lambda: self.logits(plan))
+
     def compile_eager_steps(self) -> None:
         """Compile the kernels of steps without a graph."""
         limit = self._limits.max_num_batched_tokens
@@ -313,6 +324,10 @@ class GpuRunner:
         self._device.make_current()
         part = self._decoder.part
         self._adapters.set(adapter_slot, adapter if part.size == 1 else RankAdapter(adapter, part))
+
+    def start_adapter(self, adapter_slot: int, find: Callable[[], Adapter]) -> Future[None]:
+        """Load an adapter into a slot. If `find` fails at one rank, no rank loads it, and all of them fail."""
+        return _done(lambda: self.set_adapter(adapter_slot, find_together(self._host_ranks, find)))
 
     def _packed(self, plan: StepPlan) -> StepInputs[Ints]:
         return pack_step(plan, self._limits.block_size, self._decoder.query_rows)
@@ -371,3 +386,13 @@ class GpuRunner:
     def _on_device(self, staging: StagingBuffer, step: StepInputs[Ints]) -> StepInputs[Tensor]:
         arrival = torch.empty(size_of(step), dtype=torch.int32, device=self._device.torch)
         return to_device(staging.packed(step), arrival, step)
+
+
+def _done(work: Callable[[], Result]) -> Future[Result]:
+    """Do work that does not take long on the calling thread, whose place in the order of exchanges matters."""
+    done: Future[Result] = Future()
+    try:
+        done.set_result(work())
+    except Exception as error:
+        done.set_exception(error)
+    return done

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.families import family_of
+from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
 from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK
 from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
 from penstock.gpu_node.model.checkpoint.gguf_conversion import with_gguf_settings
@@ -25,9 +28,10 @@ from penstock.gpu_node.model.checkpoint.source import ModelSource, OpenModel, Pr
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
 from penstock.gpu_node.model.options import RunnerOptions
-from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, WrittenTokenizer
+from penstock.gpu_node.model.protocol import AdapterSource, LoadedModel, ModelRunner, WrittenTokenizer
 
 if TYPE_CHECKING:
+    from penstock.gpu_node.model.torch_common.ranked_runner import PartRunner
     from penstock.gpu_node.model.torch_common.ranks import RankLinks
 
 log = logging.getLogger(__package__)
@@ -130,30 +134,48 @@ def _load(
     described: Description, options: RunnerOptions, progress: Progress, links: RankLinks | None
 ) -> tuple[ModelRunner, str]:
     """Return the runner and the name of its arithmetic (`LoadedModel.arithmetic`)."""
-    if options.pipeline_parallel_size > 1 and options.runner != "torch":
+    parallel = Parallel(options.tensor_parallel_size, options.pipeline_parallel_size)
+    if options.remote_ranks and (parallel.num_ranks == 1 or not (options.wants_gpu or options.runner == "torch")):
+        needs = "runner torch or gpu, and tensor_parallel_size or pipeline_parallel_size"
+        raise ConfigError(f"remote_ranks {options.remote_ranks} needs {needs}", param="remote_ranks")
+    if parallel.pipeline > 1 and options.runner != "torch":
         setting = "pipeline_parallel_size"
-        raise ConfigError(f"{setting} {options.pipeline_parallel_size} needs runner torch", param=setting)
-    if options.tensor_parallel_size > 1 and options.runner in ("auto", "cpu", "native"):
-        return _load_ranks(described, options, progress)
+        raise ConfigError(f"{setting} {parallel.pipeline} needs runner torch", param=setting)
+    if parallel.tensor > 1 and options.runner in ("auto", "cpu", "native"):
+        return _load_native_ranks(described, options, progress)
     if options.wants_gpu or (options.runner == "auto" and _has_gpu()):
-        missing = ", ".join(special_features(described.spec))
-        if not missing:
-            with _torch_for("runner gpu"):
-                from penstock.gpu_node.model.gpu.load import load_gpu
+        loaded = _load_gpu(described, options, progress, links)
+        if loaded is not None:
+            return loaded
+    if options.runner != "torch" and (native := _load_native_or_none(described, options, progress)) is not None:
+        return native
+    with _torch_for("runner torch"):
+        from penstock.gpu_node.model.torch_cpu.load import load_torch, settled
 
-            return load_gpu(described, options, progress, *([] if links is None else [links]))
+    check_cuts(described.spec, parallel, "torch")
+    if links is None and parallel.num_ranks > 1:
+        return _load_ranks(described, settled(described, options), partial(load_torch, described, progress=progress))
+    return load_torch(described, options, progress, *([] if links is None else [links]))
+
+
+def _load_gpu(
+    described: Description, options: RunnerOptions, progress: Progress, links: RankLinks | None
+) -> tuple[ModelRunner, str] | None:
+    """Return the runner of a GPU and the name of its arithmetic; None if the CPU must compute the model."""
+    if missing := ", ".join(special_features(described.spec)):
         reason = f"{described.architecture} is not supported on a GPU, which has no {missing}"
         if options.wants_gpu:
             raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
         log.warning("the CPU computes, not the GPU", extra={"reason": reason})
-    if options.runner != "torch" and (loaded := _load_native_or_none(described, options, progress)) is not None:
-        return loaded
-    with _torch_for("runner torch"):
-        from penstock.gpu_node.model.torch_cpu.load import load_torch, load_torch_rank
+        return None
+    with _torch_for("runner gpu"):
+        from penstock.gpu_node.model.gpu.load import load_gpu
 
-    if links is not None:
-        return load_torch_rank(described, options, progress, links)
-    return load_torch(described, options, progress)
+    parallel, group = Parallel(options.tensor_parallel_size), BLOCK if options.quantization == "int4" else 1
+    check_cuts(described.spec, parallel, "gpu", column_group=group)
+    if links is None and parallel.num_ranks > 1:
+        return _load_ranks(described, options, partial(load_gpu, described, progress=progress))
+    return load_gpu(described, options, progress, *([] if links is None else [links]))
 
 
 def _load_native_or_none(
@@ -185,7 +207,7 @@ def _torch_for(runner: str) -> Iterator[None]:
         raise ConfigError(f"{runner} needs {error.name}, which is not installed: pip install '{extra}'") from error
 
 
-def _load_ranks(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
+def _load_native_ranks(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
     """Load a model that several ranks of the native runner compute together."""
     setting = f"tensor_parallel_size {options.tensor_parallel_size}"
     try:
@@ -193,6 +215,23 @@ def _load_ranks(described: Description, options: RunnerOptions, progress: Progre
     except NativeUnavailableError as error:
         remedy = f"{error.remedy}, or use runner torch, which is slower"
         raise ConfigError(f"{setting} needs the native runner: {error}; remedy: {remedy}") from error
+
+
+def _load_ranks(described: Description, options: RunnerOptions, load: Callable[..., Any]) -> tuple[ModelRunner, str]:
+    """Load a model that several ranks of the torch or the GPU runner compute together. load: of a rank's part."""
+    from penstock.gpu_node.model.loading.rank_host import RankProcesses
+    from penstock.gpu_node.model.torch_common.ranked_runner import RankedRunner
+
+    runner = RankedRunner(RankProcesses(described, options, lambda own, links: load(options=own, links=links)))
+    return runner, runner.arithmetic
+
+
+def load_part(found: FoundModel, options: RunnerOptions, links: RankLinks) -> tuple[PartRunner, str, AdapterSource]:
+    """Load the part of a rank other than rank 0. Return its runner, the name of its arithmetic, and the adapters."""
+    described = found.described
+    adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
+    runner, arithmetic = _load(described, options, lambda stage, fraction: None, links)
+    return cast("PartRunner", runner), arithmetic, adapters
 
 
 def special_features(spec: ModelSpec) -> tuple[str, ...]:

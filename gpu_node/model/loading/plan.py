@@ -263,13 +263,15 @@ def _fit(
 
 
 def _ranks_of(spec: ModelSpec, sizes: ModelSizes, parallel: Parallel) -> list[_Rank]:
-    """Return the largest rank of each stage. The embedding is whole on each rank of the first stage."""
+    """Return the largest rank of each stage."""
     heads = max(len(span) for span in kv_head_spans(spec, parallel.tensor))
     layers = [sum(matrix.largest_part(parallel.tensor) for matrix in layer) for layer in sizes.layers]
     head = sizes.head.largest_part(parallel.tensor)
-    # A head that is also the embedding is whole where tokens enter, and cut where logits are made.
-    shared = sizes.head.num_bytes if not sizes.embedding_bytes and parallel.num_ranks > 1 else 0
-    first = sizes.embedding_bytes or shared
+    # Where the head is also the embedding, stages need two copies of it, and so do ranks of the native runner.
+    has_two = parallel.pipeline > 1 or (sizes.runner == "native" and parallel.tensor > 1)
+    first = sizes.embedding_bytes or (sizes.head.num_bytes if has_two else 0)
+    if sizes.runner != "native":
+        first = -(-first // parallel.tensor)
     stages = stage_layers(layers, parallel.pipeline, first_bytes=first, last_bytes=head)
     ranks = []
     for at, stage in enumerate(stages):

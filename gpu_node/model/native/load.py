@@ -100,7 +100,9 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         source = described.source.gguf or described.source.folder
         counts = {"num_blocks": sizes.num_blocks, "num_threads": threads}
         start = RankStart(source, options, shared, **counts)
-        group = RankGroup(place.size, library, start, stall_s=options.rank_stall_s)
+        group = RankGroup(
+            place.size, lambda memory: memory.exchange(library, *place), start, stall_s=options.rank_stall_s
+        )
         ranks = NativeRanks(model, group, shared, facts_of(library, native_spec))
     runner = NativeRunner(
         model,

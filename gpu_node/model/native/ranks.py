@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError, RequestError
+from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.adapters import NativeAdapters
@@ -40,10 +41,8 @@ class RankPlace(NamedTuple):
 
 def check_size(size: int, spec: ModelSpec, num_threads: int) -> None:
     """Raise ConfigError unless a model can be divided among `size` ranks that have `num_threads` threads together."""
+    check_cuts(spec, Parallel(size), "native")
     setting = f"tensor_parallel_size {size}"
-    if size > spec.num_kv_heads:
-        problem = f"the model has {spec.num_kv_heads} key/value heads, and each rank needs one"
-        raise ConfigError(f"{setting}: {problem}", param="tensor_parallel_size")
     if size > num_threads:
         problem = f"the ranks have {num_threads} threads together (num_threads, or the usable cores)"
         raise ConfigError(f"{setting}: {problem}, and each needs one", param="tensor_parallel_size")
@@ -92,7 +91,9 @@ def facts_of(library: Path, spec: NativeSpec) -> dict[str, str]:
 class NativeRanks:
     """Rank 0's use of its group. It is the model's partner in each step."""
 
-    def __init__(self, model: NativeModel, group: RankGroup, weights: SharedWeights, facts: Mapping[str, str]) -> None:
+    def __init__(
+        self, model: NativeModel, group: RankGroup[Exchange], weights: SharedWeights, facts: Mapping[str, str]
+    ) -> None:
         """Start the ranks. The descriptor of `weights` is closed with them. Raises as `RankGroup.start` does."""
         self._model = model
         self._group = group
@@ -162,7 +163,7 @@ class NativeRanks:
         self._end()
 
 
-def _end(group: RankGroup, descriptor: int) -> None:
+def _end(group: RankGroup[Exchange], descriptor: int) -> None:
     group.close()
     os.close(descriptor)
 

@@ -11,13 +11,15 @@ import numpy as np
 from penstock.gpu_node.model.ranks.memory import SharedMemory
 from penstock.gpu_node.model.ranks.messages import Kind
 from penstock.kernels.cpu.exchange import Exchange
-from penstock.kernels.cpu.structs import ExchangeState
+from penstock.kernels.cpu.structs import MAX_RANKS, ExchangeState
 
 _STATE_BYTES = c.sizeof(ExchangeState)
 _KIND, _MESSAGE_BYTES, _ROW_BYTES, _LIFE = range(4)
 """Places in the numbers that follow the `ExchangeState`."""
 _NUM_NUMBERS = 8
-_CONTROL_BYTES = _STATE_BYTES + 8 * _NUM_NUMBERS
+_DONE = _STATE_BYTES + 8 * _NUM_NUMBERS
+_PULSES = _DONE + 8 * MAX_RANKS
+_CONTROL_BYTES = _PULSES + 8 * MAX_RANKS
 _FIRST_BYTES = 1 << 16
 
 
@@ -30,6 +32,10 @@ class GroupMemory:
         self.rows = rows
         """What the ranks compute in a step and read of each other; a runner decides what is where."""
         self._numbers = control.view(np.int64, _STATE_BYTES, _NUM_NUMBERS)
+        self.done = control.view(np.int64, _DONE, MAX_RANKS)
+        """The last message that each rank has done. Only ranks without the kernel library count here."""
+        self.pulses = control.view(np.int64, _PULSES, MAX_RANKS)
+        """A number for each rank that increases as long as its process runs. Likewise."""
 
     @classmethod
     def create(cls) -> GroupMemory:
@@ -58,6 +64,11 @@ class GroupMemory:
         """What another rank needs to map the same memory."""
         return self._control.descriptor, self.messages.descriptor, self.rows.descriptor
 
+    @property
+    def state(self) -> ExchangeState:
+        """The words at which the ranks meet."""
+        return ExchangeState.from_address(self._control.address)
+
     def exchange(self, library: Path, rank: int, size: int) -> Exchange:
         """Return the words of this memory as a rank sees them."""
         return Exchange(library, self._control.address, rank, size, memory=self._control)
@@ -68,11 +79,16 @@ class GroupMemory:
         self._numbers[_MESSAGE_BYTES] = self.messages.num_bytes
         self._numbers[_ROW_BYTES] = self.rows.num_bytes
 
+    @property
+    def kind(self) -> Kind:
+        """The kind of the last message."""
+        return Kind(int(self._numbers[_KIND]))
+
     def map_message(self) -> Kind:
         """Map what the last message needs, and return its kind. Raises MemoryError."""
         self.messages.map(int(self._numbers[_MESSAGE_BYTES]) or _FIRST_BYTES)
         self.rows.map(int(self._numbers[_ROW_BYTES]) or _FIRST_BYTES)
-        return Kind(int(self._numbers[_KIND]))
+        return self.kind
 
     @property
     def life(self) -> int:

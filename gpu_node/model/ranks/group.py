@@ -10,14 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.protocol import RanksLostError, RankStats, StepPlan
+from penstock.gpu_node.model.protocol import RanksLostError, RankStats, StepPlan, TokenMasks
 from penstock.gpu_node.model.ranks.control import GroupMemory
-from penstock.gpu_node.model.ranks.messages import Kind, write_adapter, write_step
+from penstock.gpu_node.model.ranks.messages import Kind, write_adapter, write_masks, write_step
+from penstock.kernels.cpu.structs import RankState
 
 log = logging.getLogger(__package__)
 
@@ -49,6 +49,39 @@ StartRank = Callable[[int, GroupMemory], RankHandle]
 """Starts the rank with a number, in the memory of its group. Raises OSError."""
 
 
+class GroupWords(Protocol):
+    """Rank 0's view of the words of its group: `Exchange`, or `PlainExchange` without the kernel library."""
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the group has ended."""
+
+    def hand_out(self, number: int) -> None:
+        """Tell the other ranks that there is message `number`. They count from 1."""
+
+    def meet(self, *, is_refused: bool = False) -> bool:
+        """Wait for all ranks, outside a step. Return whether none refused. After an abort it returns at once."""
+
+    def abort(self) -> None:
+        """End the group: no rank waits for a message or at a meeting from now on."""
+
+    def state_of(self, rank: int) -> RankState:
+        """Return what a rank shows of itself, as it changes."""
+
+
+class RankWatch(Protocol):
+    """Finds a rank that hangs."""
+
+    for_s: float
+    """How long it has stood still."""
+
+    def look(self) -> int | None:
+        """Return the rank, if there is one, and measure its time. It is called a few times a second."""
+
+
+Words = TypeVar("Words", bound=GroupWords)
+
+
 @dataclass(slots=True)
 class _StartedRank:
     handle: RankHandle
@@ -68,15 +101,30 @@ class _StartedRank:
         return now_s - self.stopped_since_s
 
 
-class RankGroup:
+class RankGroup(Generic[Words]):
     """The further ranks of one model. Messages are handed out by one thread, one after another."""
 
-    def __init__(self, size: int, library: Path, start: StartRank, *, stall_s: float) -> None:
-        """Start no rank yet. size: ranks, rank 0 included. stall_s: after which a rank that stands still is lost."""
+    def __init__(
+        self,
+        size: int,
+        words: Callable[[GroupMemory], Words],
+        start: StartRank,
+        *,
+        stall_s: float,
+        watch: Callable[[RankGroup[Words]], RankWatch] | None = None,
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start no rank yet. size: ranks, rank 0 included. words: returns those of a group's memory.
+
+        stall_s: after which a rank that stands still is lost. watch: finds such a rank; by default the one that has
+        not arrived at a meeting where all others wait. on_lost: called on any thread once all ranks are killed.
+        """
         self.size = size
-        self._library = library
+        self._words = words
         self._start = start
         self._stall_s = stall_s
+        self._watch_of = watch or _StillRank
+        self._on_lost = on_lost
         self._changed = threading.Condition()
         self._started: dict[int, _StartedRank] = {}
         self._lost = ""
@@ -97,7 +145,7 @@ class RankGroup:
         self.close()
         self._lost, self._is_closing, self._num_messages = "", False, 0
         self.memory = memory = GroupMemory.create()
-        self.exchange = memory.exchange(self._library, 0, self.size)
+        self.exchange = self._words(memory)
         self.num_starts += 1
         try:
             for rank in range(1, self.size):
@@ -127,15 +175,22 @@ class RankGroup:
         """Why the group is lost; empty while all ranks live."""
         return self._lost
 
-    def hand_out_step(self, plan: StepPlan, row_bytes: int, *, returns_logits: bool = False) -> None:
-        """Hand a step to all ranks; row_bytes: what its rows take. The step before must be complete.
+    def hand_out_step(
+        self, plan: StepPlan, row_bytes: int = 0, *, returns_logits: bool = False, all_sample: bool = False
+    ) -> None:
+        """Hand a step to all ranks; row_bytes: what its rows take. They must have done the message before.
 
         Raises MemoryError and RanksLostError. Then no rank has the step.
         """
         memory = self._memory()
         memory.rows.grow(row_bytes)
-        write_step(memory.messages, plan, returns_logits=returns_logits)
+        write_step(memory.messages, plan, returns_logits=returns_logits, all_sample=all_sample)
         self._hand_out(Kind.STEP)
+
+    def hand_out_masks(self, masks: TokenMasks) -> None:
+        """Hand out the masks of the last step. Raises MemoryError and RanksLostError."""
+        write_masks(self._memory().messages, masks)
+        self._hand_out(Kind.MASKS)
 
     def hand_out_adapter(self, adapter_slot: int, adapter: AdapterRef) -> None:
         """Ask all ranks to load an adapter. `meet` then waits for them. Raises MemoryError and RanksLostError."""
@@ -212,7 +267,7 @@ class RankGroup:
 
     def _watch(self) -> None:
         """Show life, read the ranks' reports, and look for ranks that have ended or hang, until the group ends."""
-        hung = _StillRank(self)
+        hung = self._watch_of(self)
         memory, members = self.memory, self._started
         while not self._is_closing and not self._lost and memory is not None:
             memory.show_life()
@@ -221,14 +276,14 @@ class RankGroup:
                 if member.handle in readable:
                     self._read(rank, member)
                 elif (for_s := member.stopped_s()) >= self._stall_s:
-                    self._lose(f"rank {rank} cannot start: a signal has stopped it for {for_s:.1f} s")
+                    self.lose(f"rank {rank} cannot start: a signal has stopped it for {for_s:.1f} s")
             if (still := hung.look()) is not None and hung.for_s >= self._stall_s:
-                self._lose(f"rank {still} hangs: it has stood still for {hung.for_s:.1f} s while the others waited")
+                self.lose(f"rank {still} hangs: it has stood still for {hung.for_s:.1f} s while the others waited")
 
     def _read(self, rank: int, member: _StartedRank) -> None:
         more = os.read(member.handle.fileno(), _MAX_REPORT_BYTES)
         if not more:
-            self._lose(f"rank {rank} ended")
+            self.lose(f"rank {rank} ended")
             return
         member.report += more
         *lines, rest = member.report.split(b"\n")
@@ -236,13 +291,13 @@ class RankGroup:
         for line in lines:
             event = json.loads(line)
             if "error" in event:
-                self._lose(f"rank {rank}: {event['error']}")
+                self.lose(f"rank {rank}: {event['error']}")
             with self._changed:
                 member.facts, member.pid = event.get("ready", member.facts), event.get("pid", member.pid)
                 self._changed.notify_all()
 
-    def _lose(self, why: str) -> None:
-        """End the group. Waits at meetings return at once, and each rank is killed."""
+    def lose(self, why: str) -> None:
+        """End the group, on any thread. Waits at meetings return at once, and each rank is killed."""
         with self._changed:
             if self._is_closing or self._lost:
                 return
@@ -252,12 +307,13 @@ class RankGroup:
         log.error("the ranks are lost", extra={"reason": why})
         for member in self._started.values():
             member.handle.kill()
+        self._on_lost()
 
 
 class _StillRank:
     """Finds a rank that stands still while all others wait for it. Ranks that are slow together do not hang."""
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup[Words]) -> None:
         self._states = [group.exchange.state_of(rank) for rank in range(group.size)]
         self._seen = -1, -1
         self._looked_s = time.monotonic()

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from penstock.contract.adapters import AdapterRef
@@ -34,14 +34,20 @@ class RankRunner(Protocol):
         """Load an adapter into a slot. Raises an error if it cannot, or if the adapter has another digest here."""
 
 
+class MessageWords(Protocol):
+    """What a rank needs to wait for messages; `Exchange` has it."""
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the group has ended."""
+
+    def next_message(self, seen: int, patience_s: float) -> int:
+        """Wait for a message after `seen`, for the end of the group, or for some time. Return the last one's number."""
+
+
 def serve(memory: GroupMemory, exchange: Exchange, runner: RankRunner) -> None:
     """Do what the messages ask for, until the group is aborted."""
-    seen = 0
-    while not exchange.is_aborted:
-        number = exchange.next_message(seen, _PATIENCE_S)
-        if number == seen or exchange.is_aborted:
-            continue
-        seen = number
+    for _ in numbers_of_messages(exchange):
         try:
             kind = memory.map_message()
         except MemoryError:
@@ -52,6 +58,16 @@ def serve(memory: GroupMemory, exchange: Exchange, runner: RankRunner) -> None:
             _load_adapter(memory, exchange, runner)
         else:
             runner.run(read_step(memory.messages))
+
+
+def numbers_of_messages(exchange: MessageWords) -> Iterator[int]:
+    """Yield the number of each message, until the group is aborted."""
+    seen = 0
+    while not exchange.is_aborted:
+        number = exchange.next_message(seen, _PATIENCE_S)
+        if number != seen and not exchange.is_aborted:
+            seen = number
+            yield number
 
 
 def _load_adapter(memory: GroupMemory, exchange: Exchange, runner: RankRunner) -> None:
@@ -65,14 +81,21 @@ def _load_adapter(memory: GroupMemory, exchange: Exchange, runner: RankRunner) -
     exchange.meet(is_refused=is_refused)
 
 
-def end_without(memory: GroupMemory, lease_s: float, end: Callable[[], None] = lambda: os._exit(1)) -> None:
-    """Call `end` on a thread of its own once rank 0 has shown no life for `lease_s`. Rank 0 may be stopped or gone."""
-    threading.Thread(target=_watch, args=(memory, lease_s, end), name="penstock-lease", daemon=True).start()
+def end_without(
+    memory: GroupMemory, lease_s: float, end: Callable[[], None] = lambda: os._exit(1), rank: int | None = None
+) -> None:
+    """Call `end` on a thread of its own once rank 0 has shown no life for `lease_s`. Rank 0 may be stopped or gone.
+
+    With `rank`, the thread also shows that this rank's process runs.
+    """
+    threading.Thread(target=_watch, args=(memory, lease_s, end, rank), name="penstock-lease", daemon=True).start()
 
 
-def _watch(memory: GroupMemory, lease_s: float, end: Callable[[], None]) -> None:
+def _watch(memory: GroupMemory, lease_s: float, end: Callable[[], None], rank: int | None) -> None:
     life, silent_s, looked_s = memory.life, 0.0, time.monotonic()
     while silent_s < lease_s:
+        if rank is not None:
+            memory.pulses[rank] += 1
         time.sleep(_LOOK_S)
         now_s = time.monotonic()
         # Time in which this process did not run either does not count.

@@ -23,6 +23,8 @@ class SharedMemory:
     def __init__(self, descriptor: int) -> None:
         """descriptor: of memory that `create` made; it is closed with this mapping."""
         self.descriptor = descriptor
+        self.num_written = 0
+        """Bytes of the last message that this process wrote; for memory that holds one."""
         self._map: mmap.mmap | None = None
         self._content: NDArray[np.uint8] = np.empty(0, np.uint8)
 

@@ -55,7 +55,7 @@ class Exchanges:
 
     def __init__(self, links: RankLinks = ALONE, max_numbers: int = 0) -> None:
         """max_numbers: of the largest exchange of a step. Their memory is allocated now."""
-        self._tensor, self._world = links
+        self._tensor, self._world = links.tensor, links.world
         self._last = links.world.size - links.tensor.size
         """The first rank of the last stage."""
         self._spare = torch.zeros(max_numbers if links.world.size > 1 else 0)
@@ -196,6 +196,24 @@ class Exchanges:
             raise own or RankFailedError("the step failed at another rank, whose log has the error")
         if num_without_memory:
             raise failure or MemoryError("another rank has no memory for the step")
+
+
+def find_together(ranks: Communicator, find: Callable[[], Result]) -> Result:
+    """Return what `find` returns at this rank, if it succeeds at all of them.
+
+    Raises this rank's own error, or RankFailedError if it failed at another one.
+    """
+    failure: Exception | None = None
+    try:
+        found = find()
+    except Exception as error:
+        failure = error
+    (num_failed,) = ranks.sum(torch.tensor([float(failure is not None)])).tolist()
+    if failure is not None:
+        raise failure
+    if num_failed:
+        raise RankFailedError("another rank failed; its log has the error")
+    return found
 
 
 class Agreement:

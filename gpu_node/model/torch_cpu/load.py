@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
-from math import prod
 
 import torch
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
+from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import RankTensors
 from penstock.gpu_node.model.options import RunnerOptions
-from penstock.gpu_node.model.protocol import CacheSizes, ModelRunner
+from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.exchanges import Exchanges
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.positions import alibi_biases
-from penstock.gpu_node.model.torch_common.ranks import ALONE, RankLinks, linked_threads
+from penstock.gpu_node.model.torch_common.ranks import ALONE, RankLinks
 from penstock.gpu_node.model.torch_cpu.attention import PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
-from penstock.gpu_node.model.torch_cpu.runner import RankThreads, TorchRunner
+from penstock.gpu_node.model.torch_cpu.runner import TorchRunner
 from penstock.gpu_node.model.torch_cpu.weights import can_prepack, map_weights
 from penstock.kernels.cpu.probe import usable_cores
 
@@ -31,31 +30,26 @@ log = logging.getLogger(__package__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def load_torch(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
-    """Return the runner and the name of its arithmetic. Raises ConfigError for a missing or unsupported feature.
-
-    More than one rank are threads of this process.
-    """
-    sizes = options.tensor_parallel_size, options.pipeline_parallel_size
-    count = prod(sizes)
-    if count == 1:
-        return load_torch_rank(described, options, progress, ALONE)
-    loaded = []
-    for rank, links in enumerate(linked_threads(*sizes)):
-        loaded.append(load_torch_rank(described, options, partial(_report, progress, rank / count, 1 / count), links))
-    runners, names = zip(*loaded, strict=True)
-    return RankThreads(runners), names[0]
+def settled(described: Description, options: RunnerOptions) -> RunnerOptions:
+    """Return the options with what this machine decides: all ranks of a model must have the same type and blocks."""
+    name = _choose_dtype(options.dtype, described.stored_dtype)
+    sizes = cache_sizes(described, options, _token_bytes(described.spec, _DTYPES[name]))
+    blocks = {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
+    return options.model_copy(update={"dtype": name, **blocks})
 
 
-def _report(progress: Progress, begin: float, share: float, stage: str, done: float) -> None:
-    progress(stage, begin + done * share)
+def _token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
 @translate_out_of_memory()
-def load_torch_rank(
-    described: Description, options: RunnerOptions, progress: Progress, links: RankLinks
+def load_torch(
+    described: Description, options: RunnerOptions, progress: Progress, links: RankLinks = ALONE
 ) -> tuple[TorchRunner, str]:
-    """Return the runner of one rank, and the name of its arithmetic, which does not depend on the number of ranks."""
+    """Return the runner of a rank, and the name of its arithmetic, which does not depend on the number of ranks.
+
+    Raises ConfigError for a missing or unsupported feature.
+    """
     if options.quantization not in ("auto", "none"):
         supported = (
             "runner torch has auto and none, the native runner has int8, int8_group and int4, a GPU int8, int4, fp8"
@@ -67,7 +61,7 @@ def load_torch_rank(
     )
     if wanted != found:
         raise ConfigError(f"tensor_parallel_size and pipeline_parallel_size are {wanted}, but the ranks joined {found}")
-    _set_threads(options, links.world.size)
+    _set_threads(options, links.num_here)
     whole, name = described.spec, _choose_dtype(options.dtype, described.stored_dtype)
     part = RankPart(whole, links.tensor.rank, links.tensor.size, links.stage, links.num_stages)
     spec, dtype = part.spec, _DTYPES[name]
@@ -77,8 +71,7 @@ def load_torch_rank(
     report, is_lazy = (lambda done: progress("load", done)), described.read_scaled is None
     weights = map_weights(RankTensors(described.open_checkpoint(), part), part, dtype, report, is_lazy=is_lazy)
     # The cache of all ranks, so that its size means the same whatever their number.
-    token_bytes = 2 * whole.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize * part.size
-    sizes = cache_sizes(described, options, token_bytes)
+    sizes = cache_sizes(described, options, _token_bytes(spec, dtype) * whole.num_layers // spec.num_layers * part.size)
     largest = options.max_num_batched_tokens * max(spec.hidden_size, 0 if spec.experts is None else spec.experts.count)
     decoder = Decoder(part, weights, described.max_model_len, Exchanges(links, largest))
     runner = TorchRunner(

@@ -1,12 +1,12 @@
-"""The model runner in plain torch, alone or as ranks. It runs on every CPU; other runners are tested against it."""
+"""The model runner in plain torch, alone or as a rank. It runs on every CPU; other runners are tested against it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from penstock.gpu_node.model.protocol import (
     StepPlan,
     StepResult,
 )
-from penstock.gpu_node.model.torch_common.exchanges import RankFailedError, RankOutputs
+from penstock.gpu_node.model.torch_common.exchanges import RankOutputs
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.micro_batches import MicroBatch, micro_batches
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
@@ -31,8 +31,6 @@ from penstock.gpu_node.model.torch_common.sampler import logprobs_of, sample, to
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
 from penstock.kernels.cpu.probe import usable_cores
-
-Result = TypeVar("Result")
 
 
 class _Computed(NamedTuple):
@@ -52,6 +50,8 @@ class TorchRunner:
     """
 
     max_in_flight = 1
+    all_sample = False
+    """Whether ranks other than rank 0 sample too."""
 
     def __init__(
         self,
@@ -110,11 +110,14 @@ class TorchRunner:
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, after the steps that were already submitted."""
-        self.start_adapter(adapter_slot, adapter).result()
+        self.start_adapter(adapter_slot, lambda: adapter).result()
 
-    def start_adapter(self, adapter_slot: int, adapter: Adapter) -> Future[None]:
-        """Start to load an adapter as `set_adapter` does; all ranks between the same steps."""
-        return self._thread.submit(self._set_adapter, adapter_slot, adapter)
+    def start_adapter(self, adapter_slot: int, find: Callable[[], Adapter]) -> Future[None]:
+        """Start to load an adapter as `set_adapter` does; all ranks between the same steps.
+
+        If `find` or loading fails at one rank, it fails at all of them.
+        """
+        return self._thread.submit(self._set_adapter, adapter_slot, find)
 
     def start_profile(self) -> None:
         """Start recording the operations of steps."""
@@ -128,10 +131,15 @@ class TorchRunner:
         """Write what was recorded as a compressed Chrome trace."""
         self._profiler.write(path)
 
-    def _set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
+    def _set_adapter(self, adapter_slot: int, find: Callable[[], Adapter]) -> None:
         decoder = self._decoder
-        own = adapter if decoder.exchanges.is_alone else RankAdapter(adapter, self._part)
-        decoder.exchanges.run((), lambda: decoder.adapters.set(adapter_slot, own))
+
+        def load() -> None:
+            adapter = find()
+            own = adapter if decoder.exchanges.is_alone else RankAdapter(adapter, self._part)
+            decoder.adapters.set(adapter_slot, own)
+
+        decoder.exchanges.run((), load)
 
     @torch.inference_mode()
     def _logits(self, plan: StepPlan) -> NDArray[np.float32]:
@@ -225,80 +233,3 @@ def _sample(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int32], Logp
     raw = logits.clone()
     tokens = sample(logits, rows)
     return tokens, to_numpy(*logprobs_of(raw, torch.from_numpy(tokens), rows.num_logprobs))
-
-
-class RankedStep:
-    """A step that all ranks compute."""
-
-    def __init__(self, steps: Sequence[Future[StepResult]]) -> None:
-        self._steps = steps
-
-    def result(self) -> StepResult:
-        """Wait for all ranks; return the result of rank 0. Raises the error of the rank that failed."""
-        return _of_first(step.result for step in self._steps)
-
-
-class RankThreads:
-    """Runs each step on all ranks of a group; each rank has its own thread."""
-
-    max_in_flight = 1
-
-    def __init__(self, ranks: Sequence[TorchRunner]) -> None:
-        self._ranks = ranks
-
-    @property
-    def cache_sizes(self) -> CacheSizes:
-        """The number of the KV blocks; a block's bytes are those of all ranks."""
-        return self._ranks[0].cache_sizes
-
-    @property
-    def placement(self) -> Placement:
-        """On the CPU."""
-        return self._ranks[0].placement
-
-    @property
-    def verifies_drafts(self) -> bool:
-        """True: a step may sample after any of its tokens."""
-        return True
-
-    def bind_thread(self) -> None:
-        """Do nothing: steps run on separate threads."""
-
-    def submit(self, plan: StepPlan) -> RankedStep:
-        """Start a step."""
-        return RankedStep([rank.submit(plan) for rank in self._ranks])
-
-    def logits(self, plan: StepPlan) -> NDArray[np.float32]:
-        """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
-        steps = [rank.start_logits(plan) for rank in self._ranks]
-        return _of_first(step.result for step in steps)
-
-    def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
-        """Load an adapter into a slot of each rank, after the steps that were already submitted."""
-        loads = [rank.start_adapter(adapter_slot, adapter) for rank in self._ranks]
-        _of_first(load.result for load in loads)
-
-    def start_profile(self) -> None:
-        """Start recording the operations of rank 0."""
-        self._ranks[0].start_profile()
-
-    def stop_profile(self) -> None:
-        """Stop recording."""
-        self._ranks[0].stop_profile()
-
-    def write_profile(self, path: Path) -> None:
-        """Write what was recorded as a compressed Chrome trace."""
-        self._ranks[0].write_profile(path)
-
-
-def _of_first(waits: Iterable[Callable[[], Result]]) -> Result:
-    """Wait for all ranks and return the result of rank 0. If ranks failed, raise the error of one with a reason."""
-    results, errors = [], []
-    for wait in waits:
-        try:
-            results.append(wait())
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise min(errors, key=lambda error: isinstance(error, RankFailedError))
-    return results[0]

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
-from penstock.gpu_node.model.loading.rank_process import run_rank
+from penstock.gpu_node.model.loading import rank_process
 from penstock.gpu_node.model.native import ranks as native_ranks
 from penstock.gpu_node.model.ranks.control import GroupMemory
+
+Report = Callable[[Mapping[str, Any]], None]
 
 
 class ThreadRank:
     """A rank on a thread. It ends when its group is aborted, as all groups are."""
+
+    run: ClassVar[Callable[[Mapping[str, Any], GroupMemory, Report], None]] = staticmethod(rank_process.run_rank)
 
     def __init__(self, module: str, config: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         self._reports, self._report = os.pipe()
@@ -28,6 +32,9 @@ class ThreadRank:
     def fileno(self) -> int:
         return self._reports
 
+    def is_stopped(self) -> bool:
+        return False
+
     def kill(self) -> None:
         """The abort of the group ends it."""
 
@@ -37,7 +44,7 @@ class ThreadRank:
 
     def _run(self, config: Mapping[str, Any], memory: GroupMemory) -> None:
         try:
-            run_rank(config, memory, self._write)
+            self.run(config, memory, self._write)
         except Exception as error:
             self._write({"error": str(error)})
         finally:
@@ -50,6 +57,22 @@ class ThreadRank:
 
 @contextmanager
 def ranks_as_threads() -> Iterator[None]:
-    """Start further ranks as threads."""
+    """Start further ranks of the native runner as threads."""
     with mock.patch.object(native_ranks, "RankProcess", ThreadRank):
+        yield
+
+
+@contextmanager
+def torch_group_as_threads() -> Iterator[None]:
+    """Start further ranks of the torch and the GPU runner as threads, which follow messages and exchange by gloo."""
+    from penstock.gpu_node.model.loading import rank_host, torch_rank_process
+    from penstock.gpu_node.model.ranks.plain_exchange import PlainExchange
+
+    def run_rank(config: Mapping[str, Any], memory: GroupMemory, report: Report) -> None:
+        torch_rank_process.run_rank(config, memory, PlainExchange(memory, config["rank"]), report)
+
+    class TorchThread(ThreadRank):
+        run = staticmethod(run_rank)
+
+    with mock.patch.object(rank_host, "RankProcess", TorchThread):
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from fakes.engine_runs import TORCH, check_idle
 from fakes.prompts import mixed_prompts
-from fakes.runners.remote_rank import two_processes
+from fakes.runners.torch_threads import torch_ranks_as_threads
 from fakes.ties import num_departures
 from fixtures.random_adapters import make_adapter, merge
 from transformers import AutoModelForCausalLM
@@ -25,6 +25,12 @@ Shape: TypeAlias = tuple[int, int]
 SHAPES: tuple[Shape, ...] = ((2, 1), (1, 2), (2, 2))
 """Ranks of a stage, and stages."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _threads() -> Iterator[None]:
+    with torch_ranks_as_threads():
+        yield
 
 
 def _sizes(shape: Shape) -> dict[str, int]:
@@ -106,17 +112,3 @@ def test_embeddings_are_those_of_one_rank(engines: dict[Shape, Engine], shape: S
     prompts: list[Prompt] = ["a gate", list(range(50))]
     got, want = ([one.values for one in engines[each].embed(prompts)] for each in (shape, (1, 1)))
     np.testing.assert_allclose(got, want, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", SHAPES[:2])
-def test_ranks_in_two_processes_have_the_tokens_of_one(
-    make_engine: MakeEngine, tiny_model: Path, tmp_path: Path, shape: Shape
-) -> None:
-    settings: dict[str, Any] = {**TORCH, "num_kv_blocks": 40, "max_num_batched_tokens": 48, "max_num_seqs": 8}
-    one, two = make_engine(**settings), make_engine(**settings)
-    prompts = mixed_prompts(one, 6)
-    want = one.generate(prompts, GREEDY)
-    with two_processes(tiny_model, tmp_path, num_kv_blocks=40, max_num_batched_tokens=48, **_sizes(shape)) as runner:
-        two._runner = runner
-        got = two.generate(prompts, GREEDY)
-    assert [each.choices[0].token_ids for each in got] == [each.choices[0].token_ids for each in want]

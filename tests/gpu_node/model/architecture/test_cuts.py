@@ -74,10 +74,11 @@ def test_columns_are_cut_between_groups_that_share_a_scale() -> None:
     assert _problems(spec, "gpu", 2, column_group=32) == [expected]
 
 
-def test_stages_are_for_torch_and_gpus_and_no_more_than_layers() -> None:
+def test_stages_are_for_torch_and_no_more_than_layers() -> None:
     spec = _spec(_LLAMA)
     assert _problems(spec, "torch", 2, 4) == []
-    assert _problems(spec, "gpu", 1, 5) == ["pipeline_parallel_size 5: the model has only 4 layers (num_layers)"]
+    assert _problems(spec, "torch", 1, 5) == ["pipeline_parallel_size 5: the model has only 4 layers (num_layers)"]
+    assert "GPU runner has no stages" in _problems(spec, "gpu", 1, 2)[0]
     assert "native runner has no stages" in _problems(spec, "native", 1, 2)[0]
 
 

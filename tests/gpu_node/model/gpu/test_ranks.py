@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 from fakes.prompts import mixed_prompts
-from fakes.runners.remote_rank import two_processes
+from fakes.runners.mended_rank import mended_ranks
 from fakes.runners.runner_options import runner_options
 from fakes.runners.turn_ranks import TurnTakingRunner
 from fakes.ties import num_departures
-from fixtures.plans import Track, logits_of_step, tokens_of_step
+from fixtures.plans import Track, logits_of_step
 from fixtures.random_adapters import make_adapter
 from fixtures.random_families import make_family_model
-from fixtures.sampling import rows_of
+from fixtures.thread_ranks import ThreadRanks
 from fixtures.turn_ranks import Call
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
@@ -32,7 +35,8 @@ from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.graphs import GraphShapes, StepShape
 from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.torch_common.exchanges import Agreement
-from penstock.gpu_node.model.torch_common.ranks import BrokenExchangeError, ThreadRanks
+from penstock.gpu_node.model.torch_common.ranked_runner import RankedRunner
+from penstock.gpu_node.model.torch_common.ranks import BrokenExchangeError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are threads on the CPU")
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 12, "max_model_len": 64, "max_num_seqs": 4}
@@ -123,16 +127,28 @@ def test_an_engine_with_two_steps_in_flight_has_the_tokens_of_transformers(tiny_
     assert num_departures(AutoModelForCausalLM.from_pretrained(tiny_model), pairs) <= 1
 
 
-def test_ranks_in_two_processes_sample_the_tokens_of_one(tiny_model: Path, tmp_path: Path) -> None:
-    rows = rows_of(2, temperature=[0.0, 0.8], seed=[1, 2], top_p=0.9)
-
-    def tokens(runner: Any) -> list[list[int]]:
-        tracks = [Track(list(range(5, 25)), [1, 2, 3]), Track(list(range(80, 100)), [4, 5, 6])]
-        return [tokens_of_step(runner, [(track, n) for track in tracks], rows).tolist() for n in (15, 1, 1)]
-
-    want = tokens(_one(tiny_model))
-    with two_processes(tiny_model, tmp_path, runner="gpu", tensor_parallel_size=2, **OPTIONS) as runner:
-        assert tokens(runner) == want
+def test_processes_sample_by_what_messages_say_and_are_started_again(tiny_model: Path) -> None:
+    """With two steps in flight. Before the third time, the other rank is killed."""
+    settings: dict[str, Any] = {"model": str(tiny_model), "runner": "gpu", "dtype": "float32", "max_model_len": 64}
+    settings |= {"max_num_seqs": 4, "num_kv_blocks": 24, "max_num_batched_tokens": 32, "enforce_eager": True}
+    one = Engine(EngineConfig(**settings))
+    with mended_ranks():
+        two = Engine(EngineConfig(**settings, tensor_parallel_size=2, rank_stall_s=60))
+        assert isinstance(two._runner, RankedRunner)
+        prompts: list[Any] = [[5, 6, 7]]
+        penalties = {"temperature": 0.9, "seed": 3, "top_p": 0.9, "presence_penalty": 0.5, "logit_bias": {7: 2.0}}
+        masks = {"temperature": 0.8, "seed": 1, "structured_outputs": {"regex": "[a-c]{2,5}-[0-9]{1,9}x"}}
+        for params in (penalties, masks, penalties):
+            given = SamplingParams(max_tokens=2, **params)
+            want, got = ([done.choices[0].token_ids for done in each.generate(prompts, given)] for each in (one, two))
+            assert got == want
+            if params is masks:
+                os.kill(two._runner.rank_pids[0], signal.SIGKILL)
+                while not two.has_work():  # The loss is noticed within milliseconds.
+                    time.sleep(0.01)
+                assert two.step() == []
+        assert two.stats().ranks.num_starts == 2
+        two._runner.close()
 
 
 def test_ranks_that_sample_different_tokens_are_noticed_and_stay_lost() -> None:
@@ -151,7 +167,7 @@ def test_ranks_that_sample_different_tokens_are_noticed_and_stay_lost() -> None:
 
 
 def test_what_ranks_cannot_do_is_refused_by_name(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2 on a GPU needs a process for each rank"):
-        _one(tiny_model, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 3: num_heads 4 is not a multiple of it"):
+        _one(tiny_model, tensor_parallel_size=3)
     with pytest.raises(ConfigError, match="deterministic needs tensor_parallel_size 1"):
         TurnTakingRunner(tiny_model, 2, deterministic=True, **OPTIONS)

@@ -76,38 +76,43 @@ def test_a_model_larger_than_one_gpu_is_refused_on_one_and_fits_on_two() -> None
     found = planned("llama-8b", gpus(2, 12), [(1, 1, 2), (2, 1, 1), (1, 2, 1)])
     one, tensor, stages = found.shapes
     assert "weights and steps take 16" in one.problem and "of the 10.8 GiB" in one.problem
-    assert tensor.problem == stages.problem == ""
-    # Half of each layer and of the head, and the whole embedding; or half of the layers.
-    embedding = 128_256 * 4096 * 2
-    assert tensor.weight_bytes == (found.weight_bytes - embedding) // 2 + embedding
-    assert stages.weight_bytes == found.weight_bytes // 2
-    assert found.best in (tensor, stages)
+    assert tensor.problem == ""
+    assert stages.problem == "pipeline_parallel_size 2: the GPU runner has no stages; use tensor_parallel_size"
+    assert tensor.weight_bytes == found.weight_bytes // 2
+    assert found.best == tensor
 
 
 def test_the_best_shape_has_few_ranks_and_on_gpus_many_replicas() -> None:
-    found = planned("llama-8b", gpus(8, 80), [(1, 1, 8), (2, 1, 4), (1, 2, 4), (8, 1, 1)])
+    found = planned("llama-8b", gpus(8, 80), [(1, 1, 8), (2, 1, 4), (8, 1, 1)])
     assert found.best == found.shapes[0] and found.best.replicas == 8
     assert all(shape.kv_tokens > 131_072 for shape in found.shapes)
-    halves = planned("llama-8b", gpus(8, 34), [(1, 1, 8), (2, 1, 4), (1, 2, 4), (8, 1, 1)])
+    halves = planned("llama-8b", gpus(8, 34), [(1, 1, 8), (2, 1, 4), (8, 1, 1)])
     # One GPU holds the weights, but not a sequence of full length beside them.
     assert halves.shapes[0].problem == "" and halves.best == halves.shapes[1]
 
 
-def test_kv_cache_is_cut_by_kv_head_and_by_layer() -> None:
-    found = planned("llama-8b", gpus(16, 80), [(8, 1, 2), (16, 1, 1), (1, 4, 4)], kv_cache_gib=1)
-    by_head, shared, by_layer = found.shapes
+def test_kv_cache_is_cut_by_kv_head() -> None:
+    found = planned("llama-8b", gpus(16, 80), [(8, 1, 2), (16, 1, 1)], kv_cache_gib=1)
+    by_head, shared = found.shapes
     assert found.kv_token_bytes == 2 * 32 * 8 * 128 * 2
     assert by_head.kv_tokens == 8 * GIB // found.kv_token_bytes
     assert shared.kv_tokens == by_head.kv_tokens, "two ranks hold each KV head"
-    # The stages in the middle have 9 of 32 layers, because the first has the embedding and the last the head.
-    assert by_layer.kv_tokens == 32 * GIB // (9 * found.kv_token_bytes) // 16 * 16
+
+
+def test_stages_of_torch_divide_the_layers() -> None:
+    devices = Devices("cpu", 4, None, shared_bytes=64 * GIB)
+    one, stages = planned("llama-1b", devices, [(1, 1, 1), (1, 4, 1)], runner="torch", kv_cache_gib=1).shapes
+    assert one.problem == stages.problem == ""
+    assert stages.kv_tokens == one.kv_tokens
+    # The stages in the middle have 6 of 16 layers, because the first has the embedding and the last the head.
+    assert stages.kv_bytes == one.kv_bytes * 6 // 16
 
 
 def test_sizes_that_do_not_divide_are_named(demo_gguf: Path) -> None:
     found = planned(str(demo_gguf), gpus(4, 8), [(2, 1, 2), (1, 40, 1)], load_format="auto", dtype="auto")
     assert "num_kv_heads 3 is neither a multiple nor a divisor" in found.shapes[0].problem
     assert "num_heads 9 is not a multiple" in found.shapes[0].problem
-    assert found.shapes[1].problem == "pipeline_parallel_size 40: the model has only 30 layers (num_layers)"
+    assert "the GPU runner has no stages" in found.shapes[1].problem
     assert found.best is None
     int4 = planned("tiny", gpus(4, 8), [(4, 1, 1)], quantization="int4")
     assert int4.shapes[0].problem.endswith("no whole groups of 32")

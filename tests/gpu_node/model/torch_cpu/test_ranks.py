@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -13,23 +13,30 @@ import numpy as np
 import pytest
 import torch
 from fakes.runners.runner_options import runner_options
+from fakes.runners.torch_threads import torch_ranks_as_threads
 from fixtures.gguf_file import write_gguf
 from fixtures.plans import Track, logits_alone, logits_of_step, plan_of
 from fixtures.quantized_checkpoint import LAYOUTS, TOKEN_IDS
 from fixtures.random_families import FAMILIES, make_family_model
 from fixtures.random_llama import make_llama
 from fixtures.sampling import rows_of
+from fixtures.thread_ranks import ThreadRanks
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.torch_common.micro_batches import micro_batches
-from penstock.gpu_node.model.torch_common.ranks import ThreadRanks
 from penstock.gpu_node.model.torch_common.tensors import Converter
 
 Quantized = Callable[[str, str], tuple[Path, NDArray[Any]]]
 LENGTH = 40
 MAX_ERROR = 1e-4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _threads() -> Iterator[None]:
+    with torch_ranks_as_threads():
+        yield
 
 
 def _runner(folder: Path, size: int, **options: Any) -> Any:
