@@ -20,7 +20,7 @@ from penstock.contract.errors import (
 from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id, prompts_of
 from penstock.contract.job_actions import FilterOptions, JobFilter
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
-from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats
+from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats, RedisState
 from penstock.contract.priority import Priority, class_not_allowed
 from penstock.contract.tasks import Detokenized, Embedding, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
@@ -462,9 +462,9 @@ class AsyncClient:
         """Return a page of a report of used tokens. `after` is the `next_after` of the page before."""
         return await self._usage.page(query, after=after, limit=limit)
 
-    async def pool_stats(self) -> tuple[list[PoolStats], tuple[int, int]]:
-        """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit)."""
-        return await self._stats_broker.all(), await self._stats_broker.memory()
+    async def pool_stats(self) -> tuple[list[PoolStats], RedisState]:
+        """Return the stats of all pools, and the state of Redis."""
+        return await self._stats_broker.all(), await self._stats_broker.redis_state()
 
     async def activity(self, pools: Sequence[str]) -> list[PoolActivity]:
         """Return what happens in these pools: their queues, nodes and newest events."""
