@@ -78,6 +78,7 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
         CommandEntry(
             "doctor", "penstock.cli.machine.doctor:doctor", "Check this machine, its Redis and its nodes, with advice"
         ),
+        CommandEntry("config", "penstock.cli.machine.config:app", "Show settings, and what sets each of them"),
     ),
     "Measure": (
         CommandEntry("plan", "penstock.cli.machine.plan:plan", "Say which ranks and replicas of a model fit devices"),
