@@ -10,7 +10,12 @@ import pytest
 from tests.source_tree import ROOT
 
 PAGES = sorted(
-    path for folder in ("", "docs", "examples", "ops", "ops/acl", "ops/bench") for path in (ROOT / folder).glob("*.md")
+    path
+    for folder in (
+        *("", "docs", "docs/howto", "examples"),
+        *("ops", "ops/acl", "ops/bench", "ops/observe", "ops/deploy/kubernetes"),
+    )
+    for path in (ROOT / folder).glob("*.md")
 )
 PATH = re.compile(r"`((?:[\w.]+/)+\w+\.(?:py|lua|h|cpp))(?::\w+)?`")
 """A file that a page names, from any folder on."""
