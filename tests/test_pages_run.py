@@ -29,11 +29,11 @@ RUNNABLE = [page for page in PAGES if any(block.way == "run" for block in blocks
 def in_background(text: str, folder: Path, env: dict[str, str]) -> Iterator[None]:
     """Run a block until the end of the page, and wait until a server that it starts is ready."""
     with (folder / "background.log").open("a") as log:
-        words = ("bash", "-c", f"exec {text.strip()}")
+        words = ("bash", "-c", f"exec env {text.strip()}")
         running = subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log)
         try:
             deadline_s = time.monotonic() + START_S
-            while text.startswith("penstock serve") and not is_ready(env["PENSTOCK_GATEWAY_PORT"]):
+            while "penstock serve" in text and not is_ready(env["PENSTOCK_GATEWAY_PORT"]):
                 assert running.poll() is None and time.monotonic() < deadline_s, (folder / "background.log").read_text()
                 time.sleep(0.1)
             yield

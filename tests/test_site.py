@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from docs_site.links import broken_links
-from docs_site.pages import named_pages, write_sources
+from docs_site.pages import menu, named_pages, write_sources
 from docs_site.reference import reference_pages
 from typer.main import get_command
 
@@ -36,7 +36,7 @@ def options_of(command: Any) -> set[str]:
 def test_the_menu_names_pages_that_exist_and_every_page_of_docs(tmp_path: Path) -> None:
     write_sources(tmp_path / "site")
     source = tmp_path / "site/source"
-    named = set(named_pages())
+    named = set(named_pages(menu()))
     assert [name for name in sorted(named) if not (source / name).is_file()] == []
     pages = {str(path.relative_to(ROOT)) for folder in ("docs", "docs/howto") for path in (ROOT / folder).glob("*.md")}
     assert pages <= named

@@ -65,11 +65,23 @@ NAV: Nav = {
     },
     "Project": {"Changes": "CHANGELOG.md", "Contributing": "CONTRIBUTING.md", "Examples": "examples/index.md"},
 }
-"""The menu. Pages that are linked but not named here, such as results of benchmarks, are on the site too."""
+"""The menu. Pages of docs/ that it does not name come under More; so the site has every page that is linked."""
 
 
-def named_pages(nav: Nav = NAV) -> Iterator[str]:
-    """Yield the paths that the menu names."""
+def menu() -> Nav:
+    """Return the whole menu."""
+    named = set(named_pages(NAV))
+    found = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "docs").glob("**/*.md"))}
+    more = {_title(path): page for page, path in found.items() if page not in named}
+    return {**NAV, "More": more} if more else NAV
+
+
+def _title(path: Path) -> str:
+    return path.read_text().partition("\n")[0].lstrip("# ")
+
+
+def named_pages(nav: Nav) -> Iterator[str]:
+    """Yield the paths that a menu names."""
     for target in nav.values():
         if isinstance(target, str):
             yield target
@@ -83,7 +95,7 @@ def write_sources(folder: Path) -> None:
     source = folder / "source"
     for name, text in reference_pages().items():
         _write(source / "reference" / name, text)
-    waiting = [path for page in named_pages() if (path := _origin(page)).is_file()]
+    waiting = [path for page in named_pages(menu()) if (path := _origin(page)).is_file()]
     seen = set(waiting)
     while waiting:
         path = waiting.pop()
@@ -149,7 +161,7 @@ site_description = "LLM inference from a durable queue"
 site_url = ""
 docs_dir = "source"
 site_dir = "html"
-nav = {_toml_of(NAV)}
+nav = {_toml_of(menu())}
 
 [project.theme]
 language = "en"
