@@ -113,7 +113,8 @@ def declare(
 ) -> None:
     """Make a pool before its first node, so that jobs may wait for one and metrics show them.
 
-    The pool's limits come from the same PENSTOCK_NODE_* variables as a node's. A pool that exists stays as it is.
+    The pool's limits and parsers come from the same PENSTOCK_NODE_* variables as a node's. A pool that exists stays as
+    it is.
 
     Examples:
         penstock pools declare POOL
@@ -241,6 +242,8 @@ async def _declare(
         aliases=settings.aliases,
         max_model_len=max_model_len or 0,
         created_s=int(time.time()),
+        tool_parser=settings.tool_parser or "none",
+        reasoning_parser=settings.reasoning_parser or "none",
         kinds=KINDS,
     )
     async with connect(redis_url) as redis:

@@ -66,7 +66,8 @@ def test_unused_pool_is_listed_and_can_be_forgotten(redis_url: str) -> None:
 
 
 def test_a_declared_pool_takes_jobs_before_its_first_node(redis_url: str) -> None:
-    declared = pools(redis_url, "declare", "later", "--model", "acme/later", "--max-model-len", "64")
+    words = ("declare", "later", "--model", "acme/later", "--max-model-len", "64", "--redis-url", redis_url)
+    declared = run_command("pools", *words, PENSTOCK_NODE_TOOL_PARSER="hermes")
     assert (declared.returncode, declared.stdout) == (0, "later: declared\n")
     assert pools(redis_url, "declare", "later").stdout == "later: exists already, and stays as it is\n"
     (shown,) = json.loads(pools(redis_url, "list", "--json").stdout)
@@ -79,7 +80,8 @@ def test_a_declared_pool_takes_jobs_before_its_first_node(redis_url: str) -> Non
                 for name in ("later", "acme/later")
             ]
             assert sum((await client.pool_stats())[0][0].queue.queued) == 2
-            assert (await client.pools())["later"].max_model_len == 64
+            found = (await client.pools())["later"]
+            assert (found.max_model_len, found.tool_parser, found.is_alive) == (64, "hermes", False)
             # Its first node has limits of its own, and joins all the same.
             async with running_node(redis_url, ReferenceEngine(), pool="later", max_wait_ms=5000):
                 return [(await job.result()).text for job in jobs]

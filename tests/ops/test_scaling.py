@@ -230,7 +230,7 @@ def test_the_query_takes_the_same_value_from_one_gateway_or_two_and_none_from_no
             series.append({"series": f"penstock_queue_depth{{{labels}}}", "values": f"{jobs}x{minutes} stale"})
         other = f'pool="other",priority="batch",background="true",state="queued",instance="{gateway}"'
         series.append({"series": f"penstock_queue_depth{{{other}}}", "values": f"50x{minutes} stale"})
-    expected = (("3m", [7]), ("8m", [7]), ("12m", []))
+    expected: tuple[tuple[str, list[int]], ...] = (("3m", [7]), ("8m", [7]), ("12m", []))
     asked = [
         {"expr": query, "eval_time": when, "exp_samples": [{"labels": "{}", "value": value} for value in values]}
         for when, values in expected
