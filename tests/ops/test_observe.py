@@ -96,6 +96,7 @@ def test_promtool_accepts_and_tests_the_rules() -> None:
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian: prometheus)")
+@pytest.mark.slow
 @pytest.mark.process
 def test_promtool_notices_a_rule_that_never_fires(tmp_path: Path) -> None:
     rules = (OBSERVE / "alerts.yml").read_text()
