@@ -114,7 +114,7 @@ class HealthRoutes:
         # A gateway often starts a moment before its first node, so a copy without nodes is fetched anew.
         for renewed in (False, True):
             for pool, record in (await self._client.pools(renewed=renewed)).items():
-                if record.is_alive and any(not node.draining for node in (await self._client.pressure(pool)).nodes):
+                if record.is_alive and any(node.takes_jobs for node in (await self._client.pressure(pool)).nodes):
                     return True
         return False
 

@@ -21,6 +21,8 @@ from penstock.gpu_node.node import Node
 from penstock.gpu_node.service.health import EngineStalledError
 from penstock.gpu_node.service.seats import Seats, declare_dead_before_loading, take_seats
 from penstock.gpu_node.settings import NodeSettings, engine_config
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.node import config_of_pool
 from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
 from penstock.runtime.logging import ProgressLog
@@ -90,6 +92,7 @@ async def run_node(settings: NodeSettings) -> None:
 
     Raises ConfigError for settings that contradict each other and for models that cannot run.
     """
+    settings = await _with_config_of_pool(settings)
     config = engine_config(settings)
     seats = take_seats(settings)
     beside = [asyncio.create_task(declare_dead_before_loading(settings, seats))]
@@ -107,6 +110,22 @@ async def run_node(settings: NodeSettings) -> None:
         raise ConfigError(problem, param="tool_parser")
     freeze_gc()
     await serve_engine(settings, engine, seats, measures_steps=True)
+
+
+async def _with_config_of_pool(settings: NodeSettings) -> NodeSettings:
+    """Return the settings with those of the pool's live nodes in place of defaults."""
+    try:
+        async with connect(settings.redis_url) as redis:
+            config = await config_of_pool(redis, settings.pool_name)
+    except PenstockError as error:
+        # If the pool has another config, joining it says so.
+        log.info("the pool's config cannot be read", extra={"reason": error.message})
+        return settings
+    taken = settings.with_config(config)
+    changed = {name: value for name, value in taken.pool_config.items() if settings.pool_config[name] != value}
+    if changed:
+        log.info("settings are those of the pool", extra=changed)
+    return taken
 
 
 async def serve_engine(

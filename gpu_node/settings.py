@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Annotated
 
@@ -154,6 +155,21 @@ class NodeSettings(Settings, EngineOptions):
         """The settings on which all nodes of the pool must agree, under the names that the scripts use; '' for None."""
         given = {name: "" if (value := getattr(self, name)) is None else value for name in POOL_WIDE}
         return {"policy": given.pop("scheduling_policy"), **given}
+
+    def with_config(self, config: Mapping[str, str]) -> NodeSettings:
+        """Return these settings with a pool's values, by the names of `pool_config`, for all that were not set.
+
+        So a release with other defaults joins the pool of an earlier one. Raises ConfigError.
+        """
+        names = {"policy": "scheduling_policy"}
+        values = {names.get(name, name): value for name, value in config.items()}
+        taken = {
+            name: value
+            for name, value in values.items()
+            if name in (*POOL_WIDE, "max_model_len") and name not in self.model_fields_set
+        }
+        known = {name: getattr(self, name) for name in self.model_fields_set}
+        return NodeSettings.load(**known, **{name: value or None for name, value in taken.items()})
 
 
 MAX_REPLICAS = 64

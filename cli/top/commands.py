@@ -101,6 +101,9 @@ def _title(pool: PoolFrame) -> Text:
     title = Text(no_wrap=True, overflow="ellipsis").append(pool.pool, "bold cyan")
     facts = [] if pool.model == pool.pool else [pool.model]
     facts += sorted({node.arithmetic for node in pool.nodes if node.arithmetic})
+    facts += sorted({f"{node.num_ranks} ranks a node" for node in pool.nodes if node.num_ranks > 1})
+    if num_losses := pool.total("num_rank_losses"):
+        facts.append(f"ranks lost {_counted(round(num_losses), 'time')}")
     return title.append("".join(f"  {fact}" for fact in facts), "dim")
 
 

@@ -56,6 +56,10 @@ class NodeRow:
     step_ms_p99: float = 0.0
     process_bytes: int = 0
     arithmetic: str = ""
+    num_ranks: int = 1
+    """Processes that compute its model together."""
+    num_rank_losses: int = 0
+    """Times that one of them was lost, and all were started again."""
     prefix_hit_rate: float | None = None
     """Share of the prompt tokens of the last minute that the prefix cache had; None if no prompt began."""
     gpu_utilization: float | None = None
@@ -247,6 +251,8 @@ class TopReader:
             step_ms_p99=pressure.step_ms_p99,
             process_bytes=pressure.process_bytes,
             arithmetic=pressure.arithmetic,
+            num_ranks=pressure.num_ranks,
+            num_rank_losses=pressure.num_rank_losses,
             prefix_hit_rate=pressure.prefix_hit_rate,
             gpu_utilization=pressure.gpu_utilization,
             gpu_memory_used_bytes=pressure.gpu_memory_used_bytes,

@@ -243,11 +243,13 @@ class Engine:
 
     def has_work(self) -> bool:
         """Return whether `step` has anything to do."""
-        return bool(self._requests or self._searches.is_active or self._in_flight) or self._has_lost_ranks
+        has_requests = bool(self._requests or self._searches.is_active or self._in_flight)
+        return has_requests or (self._ranked is not None and self._ranked.is_lost)
 
     @property
-    def _has_lost_ranks(self) -> bool:
-        return self._ranked is not None and self._ranked.is_lost
+    def lost_ranks(self) -> str:
+        """Why no step can run until the ranks are started again; empty while all live. Any thread may read it."""
+        return "" if self._ranked is None else self._ranked.ranks.lost
 
     def wait(self) -> None:
         """Block until `step` would not wait. The step that it then submits includes requests added meanwhile."""
@@ -266,7 +268,7 @@ class Engine:
         if (error := self._launch_error) is not None:
             self._launch_error = None
             raise error
-        if self._has_lost_ranks and self._ranked is not None and not self._in_flight:
+        if self._ranked is not None and self._ranked.is_lost and not self._in_flight:
             self._scheduler.lose_blocks()
             self._ranked.recover()
             return []  # Requests that were aborted meanwhile must not be in the next step.

@@ -101,6 +101,10 @@ class EngineLike(Protocol):
     def num_preemptions(self, request_id: str) -> int:
         """Return how often the open choices of a request were preempted; safe on any thread."""
 
+    @property
+    def lost_ranks(self) -> str:
+        """Why no step can run until the ranks are started again; empty while all live. Any thread may read it."""
+
 
 class EngineWorker:
     """An engine's own thread. It calls `deliver` once per step that produced output."""
@@ -194,6 +198,11 @@ class EngineWorker:
     def num_preemptions(self, request_id: str) -> int:
         """Return how often the open choices of a request were preempted; 0 for an unknown id."""
         return self._engine.num_preemptions(request_id)
+
+    @property
+    def lost_ranks(self) -> str:
+        """Why no step can run until the ranks are started again; empty while all live."""
+        return self._engine.lost_ranks
 
     def stats(self) -> Future[EngineStats]:
         """Read the engine's statistics between two steps."""

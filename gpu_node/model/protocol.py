@@ -311,6 +311,8 @@ class RankStats:
     """From the arrival of the slowest rank until this one went on."""
     num_meetings: int = 0
     """At which all ranks have waited for each other."""
+    lost: str = ""
+    """Why no step can run until the ranks are started again; empty while all of them live."""
 
 
 NO_RANKS = RankStats()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from penstock.contract.errors import InvariantError, UnavailableError
+from penstock.contract.pool import RANKS_PART
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine.worker import EngineWorker
 
@@ -32,6 +33,8 @@ class EngineWatch:
         )
         self.stats: EngineStats | None = None
         """The engine's last statistics; None before the first."""
+        self.lost_ranks = ""
+        """Why the engine waits for its ranks to be started again, as known at the last look; empty while all live."""
 
     @property
     def stalled_s(self) -> float:
@@ -47,7 +50,9 @@ class EngineWatch:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._interval_s):
                 self.stats = answer = await asyncio.wrap_future(self._worker.stats())
-        self._watchdog.look(answer, may_step=not self._worker.is_paused, now_s=time.monotonic())
+        self.lost_ranks = self._worker.lost_ranks
+        may_step = not self._worker.is_paused
+        self._watchdog.look(answer, may_step=may_step, now_s=time.monotonic(), starts_ranks=bool(self.lost_ranks))
         if self.stats is None:
             # Logged here, because joining retries silently on UnavailableError, as while Redis is unavailable.
             log.warning("the engine has not answered yet", extra={"waited_s": round(self.stalled_s, 1)})
@@ -75,13 +80,19 @@ class Watchdog:
         self.stalled_s = 0.0
         """Seconds without progress, as known at the last look."""
 
-    def look(self, stats: EngineStats | None, *, may_step: bool, now_s: float) -> None:
+    def look(self, stats: EngineStats | None, *, may_step: bool, now_s: float, starts_ranks: bool = False) -> None:
         """Check the engine's statistics; None: it did not answer. Raises EngineStalledError when it hangs.
+
+        starts_ranks: it waits for its ranks. That has a limit of its own: a large model may take longer to load than a
+        step may take.
 
         A node that only seemed to live would keep its jobs forever.
         """
         elapsed_s = min(now_s - self._looked_s, self._max_look_s)
         self._looked_s = now_s
+        if starts_ranks:
+            self.stalled_s = 0.0
+            return
         if stats is not None:
             has_work = stats.num_running + stats.num_waiting + stats.num_swapped > 0
             if stats.steps != self._num_steps or not may_step or not has_work:
@@ -94,6 +105,8 @@ class Watchdog:
 
 REMEMBERED_S = 30.0
 """How long a momentary problem stays reported, so that an operator can notice it."""
+_NOT_REMEMBERED = frozenset((RANKS_PART,))
+"""Gateways are not ready while such a part is unhealthy, so it is reported for no longer than that."""
 _STALLED_ENGINE_S = 10.0
 _SILENT_REDIS_S = 5.0
 _LATE_S = 1.0
@@ -115,6 +128,8 @@ class HealthSample:
     stats: EngineStats
     engine_stalled_s: float
     """Seconds without an answer, or without a step although there is work."""
+    lost_ranks: str
+    """Why the engine waits for its ranks to be started again; empty while all live."""
     redis_silent_s: float
     hears_doorbell: bool
     unsent_bytes: int
@@ -139,7 +154,9 @@ class Health:
             if part not in self._troubles:
                 log.warning("a part of this node is unhealthy", extra={"part": part, "reason": why})
             self._troubles[part] = why, sample.now_s
-        for part in [part for part, (_, seen_s) in self._troubles.items() if sample.now_s - seen_s > REMEMBERED_S]:
+        for part, (_, seen_s) in list(self._troubles.items()):
+            if sample.now_s - seen_s <= (0.0 if part in _NOT_REMEMBERED else REMEMBERED_S):
+                continue
             del self._troubles[part]
             log.info("a part of this node is healthy again", extra={"part": part})
         return {part: why for part, (why, _) in self._troubles.items()}
@@ -148,6 +165,8 @@ class Health:
         stats, last = sample.stats, before.stats
         if sample.engine_stalled_s > _STALLED_ENGINE_S:
             yield "engine", f"has made no step for {sample.engine_stalled_s:.0f} s"
+        if sample.lost_ranks:
+            yield RANKS_PART, f"are being started again: {sample.lost_ranks}"
         if stats.grammar_host_failures:
             yield "grammars", "requests with structured output fail until the node is restarted"
         num_without_memory = stats.num_memory_failures - last.num_memory_failures

@@ -31,6 +31,8 @@ class NodeSnapshot:
     stats: EngineStats
     engine_stalled_s: float
     """Seconds without an answer, or without a step although there is work."""
+    lost_ranks: str
+    """Why the engine waits for its ranks to be started again; empty while all live."""
     answered_call: int
     """Number of the last take call that was answered. `job_ids` lists no jobs of later calls."""
     job_ids: list[str]
@@ -60,6 +62,7 @@ async def take_snapshot(
     return NodeSnapshot(
         stats=stats,
         engine_stalled_s=watch.stalled_s,
+        lost_ranks=watch.lost_ranks,
         answered_call=inbox.answered_call,
         job_ids=ledger.job_ids,
         jobs_by_level=ledger.jobs_by_level,
@@ -259,6 +262,7 @@ class Heartbeat:
             late_s=self._late_s,
             stats=snapshot.stats,
             engine_stalled_s=snapshot.engine_stalled_s,
+            lost_ranks=snapshot.lost_ranks,
             redis_silent_s=now_s - self._acknowledged_s,
             # A draining node takes no jobs, so it needs no doorbell.
             hears_doorbell=self.draining or snapshot.hears_doorbell,

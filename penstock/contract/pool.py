@@ -89,6 +89,9 @@ the submission until a node took the job, that until the first token, and that b
 
 # The open jobs of a pool by state and level.
 
+RANKS_PART = "ranks"
+"""The part of a node that is unhealthy while its ranks are started again, and only then."""
+
 WaitState = Literal["queued", "scheduled", "awaiting_tokens"]
 """Why a job waits: for a node, for its time (`not_before`), or for its tenant's tokens per minute."""
 WAIT_STATES: tuple[WaitState, ...] = get_args(WaitState)
@@ -331,6 +334,11 @@ class NodePressure(EngineLoad):
     """How many times of the last hour were in each bucket of a histogram, by the names and bounds of `JOB_TIMES`."""
     troubles: dict[str, str] = field(default_factory=dict)
     """Parts of the node that are unhealthy, or were so recently → the reason."""
+
+    @property
+    def takes_jobs(self) -> bool:
+        """Whether it would compute a job now: it is not draining, and all its ranks live."""
+        return not self.draining and RANKS_PART not in self.troubles
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,13 +64,22 @@ class WorkerClient:
             return self._running
 
 
+TOGETHER_S = 0.01
+"""How long a call waits for others, while one is running. It halves the script calls of a group of short tasks."""
+
+
 class _ClientThread:
-    """A loop on a thread of its own, and the client that connects on it when it is first used."""
+    """A loop on a thread of its own, and the client that connects on it when it is first used.
+
+    Tasks come one by one. Calls that begin together share calls of Redis, so a call begins at once only if none runs.
+    """
 
     def __init__(self, redis_url: str) -> None:
         self._redis_url = redis_url
         self._client: AsyncClient | None = None
         self._connecting = asyncio.Lock()
+        self._num_running = 0
+        self._next_start: asyncio.Event | None = None
         self.loop = LoopThread()
 
     async def call(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
@@ -78,7 +87,24 @@ class _ClientThread:
             if self._client is None:
                 # A failed attempt leaves no client, so the next task makes another one.
                 self._client = await AsyncClient(self._redis_url).connect()
-        return await work(self._client)
+        if self._num_running:
+            await self._start_together()
+        self._num_running += 1
+        try:
+            return await work(self._client)
+        finally:
+            self._num_running -= 1
+
+    async def _start_together(self) -> None:
+        if self._next_start is None:
+            self._next_start = asyncio.Event()
+            asyncio.get_running_loop().call_later(TOGETHER_S, self._start)
+        await self._next_start.wait()
+
+    def _start(self) -> None:
+        if self._next_start is not None:
+            self._next_start.set()
+            self._next_start = None
 
     async def close(self) -> None:
         if self._client is not None:

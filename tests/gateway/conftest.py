@@ -160,6 +160,10 @@ class EchoEngine:
     def wait(self) -> None:
         pass
 
+    @property
+    def lost_ranks(self) -> str:
+        return ""
+
     def requests_in_flight(self) -> set[str]:
         """Return no ids: no step of this engine hangs."""
         return set()

@@ -13,7 +13,7 @@ import redis.asyncio
 from fakes.announced_pools import announcing, withdrawing
 from fakes.older_pool import REFUSAL, make_older_pool
 
-from penstock.contract.pool import PoolRecord
+from penstock.contract.pool import RANKS_PART, NodePressure, PoolRecord
 from penstock.gateway.app import create_app
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient
@@ -89,3 +89,21 @@ async def test_gateway_whose_inbox_has_ended_is_not_ready():
         response = await http.get("/ready")
         assert (response.status_code, response.json()["error"]["code"]) == (503, "inbox_ended")
         assert (await http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(("troubles", "status"), [({"runner": "3 steps failed"}, 200), ({RANKS_PART: "ended"}, 503)])
+async def test_gateway_is_not_ready_while_the_only_node_waits_for_its_ranks(troubles, status):
+    class Clientlike:
+        is_alive = True
+        feed = control = files = batches = None
+        webhooks = SimpleNamespace(queue=None)
+
+        async def pools(self, *, renewed: bool = False):
+            return {"m": SimpleNamespace(is_alive=True)}
+
+        async def pressure(self, pool: str):
+            return SimpleNamespace(nodes=[NodePressure("n1", troubles=troubles)])
+
+    app = create_app(GatewaySettings(), cast("AsyncClient", Clientlike()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
+        assert (await http.get("/ready")).status_code == status

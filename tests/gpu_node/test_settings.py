@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.fake_node import FakeNode
 from pydantic.fields import FieldInfo
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.model import options
+from penstock.gpu_node.process import _with_config_of_pool as of_pool
 from penstock.gpu_node.settings import NodeSettings, engine_config
+from penstock.queue import keys
 
 OF_ENGINES_ALONE = {"kv_cache_tokens"}
 DIFFER = {
@@ -103,3 +106,31 @@ def test_a_limit_of_waits_of_an_unknown_class_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setenv("PENSTOCK_NODE_MAX_WAIT_MS_URGENT", "5000")
     with pytest.raises(ConfigError, match="unknown environment variable PENSTOCK_NODE_MAX_WAIT_MS_URGENT"):
         NodeSettings.load(model="m", redis_url="unix://x")
+
+
+async def test_a_node_takes_the_config_of_a_live_pool_for_all_that_is_not_set(redis_url: str) -> None:
+    """As in a rolling upgrade: an earlier release had other defaults, and nodes of both run beside each other."""
+    given: dict[str, Any] = {"model": "m", "redis_url": redis_url, "pool": "fake"}
+    own = NodeSettings.load(**given, max_losses=5)
+    async with FakeNode(redis_url, lease_ms=7000, policy="fcfs", max_model_len=999, max_losses=4) as node:  # type: ignore[arg-type]
+        taken = await of_pool(own)
+        assert (taken.lease_ms, taken.scheduling_policy, taken.max_model_len) == (7000, "fcfs", 999)
+        assert taken.max_wait_ms_batch is None
+        with pytest.raises(ConfigError, match="pool fake runs with max_losses=4, this node with 5"):
+            await node.broker.join(taken.pool_config, node.record)
+        unset = await of_pool(NodeSettings.load(**given))
+        await node.broker.join(unset.pool_config, node.record)
+        await node.redis.zadd(keys.nodes("fake"), {node.node_id: 0})
+        # No node lives.
+        assert await of_pool(own) == own
+
+
+async def test_a_config_that_this_release_refuses_is_named(redis_url: str) -> None:
+    async with FakeNode(redis_url, lease_ms=1):
+        with pytest.raises(ConfigError, match="lease_ms"):
+            await of_pool(NodeSettings.load(model="m", redis_url=redis_url, pool="fake"))
+
+
+async def test_without_redis_a_node_keeps_its_own_settings(tmp_path: Path) -> None:
+    own = NodeSettings.load(model="m", redis_url=f"unix://{tmp_path}/none.sock")
+    assert await of_pool(own) == own

@@ -237,6 +237,7 @@ class NodeView {
       `step ${duration(node.step_ms_p50)}`,
       node.prefix_hit_rate === null ? "" : `${percent(node.prefix_hit_rate)} of prompt tokens from the cache in the last minute`,
       `${count(node.num_preemptions, "preemption")}, ${number(node.num_swaps)} by swap`,
+      node.num_ranks > 1 ? `${count(node.num_ranks, "rank")}, lost ${count(node.num_rank_losses, "time")}` : "",
       node.gpu_utilization === null ? "" : `GPU ${percent(node.gpu_utilization)} busy`,
       node.gpu_memory_total_bytes ? `${gib(node.gpu_memory_used_bytes)} of ${gib(node.gpu_memory_total_bytes)} GiB GPU memory` : "",
     ].filter(Boolean).join(" · ");

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
+from penstock.runtime.process_memory import available_bytes
 
 _PART_BYTES = 64 << 20
 _STRIDE = 64 << 10
 """With a page that is read, Linux maps its neighbors in memory: this many aligned bytes (fault_around_bytes)."""
-_MEMINFO = Path("/proc/meminfo")
 
 
 class PageFaults:
@@ -37,7 +37,7 @@ class PageFaults:
 
     def take(self, is_enough: Callable[[], bool]) -> None:
         """Map pages on this thread, until all are mapped or `is_enough`."""
-        if self._mapped.nbytes > _available_bytes():
+        if self._mapped.nbytes > available_bytes():
             return
         while not is_enough() and (start := next(self._starts, None)) is not None:
             part = self._mapped[start : start + _PART_BYTES]
@@ -51,16 +51,6 @@ class PageFaults:
     def stop(self) -> None:
         """End that thread soon."""
         self._is_stopped.set()
-
-
-def _available_bytes() -> int:
-    """Return how many bytes can be used without swapping; 0 if the kernel does not say."""
-    try:
-        lines = _MEMINFO.read_text().splitlines()
-    except OSError:
-        return 0
-    sizes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return sizes[0] * 1024 if sizes else 0
 
 
 class MappedFile:

@@ -26,6 +26,7 @@ START_PATIENCE_S = 120.0
 _LOOK_S = 0.25
 """Interval at which rank 0 shows that it lives, and looks for ranks that hang."""
 _MAX_REPORT_BYTES = 64 << 10
+_ENDED = "the ranks were ended"
 
 
 class RankHandle(Protocol):
@@ -33,6 +34,9 @@ class RankHandle(Protocol):
 
     def fileno(self) -> int:
         """The descriptor to read its reports from. It is closed when the rank has ended."""
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the rank, so that it does not run."""
 
     def kill(self) -> None:
         """End the rank now, whatever it does. Calls after the first do nothing."""
@@ -51,6 +55,17 @@ class _StartedRank:
     report: bytearray = field(default_factory=bytearray)
     facts: Mapping[str, Any] | None = None
     pid: int = 0
+    stopped_since_s: float | None = None
+    """Since when it was found stopped while it starts, on the monotonic clock."""
+
+    def stopped_s(self) -> float:
+        """How long it has been found stopped while it starts. Once it is ready, meetings show whether it runs."""
+        if self.facts is not None or not self.handle.is_stopped():
+            self.stopped_since_s = None
+            return 0.0
+        now_s = time.monotonic()
+        self.stopped_since_s = self.stopped_since_s or now_s
+        return now_s - self.stopped_since_s
 
 
 class RankGroup:
@@ -65,6 +80,8 @@ class RankGroup:
         self._changed = threading.Condition()
         self._started: dict[int, _StartedRank] = {}
         self._lost = ""
+        self._awaited = _ENDED
+        """Why the ranks have to be started, until they are ready."""
         self._is_closing = False
         self._num_messages = 0
         self.num_starts = 0
@@ -96,6 +113,7 @@ class RankGroup:
         except BaseException:
             self.close()
             raise
+        self._awaited = ""
         log.info("ranks are ready", extra={"num_ranks": self.size, "pids": self.pids, "num_starts": self.num_starts})
         return memory
 
@@ -133,14 +151,14 @@ class RankGroup:
     def check(self) -> None:
         """Raise RanksLostError if a rank was lost."""
         if self.memory is None or self._lost or self.exchange.is_aborted:
-            raise RanksLostError(self._lost or "the ranks were ended")
+            raise RanksLostError(self._lost or _ENDED)
 
     @property
     def stats(self) -> RankStats:
         """What the ranks have spent at meetings since the last start. Any thread may read it."""
         with self._changed:
-            if self.memory is None:
-                return RankStats(self.size, self.num_starts)
+            if self.memory is None or self._awaited:
+                return RankStats(self.size, self.num_starts, lost=self._awaited)
             states = [self.exchange.state_of(rank) for rank in range(self.size)]
             waited_s = tuple(state.waited_ns / 1e9 for state in states)
             exchanged_s = tuple(state.exchanged_ns / 1e9 for state in states)
@@ -168,11 +186,12 @@ class RankGroup:
         with self._changed:
             self.memory.close()
             self.memory = None
+            self._awaited = self._lost or _ENDED
 
     def _memory(self) -> GroupMemory:
         self.check()
         if self.memory is None:
-            raise RanksLostError("the ranks were ended")
+            raise RanksLostError(_ENDED)
         return self.memory
 
     def _hand_out(self, kind: Kind) -> None:
@@ -201,6 +220,8 @@ class RankGroup:
             for rank, member in members.items():
                 if member.handle in readable:
                     self._read(rank, member)
+                elif (for_s := member.stopped_s()) >= self._stall_s:
+                    self._lose(f"rank {rank} cannot start: a signal has stopped it for {for_s:.1f} s")
             if (still := hung.look()) is not None and hung.for_s >= self._stall_s:
                 self._lose(f"rank {still} hangs: it has stood still for {hung.for_s:.1f} s while the others waited")
 
@@ -225,7 +246,7 @@ class RankGroup:
         with self._changed:
             if self._is_closing or self._lost:
                 return
-            self._lost = why
+            self._lost = self._awaited = why
             self.exchange.abort()
             self._changed.notify_all()
         log.error("the ranks are lost", extra={"reason": why})

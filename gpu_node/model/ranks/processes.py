@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from penstock.runtime.process_guard import guarded
@@ -44,6 +45,19 @@ class RankProcess:
     def fileno(self) -> int:
         """The descriptor of its reports. Its end means that guard and rank have ended."""
         return self._reports
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the rank, or its guard."""
+        guard = Path(f"/proc/{self._guard.pid}")
+        try:
+            children = (guard / "task" / guard.name / "children").read_text().split()
+            states = [
+                (Path("/proc", pid) / "stat").read_text().rpartition(")")[2].split()[0]
+                for pid in [guard.name, *children]
+            ]
+        except (FileNotFoundError, ProcessLookupError):
+            return False  # It has just ended, which its reports show.
+        return "T" in states
 
     def kill(self) -> None:
         """Close the guard's pipe: the guard then kills the rank."""

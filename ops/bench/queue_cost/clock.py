@@ -98,6 +98,10 @@ class ClockEngine:
         """It never hangs."""
         return set()
 
+    @property
+    def lost_ranks(self) -> str:
+        return ""
+
     def num_preemptions(self, request_id: str) -> int:
         return 0
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import re
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -39,7 +42,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="llama-1b", help="a model, or the shape of one with random weights")
     parser.add_argument("--quantization", default="int8_group")
+    parser.add_argument("--gloo", nargs=2, metavar=("RANK", "STORE"), help="be a rank that exchanges through gloo")
     args = parser.parse_args()
+    if args.gloo is not None:
+        _exchange_through_gloo(int(args.gloo[0]), args.gloo[1])
+        return
     settings: dict[str, Any] = {"runner": "native", "quantization": args.quantization, "num_kv_blocks": 256}
     if not Path(args.model).exists():
         settings["load_format"] = "dummy"
@@ -51,7 +58,8 @@ def main() -> None:
         f"{revision()}. `{COMMAND}`",
         "",
         f"**An exchange** of {ROWS} rows of {COLUMNS} numbers between two ranks, each on a thread: "
-        f"{_exchange_us():.1f} µs. Each rank writes its half, meets the other one, reads all rows, and meets it again.",
+        f"{_exchange_us():.1f} µs. Each rank writes its half, meets the other one, reads all rows, and meets it again. "
+        f"An `all_gather` of as much through gloo, between two processes: {_gloo_us():.1f} µs.",
         "",
         *_speeds(args.model, settings),
     ]
@@ -79,6 +87,35 @@ def _exchange_us() -> float:
         took_us.append(1e6 * (time.perf_counter() - began_s) / EXCHANGES)
     memory.close()
     return median(took_us)
+
+
+def _gloo_us() -> float:
+    """Return the time of one exchange between two processes through torch's gloo: the median of several runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", __spec__.name, "--gloo"]
+        store = f"{folder}/store"
+        with subprocess.Popen([*command, "1", store]):
+            ran = subprocess.run([*command, "0", store], check=True, capture_output=True, text=True)
+    return float(ran.stdout)
+
+
+def _exchange_through_gloo(rank: int, store: str) -> None:
+    """Be one of two ranks; rank 0 prints the time of an exchange."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    own, rows = torch.zeros(ROWS, COLUMNS // 2), list(torch.zeros(2, ROWS, COLUMNS // 2))
+    took_us = []
+    for _ in range(REPEATS):
+        began_s = time.perf_counter()
+        for _ in range(EXCHANGES):
+            distributed.all_gather(rows, own)
+        took_us.append(1e6 * (time.perf_counter() - began_s) / EXCHANGES)
+    distributed.destroy_process_group()
+    if rank == 0:
+        print(median(took_us))
 
 
 def _speeds(model: str, settings: dict[str, Any]) -> Iterator[str]:

@@ -182,6 +182,18 @@ class JobEnd:
         return len(self.result) + sum(map(len, self.last.chunks))
 
 
+async def config_of_pool(redis: Redis, pool: str) -> dict[str, str]:
+    """Return the config with which the live nodes of a pool run; empty if none lives. Raises UnavailableError."""
+    with translated():
+        found = await cast(Any, redis).hgetall(keys.config(pool))
+        config = {name.decode(): value.decode() for name, value in found.items()}
+        if not config:
+            return {}
+        seconds, _ = await redis.time()
+        oldest_ms = 1000 * seconds - int(config.get("lease_ms", 0))
+        return config if await redis.zcount(keys.nodes(pool), oldest_ms, "+inf") else {}
+
+
 class LeaseLostError(Exception):
     """The pool has declared this node dead; its jobs belong to other nodes now."""
 

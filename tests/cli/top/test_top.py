@@ -26,7 +26,7 @@ from rich.console import Console
 from penstock import Client
 from penstock.cli.top.commands import screen_of
 from penstock.cli.top.reader import Frame, NodeRow, PoolFrame, TopReader
-from penstock.contract.pool import NodePressure
+from penstock.contract.pool import RANKS_PART, NodePressure
 from penstock.contract.priority import Priority
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.pools import ActivityBroker
@@ -99,6 +99,7 @@ def test_json_has_every_number_of_the_view(busy: str) -> None:
         *("node_id", "state", "reason", "silent_ms", "num_jobs", "num_running", "num_waiting"),
         *("kv_blocks_used", "kv_blocks_cached", "kv_blocks_total", "tokens_in_per_s", "tokens_out_per_s"),
         *("mean_batch", "num_preemptions", "step_ms_p50", "step_ms_p99", "process_bytes", "arithmetic"),
+        *("num_ranks", "num_rank_losses"),
         *("prefix_hit_rate", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"),
     }
     assert (node["state"], node["num_running"]) == ("ok", 3)
@@ -154,6 +155,18 @@ async def test_a_node_that_falls_silent_is_dead_although_no_process_sweeps(redis
     await queue.age("nodes", "n1", 3_600_000)
     (row,) = (await reader.read()).pools[0].nodes
     assert (row.state, row.reason[:10]) == ("dead", "silent for")
+
+
+async def test_ranks_and_why_a_node_waits_for_them_are_shown(redis: Redis) -> None:
+    queue = Queue(redis)
+    node = await queue.node("n1")
+    waiting = NodePressure("n1", num_ranks=2, num_rank_losses=3, troubles={RANKS_PART: "are being started again"})
+    await node.broker.heartbeat(waiting, free=10, answered_call=0, held=None)
+    console = Console(width=120, file=StringIO())
+    console.print(screen_of(await TopReader(ActivityBroker(redis), ProducerBroker(redis)).read(), console))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "2 ranks a node  ranks lost 3 times" in text
+    assert "n1: ranks: are being started again" in text
 
 
 async def test_rates_are_those_between_two_heartbeats(redis: Redis) -> None:

@@ -294,6 +294,10 @@ class ReferenceEngine:
             arithmetic="reference",
         )
 
+    @property
+    def lost_ranks(self) -> str:
+        return ""
+
     def requests_in_flight(self) -> set[str]:
         """Return the ids of the requests in the batch."""
         return {live.request_id for live in self._live[: self._max_num_seqs]}

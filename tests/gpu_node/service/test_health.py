@@ -17,6 +17,7 @@ WELL = HealthSample(
     late_s=0.01,
     stats=replace(ReferenceEngine().stats(), steps=100, max_step_tokens=512),
     engine_stalled_s=0.1,
+    lost_ranks="",
     redis_silent_s=2.0,
     hears_doorbell=True,
     unsent_bytes=0,
@@ -36,6 +37,7 @@ def later(signs: HealthSample, by_s: float = 2.0, **changes: Any) -> HealthSampl
     ("changes", "part", "why"),
     [
         ({"engine_stalled_s": 12.0}, "engine", "has made no step for 12 s"),
+        ({"lost_ranks": "rank 1 ended"}, "ranks", "are being started again: rank 1 ended"),
         ({"num_failed_steps": 3}, "runner", "3 steps failed"),
         ({"grammar_host_failures": 1}, "grammars", "requests with structured output fail until the node is restarted"),
         ({"num_failed_steps": 3, "num_memory_failures": 3}, "memory", "3 steps ran out of memory"),
@@ -74,3 +76,10 @@ def test_transient_problem_stays_reported_for_a_while_and_is_logged_once(caplog:
         assert health.look(later(seen)) == {}
     said = [(record.message, record.part) for record in caplog.records]  # type: ignore[attr-defined]
     assert said == [("a part of this node is unhealthy", "runner"), ("a part of this node is healthy again", "runner")]
+
+
+def test_lost_ranks_are_reported_only_until_they_are_back() -> None:
+    health = Health()
+    health.look(WELL)
+    assert list(health.look(seen := later(WELL, lost_ranks="rank 1 ended"))) == ["ranks"]
+    assert health.look(later(seen, lost_ranks="")) == {}

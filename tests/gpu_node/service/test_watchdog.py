@@ -38,6 +38,13 @@ def test_idle_or_paused_engine_is_no_hang(watchdog: Watchdog, stats: EngineStats
     look_until(watchdog, stats, 100, may_step=stats is IDLE)
 
 
+def test_a_long_start_of_ranks_is_no_hang(watchdog: Watchdog) -> None:
+    for now_s in range(100):
+        watchdog.look(None, may_step=True, now_s=float(now_s), starts_ranks=True)
+    watchdog.look(None, may_step=True, now_s=101.0)
+    assert watchdog.stalled_s == 2.0
+
+
 def test_occasional_steps_are_no_hang(watchdog: Watchdog) -> None:
     for now_s in range(100):
         watchdog.look(replace(BUSY, steps=now_s // 9), may_step=True, now_s=float(now_s))

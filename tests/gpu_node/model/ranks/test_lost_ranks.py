@@ -26,6 +26,7 @@ from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import StepHandle, StepPlan
 from penstock.gpu_node.model.ranks import group as ranks_group
 from penstock.gpu_node.model.ranks.control import GroupMemory
+from penstock.gpu_node.model.ranks.processes import RankProcess
 
 PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 23 + i)] for i in range(4)]
 PARAMS = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=3, n=2, logprobs=2)
@@ -63,8 +64,8 @@ def _know_guards_of_other_tests() -> None:
 def _children() -> list[int]:
     """The guards of ranks that this process has started in this test and not waited for."""
     files = [task / "children" for task in Path("/proc/self/task").iterdir()]
-    pids = [pid for file in files for pid in _read(file).split()]
-    guards = [int(pid) for pid in pids if b"process_guard" in _read(Path(f"/proc/{pid}/cmdline"))]
+    pids = [int(pid) for file in files for pid in _read(file).split()]
+    guards = [pid for pid in pids if b"process_guard" in _read(Path(f"/proc/{pid}/cmdline"))]
     return [pid for pid in guards if pid not in _of_other_tests]
 
 
@@ -201,6 +202,41 @@ def test_a_rank_that_does_not_arrive_is_named(
     with pytest.raises(ConfigError, match="rank 1 has not started within 0"):
         make_engine(**RANKS)
     assert _children() == []
+
+
+def test_a_rank_that_is_stopped_at_its_start_is_named(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*args: Any) -> RankProcess:
+        started = RankProcess(*args)
+        guard = started._guard.pid
+        while not (children := _read(Path(f"/proc/{guard}/task/{guard}/children")).split()):
+            time.sleep(0.001)
+        os.kill(int(children[0]), signal.SIGSTOP)
+        return started
+
+    monkeypatch.setattr(native_ranks, "RankProcess", start)
+    with pytest.raises(ConfigError, match="rank 1 cannot start: a signal has stopped it for 0"):
+        make_engine(**RANKS)
+    assert _children() == []
+
+
+def test_an_engine_says_why_it_waits_for_its_ranks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str]()
+    compare = ranks_group._compare
+
+    def comparing(*facts: Any) -> None:
+        seen.append(engine.lost_ranks)
+        compare(*facts)
+
+    monkeypatch.setattr(ranks_group, "_compare", comparing)
+    assert engine.lost_ranks == ""
+    os.kill(_runner(engine).rank_pids[0], signal.SIGKILL)
+    while not engine.has_work():
+        time.sleep(0.01)
+    assert engine.lost_ranks == "rank 1 ended"
+    assert engine.step() == []
+    assert (seen, engine.lost_ranks) == (["rank 1 ended"], "")
 
 
 def test_a_rank_that_ends_at_its_start_is_named(
