@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+from typing import Any, cast
 
 from fakes.command import run_command
 from fakes.processes.reference_engine import ReferenceEngine
@@ -83,7 +84,7 @@ def test_a_declared_pool_takes_jobs_before_its_first_node(redis_url: str) -> Non
             found = (await client.pools())["later"]
             assert (found.max_model_len, found.tool_parser, found.is_alive) == (64, "hermes", False)
             # Its first node has limits of its own, and joins all the same.
-            async with running_node(redis_url, ReferenceEngine(), pool="later", max_wait_ms=5000):
+            async with running_node(redis_url, cast(Any, ReferenceEngine()), pool="later", max_wait_ms=5000):
                 return [(await job.result()).text for job in jobs]
 
     assert all(asyncio.run(submit_and_serve()))

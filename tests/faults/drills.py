@@ -29,7 +29,7 @@ from penstock.queue.broker.connection import connect
 POOL = "drill"
 STEP_S = 0.01
 NUM_TOKENS = 200
-NODE = {"pool": POOL, "step_s": STEP_S, "lease_ms": 3000}
+NODE: dict[str, Any] = {"pool": POOL, "step_s": STEP_S, "lease_ms": 3000}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.client.settings import ClientSettings
+from penstock.runtime.settings import Settings
 from tests.ops.kubernetes_files import (
     FOLDER,
     KUBECTL,
@@ -30,7 +31,12 @@ from tests.ops.kubernetes_files import (
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(KUBECTL is None, reason="needs kubectl (kubectl kustomize)")]
 KINDS_OF_OTHERS = {"ScaledObject", "ServiceMonitor", "PodMonitor", "HTTPRoute"}
-SETTINGS = {"NODE": NodeSettings, "GATEWAY": GatewaySettings, "CELERY": CelerySettings, "CLIENT": ClientSettings}
+SETTINGS: dict[str, type[Settings]] = {
+    "NODE": NodeSettings,
+    "GATEWAY": GatewaySettings,
+    "CELERY": CelerySettings,
+    "CLIENT": ClientSettings,
+}
 PLAIN = {"PENSTOCK_REDIS_URL", "PENSTOCK_KEY_PEPPER", "PENSTOCK_FILES_URL"}
 
 
