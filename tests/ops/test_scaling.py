@@ -7,6 +7,7 @@ decides between none and one; the autoscaler decides among more.
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from tests.ops.kubernetes_files import KUBECTL, resource
+from tests.source_tree import ROOT
 
 LOAD_S = 600
 SYNC_S = 15
@@ -218,25 +220,49 @@ def test_jobs_that_wait_while_prometheus_is_away_get_one_node(scaled_object: dic
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian: prometheus)")
-def test_the_query_takes_the_same_value_from_one_gateway_or_two_and_none_from_none(
+def test_the_query_counts_what_needs_a_node_and_each_gateway_reports_the_same(
     scaled_object: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Two gateways report 3 queued and 4 running jobs. One ends after 5 minutes, the other after 10."""
+    """Of two gateways one ends after 5 minutes, the other after 10; then there is no value, which is an error."""
     query = scaled_object["triggers"][0]["metadata"]["query"]
-    series = []
-    for gateway, minutes in (("a", 5), ("b", 10)):
-        for state, jobs in (("queued", 3), ("running", 4), ("scheduled", 9)):
-            labels = f'pool="qwen",priority="standard",background="false",state="{state}",instance="{gateway}"'
-            series.append({"series": f"penstock_queue_depth{{{labels}}}", "values": f"{jobs}x{minutes} stale"})
-        other = f'pool="other",priority="batch",background="true",state="queued",instance="{gateway}"'
-        series.append({"series": f"penstock_queue_depth{{{other}}}", "values": f"50x{minutes} stale"})
-    expected: tuple[tuple[str, list[int]], ...] = (("3m", [7]), ("8m", [7]), ("12m", []))
-    asked = [
-        {"expr": query, "eval_time": when, "exp_samples": [{"labels": "{}", "value": value} for value in values]}
-        for when, values in expected
-    ]
-    test = {"interval": "1m", "input_series": series, "promql_expr_test": asked}
-    (tmp_path / "test.yml").write_text(yaml.safe_dump({"tests": [test]}))
+    cases = {
+        "3 queued, 4 running, 9 scheduled": (16, 9, 0, 0, 7),
+        "only jobs that are not due": (9, 9, 0, 0, 0),
+        "a scheduled job is due": (9, 9, 0, 30, 1),
+        "jobs wait for their tenant's tokens": (2, 0, 2, 5, 1),
+        "a job of a node that died": (1, 0, 0, 0, 1),
+        "nothing": (0, 0, 0, 0, 0),
+    }
+    tests = []
+    for name, (open_jobs, scheduled, awaiting, age_s, expected) in cases.items():
+        series = []
+        for gateway, minutes in (("a", 5), ("b", 10)):
+            level = f'priority="standard",background="false",instance="{gateway}"'
+            values = {
+                f'penstock_open_jobs{{pool="qwen",instance="{gateway}"}}': open_jobs,
+                f'penstock_open_jobs{{pool="other",instance="{gateway}"}}': 50,
+                f'penstock_queue_depth{{pool="qwen",state="scheduled",{level}}}': scheduled,
+                f'penstock_queue_depth{{pool="qwen",state="awaiting_tokens",{level}}}': awaiting,
+                f'penstock_queue_age_seconds{{pool="qwen",state="scheduled",{level}}}': age_s,
+                f'penstock_queue_age_seconds{{pool="qwen",state="queued",{level}}}': 70,
+            }
+            series += [{"series": of, "values": f"{value}x{minutes} stale"} for of, value in values.items()]
+        found: tuple[tuple[str, list[int]], ...] = (("3m", [expected]), ("8m", [expected]), ("12m", []))
+        asked = [
+            {"expr": query, "eval_time": when, "exp_samples": [{"labels": "{}", "value": value} for value in values]}
+            for when, values in found
+        ]
+        tests.append({"name": name, "interval": "1m", "input_series": series, "promql_expr_test": asked})
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"tests": tests}))
     assert PROMTOOL is not None
     run = subprocess.run([PROMTOOL, "test", "rules", "test.yml"], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_page_of_metrics_has_the_query_of_the_scaler(scaled_object: dict[str, Any]) -> None:
+    (block,) = re.findall(r"```yaml\n(triggers:.*?)```", (ROOT / "ops/METRICS.md").read_text(), re.DOTALL)
+    (trigger,) = yaml.safe_load(block)["triggers"]
+    of_scaler = scaled_object["triggers"][0]["metadata"]
+    assert trigger["metadata"]["query"].replace('"POOL"', '"qwen"') == of_scaler["query"]
+    assert trigger["metadata"]["threshold"] == of_scaler["threshold"]
+    assert trigger["metadata"]["ignoreNullValues"] == of_scaler["ignoreNullValues"]
