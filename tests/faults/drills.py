@@ -1,6 +1,7 @@
 """Drills of an operator, as scripts: `make drills` runs them and prints what became of each job.
 
 `restore`: Redis loses everything since a backup. `replace`: nodes and gateways are replaced under load, one by one.
+`rotate`: the same, with a new password of Redis.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import tempfile
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import httpx
+import redis
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from faults.tools.processes import GatewayProcess
@@ -52,10 +55,10 @@ async def restore(folder: Path) -> Restored:
     """Take a backup while a job runs, go on, and start Redis from the backup."""
     with ExitStack() as stack:
         server = stack.enter_context(RedisProcess(folder / "redis"))
-        stack.enter_context(NodeProcess(server.url, **NODE))
+        stack.enter_context(NodeProcess(server.url, **NODE | {"step_s": STEP_S / 2}))
         gateway = stack.enter_context(GatewayProcess(server.url))
         client = await AsyncClient(server.url).connect()
-        first, running = new_work(POOL, 20), new_work(POOL, NUM_TOKENS)
+        first, running = new_work(POOL, 5), new_work(POOL, NUM_TOKENS // 2)
         old_key = await asyncio.to_thread(_key, server.url, "old")
         await first.read((await client.submit("the gate", **first.options)).chunks())
         job = await client.submit("the gate", **running.options, background=True)
@@ -82,9 +85,9 @@ async def restore(folder: Path) -> Restored:
             new_api_key=_status(gateway.url, new_key),
         )
         await client.close()
-        redis = connect(server.url)
-        await check_settled(redis, POOL)
-        await redis.aclose()
+        admin = connect(server.url)
+        await check_settled(admin, POOL)
+        await admin.aclose()
         return outcome
 
 
@@ -99,27 +102,58 @@ class Replaced:
 
 async def replace(folder: Path, *, num_jobs: int = 24) -> Replaced:
     """Replace two nodes, one after the other by SIGTERM, and two gateways likewise, while jobs run."""
+    with RedisProcess(folder / "redis") as server:
+        return await _replaced(server, server.url, server.url, num_jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotated:
+    """What became of the jobs while the password of Redis was changed, and whether the old one still works."""
+
+    jobs: Replaced
+    old_password_works: bool
+
+
+async def rotate(folder: Path, *, num_jobs: int = 24) -> Rotated:
+    """Give a user of Redis a second password, replace all processes by ones that use it, and remove the first."""
+    with RedisProcess(folder / "redis") as server, server.client() as admin:
+        old, new = (f"unix://ops:{password}@{folder / 'redis/redis.sock'}" for password in ("old", "new"))
+        admin.execute_command("ACL", "SETUSER", "ops", "on", ">old", "~*", "&*", "+@all")
+        admin.execute_command("ACL", "SETUSER", "ops", ">new")
+        jobs = await _replaced(server, old, new, num_jobs)
+        admin.execute_command("ACL", "SETUSER", "ops", "<old")
+        return Rotated(jobs, old_password_works=_accepts(old))
+
+
+def _accepts(url: str) -> bool:
+    try:
+        with redis.Redis.from_url(url) as client:
+            return bool(client.ping())
+    except redis.AuthenticationError:
+        return False
+
+
+async def _replaced(server: RedisProcess, old_url: str, new_url: str, num_jobs: int) -> Replaced:
     with ExitStack() as stack:
-        server = stack.enter_context(RedisProcess(folder / "redis"))
-        nodes = [stack.enter_context(NodeProcess(server.url, name=f"n{i}", drain_s=0, **NODE)) for i in range(2)]
-        gateways = [stack.enter_context(GatewayProcess(server.url)) for _ in range(2)]
+        nodes = [stack.enter_context(NodeProcess(old_url, name=f"n{i}", drain_s=0, **NODE)) for i in range(2)]
+        gateways = [stack.enter_context(GatewayProcess(old_url)) for _ in range(2)]
         works = [new_work(POOL, NUM_TOKENS) for _ in range(num_jobs)]
-        async with AsyncClient(server.url) as client:
+        async with AsyncClient(new_url) as client:
             jobs = [await client.submit("the gate opens by pressure", **work.options) for work in works]
             reading = [asyncio.create_task(work.read(job.chunks())) for work, job in zip(works, jobs, strict=True)]
             for number, node in enumerate(nodes):
                 await asyncio.sleep(0.3)
                 await asyncio.to_thread(node.stop)
-                stack.enter_context(NodeProcess(server.url, name=f"m{number}", **NODE))
+                stack.enter_context(NodeProcess(new_url, name=f"m{number}", **NODE))
             for gateway in gateways:
                 await asyncio.to_thread(gateway.stop)
-                assert _status(stack.enter_context(GatewayProcess(server.url)).url) == 200
+                assert _status(stack.enter_context(GatewayProcess(new_url)).url) == HTTPStatus.OK
             await asyncio.gather(*reading)
         for work in works:
             work.check()
-        redis = connect(server.url)
-        await check_settled(redis, POOL)
-        await redis.aclose()
+        admin = connect(server.url)
+        await check_settled(admin, POOL)
+        await admin.aclose()
         return Replaced(accepted=len(jobs), exact=len(works), replaced=len(nodes) + len(gateways))
 
 
@@ -141,7 +175,11 @@ async def _state(client: AsyncClient, job_id: str) -> str:
         return "gone"
 
 
-DRILLS: dict[str, Callable[[Path], Coroutine[Any, Any, Restored | Replaced]]] = {"restore": restore, "replace": replace}
+DRILLS: dict[str, Callable[[Path], Coroutine[Any, Any, Restored | Replaced | Rotated]]] = {
+    "restore": restore,
+    "replace": replace,
+    "rotate": rotate,
+}
 
 
 def main() -> None:

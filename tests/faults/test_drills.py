@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faults.drills import Replaced, Restored, replace, restore
+from faults.drills import Replaced, Restored, Rotated, replace, restore, rotate
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -22,5 +22,12 @@ async def test_after_a_restored_backup_jobs_run_again_alike_and_later_ones_are_g
     )
 
 
+@pytest.mark.slow  # test_node_faults.py restarts nodes one after the other every time.
 async def test_nodes_and_gateways_are_replaced_under_load_without_a_lost_token(tmp_path: Path) -> None:
     assert await replace(tmp_path, num_jobs=8) == Replaced(accepted=8, exact=8, replaced=4)
+
+
+@pytest.mark.slow  # It is the replacement above with another password.
+async def test_a_password_of_redis_is_rotated_under_load_without_a_lost_token(tmp_path: Path) -> None:
+    jobs = Replaced(accepted=8, exact=8, replaced=4)
+    assert await rotate(tmp_path, num_jobs=8) == Rotated(jobs, old_password_works=False)
