@@ -22,7 +22,8 @@ from pydantic.fields import FieldInfo
 
 from penstock.cli.command_line import default_in_words, panel_by_setting, sampling_option
 from penstock.contract.errors import RequestError
-from penstock.contract.sampling import SamplingParams, option_of
+from penstock.contract.fields import option_of
+from penstock.contract.sampling import SamplingParams
 
 TIME_HELP = "An age such as 90m, 2h or 3d, or a time such as 2026-11-22T05:00 (UTC unless it names a zone)."
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}

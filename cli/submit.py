@@ -167,8 +167,8 @@ def _request_of(raw: bytes) -> tuple[dict[str, Any], dict[str, Any] | PenstockEr
     """Return what the outcome of a line repeats, and the arguments of its submission or the error of a wrong line."""
     from pydantic_core import from_json
 
+    from penstock.contract.fields import UNKNOWN_FIELD
     from penstock.contract.job import QueueOptions, SamplingParams
-    from penstock.contract.named import UNKNOWN_FIELD
     from penstock.contract.problems import MAX_NAME_CHARS
     from penstock.producer.batch.request import request_of_line
 

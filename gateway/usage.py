@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 
 from penstock.contract.errors import ForbiddenError, NotFoundError
-from penstock.contract.named import NAME_PATTERN, Named
+from penstock.contract.fields import NAME_PATTERN, Named
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import ACCOUNT_PATTERN, ApiKey
 from penstock.contract.usage import MAX_DAYS, MAX_PAGE_ROWS, Period, UsagePage, UsageQuery, csv_of, usage_object

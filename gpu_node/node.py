@@ -19,14 +19,14 @@ from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import KINDS
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
-from penstock.gpu_node.gpu_driver import GpuDriver
-from penstock.gpu_node.jobs.drain import MANY_OUTPUTS, MANY_SEQUENCES, PHASE_PROMPT_TOKENS, StepParts, phases
+from penstock.gpu_node.gpus import GpuDriver
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.reports import JobReports
+from penstock.gpu_node.jobs.times import MANY_OUTPUTS, MANY_SEQUENCES, PHASE_PROMPT_TOKENS, StepParts, phases
 from penstock.gpu_node.monitor.profile import NodeProfiler
 from penstock.gpu_node.publishing.outbox import Outbox
-from penstock.gpu_node.publishing.pace import new_pace
+from penstock.gpu_node.publishing.sending import new_pace
 from penstock.gpu_node.service.health import EngineStalledError, EngineWatch
 from penstock.gpu_node.service.heartbeat import Heartbeat, heartbeat_interval_s, take_snapshot
 from penstock.gpu_node.service.liveness import answering
@@ -35,7 +35,6 @@ from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.taking.inbox import Bell, JobInbox, listen
 from penstock.gpu_node.taking.load_shedder import LoadShedder
 from penstock.gpu_node.taking.preparation import JobPreparation
-from penstock.gpu_node.threads import Threads
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect, warn_of_eviction, with_retries
 from penstock.queue.broker.jobs import past_leases_of
@@ -43,7 +42,7 @@ from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
 from penstock.queue.policy import LEAST_URGENT
 from penstock.runtime import crash_points
-from penstock.runtime.event_loop import cancel_until_done
+from penstock.runtime.event_loop import Threads, cancel_until_done
 from penstock.runtime.tracing.setup import tracing_of
 
 log = logging.getLogger(__package__)

@@ -12,7 +12,7 @@ from pydantic import Field, StringConstraints, ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.adapters import LORA_PATTERN
-from penstock.contract.named import NAME_PATTERN
+from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.problems import config_error
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.config import DEFAULT_KV_CACHE_GIB as DEFAULT_KV_CACHE_GIB

@@ -35,8 +35,17 @@ if TYPE_CHECKING:
         UnsupportedKindError,
     )
     from penstock.contract.job import JobOptions, Message, Priority, SubmitOptions
-    from penstock.contract.logprobs import Logprob, TokenLogprobs
-    from penstock.contract.output import Choice, Chunk, Outcome, PrefillProgress, QueuePosition, Result, Usage
+    from penstock.contract.output import (
+        Choice,
+        Chunk,
+        Logprob,
+        Outcome,
+        PrefillProgress,
+        QueuePosition,
+        Result,
+        TokenLogprobs,
+        Usage,
+    )
     from penstock.contract.sampling import SamplingOptions, SamplingParams, StructuredOutputs
     from penstock.contract.tasks import Detokenize, Detokenized, Embed, Embedding, Tokenize, Tokenized
     from penstock.contract.tenant import Terms
@@ -77,9 +86,9 @@ _HOMES = {
         ),
     ),
     "penstock.contract.job": ("JobOptions", "Message", "Priority", "SubmitOptions"),
-    "penstock.contract.logprobs": ("Logprob", "TokenLogprobs"),
     "penstock.contract.output": (
-        *("Choice", "Chunk", "Outcome", "PrefillProgress", "QueuePosition", "Result", "Usage"),
+        *("Choice", "Chunk", "Logprob", "Outcome", "PrefillProgress", "QueuePosition", "Result", "TokenLogprobs"),
+        "Usage",
     ),
     "penstock.contract.sampling": ("SamplingOptions", "SamplingParams", "StructuredOutputs"),
     "penstock.contract.tasks": ("Detokenize", "Detokenized", "Embed", "Embedding", "Tokenize", "Tokenized"),

@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
+from penstock.gpu_node.engine.sequence import salted_root
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.encoder import ChatEncoder
 from penstock.queue import keys
 from tests.source_tree import ROOT, modules
 
 BY_TENANT = {
-    "gpu_node.engine.kv_cache.eviction:_num_cached": "tenant; no text of a request",
-    "gpu_node.engine.kv_cache.eviction:_rings": "tenant; no text of a request",
-    "gpu_node.engine.kv_cache.eviction:_used_at": "tenant; no text of a request",
-    "gpu_node.engine.kv_cache.eviction:_weights": "tenant; no text of a request",
+    "gpu_node.engine.kv_cache.block_pool:_num_cached": "tenant; no text of a request",
+    "gpu_node.engine.kv_cache.block_pool:_rings": "tenant; no text of a request",
+    "gpu_node.engine.kv_cache.block_pool:_used_at": "tenant; no text of a request",
+    "gpu_node.engine.kv_cache.block_pool:_weights": "tenant; no text of a request",
     "gpu_node.engine.kv_cache.manager:_index": "hashes that chain from salted_root(tenant, cache_salt, adapter)",
-    "gpu_node.engine.policy.length_predictor:_windows": "(tenant, classes of lengths); '' is the sum over all tenants",
+    "queue.job_cost:_windows": "(tenant, classes of lengths); '' is the sum over all tenants",
     "gpu_node.engine.policy.shares:_held": "tenant; no text of a request",
     "gpu_node.engine.policy.shares:_weights": "tenant; no text of a request",
     "gpu_node.engine.structured.compiler:_known": "_Key: (tenant, digest of the text)",
@@ -55,8 +55,8 @@ BY_ID = {
     "gpu_node.engine.async_engine:_streams": "id of a request",
     "gpu_node.engine.engine:_finished_usage": "id of a request",
     "gpu_node.engine.engine:_requests": "id of a request",
-    "gpu_node.engine.progress:_ended": "id of a request",
-    "gpu_node.engine.progress:running": "id of a request",
+    "gpu_node.engine.timings:_ended": "id of a request",
+    "gpu_node.engine.timings:running": "id of a request",
     "gpu_node.engine.search.searches:_beams": "id of a request",
     "gpu_node.engine.search.searches:_best_of": "id of a request",
     "gpu_node.engine.policy.policy:_slots": "digest of an adapter, which the operator chose",
@@ -112,7 +112,7 @@ OF_ONE_USER = {
     "cli.main:_loaded",
     "cli.options:_docstrings_in",
     "cli.top.reader:_seen",
-    "contract.sampling:names_at",
+    "contract.fields:names_at",
     "gateway.api_docs.openapi:body_schemas",
     "gpu_node.model.architecture.families:families",
     "gpu_node.model.checkpoint.stored_tensors:_can_dequantize",

@@ -35,7 +35,7 @@ ARROWS = {
     TOP: {CONTRACT, QUEUE, RUNTIME, PRODUCER, GATEWAY, SERVICE, ENGINE, CLI},
 }
 NODE_FLOORS = (
-    {"settings", "threads", "gpu_driver", "gpus", "plan"},
+    {"settings", "gpus", "plan"},
     {"jobs"},
     {"publishing"},
     {"taking"},

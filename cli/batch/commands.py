@@ -155,8 +155,7 @@ def _run_here(redis_url: str, batch: Batch, shown: ShownProgress) -> BatchProgre
 
 
 def _retry_here(redis_url: str, batch: Batch, shown: ShownProgress) -> BatchProgress:
-    from penstock.producer.batch.retry import opened_retry
-    from penstock.producer.batch.runner import answer_batch
+    from penstock.producer.batch.runner import answer_batch, opened_retry
 
     with opened_retry(batch, shown.wait) as open_batch:
         if open_batch is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,8 @@ def prepared(source: str, model: str | None, retry_of: str | None) -> Iterator[t
             if model is not None or retry_of is not None:
                 path = _changed(path, Path(folder) / "rows", model, retry_of)
             first = next(lines_of(path))
-            if _is_request(first.fields):
+            is_message = "params" in first.fields and "url" not in first.fields and "body" not in first.fields
+            if is_message:
                 _write_body(lines_of(path), body := Path(folder) / "body", model)
                 yield body, MESSAGES_ENDPOINT
                 return
@@ -78,11 +79,6 @@ def _with_model(line: InputLine, model: str | None) -> dict[str, Any]:
     if model is None or not isinstance(body, dict) or body.get("model") is not None:
         return line.fields
     return {**line.fields, "body": {**body, "model": model}}
-
-
-def _is_request(fields: Mapping[str, Any]) -> bool:
-    """Return whether a line of an input is a request of a message batch."""
-    return "params" in fields and "url" not in fields and "body" not in fields
 
 
 def _write_body(lines: Iterable[InputLine], target: Path, model: str | None) -> None:

@@ -22,8 +22,17 @@ from penstock.contract.errors import ConfigError, PenstockError
 from penstock.contract.pool import NodePressure, PoolStats
 from penstock.gpu_node.gpus import FLOAT8_COMPUTE_CAPABILITY, ON_CPU, GpuMachine, gpu_problems, this_machine
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, origin_of
-from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cpu_flags, usable_cores
-from penstock.kernels.cpu.topology import cores_of, numa_nodes, refuses_mbind
+from penstock.kernels.cpu.probe import (
+    NO_ISA,
+    NO_ISA_REMEDY,
+    Isa,
+    best_isa,
+    cores_of,
+    cpu_flags,
+    numa_nodes,
+    refuses_mbind,
+    usable_cores,
+)
 from penstock.runtime.local_redis import running_url
 from penstock.runtime.settings import RedisSettings, without_password
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from penstock.contract.fields import COUNT_TOKENS, MESSAGES, NO_EFFECT, Endpoint, with_option_fields
 from penstock.contract.job import QueueFields
-from penstock.contract.sampling import COUNT_TOKENS, MESSAGES, Endpoint, SamplingParams
+from penstock.contract.sampling import SamplingParams
 from penstock.gateway.request.generation import QueuedBody
 from penstock.producer.anthropic.bodies import ConversationBody, MessageBody, OutputConfig
-from penstock.producer.openai.fields import NO_EFFECT, with_option_fields
 
 SHOWS_THINKING = "shows_thinking"
 """The option of an answer whose reasoning is returned as thinking blocks."""

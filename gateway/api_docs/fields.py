@@ -11,7 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from penstock.contract.sampling import RESPONSES, SamplingParams
+from penstock.contract.fields import NO_EFFECT, RESPONSES, neutral_values_of, renamed_options
+from penstock.contract.sampling import SamplingParams
 from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
@@ -24,7 +25,6 @@ from penstock.gateway.tasks.schemas import (
     TokenizeRequest,
 )
 from penstock.producer.batch.request import EMBEDDINGS_URL, ROWS
-from penstock.producer.openai.fields import NO_EFFECT, neutral_values_of, renamed_options
 from penstock.producer.openai.messages import ChatMessage
 
 BEGIN, END = "<!-- begin: made by `make fields` -->", "<!-- end -->"

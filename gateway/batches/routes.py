@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from starlette.routing import Route
 
 from penstock.contract.errors import RequestError
-from penstock.contract.named import Named
+from penstock.contract.fields import Named
 from penstock.contract.problems import request_error
 from penstock.gateway.errors import soon
 from penstock.gateway.files.routes import FileContent, content_of, ids_after, limit_of, page_of, query_of

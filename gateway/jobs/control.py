@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, StringConstraints, ValidationError
 
 from penstock.contract.errors import NotFoundError
+from penstock.contract.fields import NAME_PATTERN, Wire
 from penstock.contract.job_actions import MAX_POOL_CHARS, ActionName, JobChange, JobFilter, checked_class
-from penstock.contract.named import NAME_PATTERN
 from penstock.contract.priority import ClassName, allowed_class
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import ApiKey
@@ -20,7 +20,6 @@ from penstock.gateway.request.reading import RequestReader, caller_of
 from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.job_objects import job_object
-from penstock.producer.openai.fields import Wire
 
 ALL_TENANTS = "*"
 """The name of a tenant that means all of them."""

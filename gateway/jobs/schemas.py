@@ -17,9 +17,18 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.fields import (
+    JOBS,
+    UNKNOWN_FIELD,
+    WRONG_MEMBER,
+    Endpoint,
+    given_options,
+    max_items,
+    only,
+    with_option_fields,
+)
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS, MAX_MESSAGES, QueueFields, QueueOptions
-from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER
-from penstock.contract.sampling import JOBS, Endpoint, SamplingParams, TokenId
+from penstock.contract.sampling import SamplingParams, TokenId
 from penstock.contract.tools import MAX_TOOLS
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.request.generation import HeldBody, QueuedBody, RequestBody
@@ -27,7 +36,6 @@ from penstock.gateway.responses.body import ResponseBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.gateway.tasks.schemas import EmbeddingRequest
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL
-from penstock.producer.openai.fields import given_options, max_items, only, with_option_fields
 from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls
 
 _FORMS = ("prompt", "tokens", "messages")

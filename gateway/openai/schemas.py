@@ -8,14 +8,12 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_v
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.fields import NO_EFFECT, OPENAI, WRONG_MEMBER, Endpoint, Wire, with_option_fields
 from penstock.contract.job import QueueFields
-from penstock.contract.named import WRONG_MEMBER
 from penstock.contract.priority import ClassName
-from penstock.contract.sampling import OPENAI, Endpoint
 from penstock.gateway.request.generation import QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.openai.bodies import CLASS_OF_TIER, ChatBody, CompletionBody, GenerationBody
-from penstock.producer.openai.fields import NO_EFFECT, Wire, with_option_fields
 
 
 def class_of(value: object) -> object:

@@ -11,12 +11,11 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, Valida
 from pydantic_core import PydanticCustomError, from_json, to_json
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
+from penstock.contract.fields import UNKNOWN_FIELD, Wire
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS, PackedPrompt, SamplingParams, is_job_id
-from penstock.contract.named import UNKNOWN_FIELD
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.contract.tasks import Task
 from penstock.gateway.request.generation import ParsedBody, RequestBody, RequestContent, parse, with_packed_prompts
-from penstock.producer.openai.fields import Wire
 from penstock.producer.openai.messages import ToolUse
 from penstock.queue.wire import pack, unpack_all
 

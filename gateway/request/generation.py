@@ -12,6 +12,7 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError, to_json
 
 from penstock.contract.errors import PenstockError, RequestError
+from penstock.contract.fields import UNKNOWN_FIELD, WRONG_MEMBER, Endpoint, IgnoredFields, Wire, given_options
 from penstock.contract.job import (
     RETURN_PROGRESS,
     JobKey,
@@ -21,14 +22,11 @@ from penstock.contract.job import (
     ResponseRecord,
     SamplingParams,
 )
-from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER, IgnoredFields
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, put_under, rename, request_error
-from penstock.contract.sampling import Endpoint
 from penstock.contract.tasks import Task
 from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.producer.client.request import Prompt, pack_prompt_of
-from penstock.producer.openai.fields import Wire, given_options
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 MAX_CHOICES_OF_REQUEST = 256

@@ -21,10 +21,21 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.fields import (
+    COMPACT,
+    NO_EFFECT,
+    RESPONSES,
+    Endpoint,
+    Wire,
+    given_options,
+    only,
+    renamed_options,
+    with_option_fields,
+)
 from penstock.contract.job import MAX_METADATA, Metadata, QueueFields
-from penstock.contract.logprobs import MAX_LOGPROBS
+from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
-from penstock.contract.sampling import COMPACT, RESPONSES, Endpoint, SamplingParams
+from penstock.contract.sampling import SamplingParams
 from penstock.contract.tools import MAX_TOOLS, closed
 from penstock.gateway.request.generation import QueuedBody
 from penstock.gateway.responses.compaction import MAX_SUMMARY_TOKENS, asking
@@ -39,7 +50,6 @@ from penstock.gateway.responses.tools import (
     tool_of,
 )
 from penstock.producer.openai.bodies import CLASS_OF_TIER, effort_variables
-from penstock.producer.openai.fields import NO_EFFECT, Wire, given_options, only, renamed_options, with_option_fields
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 MAX_RESPONSE_ID_CHARS = 256

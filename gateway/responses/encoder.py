@@ -11,8 +11,7 @@ from pydantic_core import to_json
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import lowered_max_tokens
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Chunk, Outcome, Usage, WaitUpdate, members_of
+from penstock.contract.output import Chunk, Outcome, TokenLogprobs, Usage, WaitUpdate, members_of
 from penstock.gateway.errors import error_body
 from penstock.gateway.responses.output import (
     Closed,

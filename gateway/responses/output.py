@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Chunk, FinishReason
+from penstock.contract.output import Chunk, FinishReason, TokenLogprobs
 from penstock.gateway.responses.record import call_id_of, output_item_id
 from penstock.gateway.responses.tools import CalledTool, CallKind, TextInputReader, arguments_of, offered_name
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText

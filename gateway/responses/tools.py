@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.fields import OpenWire, Wire
 from penstock.contract.problems import problem_of
 from penstock.contract.sampling import MAX_GRAMMAR_CHARS
 from penstock.contract.tools import MAX_FUNCTION_NAME_CHARS, MAX_TOOLS, TEXT_ARGUMENT, FunctionName, text_parameters
-from penstock.producer.openai.fields import OpenWire, Wire
 from penstock.producer.openai.messages import ToolUse
 
 T = TypeVar("T", bound=BaseModel)

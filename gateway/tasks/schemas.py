@@ -18,9 +18,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.fields import EMBEDDINGS, WHOLE_NUMBER, Endpoint, Hint, Whole, Wire, only, with_option_fields
 from penstock.contract.job import MAX_MESSAGES, QueueFields, QueueOptions, SamplingParams, TokenId
 from penstock.contract.priority import ClassName
-from penstock.contract.sampling import EMBEDDINGS, Endpoint
 from penstock.contract.tasks import (
     MAX_DIMENSIONS,
     MAX_TASK_TOKENS,
@@ -37,7 +37,6 @@ from penstock.gateway.request.generation import FIRST_PROMPT, PAIRED_PROMPT, Que
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.client.request import Prompt
 from penstock.producer.openai.bodies import prompts_of
-from penstock.producer.openai.fields import WHOLE_NUMBER, Hint, Whole, Wire, only, with_option_fields
 from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool, ToolUse, few_calls
 
 

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 from starlette.routing import Route
 
 from penstock.contract.errors import ForbiddenError, RequestError
+from penstock.contract.fields import Wire
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import ANONYMOUS
 from penstock.contract.webhook import (
@@ -31,7 +32,6 @@ from penstock.gateway.request.reading import AFTER, RequestReader, caller_of
 from penstock.gateway.webhooks.sender import Sender, SendError
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.webhooks import MAX_PAGE, delivery_object
-from penstock.producer.openai.fields import Wire
 from penstock.queue.webhooks.deliveries import no_endpoint
 
 MAX_TESTS = 16

@@ -10,12 +10,12 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.problems import config_error
-from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB as DEFAULT_KV_CACHE_GIB
 from penstock.gpu_node.model.options import RunnerOptions, RunnerSettings
 from penstock.gpu_node.model.options import for_device as for_device
 from penstock.queue.policy import PolicyName
 
+EvictionName = Literal["lru", "lfu", "length"]
 PreemptionName = Literal["auto", "recompute", "swap"]
 
 

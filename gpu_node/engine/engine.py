@@ -10,11 +10,9 @@ from typing import Any, Unpack, cast
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Usage
+from penstock.contract.output import TokenLogprobs, Usage
 from penstock.contract.tasks import Embed, Embedding, Pooling
 from penstock.gpu_node.engine.config import EngineConfig, ModelOrConfig
-from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.offline import (
     Adapters,
@@ -32,7 +30,6 @@ from penstock.gpu_node.engine.offline import (
 )
 from penstock.gpu_node.engine.policy.by_policy import new_scheduling_policy, note_held
 from penstock.gpu_node.engine.policy.policy import AdapterSlots
-from penstock.gpu_node.engine.progress import PrefillReports, RequestTimers
 from penstock.gpu_node.engine.prompt_tokens import logprobs_of, make_records, note_prompt_tokens, with_prompt_tokens
 from penstock.gpu_node.engine.records import (
     EngineRequest,
@@ -51,12 +48,12 @@ from penstock.gpu_node.engine.scheduler.running import StepOutcome
 from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
 from penstock.gpu_node.engine.search.searches import Searches
 from penstock.gpu_node.engine.sequence import Sequence as Choice
+from penstock.gpu_node.engine.sequence import salted_root
 from penstock.gpu_node.engine.served_model import ServedModel, check_request
 from penstock.gpu_node.engine.speculative.draft_budget import speculation_of
-from penstock.gpu_node.engine.stats import engine_stats
-from penstock.gpu_node.engine.steps import Step
+from penstock.gpu_node.engine.steps import InFlightSteps, Step
 from penstock.gpu_node.engine.structured.guide import late_rows
-from penstock.gpu_node.engine.timings import EngineProfiler, InFlightSteps, StepTimings
+from penstock.gpu_node.engine.timings import EngineProfiler, PrefillReports, RequestTimers, StepTimings, engine_stats
 from penstock.gpu_node.model.protocol import (
     FAILED_TOKEN,
     Logprobs,

@@ -16,8 +16,7 @@ import numpy as np
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import JobFailedError, RequestError
 from penstock.contract.job import SamplingParams, prompts_of, seed_of
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Usage
+from penstock.contract.output import Choice, TokenLogprobs, Usage
 from penstock.contract.priority import Priority, level_of
 from penstock.contract.tasks import Embed, Embedding
 from penstock.gpu_node.engine.records import EngineRequest, Generation, StepLostError, StepOutput

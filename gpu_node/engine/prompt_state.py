@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.model.protocol import Logprobs
 
 if TYPE_CHECKING:
+    from penstock.contract.output import TokenLogprobs
     from penstock.contract.tasks import Embed, Pooling
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import TokenLogprobs
 from penstock.gpu_node.engine.prompt_state import PooledPrompt, PromptResults, PromptScores
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, FirstChoice, PrefillProgress, Usage
+from penstock.contract.output import Choice, FirstChoice, PrefillProgress, TokenLogprobs, Usage
 from penstock.contract.pool import EngineLoad
 from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine.text.output import EndReason

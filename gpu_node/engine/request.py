@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import RequestError
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Usage
+from penstock.contract.output import TokenLogprobs, Usage
 from penstock.contract.sampling import SamplingParams
 from penstock.gpu_node.engine.prompt_state import PooledPrompt, PromptScores
 from penstock.gpu_node.engine.prompt_tokens import prompt_records

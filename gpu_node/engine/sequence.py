@@ -1,7 +1,8 @@
-"""One choice of a request as the scheduler sees it: tokens, blocks and end rule."""
+"""One choice of a request as the scheduler sees it: tokens, blocks with their hashes, and end rule."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.priority import Priority, level_of
-from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.prompt_state import PromptResults, PromptScores
 from penstock.gpu_node.engine.text.output import NO_BAD_WORDS, BadWords, EndRule
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter
@@ -19,6 +19,22 @@ if TYPE_CHECKING:
 
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+
+
+ROOT_HASH = b""
+
+
+def block_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
+    """Return the hash of a full block and, through `parent`, of all tokens before it. Equal in all processes."""
+    return hashlib.blake2b(parent + token_ids.tobytes(), digest_size=16).digest()
+
+
+def salted_root(*salts: str | None) -> bytes:
+    """Return the parent hash of first blocks; prompts with different lists of salts never share one."""
+    if not any(salt is not None for salt in salts):
+        return ROOT_HASH
+    # repr quotes and separates: ("a", "bc") and ("ab", "c") differ, and so do None and "None".
+    return hashlib.blake2b(repr(salts).encode(), digest_size=16, person=b"salt").digest()
 
 
 @dataclass(slots=True, eq=False)

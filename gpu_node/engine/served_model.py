@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import MAX_TOKENS_LIMIT, SamplingParams
-from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB
+from penstock.contract.output import MAX_LOGPROBS_OF_JOB
 from penstock.contract.priority import NUM_LEVELS
 from penstock.contract.tasks import Embed, Pooling
 from penstock.gpu_node.engine.config import EngineConfig

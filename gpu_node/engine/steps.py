@@ -1,13 +1,18 @@
-"""One step: which tokens each sequence computes, and after which tokens it samples."""
+"""Steps: which tokens each sequence computes, after which tokens it samples, and the steps that the runner has."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.model.protocol import ModelRunner, StepPlan, StepResult
 
 Ints = NDArray[np.int32]
 Rows = NDArray[np.intp]
@@ -95,3 +100,86 @@ def _samples_of(ends: Ints, num_tokens: Ints) -> tuple[Rows, Ints, int]:
     sampled = np.repeat(sampled, num_drafted[sampled] + 1)
     firsts = np.searchsorted(sampled, sampled)
     return sampled, num_tokens[sampled] + (np.arange(len(sampled)) - firsts).astype(np.int32), total_drafted
+
+
+class InFlightStep:
+    """A submitted step. It holds the plan, because the runner reads its arrays until the step is done."""
+
+    def __init__(self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan]) -> None:
+        """Plan and submit the step."""
+        self.step = step
+        self.started_s = time.perf_counter()
+        """When it was submitted, or when the previous step completed if that was later."""
+        self._outcome: Future[StepResult] = Future()
+        try:
+            self.plan = plan(step)
+            self._handle = runner.submit(self.plan)
+        except Exception as error:
+            # `result` raises it later, so that the outputs of the previous step are returned first.
+            self._outcome.set_exception(error)
+
+    def wait(self) -> None:
+        """Block until the step is done or has failed."""
+        if self._outcome.done():
+            return
+        try:
+            self._outcome.set_result(self._handle.result())
+        except Exception as error:
+            self._outcome.set_exception(error)
+
+    def result(self) -> StepResult:
+        """Wait for the result. Raises the error that made the whole step fail."""
+        self.wait()
+        return self._outcome.result()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the step is known to have failed."""
+        return self._outcome.done() and self._outcome.exception() is not None
+
+    @property
+    def age_ms(self) -> float:
+        """Milliseconds since it was submitted, or since the previous step completed if that was later."""
+        return (time.perf_counter() - self.started_s) * 1e3
+
+
+class InFlightSteps:
+    """The steps that the runner has, the oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: deque[InFlightStep] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def steps(self) -> list[Step]:
+        """The steps, without their handles."""
+        return [one.step for one in tuple(self._steps)]
+
+    def can_launch(self, runner: ModelRunner) -> bool:
+        """Return whether one more step may be submitted now. No step follows a failed one."""
+        steps = self._steps
+        return not steps or (len(steps) < runner.max_in_flight and not steps[-1].has_failed)
+
+    def launch(self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan]) -> None:
+        """Submit a step."""
+        self._steps.append(InFlightStep(runner, step, plan))
+
+    def wait(self) -> None:
+        """Block until the oldest step is done. If it failed, wait for the later ones too: they are dropped with it."""
+        for one in self._steps:
+            one.wait()
+            if not one.has_failed:
+                return
+
+    def complete(self) -> InFlightStep:
+        """Wait for the oldest step, remove and return it. If it failed, remove the later ones as well."""
+        # The step is removed only after the wait: an interrupt while waiting loses no step.
+        self.wait()
+        oldest = self._steps.popleft()
+        if oldest.has_failed:
+            self._steps.clear()
+        for one in self._steps:
+            one.started_s = time.perf_counter()
+        return oldest

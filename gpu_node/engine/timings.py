@@ -1,18 +1,32 @@
-"""Steps that are in flight, the times of their parts, and profiles."""
+"""What an engine measures: the parts of its steps, its counters, progress and times of its requests, and profiles."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol, TypedDict, runtime_checkable
 
-from penstock.gpu_node.engine.steps import Step
-from penstock.gpu_node.model.protocol import ModelRunner, ProfiledRunner, StepPlan, StepResult
+from penstock.contract.output import PrefillProgress
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.records import EngineStats, RequestStep, RequestTimings, StepOutput
+from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.gpu_node.engine.search.searches import SharedBlocks
+from penstock.gpu_node.engine.sequence import Sequence as Choice
+from penstock.gpu_node.engine.steps import InFlightStep
+from penstock.gpu_node.engine.structured.lanes import GrammarCounts
+from penstock.gpu_node.model.protocol import (
+    NO_RANKS,
+    LoadedModel,
+    ModelRunner,
+    ProfiledRunner,
+    RecoverableRunner,
+    StepResult,
+)
 from penstock.runtime.histogram import Histogram
+from penstock.runtime.process_memory import resident_bytes
 
 _WINDOW = 256
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0)
@@ -21,89 +35,6 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 """Upper bounds of the histograms of a step's sequences and tokens."""
 PARTS = ("schedule", "prepare", "copies", "forward", "sample", "output")
 """The parts of a step, in the order in which they run; `EngineStats` describes them."""
-
-
-class InFlightStep:
-    """A submitted step. It holds the plan, because the runner reads its arrays until the step is done."""
-
-    def __init__(self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan]) -> None:
-        """Plan and submit the step."""
-        self.step = step
-        self.started_s = time.perf_counter()
-        """When it was submitted, or when the previous step completed if that was later."""
-        self._outcome: Future[StepResult] = Future()
-        try:
-            self.plan = plan(step)
-            self._handle = runner.submit(self.plan)
-        except Exception as error:
-            # `result` raises it later, so that the outputs of the previous step are returned first.
-            self._outcome.set_exception(error)
-
-    def wait(self) -> None:
-        """Block until the step is done or has failed."""
-        if self._outcome.done():
-            return
-        try:
-            self._outcome.set_result(self._handle.result())
-        except Exception as error:
-            self._outcome.set_exception(error)
-
-    def result(self) -> StepResult:
-        """Wait for the result. Raises the error that made the whole step fail."""
-        self.wait()
-        return self._outcome.result()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the step is known to have failed."""
-        return self._outcome.done() and self._outcome.exception() is not None
-
-    @property
-    def age_ms(self) -> float:
-        """Milliseconds since it was submitted, or since the previous step completed if that was later."""
-        return (time.perf_counter() - self.started_s) * 1e3
-
-
-class InFlightSteps:
-    """The steps that the runner has, the oldest first."""
-
-    def __init__(self) -> None:
-        self._steps: deque[InFlightStep] = deque()
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    @property
-    def steps(self) -> list[Step]:
-        """The steps, without their handles."""
-        return [one.step for one in tuple(self._steps)]
-
-    def can_launch(self, runner: ModelRunner) -> bool:
-        """Return whether one more step may be submitted now. No step follows a failed one."""
-        steps = self._steps
-        return not steps or (len(steps) < runner.max_in_flight and not steps[-1].has_failed)
-
-    def launch(self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan]) -> None:
-        """Submit a step."""
-        self._steps.append(InFlightStep(runner, step, plan))
-
-    def wait(self) -> None:
-        """Block until the oldest step is done. If it failed, wait for the later ones too: they are dropped with it."""
-        for one in self._steps:
-            one.wait()
-            if not one.has_failed:
-                return
-
-    def complete(self) -> InFlightStep:
-        """Wait for the oldest step, remove and return it. If it failed, remove the later ones as well."""
-        # The step is removed only after the wait: an interrupt while waiting loses no step.
-        self.wait()
-        oldest = self._steps.popleft()
-        if oldest.has_failed:
-            self._steps.clear()
-        for one in self._steps:
-            one.started_s = time.perf_counter()
-        return oldest
 
 
 class SampleWindow:
@@ -319,3 +250,188 @@ class EngineProfiler:
         """Write the runner's operations as a Chrome trace. It may take seconds: call it on a thread of its own."""
         if self._runner is not None:
             self._runner.write_profile(path)
+
+
+class PrefillReports:
+    """Makes an output without tokens for each part of a watched prompt that a step has computed.
+
+    A watched sequence is forgotten once its prompt is computed. Without watched sequences, a step costs nothing here.
+    """
+
+    def __init__(self, live: Container[Choice]) -> None:
+        """`live` are the sequences that have not ended."""
+        self._live = live
+        self._begun_s: dict[Choice, float] = {}
+        """Watched sequence → when its first step began; 0 before that."""
+        self._outputs: list[StepOutput] = []
+
+    def watch(self, seq: Choice) -> None:
+        """Report the prompt of a sequence that is being queued."""
+        self._begun_s[seq] = 0.0
+
+    def note_completed(self, completed: InFlightStep) -> None:
+        """Report the watched prompts of a completed step."""
+        if not self._begun_s:
+            return
+        for seq in [seq for seq in self._begun_s if seq not in self._live]:
+            del self._begun_s[seq]
+        for seq, end in zip(completed.step.seqs, completed.step.ends.tolist(), strict=True):
+            if seq in self._begun_s:
+                self._outputs.append(self._report(seq, end, completed.started_s))
+
+    def take(self) -> list[StepOutput]:
+        """Return the reports since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _report(self, seq: Choice, end: int, started_s: float) -> StepOutput:
+        begun_s = self._begun_s[seq] = self._begun_s[seq] or started_s
+        total = seq.num_prompt_tokens
+        time_ms = round(1000 * (time.perf_counter() - begun_s))
+        progress = PrefillProgress(total, seq.cached_tokens or 0, min(end, total), time_ms)
+        if end >= total:
+            del self._begun_s[seq]
+        return StepOutput(seq.request_id, seq.choice, 0, (), "", None, prefill=progress)
+
+
+MAX_ENDED = 1024
+"""Ended requests whose times are kept."""
+
+
+@dataclass(slots=True)
+class _Timer:
+    """The times of one request, as `time.perf_counter` gives them."""
+
+    added_s: float
+    begun_s: float | None = None
+    first_token_s: float | None = None
+    ended_s: float | None = None
+    steps: list[tuple[float, float, int]] = field(default_factory=list)
+    """Of each of its steps: the end, the milliseconds that it took, and the tokens that the request computed."""
+    cached_tokens: int = 0
+    num_preemptions: dict[int, int] = field(default_factory=dict)
+    """By choice."""
+
+    def timings(self) -> RequestTimings:
+        return RequestTimings(
+            queued_ms=self._since(self.begun_s),
+            first_token_ms=self._since(self.first_token_s),
+            ended_ms=self._since(self.ended_s),
+            steps=tuple(RequestStep(1e3 * (at_s - self.added_s), took_ms, n) for at_s, took_ms, n in self.steps),
+            cached_tokens=self.cached_tokens,
+            num_preemptions=sum(self.num_preemptions.values()),
+        )
+
+    def _since(self, at_s: float | None) -> float | None:
+        return None if at_s is None else 1e3 * (at_s - self.added_s)
+
+
+class RequestTimers:
+    """Times of the requests that ask for them. Without such requests, a step only looks at `running`."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, _Timer] = {}
+        """The timers of requests that have not ended."""
+        self._ended: dict[str, _Timer] = {}
+
+    def add(self, request_id: str) -> None:
+        """Time a request that is being queued."""
+        self._ended.pop(request_id, None)
+        self.running[request_id] = _Timer(time.perf_counter())
+
+    def note_completed(self, completed: InFlightStep) -> None:
+        """Note a completed step with each timed request in it."""
+        now_s, step = time.perf_counter(), completed.step
+        num_computed: dict[str, int] = {}
+        for seq, start, end in zip(step.seqs, step.starts.tolist(), step.ends.tolist(), strict=True):
+            if (timer := self.running.get(seq.request_id)) is None:
+                continue
+            num_computed[seq.request_id] = num_computed.get(seq.request_id, 0) + end - start
+            if timer.begun_s is None:
+                timer.begun_s = completed.started_s
+            timer.cached_tokens = max(timer.cached_tokens, seq.cached_tokens or 0)
+            timer.num_preemptions[seq.choice] = seq.num_preemptions
+        for request_id, count in num_computed.items():
+            self.running[request_id].steps.append((now_s, completed.age_ms, count))
+
+    def note_outputs(self, outputs: Sequence[StepOutput]) -> None:
+        """Note first tokens and ends."""
+        now_s = time.perf_counter()
+        for output in outputs:
+            if (timer := self.running.get(output.request_id)) is None:
+                continue
+            if output.token_ids and timer.first_token_s is None:
+                timer.first_token_s = now_s
+            timer.num_preemptions[output.choice] = output.num_preemptions
+            if output.usage is not None:
+                self.end(output.request_id)
+
+    def end(self, request_id: str) -> None:
+        """Note that a request has ended or was aborted; does nothing for a request without times."""
+        if (timer := self.running.pop(request_id, None)) is None:
+            return
+        timer.ended_s = time.perf_counter()
+        self._ended[request_id] = timer
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+
+    def timings(self, request_id: str) -> RequestTimings | None:
+        """Return the times of a request so far; None for a request that is not timed, or whose times are dropped."""
+        timer = self.running.get(request_id) or self._ended.get(request_id)
+        return None if timer is None else timer.timings()
+
+
+def engine_stats(
+    memory: KvCacheManager,
+    scheduler: Scheduler,
+    timings: StepTimings,
+    grammars: GrammarCounts,
+    model: LoadedModel,
+    block_size: int,
+    shared: SharedBlocks,
+) -> EngineStats:
+    """Return a snapshot of memory, queues and counters."""
+    device, host, hits = memory.device, memory.host, scheduler.prefix_hits
+    ranks = model.runner.ranks if isinstance(model.runner, RecoverableRunner) else NO_RANKS
+    return EngineStats(
+        kv_blocks_total=device.num_total,
+        kv_blocks_free=device.num_free,
+        kv_blocks_cached=device.num_cached,
+        kv_evictions=device.num_evictions,
+        block_size=block_size,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.queues.num_waiting,
+        num_preemptions=scheduler.num_preemptions,
+        prefix_lookup_tokens=hits.lookup_tokens,
+        prefix_hit_tokens=hits.hit_tokens,
+        swap_hit_tokens=hits.host_tokens,
+        kv_tokens_used=memory.num_held * block_size - scheduler.num_tokens_unused,
+        swap_blocks_total=host.num_total,
+        swap_blocks_free=host.num_free,
+        swap_blocks_cached=host.num_cached,
+        swap_evictions=host.num_evictions,
+        swapped_out_blocks=memory.num_out,
+        swapped_in_blocks=memory.num_in,
+        search_blocks_needed=shared.needed,
+        search_blocks_held=shared.held,
+        num_swapped=len(scheduler.queues.swapped),
+        num_swaps=scheduler.num_swaps,
+        drafted_tokens=scheduler.drafts.num_drafted,
+        accepted_tokens=scheduler.drafts.num_accepted,
+        max_step_tokens=scheduler.max_step_tokens,
+        process_bytes=resident_bytes(),
+        kind_seconds=scheduler.background.engine_time.seconds,
+        level_seconds=scheduler.background.engine_time.level_seconds,
+        step_costs_ms=scheduler.background.engine_time.step_costs_ms,
+        background_held_back=scheduler.background.num_held_back,
+        background_due=scheduler.background.is_due,
+        arithmetic=model.arithmetic,
+        block_bytes=model.runner.cache_sizes.block_bytes,
+        weight_bytes=model.runner.placement.weight_bytes,
+        gpu_uuid=model.runner.placement.gpu_uuid,
+        ranks=ranks,
+        num_ranks=ranks.num_ranks,
+        num_rank_losses=max(0, ranks.num_starts - 1),
+        **timings.stats(),
+        **asdict(grammars),
+    )

@@ -9,16 +9,22 @@ from typing import NamedTuple
 
 from penstock.contract.errors import InvariantError, PenstockError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, SamplingParams
-from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, PrefillProgress, Usage
+from penstock.contract.output import (
+    PROMPT_TOKENS_PER_CHUNK,
+    Choice,
+    Chunk,
+    FinishReason,
+    Outcome,
+    PrefillProgress,
+    TokenLogprobs,
+    Usage,
+)
 from penstock.gpu_node.engine.records import StepOutput
-from penstock.gpu_node.jobs.drain import JobWork
-from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobTrace
+from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobTrace, JobWork
 from penstock.queue import results, wire
 from penstock.queue.broker.node import Emission, Taken, UsedTokens
-from penstock.queue.chunks import NO_ROWS, RowParts, encode_chunk, encode_progress, joined, rows_of
 from penstock.queue.results import encode_embedding
-from penstock.queue.wire import Pack
+from penstock.queue.wire import NO_ROWS, Pack, RowParts, encode_chunk, encode_progress, joined, rows_of
 
 
 @dataclass(slots=True)

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.contract.output import Outcome
 from penstock.contract.priority import NUM_LEVELS, PerLevel, is_background
-from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
-from penstock.gpu_node.jobs.drain import DrainEstimator
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.times import EndedJob, NodeCounts
+from penstock.gpu_node.jobs.times import DrainEstimator, EndedJob, NodeCounts
 from penstock.queue.broker.node import MAX_PREEMPTIONS
-from penstock.queue.policy import HOLD_MS, learned_hold_ms
+from penstock.queue.job_cost import HOLD_MS, LengthPredictor, learned_hold_ms
 
 RESERVED_QUANTILE = 0.9
 """Quantile of output lengths that is reserved for a job. Longer outputs may cause preemptions."""

@@ -14,11 +14,11 @@ from prometheus_client.registry import Collector
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import Priority
 from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.gpu_driver import GpuDriver, GpuLoad
+from penstock.gpu_node.gpus import GpuDriver, GpuLoad
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.times import JobMetrics, NodeCounts, SendCounts
 from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram, vllm_metrics
-from penstock.gpu_node.publishing.pace import Pace
+from penstock.gpu_node.publishing.sending import Pace
 from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime.loop_watch import LoopWatch, loop_metrics
 

@@ -22,7 +22,6 @@ from penstock.contract.errors import PenstockError
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine.timings import EngineProfile, EngineProfiler, ProfiledEngine, RecordedStep
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
-from penstock.gpu_node.threads import Threads
 from penstock.queue.broker.profiles import (
     MAX_FILE_BYTES,
     MAX_PROFILE_S,
@@ -32,6 +31,7 @@ from penstock.queue.broker.profiles import (
     ProfileRequest,
     ProfileSummary,
 )
+from penstock.runtime.event_loop import Threads
 
 log = logging.getLogger(__package__)
 

@@ -1,8 +1,8 @@
 """From the engine to Redis: one emit call for the whole batch, and one finish call for all jobs that ended.
 
 While Redis is unavailable or slow, outputs accumulate in the ledger; then each choice's output leaves as one chunk.
-Tokens also wait where sending would take too much CPU time (`publishing/pace.py`); until they leave, steps do not wake
-the event loop. Most sends are one call without a task (`publishing/sending.py`); `flush` does the rest.
+Tokens also wait where sending would take too much CPU time (`Pace`); until they leave, steps do not wake the event
+loop. Most sends are one call without a task (`QuickEmit`); `flush` does the rest.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import BY_ANSWER, HeldJob, outcome_of
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.reports import JobReports
-from penstock.gpu_node.publishing.pace import Alarm, Pace
-from penstock.gpu_node.publishing.sending import BatchSender, QuickEmit
+from penstock.gpu_node.publishing.sending import Alarm, BatchSender, Pace, QuickEmit
 from penstock.queue.broker.connection import pauses
 from penstock.queue.broker.node import Emission, HeartbeatAnswer, NodeBroker
 

@@ -13,9 +13,9 @@ from itertools import zip_longest
 from penstock.contract.errors import UnavailableError
 from penstock.contract.pool import EngineLoad, NodePressure
 from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.gpu_driver import GpuDriver, GpuLoad
-from penstock.gpu_node.jobs.drain import DrainEstimator, DrainPace, StepParts
+from penstock.gpu_node.gpus import GpuDriver, GpuLoad
 from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.times import DrainEstimator, DrainPace, StepParts
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.service.health import EngineWatch, Health, HealthSample
 from penstock.gpu_node.taking.inbox import JobInbox

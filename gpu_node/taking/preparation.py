@@ -15,8 +15,7 @@ from weakref import WeakValueDictionary
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
 from penstock.contract.job import Message, created_at, lowered_max_tokens, seed_of
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Chunk, Outcome
+from penstock.contract.output import Chunk, Outcome, TokenLogprobs
 from penstock.contract.tasks import MAX_OUTPUT_BYTES, MAX_TASK_TOKENS, Detokenize, Embed, Tokenize
 from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
@@ -30,14 +29,13 @@ from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.reports import JobReports
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.taking.load_shedder import LoadShedder
-from penstock.gpu_node.threads import Threads
 from penstock.queue import wire
 from penstock.queue.broker.connection import with_retries
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.results import encode_detokenized, encode_tokenized
 from penstock.queue.wire import Request
 from penstock.runtime import crash_points
-from penstock.runtime.event_loop import LoopYielder, cancel_until_done
+from penstock.runtime.event_loop import LoopYielder, Threads, cancel_until_done
 
 log = logging.getLogger(__package__)
 

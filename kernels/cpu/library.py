@@ -13,9 +13,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu.abi import KernelError, check_sizes
-from penstock.kernels.cpu.formats import Format, RowLayout, Run, Source
-from penstock.kernels.cpu.structs import ExchangeState, LowRankPart, LowRankRows, NativePlan, NativeSpec, low_rank_table
+from penstock.kernels.cpu.structs import (
+    ExchangeState,
+    Format,
+    KernelError,
+    LowRankPart,
+    LowRankRows,
+    NativePlan,
+    NativeSpec,
+    RowLayout,
+    Run,
+    Source,
+    check_sizes,
+    low_rank_table,
+)
 
 
 class Slot(IntEnum):
@@ -63,6 +74,11 @@ class Ending(IntEnum):
     DONE = 0
     NO_MEMORY = 1
     ABORTED = 2
+
+
+def addresses(*arrays: NDArray[Any] | None) -> list[int | None]:
+    """Return where the arrays begin; None for an array that is None."""
+    return [None if array is None else array.__array_interface__["data"][0] for array in arrays]
 
 
 _NO_MEMORY = b"std::bad_alloc"

@@ -1,9 +1,19 @@
-"""Finds the CPU's instruction sets and the number of cores that this process may use."""
+"""What the CPUs of this machine are: instruction sets, the usable cores, and their division among processes.
+
+Linux numbers the hardware threads of all cores one after the other, so neighbors in number may share a core, or lie on
+different sockets. A function that reads a folder takes it as an argument, so that a test can describe another machine.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
 import os
-from collections.abc import Iterable, Iterator
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 from math import ceil
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -80,3 +90,109 @@ def _cpu_quota(group: Path) -> float | None:
         return None if allowed < 0 else allowed / int((group / "cpu.cfs_period_us").read_text())
     except (OSError, ValueError):
         return None
+
+
+SYSTEM = Path("/sys/devices/system")
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A physical core: the CPUs (hardware threads) of it that this process may use."""
+
+    numa_node: int
+    """The memory that is near to it. A socket has one NUMA node, or a few."""
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuShare:
+    """What one of several processes on this machine gets of the CPUs."""
+
+    cpus: tuple[int, ...]
+    """The CPUs that it stays on."""
+    num_threads: int
+    """Threads that compute: fewer than `cpus` where a quota or reserved cores allow fewer."""
+
+
+def cores_of(cpus: Iterable[int], system: Path = SYSTEM) -> tuple[Core, ...]:
+    """Return the cores of these CPUs, those of the first NUMA node first.
+
+    Where Linux does not say which CPUs share a core or a node, each is a core, on node 0.
+    """
+    wanted = set(cpus)
+    node_of = {
+        cpu: int(folder.name.removeprefix("node"))
+        for folder in (system / "node").glob("node[0-9]*")
+        for cpu in _cpu_list(folder / "cpulist")
+    }
+    cores: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for cpu in sorted(wanted):
+        siblings = tuple(_cpu_list(system / "cpu" / f"cpu{cpu}" / "topology" / "thread_siblings_list")) or (cpu,)
+        cores.setdefault((node_of.get(cpu, 0), siblings), []).append(cpu)
+    return tuple(Core(node, tuple(found)) for (node, _), found in sorted(cores.items()))
+
+
+def numa_nodes(cores: Iterable[Core]) -> dict[int, tuple[int, ...]]:
+    """Return the CPUs of each NUMA node that has some of these cores."""
+    nodes: dict[int, list[int]] = {}
+    for core in cores:
+        nodes.setdefault(core.numa_node, []).extend(core.cpus)
+    return {node: tuple(sorted(cpus)) for node, cpus in sorted(nodes.items())}
+
+
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_MPOL_DEFAULT = 0
+
+
+def refuses_mbind() -> bool:
+    """Return whether the system refuses to set the policy of memory, as a container does without CAP_SYS_NICE.
+
+    `penstock` never asks for that: it places memory by writing it first (`gpu_node/model/native/placement.py`).
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return False
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        page = ctypes.c_char.from_buffer(memory)
+        call = ctypes.CDLL(None, use_errno=True).syscall
+        address, size = ctypes.c_void_p(ctypes.addressof(page)), ctypes.c_ulong(mmap.PAGESIZE)
+        answer = call(number, address, size, _MPOL_DEFAULT, None, ctypes.c_ulong(0), 0)
+        del page
+        return answer != 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS)
+
+
+def cpu_shares(num_shares: int, *, reserved: int = 0, system: Path = SYSTEM) -> tuple[CpuShare, ...]:
+    """Divide the CPUs that this process may use into shares, before any process with one starts.
+
+    Consecutive shares get consecutive cores, so that a share lies on few sockets and no two shares have a core in
+    common. If there are fewer cores than shares, cores are divided too. `reserved`: CPUs that shall stay idle.
+
+    Raises ValueError if there are fewer usable CPUs than shares.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    usable = usable_cores() - reserved
+    if usable < num_shares:
+        raise ValueError(f"{num_shares} processes need a core each, but only {max(0, usable)} may be used")
+    cores = [core.cpus for core in cores_of(allowed, system)]
+    units: Sequence[tuple[int, ...]] = cores if len(cores) >= num_shares else [(cpu,) for core in cores for cpu in core]
+    cpus = [tuple(sorted(chain.from_iterable(units[start:end]))) for start, end in _spans(len(units), num_shares)]
+    threads = [0] * num_shares
+    for _ in range(usable):
+        at = min((at for at in range(num_shares) if threads[at] < len(cpus[at])), key=threads.__getitem__)
+        threads[at] += 1
+    return tuple(CpuShare(of_share, count) for of_share, count in zip(cpus, threads, strict=True))
+
+
+def _spans(count: int, parts: int) -> list[tuple[int, int]]:
+    size, rest = divmod(count, parts)
+    return list(pairwise(accumulate((size + (part < rest) for part in range(parts)), initial=0)))
+
+
+def _cpu_list(path: Path) -> list[int]:
+    """Return the numbers in a file such as 0-3,8; none if it cannot be read."""
+    try:
+        words = [word for word in path.read_text().strip().split(",") if word]
+        ranges = [(int(first), int(last or first)) for first, _, last in (word.partition("-") for word in words)]
+    except (OSError, ValueError):
+        return []
+    return [number for first, last in ranges for number in range(first, last + 1)]

@@ -1,15 +1,82 @@
-"""The structs that the compiled kernels read: the sizes of a model, one step, and parts of LoRA adapters."""
+"""The enums and structs that the compiled kernels read: formats, sizes of a model, one step, parts of LoRA adapters."""
 
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu.formats import RowLayout
+PANEL = 32
+"""Rows of a matrix that the kernels keep and compute together (kPanel of src/weights/weights.h)."""
+
+
+class Format(IntEnum):
+    """Storage format of a matrix; a group is 32 columns. See src/weights/weights.h.
+
+    INT8_GROUP and INT4_GROUP are GGUF's Q8_0 and Q4_1.
+    """
+
+    BF16 = 0
+    INT8 = 1
+    INT8_GROUP = 2
+    INT4_GROUP = 3
+    Q4_K = 4
+    Q5_K = 5
+    Q6_K = 6
+    Q2_K = 7
+    Q3_K = 8
+    IQ4_NL = 9
+    IQ4_XS = 10
+    Q4_0 = 11
+    Q5_0 = 12
+    Q5_1 = 13
+
+
+class Source(IntEnum):
+    """Format of the checkpoint rows that a matrix is packed from."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q8_0 = 4
+    Q4_K = 5
+    Q5_K = 6
+    Q6_K = 7
+    FLOAT16 = 8
+    Q2_K = 9
+    Q3_K = 10
+    IQ4_NL = 11
+    IQ4_XS = 12
+    Q5_0 = 13
+    Q5_1 = 14
+
+
+class RowLayout(IntEnum):
+    """Where rows go in a fused matrix: one after the other, or interleaved with those of another part."""
+
+    PLAIN = 0
+    FIRST_HALF = 1
+    SECOND_HALF = 2
+
+
+class KvFormat(IntEnum):
+    """Storage format of keys and values. See src/attention/kv_cache.h."""
+
+    BF16 = 0
+    INT8 = 1
+    F16 = 2
+
+
+STORED_FORMATS = frozenset(weights for weights in Format if weights.name in Source.__members__)
+"""Formats that keep the numbers of GGUF's blocks. They hold only rows that are stored in the same format."""
+
+Run = tuple[Format, int]
+"""Consecutive rows of a matrix in one format, and their number."""
 
 
 class NativeSpec(c.Structure):
@@ -120,3 +187,22 @@ def low_rank_table(parts: Sequence[LowRankRows]) -> c.Array[LowRankPart]:
         row.layout, row.first, row.count, row.rank = layout, first, len(up), len(down)
         row.down, row.up = down.ctypes.data, up.ctypes.data
     return table
+
+
+class KernelError(Exception):
+    """A native call failed; the text gives the reason."""
+
+
+class AbiError(KernelError):
+    """The library was compiled from different sources."""
+
+
+def check_sizes(library: Any, structs: Mapping[str, type[c.Structure]]) -> None:
+    """Compare each struct's size with the library's `penstock_sizeof_<name>()`. Raises AbiError if they differ."""
+    for name, struct in structs.items():
+        size_of = getattr(library, f"penstock_sizeof_{name}")
+        size_of.restype, size_of.argtypes = c.c_size_t, []
+        if size_of() != c.sizeof(struct):
+            raise AbiError(
+                f"{struct.__name__} has {c.sizeof(struct)} bytes, but {size_of()} in the library: they differ in fields"
+            )

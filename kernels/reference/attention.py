@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.paged_cache import QUANTIZED_MAX, PagedCache
+from penstock.kernels.arguments import QUANTIZED_MAX, PagedCache
 
 
 def paged_attention(

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.norm_weights import Addend, NormWeights
-from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.arguments import Addend, NormWeights, PagedCache
 from penstock.kernels.reference.attention import store_kv
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -9,9 +9,15 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.paged_cache import PagedCache
-from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
-from penstock.kernels.triton.launches import Launch, attention_launch, num_multiprocessors, padded
+from penstock.kernels.arguments import PagedCache
+from penstock.kernels.triton.launches import (
+    Launch,
+    attention_launch,
+    dependent_launch,
+    num_multiprocessors,
+    padded,
+    wait_for_kernel_ahead,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 64

@@ -12,8 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
-from penstock.kernels.triton.launches import MANY_OUTPUTS, Tiles, architecture, padded
+from penstock.kernels.triton.launches import (
+    MANY_OUTPUTS,
+    Tiles,
+    architecture,
+    dependent_launch,
+    padded,
+    wait_for_kernel_ahead,
+)
 
 MOST_ROWS = 64
 """More rows are the library's."""

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
 from penstock.kernels.triton.invariant import add_parts
-from penstock.kernels.triton.launches import padded
+from penstock.kernels.triton.launches import dependent_launch, padded, wait_for_kernel_ahead
 
 GROUP = 32
 """Columns that share a scale in int4."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
+from penstock.kernels.triton.launches import dependent_launch, wait_for_kernel_ahead
 
 _ROWS, _OUTPUTS = 64, 64
 _SPAN = 1024

@@ -1,4 +1,4 @@
-"""The operations between the matrix products, each in one pass over memory."""
+"""The embedding and the operations between the matrix products, each in one pass over memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.paged_cache import QUANTIZED_MAX, PagedCache
+from penstock.kernels.arguments import QUANTIZED_MAX, PagedCache
 from penstock.kernels.triton.decode_attention import cache_strides
-from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
-from penstock.kernels.triton.launches import padded
-from penstock.kernels.triton.quantizing import QuantizedRows, store_quantized, warps_for
+from penstock.kernels.triton.launches import dependent_launch, padded, wait_for_kernel_ahead
+from penstock.kernels.triton.products import QuantizedRows, store_quantized, warps_for
 from penstock.kernels.triton.rope import rotate_and_store_kernel
 
 _COLUMNS = 1024
+
+
+@triton.jit
+def _embed(
+    out,
+    ids,
+    sampled,
+    table,
+    scale,
+    HIDDEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid [tokens, runs of columns]. ROWS: 0 if the table has all rows, else how many it has, from row FIRST on."""
+    wait_for_kernel_ahead(DEPENDENT)
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.load(ids + row)
+    earlier = tl.load(sampled - 1 - token, mask=token < 0, other=0)
+    # A failed row has -1 for a token; the result of its next step is discarded.
+    token = tl.maximum(tl.where(token < 0, earlier, token), 0).to(tl.int64)
+    is_here = i < HIDDEN
+    if ROWS > 0:
+        token -= FIRST
+        is_here &= (token >= 0) & (token < ROWS)
+    x = tl.load(table + token * HIDDEN + i, mask=is_here, other=0.0).to(tl.float32)
+    tl.store(out + row * HIDDEN + i, x * scale, mask=i < HIDDEN)
+
+
+def embed(ids: Tensor, sampled: Tensor, table: Tensor, scale: float, first: int | None = None) -> Tensor:
+    """As `kernels.reference.layers.embed`; ids and sampled in int32, rows of `table` contiguous."""
+    rows, hidden = table.shape
+    out = torch.empty(len(ids), hidden, dtype=torch.float32, device=table.device)
+    grid = (len(ids), triton.cdiv(hidden, _COLUMNS))
+    sizes = {"HIDDEN": hidden, "COLUMNS": _COLUMNS, "FIRST": first or 0, "ROWS": 0 if first is None else rows}
+    _embed[grid](out, ids, sampled, table, float(scale), **sizes, **dependent_launch(table.device))
+    return out
+
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 

@@ -11,8 +11,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
-from penstock.kernels.triton.launches import padded
+from penstock.kernels.triton.launches import dependent_launch, padded, wait_for_kernel_ahead
 
 LORA_ROWS = 16
 """Most rows of a tile."""

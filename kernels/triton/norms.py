@@ -7,11 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.norm_weights import Addend, NormWeights
-from penstock.kernels.paged_cache import QUANTIZED_MAX
-from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
-from penstock.kernels.triton.launches import padded
-from penstock.kernels.triton.quantizing import QuantizedRows, store_quantized
+from penstock.kernels.arguments import QUANTIZED_MAX, Addend, NormWeights
+from penstock.kernels.triton.launches import dependent_launch, padded, wait_for_kernel_ahead
+from penstock.kernels.triton.products import QuantizedRows, store_quantized
 
 
 @triton.jit

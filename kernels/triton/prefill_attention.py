@@ -8,7 +8,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.arguments import PagedCache
 from penstock.kernels.triton.decode_attention import (
     LOG2_E,
     as_float16,
@@ -18,8 +18,7 @@ from penstock.kernels.triton.decode_attention import (
     scales_and_strides,
     weigh_values,
 )
-from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
-from penstock.kernels.triton.launches import Launch, attention_launch, padded
+from penstock.kernels.triton.launches import Launch, attention_launch, dependent_launch, padded, wait_for_kernel_ahead
 
 QUERY_TILE = 64
 """Queries of a tile, where a caller chooses no other number."""

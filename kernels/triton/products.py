@@ -1,16 +1,71 @@
-"""Products in int8 and float8, one program per tile of outputs. No sum is split, so its order is fixed."""
+"""Products in int8 and float8, one program per tile of outputs, and the rows of activations that they take.
+
+No sum is split, so its order is fixed. The rows have one scale each.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.paged_cache import QUANTIZED_MAX
-from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
-from penstock.kernels.triton.launches import MANY_OUTPUTS, Tiles, architecture, padded
-from penstock.kernels.triton.quantizing import QuantizedRows, store_quantized, warps_for
+from penstock.kernels.arguments import QUANTIZED_MAX
+from penstock.kernels.triton.launches import (
+    MANY_OUTPUTS,
+    Tiles,
+    architecture,
+    dependent_launch,
+    padded,
+    wait_for_kernel_ahead,
+)
+
+_ROUNDING = tl.constexpr(12582912.0)
+"""1.5 * 2^23: adding it to a float32 below 2^22 and subtracting it again rounds to an integer, ties to even."""
+
+
+class QuantizedRows(NamedTuple):
+    """Rows that are stored numbers times a scale per row."""
+
+    q: Tensor
+    """[rows, size] in int8 or float8."""
+    scales: Tensor
+    """[rows] float32."""
+
+    @classmethod
+    def empty(cls, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> QuantizedRows:
+        """Allocate rows of `size` numbers in `dtype`."""
+        q = torch.empty(rows, size, dtype=dtype, device=device)
+        return cls(q, torch.empty(rows, dtype=torch.float32, device=device))
+
+
+@triton.jit
+def rounded(x):
+    """Round to integers, ties to even; |x| < 2^22."""
+    return (x + _ROUNDING) - _ROUNDING
+
+
+@triton.jit
+def store_quantized(q, scales, values, row, i, size, MOST: tl.constexpr):
+    """Quantize a row and store it with its scale.
+
+    values: float32, 0 from column `size` on; i: their columns; MOST: the largest number of the format.
+    """
+    # Plain division is not exact on GPUs, and would round differently from the reference.
+    scale = tl.div_rn(tl.max(tl.abs(values), 0), MOST)
+    values = tl.div_rn(values, tl.where(scale > 0, scale, 1.0))
+    if q.dtype.element_ty == tl.int8:
+        values = rounded(values)
+    tl.store(q + row * size + i, values.to(q.dtype.element_ty), mask=i < size)
+    tl.store(scales + row, scale)
+
+
+def warps_for(size_pad: int) -> int:
+    """Return the warps of a program that keeps a row of `size_pad` numbers in registers."""
+    return min(16, max(4, size_pad // 1024))
+
 
 FEW_ROWS = 16
 """Products with up to this many rows are limited by the bytes of the weights."""
@@ -97,7 +152,8 @@ def multiply_scaled(q: Tensor, q_scales: Tensor, weight: Tensor, weight_scales: 
     (num_rows, num_columns), num_outputs = q.shape, len(weight)
     out = torch.empty(num_rows, num_outputs, dtype=dtype, device=q.device)
     tiles = _tiles_of_bytes(num_rows, num_outputs)
-    _multiply_scaled[_grid(tiles, num_rows, num_outputs)](
+    grid = triton.cdiv(num_rows, tiles.ROWS), triton.cdiv(num_outputs, tiles.OUTPUTS)
+    _multiply_scaled[grid](
         *(out, q, q_scales, weight, weight_scales, num_rows, num_outputs, num_columns),
         SUM=tl.int32 if q.dtype == torch.int8 else tl.float32,
         **tiles._asdict(),
@@ -119,7 +175,3 @@ def multiply_by_library(
 ) -> Tensor:
     """As `multiply_scaled`, by torch's product with row-wise scales; float8 only."""
     return torch._scaled_mm(q, weight.t(), q_scales[:, None], weight_scales[None, :], out_dtype=dtype)
-
-
-def _grid(tiles: Tiles, num_rows: int, num_outputs: int) -> tuple[int, int]:
-    return triton.cdiv(num_rows, tiles.ROWS), triton.cdiv(num_outputs, tiles.OUTPUTS)

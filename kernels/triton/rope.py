@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.triton.decode_attention import block_offset
-from penstock.kernels.triton.dependent import wait_for_kernel_ahead
-from penstock.kernels.triton.quantizing import rounded
+from penstock.kernels.triton.launches import wait_for_kernel_ahead
+from penstock.kernels.triton.products import rounded
 
 
 @triton.jit

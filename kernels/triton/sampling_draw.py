@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.triton.dependent import wait_for_kernel_ahead
-from penstock.kernels.triton.sampling_rows import (
+from penstock.kernels.triton.launches import wait_for_kernel_ahead
+from penstock.kernels.triton.sampling_passes import (
     FAILED,
     INFINITY_BITS,
     best_of,

@@ -13,10 +13,10 @@ from triton.runtime.errors import OutOfResources
 from bench_gpu.measure import Clock, Work, fraction, rotated
 from bench_gpu.shapes import Pages, Sizes, ints, normal
 from penstock.gpu_node.model.gpu.linear import SCALED
-from penstock.gpu_node.model.torch_common.norm import Norm
-from penstock.kernels.norm_weights import Addend
+from penstock.gpu_node.model.torch_common.layers import Norm
+from penstock.kernels.arguments import Addend
 from penstock.kernels.triton import layers, products
-from penstock.kernels.triton.blocks import copy_blocks
+from penstock.kernels.triton.copies import copy_blocks
 from penstock.kernels.triton.decode_attention import decode_attention, num_splits
 from penstock.kernels.triton.few_rows import MOST_ROWS, is_for_few, multiply_few
 from penstock.kernels.triton.int4 import multiply_int4, pack_int4, pair_scales

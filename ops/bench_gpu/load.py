@@ -15,8 +15,8 @@ from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.scheduler.budget import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
 from penstock.gpu_node.engine.sequence import Sequence as Choice
+from penstock.gpu_node.engine.steps import InFlightSteps
 from penstock.gpu_node.engine.text.output import EndRule
-from penstock.gpu_node.engine.timings import InFlightSteps
 from penstock.gpu_node.model.protocol import ModelRunner, StepHandle, StepPlan
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.architecture.shapes import SHAPES
 from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
+from penstock.gpu_node.model.checkpoint.dummy import SHAPES
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder, GpuWeights
 from penstock.gpu_node.model.gpu.device import Device
@@ -17,8 +17,7 @@ from penstock.gpu_node.model.gpu.linear import EmbeddingTable, KeptLinear, linea
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes
-from penstock.gpu_node.model.torch_common.layers import LayerWeights
-from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
+from penstock.gpu_node.model.torch_common.layers import LayerWeights, NoNorm, Norm
 from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator
 
 BLOCK_SIZE = 16

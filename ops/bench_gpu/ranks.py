@@ -39,8 +39,7 @@ from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import HEAD_ROWS, EmbeddingTable, PlainLinear, pad_rows
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes, MatrixName
-from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
-from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm
 from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator, ProcessRanks, joined, joined_gpus
 
 Rows = Iterator[dict[str, Any]]

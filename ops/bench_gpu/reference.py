@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
-from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.kernels.reference.layers import ACTIVATIONS
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.gpu_node.model.gpu.decoder import AttentionRows
-from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.arguments import PagedCache
 
 
 class SdpaAttention:

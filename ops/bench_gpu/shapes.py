@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.paged_cache import QUANTIZED_MAX, PagedCache
+from penstock.kernels.arguments import QUANTIZED_MAX, PagedCache
 
 BLOCK_SIZE = 16
 

@@ -17,11 +17,11 @@ from bench_gpu import truth_layers
 from bench_gpu.shapes import BLOCK_SIZE, Pages, Sizes, ints, normal
 from bench_gpu.verdict import SHORT, Bound, WrongResultError, judge, judge_equal, stored_bound
 from penstock.gpu_node.model.gpu.decoder import AttentionRows, TritonAttention
-from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
-from penstock.kernels.paged_cache import PagedCache
+from penstock.gpu_node.model.gpu.inputs import RowMarks, mark_rows_of
+from penstock.kernels.arguments import PagedCache
 from penstock.kernels.reference import attention as reference_attention
 from penstock.kernels.triton import layers, products
-from penstock.kernels.triton.blocks import copy_blocks
+from penstock.kernels.triton.copies import copy_blocks
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.few_rows import MOST_ROWS, multiply_few
 from penstock.kernels.triton.int4 import multiply_int4, pack_int4, pair_scales

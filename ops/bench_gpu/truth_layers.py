@@ -10,13 +10,13 @@ from torch.nn import functional
 
 from bench_gpu.shapes import Sizes, ints, normal
 from bench_gpu.verdict import SHORT, Bound, judge, judge_equal, stored_bound
-from penstock.gpu_node.model.torch_common.norm import Norm
-from penstock.kernels.norm_weights import Addend
+from penstock.gpu_node.model.torch_common.layers import Norm
+from penstock.kernels.arguments import Addend
 from penstock.kernels.reference.layers import ACTIVATIONS
 from penstock.kernels.triton import layers
-from penstock.kernels.triton.embedding import embed
+from penstock.kernels.triton.layers import embed
 from penstock.kernels.triton.norms import add_norm, add_norm_quantized, norm_all_heads
-from penstock.kernels.triton.quantizing import QuantizedRows
+from penstock.kernels.triton.products import QuantizedRows
 
 Row = dict[str, float | str]
 

@@ -13,22 +13,21 @@ from pydantic import AfterValidator, BaseModel, Field, StringConstraints, field_
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import RequestError
-from penstock.contract.named import NAME_PATTERN, CheckedInput
-from penstock.contract.priority import Priority as Priority
-from penstock.contract.priority import level_of
-from penstock.contract.sampling import (
+from penstock.contract.fields import (
     COMPACT,
     COUNT_TOKENS,
     EMBEDDINGS,
     MESSAGES,
+    NAME_PATTERN,
     OPENAI,
     RESPONSES,
+    CheckedInput,
     Option,
-    SamplingOptions,
-    Text,
-    encodable,
 )
+from penstock.contract.priority import Priority as Priority
+from penstock.contract.priority import level_of
 from penstock.contract.sampling import MAX_TOKENS_LIMIT as MAX_TOKENS_LIMIT
+from penstock.contract.sampling import SamplingOptions, Text, encodable
 from penstock.contract.sampling import SamplingParams as SamplingParams
 from penstock.contract.sampling import TokenId as TokenId
 from penstock.contract.tasks import GENERATE, Detokenize, Embed, Task

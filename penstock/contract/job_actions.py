@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, TypedDict, cast, get_args
 
 from penstock.contract.errors import ConflictError, NotFoundError, PenstockError, RequestError
+from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.job import MAX_DEADLINE_S, MAX_TAG_CHARS, TAG_PATTERN
-from penstock.contract.named import NAME_PATTERN
 from penstock.contract.output import STATES, state_of
 from penstock.contract.priority import NUM_LEVELS, ClassName, Priority, class_of_level, is_background
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core.core_schema import ErrorType
 
 from penstock.contract.errors import ConfigError, PenstockError, RequestError
-from penstock.contract.named import NEAREST_FIELD, UNKNOWN_FIELD, WRONG_MEMBER
+from penstock.contract.fields import NEAREST_FIELD, UNKNOWN_FIELD, WRONG_MEMBER
 
 MAX_NAME_CHARS = 128
 """Limit for an echoed field name, since the name may come from an untrusted request."""

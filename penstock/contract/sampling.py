@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from dataclasses import field as member
-from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict
 
 from pydantic import (
     AfterValidator,
     AliasChoices,
-    BaseModel,
     FailFast,
     Field,
     StringConstraints,
@@ -25,8 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.logprobs import MAX_LOGPROBS
-from penstock.contract.named import WRONG_MEMBER, CheckedInput, Named
+from penstock.contract.fields import MESSAGES, OPENAI, RESPONSES, WRONG_MEMBER, CheckedInput, Endpoint, Named, Option
+from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.tools import WantedCalls, json_of
 
 if TYPE_CHECKING:
@@ -108,45 +104,6 @@ class StructuredOutputs(Named):
         return self
 
 
-# What an option's field says beside type, default and bounds: its names in HTTP bodies, and its flag.
-
-Endpoint = Literal["openai", "responses", "compact", "messages", "count_tokens", "jobs", "embeddings"]
-OPENAI: Final = "openai"
-"""Chats, completions, and rows of batch files."""
-RESPONSES: Final = "responses"
-COMPACT: Final = "compact"
-MESSAGES: Final = "messages"
-COUNT_TOKENS: Final = "count_tokens"
-JOBS: Final = "jobs"
-EMBEDDINGS: Final = "embeddings"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Option:
-    """The mark of an option's field."""
-
-    named: Mapping[Endpoint, str | None] = member(default_factory=dict)
-    """Endpoint → the option's name in bodies there; a name with a dot is a part of another field. Endpoints that are
-    absent use the option's own name. None: the body has no field that only says this option."""
-    one_is_enough: bool = False
-    """Whether OpenAI's bodies may have one item in place of a list of one."""
-    flag: str = ""
-    """Help text of the flag of `penstock submit` and `penstock chat`; empty if they have none."""
-
-
-def option_of(record: type[BaseModel], name: str) -> Option:
-    """Return the mark of a record's field."""
-    return next((mark for mark in record.model_fields[name].metadata if isinstance(mark, Option)), _UNMARKED)
-
-
-@cache
-def names_at(endpoint: Endpoint, record: type[BaseModel]) -> Mapping[str, str]:
-    """Map the record's options to their names in bodies of an endpoint, without those that have none there."""
-    found = ((name, option_of(record, name).named.get(endpoint, name)) for name in record.model_fields)
-    return {name: there for name, there in found if there is not None}
-
-
-_UNMARKED = Option()
 _NOT_ANTHROPIC: Mapping[Endpoint, None] = {MESSAGES: None}
 _ONLY_OPENAI: Mapping[Endpoint, None] = {RESPONSES: None, MESSAGES: None}
 _RECOMMENDED = "Default: what the model recommends."

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, get_args
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.named import CheckedInput
+from penstock.contract.fields import CheckedInput
 
 GENERATE = "generate"
 MAX_TASK_TOKENS = 1 << 20

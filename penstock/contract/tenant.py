@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic_core import from_json
 
 from penstock.contract.errors import ForbiddenError, NotFoundError, RequestError, UnauthorizedError
-from penstock.contract.named import NAME_PATTERN
+from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.priority import ClassName
 
 # A tenant's limits and scheduling weight. A trusted submitter, a gateway or a client, states them at each submit.

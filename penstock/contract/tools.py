@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, StringConstraints
 
-from penstock.contract.named import Named
+from penstock.contract.fields import Named
 
 # Variables that a request sets in the model's chat template, such as `enable_thinking`.
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic_core import to_json
 
 from penstock.contract.errors import RequestError
-from penstock.contract.named import NAME_PATTERN
+from penstock.contract.fields import NAME_PATTERN
 
 ENDPOINT_ID_PATTERN = r"^we_[0-9a-f]{16}$"
 EVENT_ID_PATTERN = r"^evt_[0-9a-f]{32}$"

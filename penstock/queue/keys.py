@@ -39,7 +39,7 @@ tenant's ended jobs, with what the pool counted of the tenant.
                                      delete_response                      end, for a dead letter 7 days; deleted when
                                                                           the job succeeds
     P:dead_letters           zset    end; sweep, purge                    dead letters by end time; 10,000 for 7 days
-    P:log:<id>               list    emit, finish, end; delete_response,  chunks (chunks.py); log_ttl_ms after the end
+    P:log:<id>               list    emit, finish, end; delete_response,  chunks (wire.py); log_ttl_ms after the end
                                      ack
     P:result:<id>            string  finish; shorten_result (PEXPIRE),    the result (results.py); result_ttl_ms, a
                                      delete_response, ack                 large one log_ttl_ms after it was fetched

@@ -58,9 +58,6 @@ as 0."""
 _BATCH = NUM_PRIORITIES - 1
 MAX_PASSED = 16
 """A scan of the queue ends after this many jobs that did not fit and were overtaken."""
-HOLD_MS = 1000.0
-"""Expected time for which a KV token of a job's cost is held, in ms, before any job has ended."""
-_HOLD_WEIGHT = 0.05
 
 
 class Candidate(Protocol):
@@ -184,14 +181,6 @@ def preemption_order(running: Sequence[R], remaining: Callable[[R], int] = lambd
 def victims_of(urgency: int, running: Sequence[R], remaining: Callable[[R], int] = lambda _: 0) -> list[R]:
     """Return the running jobs that a job of class `urgency` may preempt, in order: only less urgent ones."""
     return [one for one in preemption_order(running, remaining) if one.urgency > urgency]
-
-
-def learned_hold_ms(hold_ms: float, kv_token_ms: float, cost: int) -> float:
-    """Return the updated moving average of the time for which a KV token of cost is held, in ms.
-
-    `kv_token_ms` is the KV tokens × milliseconds that a job with predicted `cost` has held.
-    """
-    return hold_ms + _HOLD_WEIGHT * (kv_token_ms / max(1, cost) - hold_ms)
 
 
 def _in_order(

@@ -10,19 +10,19 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgpack
 
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, FinishReason, Outcome, Result, Usage
+from penstock.contract.output import Choice, FinishReason, Outcome, Result, TokenLogprobs, Usage
 from penstock.contract.tasks import Detokenized, Embedding, TaskOutput, Tokenized
-from penstock.queue import chunks
-from penstock.queue.chunks import RowParts, rows_of
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.wire import (
     MAX_BYTES,
+    RowParts,
     WireError,
     array_header,
     binary,
     checked_map,
+    logprobs_of,
     pack,
+    rows_of,
     unpack_all,
     unpack_map,
     with_members,
@@ -62,7 +62,7 @@ class PackedRows:
         if self._span is None:
             return
         for row in _items_of(self._data, self._span):
-            yield chunks.from_wire([row])[0]
+            yield logprobs_of([row])[0]
 
 
 class PackedChoice:
@@ -354,7 +354,7 @@ def decode_result(data: bytes, job_id: str, outcome: Outcome, times_ms: tuple[in
     try:
         choices = tuple(_choice_of(fields) for fields in m["choices"])
         cuts = tuple((int(c), int(t), int(s)) for c, t, s in m["cuts"])
-        prompt = chunks.from_wire(m.get("q", []))
+        prompt = logprobs_of(m.get("q", []))
         output = PackedOutput(checked_map(m["o"])).whole() if "o" in m else None
         usage = Usage(*m["u"])
         return Result(job_id, outcome, choices, usage, *times_ms, cuts=cuts, prompt_logprobs=prompt, output=output)
@@ -369,4 +369,4 @@ def _packed_choice(choice: Choice, rows: RowParts) -> bytes:
 
 def _choice_of(fields: dict[str, Any]) -> Choice:
     c, s, t, f = (fields[key] for key in "cstf")
-    return Choice(c, s, tuple(t), f, chunks.from_wire(fields.get("l", []), t))
+    return Choice(c, s, tuple(t), f, logprobs_of(fields.get("l", []), t))

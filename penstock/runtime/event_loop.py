@@ -1,10 +1,13 @@
-"""The event loop of long-running processes, and what tasks share: turns in order, gathered calls, cancellation."""
+"""The event loop of long-running processes, and what its tasks share: turns, gathered calls, threads, cancellation."""
 
 from __future__ import annotations
 
+import _thread
 import asyncio
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -120,3 +123,33 @@ def preserve_cancellation() -> Iterator[None]:
     finally:
         if task is not None and task.cancelling() > num_before:
             raise asyncio.CancelledError
+
+
+MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""The limit of `asyncio.to_thread`. Its own threads are not used, because a process waits for them at its end."""
+
+
+class Threads:
+    """A pool for blocking calls beside the event loop: at most `max_at_once` run, further calls wait.
+
+    Its threads are daemons: they do not delay the end of the process if a call hangs in a library.
+    """
+
+    def __init__(self, max_at_once: int = MAX_THREADS) -> None:
+        self._semaphore = asyncio.Semaphore(max_at_once)
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Return what the call returns, or raise what it raises. Cancellation does not stop a call that has begun."""
+        async with self._semaphore:
+            answer: Future[T] = Future()
+            answer.set_running_or_notify_cancel()
+            # `Thread.start` waits until the new thread runs: up to 80 ms of the event loop if all cores are busy.
+            _thread.start_new_thread(_run, (call, answer))
+            return await asyncio.wrap_future(answer)
+
+
+def _run(call: Callable[[], T], answer: Future[T]) -> None:
+    try:
+        answer.set_result(call())
+    except BaseException as error:
+        answer.set_exception(error)

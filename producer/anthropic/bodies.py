@@ -12,19 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import MAX_MESSAGES, MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS, Metadata
-from penstock.contract.problems import MAX_NAME_CHARS
-from penstock.contract.sampling import MAX_TOKENS_LIMIT, MESSAGES, SamplingParams
-from penstock.contract.tools import MAX_TOOLS, FunctionName, ToolChoice, closed
-from penstock.producer.anthropic.conversation import (
-    _MAX_SHOWN_CHARS,
-    ConversationMessage,
-    Nested,
-    messages_of,
-    system_text,
-    tool_changes,
-)
-from penstock.producer.openai.fields import (
+from penstock.contract.fields import (
+    MESSAGES,
     NO_EFFECT,
     Hint,
     Wire,
@@ -33,6 +22,18 @@ from penstock.producer.openai.fields import (
     only,
     renamed_options,
     with_option_fields,
+)
+from penstock.contract.job import MAX_MESSAGES, MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS, Metadata
+from penstock.contract.problems import MAX_NAME_CHARS
+from penstock.contract.sampling import MAX_TOKENS_LIMIT, SamplingParams
+from penstock.contract.tools import MAX_TOOLS, FunctionName, ToolChoice, closed
+from penstock.producer.anthropic.conversation import (
+    _MAX_SHOWN_CHARS,
+    ConversationMessage,
+    Nested,
+    messages_of,
+    system_text,
+    tool_changes,
 )
 from penstock.producer.openai.messages import ToolUse
 

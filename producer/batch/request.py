@@ -21,13 +21,12 @@ from pydantic import Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import ConfigError, RequestError
+from penstock.contract.fields import UNKNOWN_FIELD, IgnoredFields, only
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS, NO_SAMPLING, SamplingParams
-from penstock.contract.named import UNKNOWN_FIELD, IgnoredFields
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.tasks import Embed
 from penstock.producer.batch.rows import NAMES_OF_RESPONSES, EmbeddingRow, MessageRow, QueuedRow, ResponseRow
 from penstock.producer.openai.bodies import ChatBody, CompletionBody, GenerationBody
-from penstock.producer.openai.fields import only
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 from penstock.queue.files.batch import MESSAGES_ENDPOINT
 

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, field_validator
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.fields import WHOLE_NUMBER, Hint, OpenWire, Whole, Wire, at_most, only
 from penstock.contract.job import MAX_DEADLINE_S, MAX_METADATA, MAX_TAGS, MAX_TOKENS_LIMIT, Metadata, Tag
 from penstock.contract.output import Result, Usage
 from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Embedding, Pooling, TruncatedTokens
 from penstock.producer.anthropic.bodies import MessageBody
 from penstock.producer.openai.bodies import prompts_of
-from penstock.producer.openai.fields import WHOLE_NUMBER, Hint, OpenWire, Whole, Wire, at_most, only
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_INPUTS = 2048

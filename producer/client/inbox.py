@@ -25,8 +25,7 @@ from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, ignoring_retried_errors, pauses, retried, translated
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.broker.shared_connection import SharedConnection
-from penstock.queue.chunks import decode_message
-from penstock.queue.wire import WireError
+from penstock.queue.wire import WireError, decode_message
 from penstock.runtime import crash_points
 from penstock.runtime.event_loop import in_rounds
 

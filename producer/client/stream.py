@@ -13,8 +13,7 @@ from enum import Enum
 from typing import Protocol
 
 from penstock.contract.errors import StreamDivergedError
-from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, Result
+from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, TERMINAL_STATES, Chunk, Outcome, Result, TokenLogprobs
 from penstock.producer.client.mailbox import Feed, Mailbox
 from penstock.producer.client.settings import ClientStats
 from penstock.queue.broker.producer import Attached, has_logprobs

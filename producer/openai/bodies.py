@@ -24,14 +24,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import MAX_MESSAGES, MAX_METADATA, MAX_TOKENS_LIMIT, Metadata, TokenId
-from penstock.contract.logprobs import MAX_LOGPROBS
-from penstock.contract.priority import ClassName
-from penstock.contract.problems import problem_of
-from penstock.contract.sampling import MAX_ALTERNATIVES, OPENAI, SamplingParams
-from penstock.contract.tools import CONTINUES, GENERATION_PROMPT, MAX_TOOLS, TemplateKwargs, closed
-from penstock.producer.openai.fields import (
+from penstock.contract.fields import (
     NO_EFFECT,
+    OPENAI,
     Hint,
     Whole,
     Wire,
@@ -40,6 +35,12 @@ from penstock.producer.openai.fields import (
     only,
     with_option_fields,
 )
+from penstock.contract.job import MAX_MESSAGES, MAX_METADATA, MAX_TOKENS_LIMIT, Metadata, TokenId
+from penstock.contract.output import MAX_LOGPROBS
+from penstock.contract.priority import ClassName
+from penstock.contract.problems import problem_of
+from penstock.contract.sampling import MAX_ALTERNATIVES, SamplingParams
+from penstock.contract.tools import CONTINUES, GENERATION_PROMPT, MAX_TOOLS, TemplateKwargs, closed
 from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls
 
 _GUIDED = {

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic_core import to_json
 
-from penstock.contract.logprobs import Logprob, TokenLogprobs
-from penstock.contract.output import Result
+from penstock.contract.output import Logprob, Result, TokenLogprobs
 from penstock.queue.results import PackedResult
 
 ROWS_PER_PART = 16

@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.fields import OpenWire, only
 from penstock.contract.job import MAX_PARTICIPANT_NAME_CHARS
 from penstock.contract.tools import (
     MAX_CALLS,
@@ -27,7 +28,6 @@ from penstock.contract.tools import (
     chosen_function,
     count_calls,
 )
-from penstock.producer.openai.fields import OpenWire, only
 
 _TEXT_OF_PART = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a content part → the member that holds its text."""

@@ -14,8 +14,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from penstock.contract.job import SamplingParams, lowered_max_tokens
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, FinishReason, Result, Usage, WaitUpdate, members_of
+from penstock.contract.output import Choice, FinishReason, Result, TokenLogprobs, Usage, WaitUpdate, members_of
 from penstock.producer.openai.json_parts import (
     CompletionTokens,
     PromptEcho,
@@ -189,7 +188,7 @@ class Renderer(ABC):
         is_first = number not in self._begun
         self._begun.add(number)
         piece = self._piece_of(number, parsed, is_first)
-        rendered = self._logprobs_of(number, logprobs)
+        rendered = self._logprobs_of(number, logprobs) if logprobs else None
         return {**piece, "index": number, "logprobs": rendered, "finish_reason": finish_reason}
 
     def usage(self, usages: Sequence[Usage | None]) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from fakes.terminal import CTRL_C, CTRL_D, ENTER, TerminalProcess
 
+from penstock.contract.fields import option_of
 from penstock.contract.output import JobLedger
-from penstock.contract.sampling import SamplingParams, option_of
+from penstock.contract.sampling import SamplingParams
 from penstock.producer.client import Client
 from penstock.queue.broker.jobs import JobStatus
 from penstock.runtime.embedded_redis import EmbeddedRedis

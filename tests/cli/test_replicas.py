@@ -28,7 +28,7 @@ from penstock.contract.errors import ConfigError, PenstockError
 from penstock.contract.pool import NodePressure
 from penstock.gpu_node.gpus import VISIBLE, GpuDevice
 from penstock.gpu_node.settings import NodeSettings
-from penstock.kernels.cpu import topology
+from penstock.kernels.cpu import probe
 from penstock.kernels.cpu.probe import usable_cores
 from penstock.producer.client import AsyncClient
 from tests.source_tree import ROOT
@@ -41,8 +41,8 @@ GPUS = tuple(GpuDevice(f"GPU-{at}", "H100", 81_559) for at in range(4))
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight cores, 64 GiB of free memory, and four GPUs."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(topology, "usable_cores", lambda: 8)
-    monkeypatch.setattr(topology, "cores_of", lambda cpus, _: [topology.Core(0, (cpu,)) for cpu in cpus])
+    monkeypatch.setattr(probe, "usable_cores", lambda: 8)
+    monkeypatch.setattr(probe, "cores_of", lambda cpus, _: [probe.Core(0, (cpu,)) for cpu in cpus])
     monkeypatch.setattr(replicas, "available_bytes", lambda: 64 << 30)
     monkeypatch.setattr(replicas, "devices_here", lambda: GPUS)
 
@@ -73,7 +73,7 @@ def test_cores_quota_and_the_default_kv_cache_are_divided(monkeypatch: pytest.Mo
         "--reserved-cores": "0",
         "--kv-cache-gib": "0.5",
     }
-    monkeypatch.setattr(topology, "usable_cores", lambda: 3)
+    monkeypatch.setattr(probe, "usable_cores", lambda: 3)
     assert [flags(settings, number)["--num-threads"] for number in (0, 1)] == ["2", "1"]
     assert flags(settings_of(replicas="2", reserved_cores=1), 0)["--num-threads"] == "1"
 

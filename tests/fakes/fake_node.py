@@ -25,7 +25,7 @@ from penstock.gpu_node.settings import NodeSettings
 from penstock.queue import keys, results, wire
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Capacity, Emission, LeaseLostError, NodeBroker, Taken
-from penstock.queue.chunks import encode_chunk
+from penstock.queue.wire import encode_chunk
 
 POOL = "fake"
 MODEL = "acme/fake"

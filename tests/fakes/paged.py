@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.arguments import PagedCache
 from penstock.kernels.reference.attention import store_kv
 
 

@@ -8,12 +8,11 @@ import numpy as np
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.config import PreemptionName
-from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.policy.policy import SchedulingPolicy
 from penstock.gpu_node.engine.scheduler.budget import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
-from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.sequence import Sequence, salted_root
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.text.output import EndRule
 from penstock.gpu_node.model.protocol import StepPlan

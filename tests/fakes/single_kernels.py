@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu.abi import check_sizes
-from penstock.kernels.cpu.formats import Format, KvFormat, RowLayout, Source
-from penstock.kernels.cpu.structs import LowRankRows, low_rank_table
+from penstock.kernels.cpu.structs import Format, KvFormat, LowRankRows, RowLayout, Source, check_sizes, low_rank_table
 from penstock.kernels.reference.sampler import SamplingRow
 
 Floats = NDArray[np.float32]

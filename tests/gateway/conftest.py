@@ -25,8 +25,7 @@ from fakes.processes.reference_engine import packed_fake_embedding
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Usage
+from penstock.contract.output import TokenLogprobs, Usage
 from penstock.gateway.app import make_server
 from penstock.gateway.request import reading
 from penstock.gateway.settings import GatewaySettings

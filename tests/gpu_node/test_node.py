@@ -39,13 +39,13 @@ from penstock.gpu_node.node import Node
 from penstock.gpu_node.service import heartbeat
 from penstock.gpu_node.taking import inbox
 from penstock.gpu_node.taking.preparation import MAX_CHARS_ON_LOOP, MAX_LONG_PROMPTS_OF_TENANT
-from penstock.gpu_node.threads import MAX_AT_ONCE
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, Submission
 from penstock.queue.broker.usage import UsageBroker
+from penstock.runtime.event_loop import MAX_THREADS
 
 POOL = "ref"
 
@@ -743,7 +743,7 @@ async def test_a_tenants_long_prompts_leave_threads_to_other_tenants(redis_url: 
         return list(text[:20].encode())
 
     engine.tokenizer.encode = encode  # type: ignore[assignment]
-    floods = [new_job("long " * (MAX_SMALL_WHOLE_CHARS // 4)) for _ in range(2 * MAX_AT_ONCE)]
+    floods = [new_job("long " * (MAX_SMALL_WHOLE_CHARS // 4)) for _ in range(2 * MAX_THREADS)]
     other = new_job("other " * MAX_CHARS_ON_LOOP)
     async with running(redis_url, engine):
         for job in floods:

@@ -27,7 +27,7 @@ from penstock.gpu_node.node import Node
 from penstock.queue import keys
 from penstock.queue.broker.node import Taken
 from penstock.queue.broker.producer import ProducerBroker, Submission
-from penstock.queue.policy import HOLD_MS
+from penstock.queue.job_cost import HOLD_MS
 
 POOL = "ref"
 PATIENCE_S = 20.0

@@ -20,7 +20,7 @@ from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.producer import ProducerBroker, Submission
-from penstock.queue.chunks import decode_message
+from penstock.queue.wire import decode_message
 
 POOL = "ref"
 PROMPT = "hello"

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.contract import job, sampling, tools
 from penstock.contract.job import MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS
-from penstock.contract.logprobs import MAX_LOGPROBS
+from penstock.contract.output import MAX_LOGPROBS
 from penstock.gateway.http.protocol import MAX_HEAD_BYTES
 from penstock.gateway.request.generation import MAX_CHOICES_OF_REQUEST
 from penstock.gateway.request.reading import MAX_KEY_CHARS

@@ -27,7 +27,7 @@ from penstock.queue.broker.job_lists import JobLists
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.pools import MAX_POOLS, MAX_SCANNED
 from penstock.queue.broker.producer import ProducerBroker
-from penstock.queue.chunks import encode_chunk
+from penstock.queue.wire import encode_chunk
 
 VICTIM = PoolRecord("b", "acme/b", aliases=("fast",), max_model_len=2048)
 CLAIM = PoolRecord("a", "acme/b", aliases=("b", "fast", "own"), max_model_len=2048, adapters={"sql": "0" * 32})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.arguments import PagedCache
 from penstock.kernels.reference.attention import paged_attention, store_kv
 from penstock.kernels.reference.layers import gate_mul, rms_norm, rope
 

@@ -7,8 +7,7 @@ import pytest
 
 from penstock.contract.output import Chunk, PrefillProgress
 from penstock.producer.client.stream import ChunkVerdict, StreamCursor
-from penstock.queue.chunks import ProgressMessage, decode_chunks, decode_message, encode_chunk, encode_progress
-from penstock.queue.wire import WireError
+from penstock.queue.wire import ProgressMessage, WireError, decode_chunks, decode_message, encode_chunk, encode_progress
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
 PROGRESS = PrefillProgress(total=5_000, cached=16, processed=512, time_ms=70)

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Message, SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import UNKNOWN_WAIT, Chunk
+from penstock.contract.output import UNKNOWN_WAIT, Chunk, TokenLogprobs
 from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import Embed
 from penstock.contract.tools import ToolCall
-from penstock.queue.chunks import encode_chunk
 from penstock.queue.job_cost import (
     TEMPLATE_TOKENS,
     Ahead,
@@ -28,6 +26,7 @@ from penstock.queue.job_cost import (
     prompt_bytes,
     rate_tokens,
 )
+from penstock.queue.wire import encode_chunk
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000)
 UNLIMITED = PoolRecord("m", "acme/model")

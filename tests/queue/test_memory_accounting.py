@@ -22,7 +22,7 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.broker.job_lists import DeadLetters
 from penstock.queue.broker.node import Emission, Taken
 from penstock.queue.broker.producer import Submission
-from penstock.queue.chunks import encode_chunk
+from penstock.queue.wire import encode_chunk
 
 T = TypeVar("T")
 CONFIG: dict[str, Any] = {

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Outcome, Usage
+from penstock.contract.output import Choice, Outcome, TokenLogprobs, Usage
 from penstock.queue.results import PackedResult, decode_result, encode_result
 from penstock.queue.wire import WireError
 

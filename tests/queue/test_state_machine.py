@@ -40,9 +40,8 @@ from penstock.queue.broker.audit import audit
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Emission, LeaseLostError, Taken
 from penstock.queue.broker.producer import Submission
-from penstock.queue.chunks import encode_chunk
 from penstock.queue.policy import PolicyConfig, PolicyName
-from penstock.queue.wire import encode_record
+from penstock.queue.wire import encode_chunk, encode_record
 
 T = TypeVar("T")
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"

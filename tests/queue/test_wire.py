@@ -17,16 +17,14 @@ from pydantic import ValidationError
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Message, PackedPrompt, SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Chunk, Outcome, Result, Usage
+from penstock.contract.output import Choice, Chunk, Outcome, Result, TokenLogprobs, Usage
 from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tasks import Detokenize, Detokenized, Embed, Embedding, Task, Tokenize, Tokenized
 from penstock.contract.tools import CallFormName, ReasoningParserName, ToolCall, WantedCalls, WantedFunction
 from penstock.queue import results, wire
-from penstock.queue.chunks import decode_chunks, encode_chunk
 from penstock.queue.results import PackedResult, encode_detokenized, encode_embedding, encode_tokenized
-from penstock.queue.wire import Request, WireError
+from penstock.queue.wire import Request, WireError, decode_chunks, encode_chunk
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
 HEAD = b"\x87\xa1v\x04\xa1j\xd9&" + JOB_ID.encode()

@@ -18,14 +18,12 @@ from hypothesis import strategies as st
 
 from penstock.contract.errors import UnsupportedKindError
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Chunk, Outcome, PrefillProgress, Usage
+from penstock.contract.output import Choice, Chunk, Outcome, PrefillProgress, TokenLogprobs, Usage
 from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import Tokenize
 from penstock.queue import results, wire
-from penstock.queue.chunks import decode_chunks, decode_message, encode_chunk, encode_progress
 from penstock.queue.results import encode_tokenized
-from penstock.queue.wire import MAX_BYTES, WireError
+from penstock.queue.wire import MAX_BYTES, WireError, decode_chunks, decode_message, encode_chunk, encode_progress
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
 DECODERS = {

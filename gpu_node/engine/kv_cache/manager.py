@@ -9,14 +9,17 @@ sequence outside the step gives up.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.kv_cache.block_pool import BlockPool, CachedBlock
-from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
 from penstock.gpu_node.model.protocol import NO_COPIES
+
+if TYPE_CHECKING:
+    from penstock.gpu_node.engine.config import EvictionName
 
 
 class KvCacheManager:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from penstock.contract.job import PREDICTED_OUTPUT_TOKENS
 from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.policy.policy import (
     AdapterSlots,
     ByAdapter,
@@ -19,16 +18,8 @@ from penstock.gpu_node.engine.policy.policy import (
 )
 from penstock.gpu_node.engine.policy.shares import SharedDevice, share_request
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.queue.policy import (
-    HOLD_MS,
-    TURN,
-    PolicyConfig,
-    choose,
-    foremost,
-    learned_hold_ms,
-    preemption_order,
-    victims_of,
-)
+from penstock.queue.job_cost import HOLD_MS, LengthPredictor, learned_hold_ms
+from penstock.queue.policy import TURN, PolicyConfig, choose, foremost, preemption_order, victims_of
 from penstock.queue.policy_state import PolicyState
 
 ORDERING_QUANTILE = 0.5

@@ -1,14 +1,174 @@
-"""An open GGUF file, whose header is read once."""
+"""A GGUF file: its header, read once, that is its metadata and the offset of each tensor; and its mapped content.
+
+The `gguf` package also parses headers, but creates an array for each token of the vocabulary, which takes seconds.
+Skipping lists takes milliseconds. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import replace
+import struct
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
+from typing import Any
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, read_header
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_MAX_DIMS = 4
+"""Of a tensor, as in ggml (`GGML_MAX_DIMS`)."""
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {number: struct.Struct(f"<{code}") for number, code in _CODES.items()}
+_STRING, _ARRAY = 8, 9
+_U32, _U64 = _SCALARS[4], _SCALARS[10]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor of a GGUF file: its ggml format in lower case, its shape, and its byte range in the file."""
+
+    ggml_type: str
+    shape: tuple[int, ...]
+    """The tensor's dimensions, the slowest one first."""
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """The metadata of a GGUF file, without the lists that were not asked for, and its tensors by GGUF name."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+def read_header(content: memoryview, lists: Container[str] = ()) -> GgufHeader:
+    """Parse the header of a complete file. Raises ConfigError for a file that is truncated, invalid or no GGUF.
+
+    lists: the keys of lists to read; other lists are skipped.
+    """
+    cursor = _Cursor(content, lists)
+    try:
+        if cursor.take(4) != _MAGIC or cursor.number(_U32) not in _VERSIONS:
+            raise ConfigError("the file is not a GGUF file of version 2 or 3")
+        num_tensors, num_entries = cursor.number(_U64), cursor.number(_U64)
+        metadata = dict(cursor.entry() for _ in range(num_entries))
+        infos = [cursor.tensor_info() for _ in range(num_tensors)]
+    except (struct.error, UnicodeDecodeError, OverflowError) as error:
+        raise ConfigError(f"the header is cut short or broken: {error}") from error
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ConfigError(f"general.alignment is {alignment!r} but must be a whole number of at least 1")
+    data_start = -(-cursor.at // alignment) * alignment
+    tensors = {name: _tensor(name, dims, kind, data_start + offset) for name, dims, kind, offset in infos}
+    for name, tensor in tensors.items():
+        if tensor.start + tensor.num_bytes > len(content):
+            raise ConfigError(f"the file is cut short: tensor {name} ends past the end of the file")
+    _check_layers(metadata, len(tensors))
+    return GgufHeader({key: value for key, value in metadata.items() if value is not None}, tensors)
+
+
+def _check_layers(metadata: Mapping[str, Any], num_tensors: int) -> None:
+    """Reject a layer count above the number of tensors.
+
+    Later code allocates objects per layer, so a count of billions would exhaust memory before it finds a missing
+    tensor.
+    """
+    key = f"{metadata.get('general.architecture')}.block_count"
+    count = metadata.get(key)
+    if isinstance(count, int) and count > num_tensors:
+        raise ConfigError(f"the metadata says {count} for {key}, but it has {num_tensors} tensors")
+
+
+def _tensor(name: str, dims: tuple[int, ...], kind: int, start: int) -> GgufTensor:
+    try:
+        ggml_type = GGMLQuantizationType(kind)
+    except ValueError:
+        raise ConfigError(f"tensor {name} has the unknown format {kind}") from None
+    block_size, block_bytes = GGML_QUANT_SIZES[ggml_type]
+    if not dims or dims[0] % block_size:
+        num_values = dims[0] if dims else 0
+        raise ConfigError(f"tensor {name} has rows of {num_values} values, not whole blocks of {block_size}")
+    return GgufTensor(ggml_type.name.lower(), dims[::-1], start, prod(dims) // block_size * block_bytes)
+
+
+class _Cursor:
+    """Reads values one after another; raises struct.error past the end."""
+
+    def __init__(self, content: memoryview, lists: Container[str]) -> None:
+        self._content = content
+        self._lists = lists
+        self.at = 0
+
+    def number(self, layout: struct.Struct) -> int:
+        value: int = layout.unpack_from(self._content, self.at)[0]
+        self.at += layout.size
+        return value
+
+    def take(self, num_bytes: int) -> bytes:
+        left = len(self._content) - self.at
+        if left < num_bytes:
+            raise struct.error(f"{num_bytes} bytes wanted, {left} left")
+        taken = bytes(self._content[self.at : self.at + num_bytes])
+        self.at += num_bytes
+        return taken
+
+    def text(self) -> str:
+        return self.take(self.number(_U64)).decode()
+
+    def entry(self) -> tuple[str, Any]:
+        """Read a metadata key and its value. A list that is skipped has the value None."""
+        key, kind = self.text(), self.number(_U32)
+        if kind in _SCALARS:
+            return key, self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return key, self.text()
+        if kind != _ARRAY:
+            raise ConfigError(f"{key} has the unknown type {kind}")
+        return key, self._list(key, is_wanted=key in self._lists)
+
+    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Read a tensor's name, dimensions (fastest first), format, and offset from the start of the data."""
+        name, num_dims = self.text(), self.number(_U32)
+        if num_dims > _MAX_DIMS:
+            raise ConfigError(f"tensor {name} has {num_dims} dimensions; at most {_MAX_DIMS} are allowed")
+        dims = tuple(self.number(_U64) for _ in range(num_dims))
+        return name, dims, self.number(_U32), self.number(_U64)
+
+    def _list(self, key: str, *, is_wanted: bool) -> list[Any] | None:
+        kind, length = self.number(_U32), self.number(_U64)
+        if kind == _STRING and is_wanted:
+            return self._texts(length)
+        if kind == _STRING:
+            self._skip_texts(length)
+            return None
+        if kind not in _SCALARS:
+            raise ConfigError(f"{key} is a list of the unknown type {kind}")
+        start, self.at = self.at, self.at + length * _SCALARS[kind].size
+        return list(struct.unpack_from(f"<{length}{_CODES[kind]}", self._content, start)) if is_wanted else None
+
+    def _texts(self, count: int) -> list[str]:
+        start = self.at
+        self._skip_texts(count)
+        # A slice of bytes is quicker than one of a memoryview.
+        content, at, unpack, texts = bytes(self._content[start : self.at]), 0, _U64.unpack_from, []
+        for _ in range(count):
+            end = at + 8 + unpack(content, at)[0]
+            texts.append(content[at + 8 : end].decode())
+            at = end
+        return texts
+
+    def _skip_texts(self, count: int) -> None:
+        content, at, unpack = self._content, self.at, _U64.unpack_from
+        for _ in range(count):
+            at += 8 + unpack(content, at)[0]
+        self.at = at
 
 
 class GgufFile:

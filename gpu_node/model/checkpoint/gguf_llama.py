@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufHeader
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 
 TOKENIZER_LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.dummy import RandomWeights
-from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
-from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, GgufTensor
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader, GgufTensor
 from penstock.gpu_node.model.checkpoint.json_object import INDEX, shards_of
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor

@@ -1,13 +1,14 @@
-"""Find a checkpoint's tensors by their role in the decoder, independent of their names and of fusion."""
+"""Find a decoder's tensors by their role, independent of their names and of fusion: whole, or the part of one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, Stored
 from penstock.gpu_node.model.protocol import MatrixName
@@ -199,3 +200,53 @@ def rows_by_part(spec: ModelSpec) -> tuple[NDArray[np.int32], ...]:
         return q, k, v
     by_head = np.arange(num_rows, dtype=np.int32).reshape(spec.num_kv_heads, -1, spec.head_dim)
     return by_head[:, :-2].ravel(), by_head[:, -2].ravel(), by_head[:, -1].ravel()
+
+
+class RankTensors(DecoderTensors):
+    """Finds the tensors of a decoder and cuts them for a rank.
+
+    Most matrices are cut by rows. Those behind the attention, and the second ones of MLPs, are cut by columns. There
+    the products of all ranks are added up, so only rank 0 has the biases.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, part: RankPart) -> None:
+        super().__init__(checkpoint, part.whole)
+        self._part = part
+
+    def layer(self, layer: int) -> StoredLayer:
+        """Return the rank's part of all tensors of one of its layers."""
+        part, stored = self._part, super().layer(self._part.layers[layer])
+        if part.size == 1:
+            return stored
+        queries, keys = part.channels(part.heads), part.channels(part.kv_heads)
+        norms = stored.head_norms
+        if norms is not None and part.whole.joint_head_norms:
+            norms = _elements(norms[0], queries), _elements(norms[1], keys)
+        return replace(
+            stored,
+            qkv=_by_rows(stored.qkv, (queries, keys, keys)),
+            head_norms=norms,
+            out=self._by_columns(stored.out, queries),
+            experts=tuple(
+                (_by_rows(inner, [part.inner] * len(inner.weights)), self._by_columns(out, part.inner))
+                for inner, out in stored.experts
+            ),
+        )
+
+    def _table(self, name: str) -> Stored:
+        rows = self._part.vocab
+        return super()._table(name).span(rows.start, rows.stop)
+
+    def _by_columns(self, linear: StoredLinear, columns: range) -> StoredLinear:
+        weights = tuple(weight.columns(columns.start, columns.stop) for weight in linear.weights)
+        return StoredLinear(weights, linear.biases if self._part.rank == 0 else ())
+
+
+def _by_rows(linear: StoredLinear, rows: Sequence[range]) -> StoredLinear:
+    weights = (weight.span(some.start, some.stop) for weight, some in zip(linear.weights, rows, strict=True))
+    biases = (_elements(bias, some) for bias, some in zip(linear.biases, rows, strict=False))
+    return StoredLinear(tuple(weights), tuple(biases))
+
+
+def _elements(vector: Stored, some: range) -> Stored:
+    return vector.take_rows(np.asarray(some, dtype=np.int32), len(some))

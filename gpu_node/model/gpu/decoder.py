@@ -14,16 +14,13 @@ from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedTiles
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.gpu.linear import EmbeddingTable, ScaledLinear
 from penstock.gpu_node.model.protocol import MatrixName
-from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
-from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm, Product
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator
-from penstock.kernels.norm_weights import Addend
-from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.arguments import Addend, PagedCache
 from penstock.kernels.triton.decode_attention import decode_attention
-from penstock.kernels.triton.embedding import embed
 from penstock.kernels.triton.launches import prefill_rows
-from penstock.kernels.triton.layers import activate, bound_logits, gate_mul, rotate_and_store
+from penstock.kernels.triton.layers import activate, bound_logits, embed, gate_mul, rotate_and_store
 from penstock.kernels.triton.norms import add_norm, norm_all_heads
 from penstock.kernels.triton.prefill_attention import prefill_attention
 

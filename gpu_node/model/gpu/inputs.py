@@ -1,4 +1,8 @@
-"""The inputs of a step on the GPU: packed into one int32 array, so that one copy transfers them."""
+"""The inputs of a step on the GPU, and the sampler's marks for rows that depend on more than their logits.
+
+The inputs are packed into one int32 array, so that one copy transfers them. Marks are seen and banned tokens, biases
+and masks.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,16 @@ from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.gpu_node.model.protocol import StepPlan
+from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
+from penstock.kernels.triton.copies import to_device_async
 from penstock.kernels.triton.decode_attention import longest_first
 from penstock.kernels.triton.lora import lora_tiles
 from penstock.kernels.triton.prefill_attention import QUERY_TILE, prefill_tiles
-from penstock.kernels.triton.sampler import pack_rules
+from penstock.kernels.triton.sampler import Marks, mark_entries, pack_rules
 
 Ints = NDArray[np.int32]
 Array = TypeVar("Array", Ints, Tensor)
@@ -106,3 +112,66 @@ def aligned(count: int) -> int:
 def size_of(step: StepInputs[Ints]) -> int:
     """Return the number of int32 that `to_device` needs for a step."""
     return sum(aligned(array.size) for array in step.arrays)
+
+
+FIRST_ROWS = 8
+"""Rows of marks allocated at start. A row takes 8 bytes per token of the vocabulary."""
+
+
+class RowMarks:
+    """Holds the sampler's marks: one row per sampling row that needs marks. Grows to the largest step so far."""
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self.marks = Marks.empty(FIRST_ROWS, vocab, device)
+
+    def write(self, rows: SamplingRows, mark_rows: Ints) -> Tensor:
+        """Wait for the masks, write the marks, and return the sampling rules of all rows.
+
+        mark_rows: [num_samples], from `mark_rows_of`.
+        """
+        marked = np.flatnonzero(mark_rows >= 0).tolist()
+        self.reserve(len(marked))
+        self.marks.clear(len(marked))
+        entries = [
+            mark_entries(mark_row, rows.seen[i], int(rows.num_seen_prompt[i]), rows.banned[i])
+            for mark_row, i in enumerate(marked)
+        ]
+        self.marks.add(self._sent(np.concatenate(entries)))
+        if rows.biased:
+            owners = np.repeat(mark_rows[marked], [len(rows.biased[i]) for i in marked])
+            biased, biases = (np.concatenate([lists[i] for i in marked]) for lists in (rows.biased, rows.biases))
+            self.marks.biases[self._sent(owners), self._sent(biased)] = self._sent(biases)
+        if rows.masks is not None:
+            rows.masks.wait()
+            masked = np.flatnonzero(rows.masks.rows >= 0)
+            words = rows.masks.words[rows.masks.rows[masked]].view(np.int32)
+            self.marks.allow_only(self._sent(mark_rows[masked]), self._sent(words))
+        return self._sent(pack_rules(rows, mark_rows))
+
+    def compile(self) -> None:
+        """Compile the kernels that write marks by writing unused ones."""
+        row, words = np.zeros(1, np.int32), np.zeros((1, -(-self.marks.marks.shape[1] // 32)), np.int32)
+        self.marks.add(self._sent(np.zeros((1, 3), np.int32)))
+        self.marks.allow_only(self._sent(row), self._sent(words))
+
+    def reserve(self, num_rows: int) -> None:
+        """Allocate at least `num_rows` rows of marks; growing discards their contents."""
+        have, vocab = self.marks.marks.shape
+        if num_rows > have:
+            device = self.marks.marks.device
+            self.marks = Marks.empty(1, 1, device)  # free the old marks before allocating new ones
+            self.marks = Marks.empty(max(num_rows, 2 * have), vocab, device)
+
+    def _sent(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
+        return to_device_async(array, self.marks.marks.device)
+
+
+def mark_rows_of(rows: SamplingRows) -> Ints:
+    """Return the row of marks of each sampling row, [num_samples]; -1 for rows that depend only on their logits."""
+    has_marks = np.zeros(len(rows.seen), dtype=bool)
+    for arrays in (rows.seen, rows.banned, rows.biased):
+        if any(map(len, arrays)):
+            has_marks |= np.fromiter(map(len, arrays), np.int64, len(arrays)) > 0
+    if rows.masks is not None:
+        has_marks |= rows.masks.rows >= 0
+    return np.where(has_marks, np.cumsum(has_marks) - 1, -1).astype(np.int32)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
-from penstock.kernels.paged_cache import QUANTIZED_MAX, PagedCache
-from penstock.kernels.triton.blocks import copy_blocks, independent_waves
-from penstock.kernels.triton.sending import to_device_async
+from penstock.kernels.arguments import QUANTIZED_MAX, PagedCache
+from penstock.kernels.triton.copies import copy_blocks, independent_waves, to_device_async
 
 _STAGED_BYTES = 64 << 20
 

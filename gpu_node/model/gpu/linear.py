@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.norm_weights import Addend, NormWeights
+from penstock.kernels.arguments import Addend, NormWeights
 from penstock.kernels.triton.few_rows import is_for_few, multiply_few
 from penstock.kernels.triton.int4 import GROUP, multiply_int4, pack_int4, pair_scales
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.layers import activate_quantized
 from penstock.kernels.triton.norms import add_norm_quantized
-from penstock.kernels.triton.products import library_multiplies, multiply_by_library, multiply_scaled, quantize_vectors
-from penstock.kernels.triton.quantizing import QuantizedRows
+from penstock.kernels.triton.products import (
+    QuantizedRows,
+    library_multiplies,
+    multiply_by_library,
+    multiply_scaled,
+    quantize_vectors,
+)
 
 SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Formats with one scale per weight row. Their activations are quantized with one scale per token."""

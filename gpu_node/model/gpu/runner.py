@@ -17,22 +17,21 @@ from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
 from penstock.gpu_node.model.gpu.graphs import GraphShapes, StepGraphs, pad_step
-from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
+from penstock.gpu_node.model.gpu.inputs import Ints, RowMarks, StepInputs, mark_rows_of, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.profile import run_largest_step
-from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan, StepResult
 from penstock.gpu_node.model.torch_common.exchanges import Agreement
-from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, BrokenExchangeError, Communicator
+from penstock.gpu_node.model.torch_common.sampler import logprobs_of, to_numpy
 from penstock.kernels.cpu.probe import usable_cores
+from penstock.kernels.triton.copies import to_device_async
 from penstock.kernels.triton.decode_attention import num_splits
-from penstock.kernels.triton.dependent import dependent_launches
+from penstock.kernels.triton.launches import dependent_launches
 from penstock.kernels.triton.products import MEDIUM_ROWS
 from penstock.kernels.triton.sampler import Marks, sample
-from penstock.kernels.triton.sending import to_device_async
 
 FIXED_SPLITS = 8
 """Parts of a context in mixed steps, and in all steps of deterministic mode: there a row's result must not depend on

@@ -14,7 +14,7 @@ from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
-from penstock.gpu_node.model.checkpoint.gguf_config import with_gguf_settings
+from penstock.gpu_node.model.checkpoint.gguf_conversion import with_gguf_settings
 from penstock.gpu_node.model.checkpoint.hub import POOLING_FILE
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.methods import reader_of

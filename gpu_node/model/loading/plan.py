@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.cuts import (
+from penstock.gpu_node.model.architecture.rank_part import (
     CutRunner,
     Parallel,
     check_cuts,
@@ -33,8 +33,8 @@ from penstock.gpu_node.model.native.load import is_rotated, kv_head_bytes, nativ
 from penstock.gpu_node.model.native.packing import packed_bytes, runs_of
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
 from penstock.gpu_node.model.protocol import Devices, MatrixName, ModelPlan, ShapeFit
-from penstock.kernels.cpu.formats import PANEL
 from penstock.kernels.cpu.probe import cpu_flags
+from penstock.kernels.cpu.structs import PANEL
 
 _GIB = 1 << 30
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}

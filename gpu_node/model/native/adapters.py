@@ -12,9 +12,8 @@ from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredNorm
 from penstock.gpu_node.model.protocol import Adapter, LowRank, MatrixName
-from penstock.kernels.cpu.formats import RowLayout
 from penstock.kernels.cpu.library import NativeModel, Slot
-from penstock.kernels.cpu.structs import LowRankRows
+from penstock.kernels.cpu.structs import LowRankRows, RowLayout
 
 _SLOTS: dict[MatrixName, Slot] = {"qkv": Slot.QKV, "out": Slot.OUT, "mlp_in": Slot.MLP_IN, "mlp_out": Slot.MLP_OUT}
 

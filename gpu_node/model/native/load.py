@@ -31,12 +31,10 @@ from penstock.gpu_node.model.native.weight_loader import WeightLoader
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.ranks.group import RankGroup
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
-from penstock.kernels.cpu.abi import AbiError, KernelError
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path
-from penstock.kernels.cpu.formats import PANEL, KvFormat
 from penstock.kernels.cpu.library import Activation, NativeModel, Slot, Vector
 from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
-from penstock.kernels.cpu.structs import NativeSpec
+from penstock.kernels.cpu.structs import PANEL, AbiError, KernelError, KvFormat, NativeSpec
 from penstock.runtime.cache_folders import private_folder
 
 log = logging.getLogger(__package__)

@@ -24,11 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.checkpoint.mapped_file import PageFaults
-from penstock.gpu_node.model.native.background_writer import BackgroundWriter, write_at
-from penstock.gpu_node.model.native.packed_matrix import OnMatrix, PackedMatrix
+from penstock.gpu_node.model.native.packed_matrix import BackgroundWriter, OnMatrix, PackedMatrix, write_at
 from penstock.gpu_node.model.native.placement import NumaPlacement
-from penstock.kernels.cpu.formats import Format, RowLayout, Run
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
+from penstock.kernels.cpu.structs import Format, RowLayout, Run
 
 KEY_DIGITS = 32
 _MAGIC = b"penstock weights"

@@ -15,8 +15,8 @@ from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
 from penstock.gpu_node.model.native.packed_matrix import WeightWriter
-from penstock.kernels.cpu.formats import PANEL, STORED_FORMATS, Format, RowLayout, Run, Source
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
+from penstock.kernels.cpu.structs import PANEL, STORED_FORMATS, Format, RowLayout, Run, Source
 
 _SLAB_BYTES = 16 << 20
 """Rows of an embedding table are read in slabs of this many bytes, counted in float32."""

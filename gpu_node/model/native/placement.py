@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.packing import panel_bytes
-from penstock.kernels.cpu.formats import PANEL, Run
-from penstock.kernels.cpu.topology import SYSTEM, cores_of, numa_nodes
+from penstock.kernels.cpu.probe import SYSTEM, cores_of, numa_nodes
+from penstock.kernels.cpu.structs import PANEL, Run
 
 Bytes: TypeAlias = NDArray[np.uint8]
 CopyOn: TypeAlias = Callable[[Sequence[int], Bytes, Bytes], None]

@@ -14,7 +14,6 @@ from penstock.contract.errors import ConfigError, RequestError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.adapters import NativeAdapters
-from penstock.gpu_node.model.native.plans import rank_plan
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import Adapter, RanksLostError, RankStats, StepPlan
 from penstock.gpu_node.model.ranks.control import GroupMemory
@@ -22,7 +21,7 @@ from penstock.gpu_node.model.ranks.group import RankGroup, RankHandle
 from penstock.gpu_node.model.ranks.messages import RankStep
 from penstock.gpu_node.model.ranks.processes import RankProcess
 from penstock.kernels.cpu.exchange import Exchange
-from penstock.kernels.cpu.library import Ending, NativeModel
+from penstock.kernels.cpu.library import Ending, NativeModel, addresses
 from penstock.kernels.cpu.structs import NativePlan, NativeSpec
 
 RANK_MODULE = "penstock.gpu_node.model.loading.rank_process"
@@ -203,3 +202,20 @@ class NativeRank:
 def cores_of(cores: Sequence[int], threads: range) -> list[int]:
     """Return the cores of a rank's threads among those of all threads; none if threads have no cores of their own."""
     return [cores[i] for i in threads] if len(cores) > threads[-1] else []
+
+
+def rank_plan(step: RankStep) -> NativePlan:
+    """Return a step for a rank that does not sample. The step's arrays must outlive it."""
+    names = ("token_ids", "positions", "query_starts", "block_tables", "sample_tokens")
+    arrays = step.token_ids, step.positions, step.query_starts, step.block_tables, step.sample_tokens
+    plan = NativePlan(len(step.token_ids), len(step.context_lens), len(step.sample_tokens), step.block_tables.shape[1])
+    fields = dict(zip(names, addresses(*arrays), strict=True))
+    fields["adapters"], fields["copies"] = addresses(step.adapters, step.copies)
+    fields["scored_tokens"], fields["pooled_tokens"] = addresses(step.scored_tokens, step.pooled_tokens)
+    # It writes no logits: the address only tells that rank 0 does.
+    fields["logits"] = fields["token_ids"] if step.returns_logits else None
+    for name, address in fields.items():
+        setattr(plan, name, address)
+    plan.num_copies, plan.num_scored = len(step.copies), len(step.scored_tokens)
+    plan.num_pooled = len(step.pooled_tokens)
+    return plan

@@ -1,28 +1,19 @@
-"""The runner that executes step plans on the native kernels."""
+"""The runner that executes step plans on the native kernels, which take counts and addresses of arrays."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.adapters import NativeAdapters
-from penstock.gpu_node.model.native.background_packing import BackgroundPacking
-from penstock.gpu_node.model.native.plans import (
-    NOTHING_RAGGED,
-    StepOutputs,
-    addresses,
-    logprob_buffers,
-    ragged_fields,
-    step_fields,
-    wanted_hidden,
-    wanted_logprobs,
-)
 from penstock.gpu_node.model.native.ranks import NativeRanks
+from penstock.gpu_node.model.native.weight_loader import BackgroundPacking
 from penstock.gpu_node.model.protocol import (
     NO_RANKS,
     Adapter,
@@ -31,13 +22,97 @@ from penstock.gpu_node.model.protocol import (
     Placement,
     RanksLostError,
     RankStats,
+    SamplingRows,
     StepPlan,
     StepResult,
 )
-from penstock.kernels.cpu.library import NativeModel
-from penstock.kernels.cpu.structs import NativePlan
+from penstock.kernels.cpu.library import NativeModel, addresses
+from penstock.kernels.cpu.structs import SAMPLING_COLUMNS, NativePlan
 
 log = logging.getLogger(__package__)
+
+
+class StepOutputs(NamedTuple):
+    """The arrays that the kernels write a step's results to."""
+
+    tokens: NDArray[np.int32]
+    logprobs: Logprobs | None
+    scores: Logprobs | None
+    times_ms: NDArray[np.float32]
+    hidden: NDArray[np.float32] | None
+
+
+_columns_of = attrgetter(*SAMPLING_COLUMNS)
+"""Returns the columns of SamplingRows in the order of a NativePlan."""
+
+
+def step_fields(plan: StepPlan) -> tuple[int | None, ...]:
+    """Return the fields of a NativePlan that come before its ragged ones."""
+    return (
+        *(len(plan.token_ids), len(plan.context_lens), len(plan.sample_tokens)),
+        plan.block_tables.strides[0] // plan.block_tables.itemsize,
+        *addresses(plan.token_ids, plan.positions, plan.query_starts, plan.block_tables, plan.sample_tokens),
+        *addresses(*_columns_of(plan.sampling)),
+    )
+
+
+def logprob_buffers(num_logprobs: NDArray[np.int32] | None, vocab_size: int) -> Logprobs | None:
+    """Allocate uninitialized logprobs, wide enough for the row that wants the most; None where no row wants any."""
+    if num_logprobs is None:
+        return None
+    shape = len(num_logprobs), 1 + min(int(num_logprobs.max()), vocab_size)
+    return Logprobs(np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32))
+
+
+def wanted_logprobs(plan: StepPlan, outputs: StepOutputs) -> dict[str, int | None]:
+    """Return the fields of a NativePlan for logprobs and scores."""
+    fields: dict[str, int | None] = {}
+    if (buffers := outputs.logprobs) is not None:
+        arrays = plan.sampling.num_logprobs, buffers.token_ids, buffers.values
+        fields |= zip(("num_logprobs", "logprob_ids", "logprobs"), addresses(*arrays), strict=True)
+        fields["logprobs_width"] = buffers.values.shape[1]
+    if (scored := plan.scored) is not None and (buffers := outputs.scores) is not None:
+        names = "scored_tokens", "score_targets", "num_score_logprobs", "score_ids", "scores"
+        wanted = scored.tokens, scored.targets, scored.num_logprobs
+        fields |= zip(names, addresses(*wanted, buffers.token_ids, buffers.values), strict=True)
+        fields |= {"num_scored": len(scored.tokens), "scores_width": buffers.values.shape[1]}
+    return fields
+
+
+def wanted_hidden(plan: StepPlan, outputs: StepOutputs) -> dict[str, int | None]:
+    """Return the fields of a NativePlan for hidden states."""
+    if plan.pooled is None:
+        return {}
+    tokens, hidden = addresses(plan.pooled.tokens, outputs.hidden)
+    return {"num_pooled": len(plan.pooled.tokens), "pooled_tokens": tokens, "hidden": hidden}
+
+
+Table: TypeAlias = NDArray[Any] | None
+NOTHING_RAGGED: tuple[Table, ...] = (None,) * 10
+
+
+def ragged_fields(rows: SamplingRows) -> tuple[Table, ...]:
+    """Return the per-row lists of `rows` as tables of addresses and lengths; None where all lists are empty."""
+    seen, num_seen = _table(rows.seen)
+    banned, num_banned = _table(rows.banned)
+    biased, num_biased = _table(rows.biased)
+    biases = None if biased is None else _pointers(rows.biases)
+    masks = written = None
+    if (given := rows.masks) is not None:
+        # The address of each row's mask; 0 for rows without a mask.
+        starts = given.words.ctypes.data + given.rows.astype(np.uint64) * np.uint64(given.words.strides[0])
+        masks, written = np.where(given.rows >= 0, starts, np.uint64(0)), given.written
+    return seen, num_seen, rows.num_seen_prompt, banned, num_banned, biased, biases, num_biased, masks, written
+
+
+def _table(lists: Sequence[NDArray[np.int32]]) -> tuple[Table, Table]:
+    if not any(map(len, lists)):
+        return None, None
+    return _pointers(lists), np.array([len(ids) for ids in lists], dtype=np.int32)
+
+
+def _pointers(lists: Sequence[NDArray[Any]]) -> NDArray[np.uint64]:
+    return np.array(addresses(*lists), dtype=np.uint64)
 
 
 _RECOVERY_S = 5.0
@@ -128,7 +203,9 @@ class NativeRunner:
         tokens, times_ms = np.empty(len(plan.sample_tokens), dtype=np.int32), np.zeros(3, dtype=np.float32)
         ragged, pooled = ragged_fields(plan.sampling), plan.pooled
         hidden = None if pooled is None else np.empty((len(pooled.tokens), self._hidden_size), np.float32)
-        outputs = StepOutputs(tokens, *self._logprobs(plan), times_ms, hidden)
+        logprobs = logprob_buffers(plan.sampling.num_logprobs, self._vocab_size)
+        scores = None if plan.scored is None else logprob_buffers(plan.scored.num_logprobs, self._vocab_size)
+        outputs = StepOutputs(tokens, logprobs, scores, times_ms, hidden)
         native = NativePlan(
             *step_fields(plan),
             *addresses(*ragged, plan.adapters),
@@ -176,11 +253,6 @@ class NativeRunner:
         self._cores.note_step(self.num_threads_in_use, took_s, packs=self._packing is not None)
         if self._ranks is not None:
             self._ranks.check_ending()
-
-    def _logprobs(self, plan: StepPlan) -> tuple[Logprobs | None, Logprobs | None]:
-        """Allocate the logprobs of the sampling rows and of the scored tokens; None where they are not wanted."""
-        scored = None if plan.scored is None else plan.scored.num_logprobs
-        return logprob_buffers(plan.sampling.num_logprobs, self._vocab_size), logprob_buffers(scored, self._vocab_size)
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Wait for the step in flight, then load an adapter into a slot."""

@@ -22,7 +22,7 @@ from penstock.gpu_node.model.checkpoint.revision import stamps_of, weights_revis
 from penstock.gpu_node.model.checkpoint.stored_tensors import weight_files
 from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter, flush_to_disk
 from penstock.gpu_node.model.native.packed_matrix import OnMatrix
-from penstock.kernels.cpu.formats import Format
+from penstock.kernels.cpu.structs import Format
 from penstock.runtime.cache_folders import file_stem
 
 log = logging.getLogger(__package__)

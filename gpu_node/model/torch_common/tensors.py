@@ -11,8 +11,7 @@ from torch.utils.dlpack import from_dlpack
 
 from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import StoredLayer, StoredLinear, StoredNorm
-from penstock.gpu_node.model.torch_common.layers import LayerWeights, Product
-from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
+from penstock.gpu_node.model.torch_common.layers import LayerWeights, NoNorm, Norm, Product
 
 Convert: TypeAlias = Callable[[tuple[Stored, ...]], Tensor]
 """Converts stored tensors to one tensor, with their rows one after another."""

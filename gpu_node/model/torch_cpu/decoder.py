@@ -13,9 +13,8 @@ from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.spec import Activation, Rope
 from penstock.gpu_node.model.protocol import StepPlan
 from penstock.gpu_node.model.torch_common.exchanges import Exchanges, PlannedExchange
-from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm
 from penstock.gpu_node.model.torch_common.lora import AdaptedRows, TorchAdapters
-from penstock.gpu_node.model.torch_common.norm import Norm
 from penstock.gpu_node.model.torch_common.positions import rope_angles
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 

@@ -24,11 +24,10 @@ from penstock.gpu_node.model.protocol import (
     StepResult,
 )
 from penstock.gpu_node.model.torch_common.exchanges import RankFailedError, RankOutputs
-from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.micro_batches import MicroBatch, micro_batches
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
-from penstock.gpu_node.model.torch_common.sampler import sample
+from penstock.gpu_node.model.torch_common.sampler import logprobs_of, sample, to_numpy
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
 from penstock.kernels.cpu.probe import usable_cores

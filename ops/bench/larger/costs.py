@@ -9,7 +9,7 @@ from typing import Any
 from bench.larger.contestants import LARGER, bits_of
 from bench.larger.models import MODEL_SHAPES, num_weights
 from bench.workload import NUM_PROMPT_TOKENS, WORKLOADS
-from penstock.gpu_node.model.architecture.shapes import SHAPES
+from penstock.gpu_node.model.checkpoint.dummy import SHAPES
 
 _MEAN = 0.5
 

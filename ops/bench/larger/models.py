@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.gpu_node.model.architecture.shapes import SHAPES
+from penstock.gpu_node.model.checkpoint.dummy import SHAPES
 
 MODEL_SHAPES = {"1b": "llama-1b", "3b": "llama-3b"}
 """The names of `--model-shape`, and the shapes."""

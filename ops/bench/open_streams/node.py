@@ -26,7 +26,7 @@ from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Capacity, Emission, NodeBroker, Taken
-from penstock.queue.chunks import encode_chunk
+from penstock.queue.wire import encode_chunk
 
 POOL = MODEL = "stub"
 NODE = "stub-node"

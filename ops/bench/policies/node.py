@@ -11,16 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from penstock.gpu_node.engine.policy.by_policy import ORDERING_QUANTILE
-from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
-from penstock.queue.policy import (
-    HOLD_MS,
-    PolicyConfig,
-    PolicyName,
-    choose,
-    learned_hold_ms,
-    preemption_order,
-    victims_of,
-)
+from penstock.queue.job_cost import HOLD_MS, LengthPredictor, learned_hold_ms
+from penstock.queue.policy import PolicyConfig, PolicyName, choose, preemption_order, victims_of
 from penstock.queue.policy_state import PolicyState
 
 CLASSES = ("interactive", "standard", "batch")

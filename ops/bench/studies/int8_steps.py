@@ -33,9 +33,9 @@ from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import StepPlan
-from penstock.kernels.cpu.formats import Format
-from penstock.kernels.cpu.formats import Run as FormatRun
 from penstock.kernels.cpu.library import Slot
+from penstock.kernels.cpu.structs import Format
+from penstock.kernels.cpu.structs import Run as FormatRun
 
 Shape = tuple[int, int, int]
 """Of a step: its sequences, the tokens of each, and the tokens before them."""

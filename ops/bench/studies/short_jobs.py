@@ -33,8 +33,8 @@ from penstock.gpu_node.settings import NodeSettings
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Capacity, Emission, JobEnd, NodeBroker, Taken, UsedTokens
 from penstock.queue.broker.producer import ProducerBroker, Submission
-from penstock.queue.chunks import encode_chunk
 from penstock.queue.results import encode_result
+from penstock.queue.wire import encode_chunk
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 POOL = "short"

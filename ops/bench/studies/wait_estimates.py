@@ -25,13 +25,12 @@ from penstock.cli.demo_model import demo_model
 from penstock.contract.job import PREDICTED_OUTPUT_TOKENS
 from penstock.contract.output import WaitEstimate
 from penstock.contract.pool import NodePressure
-from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.scheduler.budget import StepTime, StepWork
-from penstock.gpu_node.jobs.drain import PHASE_PROMPT_TOKENS, DrainEstimator, JobWork, StepParts, phases
 from penstock.gpu_node.jobs.ledger import RESERVED_QUANTILE
+from penstock.gpu_node.jobs.times import PHASE_PROMPT_TOKENS, DrainEstimator, JobWork, StepParts, phases
 from penstock.gpu_node.service.heartbeat import FEW_STEPS, TYPICAL_COST
 from penstock.producer.client import AsyncClient
-from penstock.queue.job_cost import Ahead, expected_wait, predict_output
+from penstock.queue.job_cost import Ahead, LengthPredictor, expected_wait, predict_output
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -26,8 +26,7 @@ from typing import TypeVar
 from penstock.contract.output import Choice, Chunk, Result
 from penstock.queue import results
 from penstock.queue.broker.admin import MAX_ROWS, AdminBroker, JobHistory
-from penstock.queue.chunks import decode_chunks
-from penstock.queue.wire import WireError
+from penstock.queue.wire import WireError, decode_chunks
 
 T = TypeVar("T")
 _HISTORIES_AT_ONCE = 32

@@ -19,8 +19,8 @@ import msgpack
 from redis.asyncio import Redis
 
 from penstock.contract.errors import RequestError
+from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.job import MAX_TAGS, pool_of
-from penstock.contract.named import NAME_PATTERN
 from penstock.contract.output import TERMINAL_STATES, state_of
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, retried, translated

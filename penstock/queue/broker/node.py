@@ -21,7 +21,7 @@ from penstock.queue.broker.connection import translated
 from penstock.queue.broker.pools import keep_listed
 from penstock.queue.broker.producer import decoded
 from penstock.queue.broker.scripts import sweep
-from penstock.queue.policy import HOLD_MS
+from penstock.queue.job_cost import HOLD_MS
 from penstock.runtime.event_loop import LoopYielder
 
 MAX_EMIT_JOBS = 512

@@ -16,7 +16,7 @@ from typing import Any, cast
 from redis import exceptions
 from redis.asyncio import Redis
 
-from penstock.contract.named import NAME_PATTERN
+from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.pool import (
     EVENTS,
     LiveNode,

@@ -28,10 +28,9 @@ from penstock.queue.broker.submitting import Attached as Attached
 from penstock.queue.broker.submitting import SharedCalls, Submissions
 from penstock.queue.broker.submitting import Submission as Submission
 from penstock.queue.broker.submitting import Submitted as Submitted
-from penstock.queue.chunks import decode_chunks
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
 from penstock.queue.results import Fetches, PackedResult
-from penstock.queue.wire import WireError
+from penstock.queue.wire import WireError, decode_chunks
 from penstock.runtime.event_loop import LoopYielder
 from penstock.runtime.tracing.context import carried_by, start_enqueue_span
 

@@ -19,8 +19,7 @@ from typing import Any
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams, seed_of
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Usage
+from penstock.contract.output import Choice, TokenLogprobs, Usage
 from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.text.output import EndReason

@@ -9,7 +9,7 @@ from fakes.queue.harness import P
 from fakes.queue.model import MAX_PAST_LEASES, TERMINAL, ModelJob, QueueModel
 
 from penstock.contract.priority import NUM_LEVELS
-from penstock.queue.chunks import decode_chunks
+from penstock.queue.wire import decode_chunks
 
 OF_THE_POOL = {
     "record",

@@ -20,7 +20,7 @@ from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.node import Capacity, Emission, GivenBackJob, NodeBroker, TakeAnswer, Taken, Why
 from penstock.queue.broker.producer import ProducerBroker, Submission
-from penstock.queue.chunks import encode_chunk
+from penstock.queue.wire import encode_chunk
 
 POOL = "m"
 P = keys.prefix(POOL)

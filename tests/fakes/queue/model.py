@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from penstock.contract.output import Usage
 from penstock.contract.priority import NUM_LEVELS
-from penstock.queue.chunks import decode_chunks
 from penstock.queue.policy import DUE, TURN, PolicyConfig, choose
 from penstock.queue.policy_state import PolicyState
+from penstock.queue.wire import decode_chunks
 
 PROGRESS_CHUNKS = 4
 MAX_LOSSES = 3

@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map
 from triton.runtime.interpreter import InterpretedFunction
 
-from penstock.gpu_node.model.gpu import kv_pool, row_marks, runner
-from penstock.kernels.triton import blocks
+from penstock.gpu_node.model.gpu import inputs, kv_pool, runner
+from penstock.kernels.triton import copies
 
 _MAKES_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _VIEWS = {"_unsafe_view", "_reshape_alias", "detach", "lift_fresh"}
@@ -120,7 +120,7 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(patch.object(Tensor, "cpu", cpu))
             stack.enter_context(patch.object(InterpretedFunction, "run", launch))
             stack.enter_context(patch.object(torch, "from_numpy", host_array))
-            for module in (runner, kv_pool, row_marks, blocks):
+            for module in (runner, kv_pool, inputs, copies):
                 stack.enter_context(patch.object(module, "to_device_async", to_device_async))
             stack.enter_context(self)
             yield

@@ -13,13 +13,12 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Chunk, Outcome, Usage
+from penstock.contract.output import Choice, Chunk, Outcome, TokenLogprobs, Usage
 from penstock.queue import keys, results
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import Finding, audit
 from penstock.queue.broker.producer import JobStatus, ProducerBroker
-from penstock.queue.chunks import decode_chunks
+from penstock.queue.wire import decode_chunks
 
 PROMPT = "the gate opens by pressure"
 MAX_COUNTED = 500

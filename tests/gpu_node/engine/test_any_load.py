@@ -17,9 +17,8 @@ from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.gpu_node.engine.kv_cache.block_pool import block_hash
 from penstock.gpu_node.engine.policy.policy import FirstComeFirstServed, NumTokens, in_turns
-from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.sequence import Sequence, block_hash
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 

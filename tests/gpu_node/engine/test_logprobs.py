@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB, TokenLogprobs
+from penstock.contract.output import MAX_LOGPROBS_OF_JOB, TokenLogprobs
 from penstock.gpu_node.engine import Engine, Generation, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 

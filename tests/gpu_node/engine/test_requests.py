@@ -23,7 +23,7 @@ from penstock import (
     SamplingParams,
     UnavailableError,
 )
-from penstock.gpu_node.engine.progress import MAX_ENDED
+from penstock.gpu_node.engine.timings import MAX_ENDED
 
 MakeEngine = Callable[..., Engine]
 PROMPT = [number % 200 + 3 for number in range(40)]

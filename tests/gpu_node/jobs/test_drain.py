@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.gpu_node.jobs.drain import PRIOR_PART, DrainEstimator, JobWork, StepParts, mean_part, phases
+from penstock.gpu_node.jobs.times import PRIOR_PART, DrainEstimator, JobWork, StepParts, mean_part, phases
 
 COSTS = StepParts(4.0, 1.0, 1.0)
 

@@ -8,15 +8,14 @@ from hypothesis import strategies as st
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.contract.output import Chunk, Outcome, Usage
+from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, Chunk, Outcome, TokenLogprobs, Usage
 from penstock.contract.priority import NUM_LEVELS
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import MAX_REPORTED_TENANTS, Ledger
 from penstock.queue import results
 from penstock.queue.broker.node import Taken
-from penstock.queue.chunks import decode_chunks
+from penstock.queue.wire import decode_chunks
 
 JOB_ID = "ref.01a1f828-c1b5-77c1-a5ef-a4b69d8f094c"
 

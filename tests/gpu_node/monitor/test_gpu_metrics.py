@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gpu_node.gpu_driver import GpuDriver
+from penstock.gpu_node.gpus import GpuDriver
 from penstock.gpu_node.monitor.metrics import gpu_metrics
 
 GPU = "GPU-6d1f5a2e-0000-4000-8000-000000000001"
@@ -88,8 +88,7 @@ def test_missing_package_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_node_without_a_gpu_does_not_import_the_library() -> None:
     code = (
-        "import sys; from penstock.gpu_node.gpu_driver import GpuDriver; "
-        "print(GpuDriver().read(''), 'pynvml' in sys.modules)"
+        "import sys; from penstock.gpu_node.gpus import GpuDriver; print(GpuDriver().read(''), 'pynvml' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["None", "False"]

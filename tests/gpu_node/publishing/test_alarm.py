@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gpu_node.publishing.pace import Alarm
+from penstock.gpu_node.publishing.sending import Alarm
 from penstock.runtime import event_loop
 
 

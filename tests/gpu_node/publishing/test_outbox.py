@@ -12,19 +12,18 @@ from fakes.processes.reference_engine import ReferenceEngine
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.contract.output import Outcome, Usage
+from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, Outcome, TokenLogprobs, Usage
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.reports import JobReports
-from penstock.gpu_node.publishing import pace
+from penstock.gpu_node.publishing import sending
 from penstock.gpu_node.publishing.outbox import ENDS_PER_PART, Outbox
-from penstock.gpu_node.publishing.pace import BUSY_SHARE, Pace
+from penstock.gpu_node.publishing.sending import BUSY_SHARE, Pace
 from penstock.gpu_node.taking.inbox import Bell
 from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, JobEnd, NodeBroker, Taken
-from penstock.queue.chunks import decode_chunks
+from penstock.queue.wire import decode_chunks
 
 LEASE = "1:x:1"
 MAX_UNSENT_BYTES = 1 << 10
@@ -113,8 +112,8 @@ class Rig:
 @pytest.fixture
 def slow_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two sends there is time for a test."""
-    monkeypatch.setattr(pace, "FEW_INTERVAL_S", 0.5)
-    monkeypatch.setattr(pace, "SEND_S", 0.5)
+    monkeypatch.setattr(sending, "FEW_INTERVAL_S", 0.5)
+    monkeypatch.setattr(sending, "SEND_S", 0.5)
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.publishing.pace import (
+from penstock.gpu_node.publishing.sending import (
     BUSY_SHARE,
     CHUNK_S,
     FREE_SHARE,

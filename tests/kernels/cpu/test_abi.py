@@ -10,8 +10,7 @@ from fakes import single_kernels
 from fakes.native import ISAS, built
 
 from penstock.kernels.cpu import library
-from penstock.kernels.cpu.abi import AbiError
-from penstock.kernels.cpu.structs import NativePlan, NativeSpec
+from penstock.kernels.cpu.structs import AbiError, NativePlan, NativeSpec
 
 
 @pytest.fixture(params=ISAS)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.torch_common.positions import to_bf16
-from penstock.kernels.cpu.formats import KvFormat
+from penstock.kernels.cpu.structs import KvFormat
 from penstock.kernels.reference.quantized import quantize_activations
 
 CONTEXTS = (1, 15, 16, 17, 511, 512, 513, 1030)

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.gpu_node.model.torch_common.positions import to_bf16
-from penstock.kernels.cpu.formats import RowLayout
-from penstock.kernels.cpu.structs import LowRankRows
+from penstock.kernels.cpu.structs import LowRankRows, RowLayout
 
 
 @settings(max_examples=40)

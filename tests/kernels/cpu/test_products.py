@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.torch_common.positions import to_bf16
-from penstock.kernels.cpu.formats import Format, Run, Source
+from penstock.kernels.cpu.structs import Format, Run, Source
 from penstock.kernels.reference.quantized import GROUP, multiply_quantized, quantize_activations
 
 NUM_ROWS = (*range(1, 14), 17, 64, 97)

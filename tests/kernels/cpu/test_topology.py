@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels.cpu import topology
-from penstock.kernels.cpu.topology import Core, CpuShare, cores_of, cpu_shares, numa_nodes
+from penstock.kernels.cpu import probe
+from penstock.kernels.cpu.probe import Core, CpuShare, cores_of, cpu_shares, numa_nodes
 
 
 def machine(folder: Path, nodes: list[str], siblings: dict[int, str]) -> Path:
@@ -33,7 +33,7 @@ def two_sockets(tmp_path: Path) -> Path:
 @pytest.fixture
 def usable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(topology, "usable_cores", lambda: 8)
+    monkeypatch.setattr(probe, "usable_cores", lambda: 8)
 
 
 def test_cores_have_their_hardware_threads_and_their_socket(two_sockets: Path) -> None:
@@ -65,7 +65,7 @@ def test_shares_have_no_core_in_common_unless_there_are_too_few(two_sockets: Pat
 
 @pytest.mark.usefixtures("usable")
 def test_a_quota_and_reserved_cores_leave_fewer_threads(two_sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "usable_cores", lambda: 3)
+    monkeypatch.setattr(probe, "usable_cores", lambda: 3)
     assert [(len(share.cpus), share.num_threads) for share in cpu_shares(2, system=two_sockets)] == [(4, 2), (4, 1)]
     assert [share.num_threads for share in cpu_shares(2, reserved=1, system=two_sockets)] == [1, 1]
     with pytest.raises(ValueError, match="2 processes need a core each, but only 1 may be used"):
@@ -80,9 +80,9 @@ def test_this_machine_is_divided_completely() -> None:
 
 
 def test_a_refused_policy_of_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert topology.refuses_mbind() in (False, True)
+    assert probe.refuses_mbind() in (False, True)
     # No system call has this number, as in a container that hides it.
-    monkeypatch.setattr(topology, "_MBIND", {platform.machine(): 99_999})
-    assert topology.refuses_mbind()
-    monkeypatch.setattr(topology, "_MBIND", {})
-    assert not topology.refuses_mbind()
+    monkeypatch.setattr(probe, "_MBIND", {platform.machine(): 99_999})
+    assert probe.refuses_mbind()
+    monkeypatch.setattr(probe, "_MBIND", {})
+    assert not probe.refuses_mbind()

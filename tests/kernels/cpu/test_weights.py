@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.cpu.formats import Format, RowLayout, Source
+from penstock.kernels.cpu.structs import Format, RowLayout, Source
 
 LOSSLESS = {
     (Format.BF16, Source.BFLOAT16),

@@ -24,17 +24,16 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
-from penstock.kernels.norm_weights import Addend
-from penstock.kernels.paged_cache import PagedCache
+from penstock.gpu_node.model.torch_common.layers import NoNorm, Norm
+from penstock.kernels.arguments import Addend, PagedCache
 from penstock.kernels.triton import launches, layers, products
-from penstock.kernels.triton.blocks import copy_blocks
+from penstock.kernels.triton.copies import copy_blocks
 from penstock.kernels.triton.decode_attention import MAX_SPLITS, decode_attention
-from penstock.kernels.triton.dependent import dependent_launches
-from penstock.kernels.triton.embedding import embed
 from penstock.kernels.triton.few_rows import multiply_few
 from penstock.kernels.triton.int4 import multiply_int4
 from penstock.kernels.triton.invariant import multiply_invariant
+from penstock.kernels.triton.launches import dependent_launches
+from penstock.kernels.triton.layers import embed
 from penstock.kernels.triton.lora import add_lora
 from penstock.kernels.triton.norms import add_norm, add_norm_quantized, norm_all_heads
 from penstock.kernels.triton.prefill_attention import prefill_attention

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.arguments import PagedCache
 from penstock.kernels.triton.decode_attention import decode_attention, longest_first, num_splits
 from penstock.kernels.triton.launches import prefill_rows
 from penstock.kernels.triton.prefill_attention import prefill_attention, prefill_tiles

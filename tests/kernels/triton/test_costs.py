@@ -14,8 +14,8 @@ from fakes.paged import make_scene
 from fixtures.sampling import rows_of
 
 from penstock.gpu_node.model.gpu.linear import KeptLinear, linear_of
-from penstock.gpu_node.model.torch_common.norm import Norm
-from penstock.kernels.norm_weights import Addend
+from penstock.gpu_node.model.torch_common.layers import Norm
+from penstock.kernels.arguments import Addend
 from penstock.kernels.triton import layers
 from penstock.kernels.triton.norms import add_norm
 from penstock.kernels.triton.sampler import Marks, pack_rules, sample

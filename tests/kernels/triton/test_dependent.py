@@ -7,7 +7,7 @@ import torch
 import triton
 
 from penstock.kernels.triton import launches
-from penstock.kernels.triton.dependent import dependent_launch, dependent_launches
+from penstock.kernels.triton.launches import dependent_launch, dependent_launches
 
 DEVICE, OFF, ON = torch.device("cuda", 0), {"DEPENDENT": False}, {"DEPENDENT": True, "launch_pdl": True}
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from fakes.paged import empty_cache
 
-from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
-from penstock.kernels.norm_weights import Addend
+from penstock.gpu_node.model.torch_common.layers import NoNorm, Norm
+from penstock.kernels.arguments import Addend
 from penstock.kernels.reference import layers as reference
-from penstock.kernels.triton import embedding, layers, norms
+from penstock.kernels.triton import layers, norms
 from penstock.kernels.triton.products import quantize_vectors
 
 from .conftest import TOLERANCES
@@ -32,7 +32,7 @@ def test_tokens_of_the_step_before_are_embedded_beside_given_ones(dtype: torch.d
     table = _random(11, 1100, dtype=dtype, device=device)
     want = reference.embed(ids, sampled, table, 3.5)
     assert torch.equal(want[[1, 3, 4]], table[[4, 9, 0]].float() * 3.5)
-    assert torch.equal(embedding.embed(ids, sampled, table, 3.5), want)
+    assert torch.equal(layers.embed(ids, sampled, table, 3.5), want)
 
 
 NORMS: dict[str, tuple[bool, dict[str, Any]]] = {

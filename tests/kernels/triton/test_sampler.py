@@ -10,7 +10,7 @@ import torch
 from fixtures.sampling import SamplingCase, level_draws, rows_of
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
+from penstock.gpu_node.model.gpu.inputs import RowMarks, mark_rows_of
 from penstock.kernels.reference.sampler import NO_TOKENS
 from penstock.kernels.triton.sampler import pack_rules, sample
 from penstock.kernels.triton.sampling_passes import MAX_CANDIDATES

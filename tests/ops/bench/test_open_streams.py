@@ -14,7 +14,7 @@ from bench.open_streams.report import Scene, report
 
 from penstock.contract.output import Chunk
 from penstock.queue.broker import scripts
-from penstock.queue.chunks import encode_chunk
+from penstock.queue.wire import encode_chunk
 from tests.source_tree import ROOT
 
 JOBS = [(f"stub.{number:036d}", f"lease-{number}") for number in range(20)]

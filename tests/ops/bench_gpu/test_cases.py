@@ -18,7 +18,7 @@ from penstock.gpu_node.model.gpu.device import Device
 from penstock.kernels.reference import products as reference
 from penstock.kernels.reference.attention import quantize_vectors
 from penstock.kernels.triton import products
-from penstock.kernels.triton.quantizing import QuantizedRows
+from penstock.kernels.triton.products import QuantizedRows
 
 CPU = torch.device("cpu")
 

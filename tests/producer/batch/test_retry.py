@@ -21,8 +21,7 @@ from penstock.cli.batch import commands, progress
 from penstock.contract.errors import RequestError
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import Batch, BatchProgress
-from penstock.producer.batch.retry import opened_retry
-from penstock.producer.batch.runner import answer_batch, opened, run_batch
+from penstock.producer.batch.runner import answer_batch, opened, opened_retry, run_batch
 from penstock.producer.batch.storage import is_outage
 from tests.producer.batch.conftest import Row, chat_row, process, rows_in, write_rows
 
@@ -88,7 +87,7 @@ async def test_rows_that_succeed_at_last_take_their_places(
     assert (await run_batch(served_url, batch)).num_failed == 6
     assert (tmp_path / "out.errors.jsonl").exists()
     renamed = [{**row, "body": {**row["body"], "model": "reference"}} for row in rows]
-    monkeypatch.setattr("penstock.producer.batch.retry.lines_of", lambda path: iter(_lines(renamed)))
+    monkeypatch.setattr("penstock.producer.batch.runner.lines_of", lambda path: iter(_lines(renamed)))
 
     def _interrupt(progress: BatchProgress) -> None:
         if progress.num_done == 6:

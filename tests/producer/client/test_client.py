@@ -29,7 +29,7 @@ from penstock.contract.pool import NodePressure
 from penstock.contract.tenant import Terms
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.queue import keys
-from penstock.queue.chunks import decode_chunks
+from penstock.queue.wire import decode_chunks
 from tests.producer.client.reading import check_whole, read_all, read_some
 
 

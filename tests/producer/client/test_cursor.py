@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.contract.errors import StreamDivergedError
-from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, Result, Usage
+from penstock.contract.output import (
+    PROMPT_TOKENS_PER_CHUNK,
+    Choice,
+    Chunk,
+    FinishReason,
+    Outcome,
+    Result,
+    TokenLogprobs,
+    Usage,
+)
 from penstock.producer.client.stream import ChunkVerdict, StreamCursor, rest_of
 
 JOB = "pool.01a1f820-1cd2-775c-94d6-dde870154e3c"

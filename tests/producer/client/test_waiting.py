@@ -19,7 +19,7 @@ from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.mailbox import REPEAT_S, WaitWatcher
 from penstock.queue import keys
 from penstock.queue.broker.jobs import QueuePositions
-from penstock.queue.chunks import encode_progress
+from penstock.queue.wire import encode_progress
 
 PATIENCE_S = 10.0
 

@@ -12,14 +12,13 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, NotFoundError
 from penstock.contract.job import Priority
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Chunk, Outcome, Usage
+from penstock.contract.output import Choice, Chunk, Outcome, TokenLogprobs, Usage
 from penstock.contract.pool import NodePressure
 from penstock.queue import keys, results, wire
 from penstock.queue.broker.admin import AdminBroker, JobHistory, Sum
 from penstock.queue.broker.audit import Finding, audit, findings_of
 from penstock.queue.broker.node import Emission
-from penstock.queue.chunks import encode_chunk
+from penstock.queue.wire import encode_chunk
 
 DONE = Outcome("succeeded")
 Damage = Callable[["Scene"], Awaitable[object]]

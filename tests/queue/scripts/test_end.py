@@ -11,7 +11,7 @@ from fakes.queue.harness import CONFIG, POOL, P, Queue, new_job
 
 from penstock.contract.output import Chunk, Outcome, TerminalState
 from penstock.queue import keys
-from penstock.queue.chunks import decode_chunks
+from penstock.queue.wire import decode_chunks
 
 DEADLINE = Outcome("expired", "deadline_exceeded", "the deadline passed before the job was done")
 NOT_STARTED = Outcome("expired", "not_started_in_time", "no node started the job within its ttl_s")

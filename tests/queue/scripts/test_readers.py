@@ -9,7 +9,7 @@ from penstock.contract.errors import NotFoundError
 from penstock.contract.output import Chunk, Outcome
 from penstock.queue import keys
 from penstock.queue.broker.node import Emission, Taken
-from penstock.queue.chunks import decode_chunks, encode_chunk
+from penstock.queue.wire import decode_chunks, encode_chunk
 
 ABANDONED_MS = 30_001
 GRACE_MS = 5_001

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, BlockPool, block_hash, salted_root
-from penstock.gpu_node.engine.kv_cache.eviction import MAX_IDLE_TURNOVERS, EvictionName
+from penstock.gpu_node.engine.config import EvictionName
+from penstock.gpu_node.engine.kv_cache.block_pool import MAX_IDLE_TURNOVERS, BlockPool
+from penstock.gpu_node.engine.sequence import ROOT_HASH, block_hash, salted_root
 
 NUM_BLOCKS = 11
 FIRST = 5

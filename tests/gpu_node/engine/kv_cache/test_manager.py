@@ -6,8 +6,8 @@ from collections import Counter
 
 import numpy as np
 
-from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.sequence import ROOT_HASH, block_hash
 
 
 def _chain(name: int, length: int) -> list[bytes]:

@@ -26,7 +26,7 @@ from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.policy.policy import AdapterSlots, ByAdapter, FirstComeFirstServed
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.model.lora import library
-from penstock.gpu_node.model.lora.adapter import WEIGHTS_FILE
+from penstock.gpu_node.model.lora.library import WEIGHTS_FILE
 
 MakeEngine = Callable[..., Engine]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

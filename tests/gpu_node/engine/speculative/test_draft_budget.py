@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import TokenLogprobs
 from penstock.contract.sampling import StructuredOutputs
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.cuts import (
+from penstock.gpu_node.model.architecture.hf_config import llama_shapes
+from penstock.gpu_node.model.architecture.rank_part import (
     PANEL_ROWS,
     CutRunner,
     Parallel,
@@ -20,9 +21,8 @@ from penstock.gpu_node.model.architecture.cuts import (
     panel_spans,
     stage_layers,
 )
-from penstock.gpu_node.model.architecture.hf_config import llama_shapes
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.kernels.cpu.formats import PANEL
+from penstock.kernels.cpu.structs import PANEL
 
 _SMOLLM = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -11,8 +11,7 @@ import pytest
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import gguf_conversion as gguf
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
-from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
-from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader
 from penstock.gpu_node.model.checkpoint.source import resolve_model
 from penstock.kernels.cpu import build
 

@@ -14,8 +14,7 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.architecture.shapes import SHAPES
-from penstock.gpu_node.model.checkpoint.dummy import RandomWeights, dummy_folder
+from penstock.gpu_node.model.checkpoint.dummy import SHAPES, RandomWeights, dummy_folder
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.loading.load import load_model

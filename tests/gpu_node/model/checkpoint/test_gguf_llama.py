@@ -13,8 +13,7 @@ from tokenizers import pre_tokenizers
 
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.checkpoint import gguf_conversion as gguf
-from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
-from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, read_header
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader, read_header
 from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, describe_llama
 from penstock.gpu_node.model.checkpoint.source import open_model
 

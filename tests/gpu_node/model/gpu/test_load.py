@@ -28,10 +28,10 @@ from penstock.gpu_node.model.gpu import load
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.graphs import GraphShapes
+from penstock.gpu_node.model.gpu.inputs import FIRST_ROWS
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import padded_head
 from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, run_largest_step
-from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.weights import StoredLinearLoader, load_weights
 from penstock.gpu_node.model.loading.load import find_model, load_model
 from penstock.gpu_node.model.loading.plan import sizes_of

@@ -22,8 +22,7 @@ from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.linear import linear_of
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
-from penstock.gpu_node.model.torch_common.layers import LayerWeights
-from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.gpu_node.model.torch_common.layers import LayerWeights, Norm
 
 HIDDEN, NUM_LAYERS = 64, 7
 CPU = torch.device("cpu")

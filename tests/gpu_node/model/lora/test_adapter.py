@@ -22,7 +22,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.lora import library as adapter_library
-from penstock.gpu_node.model.lora.adapter import WEIGHTS_FILE, read_adapter
+from penstock.gpu_node.model.lora.library import WEIGHTS_FILE, read_adapter
 
 MAX_LOGIT_ERROR = 2e-4
 Family = Callable[[str], Path]

@@ -21,8 +21,8 @@ from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.kernels.cpu.build import BuildError, library_path
-from penstock.kernels.cpu.formats import Format
 from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags
+from penstock.kernels.cpu.structs import Format
 
 LoadNative = Callable[..., NativeRunner]
 OPTIONS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.lora.adapter import read_adapter
+from penstock.gpu_node.model.lora.library import read_adapter
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import NO_ADAPTER
 

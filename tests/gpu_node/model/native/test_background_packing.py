@@ -23,7 +23,7 @@ from fixtures.plans import logits_alone
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.native import background_writer, weight_cache
+from penstock.gpu_node.model.native import packed_matrix, weight_cache
 from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.kernels.cpu.library import NativeModel
@@ -271,14 +271,14 @@ def test_a_disk_that_is_full_in_the_middle_harms_no_step(
     folder = family("qwen2")
     want = _logits(load(folder, weight_cache=False))
     left = iter([False, False, False, False, True])
-    write_at = background_writer.write_at
+    write_at = packed_matrix.write_at
 
     def write(file: int, content: memoryview, start: int) -> None:
         if next(left, False):
             raise OSError("No space left on device")
         write_at(file, content, start)
 
-    monkeypatch.setattr(background_writer, "write_at", write)
+    monkeypatch.setattr(packed_matrix, "write_at", write)
     gate = Gate(monkeypatch, "_pack_mlp")
     runner = load(folder, waits=False)
     _logits(runner)

@@ -29,8 +29,8 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.kernels.cpu.formats import Format
 from penstock.kernels.cpu.probe import best_isa, cpu_flags
+from penstock.kernels.cpu.structs import Format
 from penstock.kernels.reference.quantized import hadamard_rotation
 
 Llama = Callable[..., Path]

@@ -35,9 +35,9 @@ from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import LoadedModel
-from penstock.kernels.cpu.formats import Format
 from penstock.kernels.cpu.library import Slot, Vector
 from penstock.kernels.cpu.probe import Isa
+from penstock.kernels.cpu.structs import Format
 
 Llama = Callable[..., Path]
 SYS_SCHED_GETATTR = 315  # of x86-64, as the kernels

@@ -16,7 +16,7 @@ from penstock.gpu_node.engine.engine import Engine
 from penstock.gpu_node.model.native import load, placement
 from penstock.gpu_node.model.native.packing import packed_bytes
 from penstock.gpu_node.model.native.placement import NumaPlacement
-from penstock.kernels.cpu.formats import Format
+from penstock.kernels.cpu.structs import Format
 
 PROMPTS = ["the gate opens", "water flows through the turbine and " * 12, "a"]
 

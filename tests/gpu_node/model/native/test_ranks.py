@@ -22,7 +22,7 @@ from fixtures.sampling import rows_of
 from penstock.contract.errors import ConfigError, RequestError
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.checkpoint.json_object import read_object
-from penstock.gpu_node.model.lora.adapter import digest_of, read_adapter
+from penstock.gpu_node.model.lora.library import digest_of, read_adapter
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import PooledTokens, ScoredTokens, StepPlan, StepResult
 

@@ -20,7 +20,7 @@ import pytest
 from fixtures.plans import logits_alone
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.native import background_writer, packed_file, weight_cache
+from penstock.gpu_node.model.native import packed_file, packed_matrix, weight_cache
 from penstock.gpu_node.model.native.packed_file import flush_to_disk
 from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
@@ -55,13 +55,13 @@ def test_packing_depends_on_nothing_that_a_buffer_held_before(
     """All ones are NaN in every format, and the rows do not fill their panels."""
     folder = llama(vocab_size=101, intermediate_size=72)
     want = _logits(load(folder, quantization=quantization, weight_cache=False))
-    pages = background_writer.pages
+    pages = packed_matrix.pages
 
     def used_pages(num_bytes: int) -> NDArray[np.uint8]:
         (used := pages(num_bytes)).fill(255)
         return used
 
-    monkeypatch.setattr(background_writer, "pages", used_pages)
+    monkeypatch.setattr(packed_matrix, "pages", used_pages)
     np.testing.assert_array_equal(_logits(load(folder, quantization=quantization)), want)
 
 

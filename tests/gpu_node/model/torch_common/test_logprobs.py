@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.gpu_node.model.torch_common.logprobs import logprobs_of
+from penstock.gpu_node.model.torch_common.sampler import logprobs_of
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.gpu_node.model.protocol import StepPlan
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
-from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.arguments import PagedCache
 from penstock.kernels.reference.attention import paged_attention, store_kv
 
 

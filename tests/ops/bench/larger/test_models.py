@@ -10,7 +10,7 @@ from bench.larger import models
 from gguf import GGUFReader
 
 from penstock import Engine, SamplingParams
-from penstock.gpu_node.model.architecture.shapes import SHAPES
+from penstock.gpu_node.model.checkpoint.dummy import SHAPES
 
 VOCAB = 49_216
 PROMPT = list(range(1000, 1012))

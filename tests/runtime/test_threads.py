@@ -12,8 +12,8 @@ from uuid_utils import uuid7
 
 from penstock.contract.job import JobDef
 from penstock.gpu_node.taking.preparation import MAX_CHARS_ON_LOOP
-from penstock.gpu_node.threads import Threads
 from penstock.queue.broker.producer import ProducerBroker, Submission
+from penstock.runtime.event_loop import Threads
 
 
 async def test_a_call_answers_or_raises_on_a_thread_of_its_own() -> None:

@@ -1,6 +1,8 @@
-"""Copies whole KV blocks within GPU memory, and to and from pinned host memory."""
+"""Copies of whole KV blocks within GPU memory, and to and from pinned host memory; and of host arrays to the GPU."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.triton.decode_attention import block_offset
-from penstock.kernels.triton.sending import to_device_async
+
+
+def to_device_async(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return a tensor on the device with the array's contents. The current stream copies it; the host does not wait.
+
+    A copy from pageable memory would make the host wait until the device is idle. torch does not reuse the pinned
+    memory before the device has read it. If the device is the CPU, the tensor shares the array's memory.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
 
 _WORDS = 4096
 

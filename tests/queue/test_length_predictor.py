@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.engine.policy.length_predictor import MAX_GROUPS, MAX_REPORTED, WINDOW, LengthPredictor
+from penstock.queue.job_cost import MAX_GROUPS, MAX_REPORTED, WINDOW, LengthPredictor
 
 NUM_JOBS = 1000
 LIMIT = 1 << 14
