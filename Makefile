@@ -24,6 +24,8 @@
 #   make bench-peers install what make bench compares with (llama.cpp is compiled: minutes)
 #   make bench-gpu   measure a CUDA device, in ten minutes; BENCH=--dry runs through it on the CPU
 #   make gpu-venv    what a bare GPU machine has (Python 3.12, torch 2.11, Triton 3.6.0; 3 GB), for the slow tests
+#   make wheels      the wheels of a release, of this commit, in dist/ (minutes); docs/RELEASE.md
+#   make sbom        the software bill of materials of those wheels
 #   make lock        choose the versions in requirements.lock anew
 #   make clean       remove what was built
 #
@@ -52,7 +54,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches webhooks ranks hostile mutants drills site dashboards bench bench-peers bench-gpu gpu-venv lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches webhooks ranks hostile mutants drills site dashboards bench bench-peers bench-gpu gpu-venv wheels sbom lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -139,6 +141,23 @@ gpu-venv: build/gpu-venv/.installed
 build/gpu-venv/.installed:
 	python3.12 -m venv build/gpu-venv
 	build/gpu-venv/bin/pip install --quiet torch==2.11.0 triton==3.6.0 'numpy>=2.1,<2.5' pytest
+	@touch $@
+
+wheels: build/wheels/.installed
+	build/wheels/bin/python ops/wheels/build.py $(WHEELS)
+
+# Of the wheels in dist/; it installs them.
+sbom: build/wheels/.sbom-installed
+	build/wheels/bin/python ops/wheels/sbom.py $(SBOM)
+
+build/wheels/.sbom-installed: build/wheels/.installed
+	build/wheels/bin/pip install --quiet cyclonedx-bom==7.5.0
+	@touch $@
+
+build/wheels/.installed: ops/wheels/requirements.txt
+	rm -rf build/wheels
+	$(PYTHON) -m venv build/wheels
+	build/wheels/bin/pip install --quiet -r ops/wheels/requirements.txt
 	@touch $@
 
 $(STAMP): requirements.lock pyproject.toml ops/editable_first.pth

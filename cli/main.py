@@ -79,6 +79,11 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
             "doctor", "penstock.cli.machine.doctor:doctor", "Check this machine, its Redis and its nodes, with advice"
         ),
         CommandEntry("config", "penstock.cli.machine.config:app", "Show settings, and what sets each of them"),
+        CommandEntry(
+            "support-bundle",
+            "penstock.cli.machine.support_bundle:support_bundle",
+            "Collect what a bug report needs in one archive, without secrets",
+        ),
     ),
     "Measure": (
         CommandEntry("plan", "penstock.cli.machine.plan:plan", "Say which ranks and replicas of a model fit devices"),

@@ -249,9 +249,9 @@ def serve(
     logs = LogSettings.load(**taken_for(LogSettings, given))
     of_node, of_gateway = ({name: given[name] for name in names} for names in (_OF_NODE, _OF_GATEWAY))
     if missing := [
-        f"[{extra}] lacks {', '.join(names)}" for extra in ("node", "gateway") if (names := missing_packages(extra))
+        f"[{extra}] lacks {', '.join(names)}" for extra in ("cpu", "gateway") if (names := missing_packages(extra))
     ]:
-        raise ConfigError(f"packages are missing: pip install 'penstock[all]' ({'; '.join(missing)})")
+        raise ConfigError(f"packages are missing: pip install 'penstock[cpu,gateway]' ({'; '.join(missing)})")
     if model is None:
         model = default_model()
         if _node_settings(model, of_node).generation_config == "auto":

@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import logging
 import os
+import platform
 import re
 from functools import partial
 from pathlib import Path
@@ -63,18 +64,26 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
     try:
         from penstock.gpu_node.process import exiting_despite_threads, run_node
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'penstock[node]'") from error
+        raise ConfigError(f"{error.name} is not installed: pip install 'penstock[cpu]', or [gpu]") from error
 
     with exiting_despite_threads(exit_code_of):
         event_loop.run(run_node(settings))
 
 
 def missing_packages(extra: str) -> list[str]:
-    """Return the packages of one of penstock's extras that are not installed."""
-    required = importlib.metadata.requires("penstock") or []
+    """Return the packages of one of penstock's extras, and of the extras in it, that this machine needs and lacks."""
     marker = re.compile(rf"extra\s*==\s*['\"]{extra}['\"]")
-    names = [re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] for line in required if marker.search(line)]
-    return [name for name in names if version_of(name) is None]
+    machine = re.compile(r"platform_machine\s*==\s*['\"](\w+)['\"]")
+    found: list[str] = []
+    for line in importlib.metadata.requires("penstock") or []:
+        wanted = machine.search(line)
+        if marker.search(line) is None or (wanted is not None and wanted[1] != platform.machine()):
+            continue
+        if (inner := re.match(r"penstock\[([\w,]+)\]", line)) is not None:
+            found += [name for part in inner[1].split(",") for name in missing_packages(part) if name not in found]
+        elif version_of(name := re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0]) is None:
+            found.append(name)
+    return found
 
 
 _FLAGS = {

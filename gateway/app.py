@@ -73,7 +73,9 @@ from penstock.runtime.event_loop import LoopYielder, cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.process_memory import freeze_gc, keep_large_blocks_apart, make_full_collections_rare
+from penstock.runtime.service_manager import ServiceManager
 from penstock.runtime.settings import KeySettings
+from penstock.runtime.stack_dump import offer_stacks
 from penstock.runtime.stall_guard import StallGuard
 from penstock.runtime.tracing.setup import tracing_of
 
@@ -318,15 +320,20 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._drain_s = drain_s
         self._gateway = gateway
+        self._manager = ServiceManager.of_environment()
+        self._feeding: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if os.environ.get(PROGRESS_VARIABLE) == "json":
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            print(json.dumps({"event": "ready", "url": f"http://{shown}:{port}"}), flush=True)  # noqa: T201
+            print(json.dumps({"event": "ready", "url": url}), flush=True)  # noqa: T201
+        self._manager.ready(f"listens on {url}")
+        self._feeding = asyncio.create_task(self._manager.feed(), name="penstock watchdog")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._manager.stopping()
         self._gateway.dashboard.stop()
         self._gateway.open_feeds.stop()
         # uvicorn's own graceful-shutdown timeout would log a traceback for each open answer.
@@ -335,6 +342,8 @@ class _Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             end.cancel()
+            if self._feeding is not None:
+                self._feeding.cancel()
 
 
 MAX_CONNECTIONS_PERCENT = 87
@@ -385,6 +394,7 @@ def run(settings: GatewaySettings) -> None:
     reach Redis.
     """
     keep_large_blocks_apart()
+    offer_stacks()
     settings = asyncio.run(_checked_at_start(settings))
     server = make_server(settings)
     freeze_gc()

@@ -116,6 +116,11 @@ class Node:
         """The engine's statistics as of the last heartbeat; None before the first one."""
         return self._watch.stats
 
+    @property
+    def engine_advances(self) -> bool:
+        """Whether the engine answered at the last heartbeat and, with work, had made a step since the one before."""
+        return not self._watch.stalled_s
+
     def stop(self) -> None:
         """Stop taking jobs; running jobs may finish within `drain_s`. A second call ends that grace period."""
         if self._stop.is_set():
@@ -191,7 +196,7 @@ class Node:
                 ready.set()
             log.info("node serves", extra={"node_id": self.node_id, "pool": self._settings.pool_name})
             async with (
-                answering(self._settings.name, self._state),
+                answering(self._settings.name, self.state),
                 _background(self._heartbeat_forever(), self._outbox.run()),
             ):
                 doorbell = keys.doorbell(self._settings.pool_name, self.node_id)
@@ -211,7 +216,8 @@ class Node:
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
 
-    def _state(self) -> dict[str, object]:
+    def state(self) -> dict[str, object]:
+        """Return what a health check gets. Any thread may call this."""
         stalled_s = round(self._watch.stalled_s, 1)
         node = {"node_id": self.node_id, "pool": self._settings.pool_name, "engine_stalled_s": stalled_s}
         return node | self._heartbeat.state()

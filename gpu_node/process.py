@@ -25,9 +25,11 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import config_of_pool
 from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
-from penstock.runtime.logging import ProgressLog
+from penstock.runtime.logging import LOADING_STAGES, ProgressLog
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.process_memory import freeze_gc
+from penstock.runtime.service_manager import ServiceManager
+from penstock.runtime.stack_dump import offer_stacks
 from penstock.runtime.stall_guard import StallGuard
 
 log = logging.getLogger(__package__)
@@ -101,8 +103,14 @@ async def run_node(settings: NodeSettings) -> None:
         progress = ProgressLog(log, settings.model)
         beside.append(asyncio.create_task(progress.run()))
         report = progress.update
+    manager = ServiceManager.of_environment()
+
+    def tell(stage: str, fraction: float) -> None:
+        report(stage, fraction)
+        manager.status(f"{LOADING_STAGES.get(stage, 'loading')}: {fraction:.0%}")
+
     try:
-        engine = await asyncio.to_thread(Engine, config, progress=report)
+        engine = await asyncio.to_thread(Engine, config, progress=tell)
     finally:
         await cancel_until_done(beside)
     if settings.tool_parser not in (None, "none") and not engine.tokenizer.takes_tools:
@@ -137,18 +145,30 @@ async def serve_engine(
     """
     node = Node(settings, engine, take_seats(settings) if seats is None else seats)
     loop = asyncio.get_running_loop()
+    manager = ServiceManager.of_environment()
+    offer_stacks()
+
+    def stop() -> None:
+        manager.stopping()
+        node.stop()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, node.stop)
+        loop.add_signal_handler(number, stop)
     ready, guard = asyncio.Event(), StallGuard(settings.loop_stall_s)
 
     async def announce() -> None:
         await ready.wait()
         guard.start()  # Not before: loading and compiling may take long.
         _report({"event": "ready", "pool": settings.pool_name})
+        manager.ready(f"serves pool {settings.pool_name}")
         if measures_steps:
             await node.measure_steps()
 
-    announcing = asyncio.create_task(announce())
+    async def feed_watchdog() -> None:
+        await ready.wait()
+        await manager.feed(lambda: node.engine_advances)
+
+    beside = [asyncio.create_task(announce()), asyncio.create_task(feed_watchdog())]
     watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     watch.start()
     descriptors = DescriptorWatch()
@@ -167,7 +187,8 @@ async def serve_engine(
         guard.stop()
         watch.stop()
         descriptors.stop()
-        announcing.cancel()
+        for task in beside:
+            task.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 

@@ -79,7 +79,7 @@ class NodeSettings(Settings, EngineOptions):
     """Bytes of unsent chunks to buffer while Redis is unavailable; above this the engine pauses."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port for Prometheus metrics; 0: a free port, named in the log. Default: metrics are off."""
+    """Port for Prometheus metrics and for health checks (`/health`); 0: a free port, named in the log. Default: off."""
     metrics_host: str = "127.0.0.1"
     """Address on which metrics are served."""
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 import json
 import sys
 
-from penstock.gpu_node.service.liveness import states_of
+from penstock.gpu_node.service.liveness import MAX_HEARTBEAT_AGE_S, states_of
 from penstock.gpu_node.settings import NodeSettings
-
-MAX_HEARTBEAT_AGE_S = 60.0
-"""A turn of the heartbeat waits for Redis for less than that."""
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ PAGES = sorted(
     path
     for folder in (
         *("", "docs", "docs/howto", "examples"),
-        *("ops", "ops/acl", "ops/bench", "ops/observe", "ops/deploy/kubernetes"),
+        *("ops", "ops/acl", "ops/bench", "ops/observe", "ops/deploy/kubernetes", "ops/deploy/systemd"),
     )
     for path in (ROOT / folder).glob("*.md")
 )

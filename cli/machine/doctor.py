@@ -49,7 +49,18 @@ class Check:
 
 
 MIN_REDIS = (6, 2)
-EXTRAS = ("gateway", "node", "embedded", "batch", "tracing")
+PATCHED = {
+    ("Redis", 6, 2): 20,
+    ("Redis", 7, 2): 11,
+    ("Redis", 7, 4): 6,
+    ("Redis", 8, 0): 4,
+    ("Redis", 8, 2): 2,
+    ("Valkey", 7, 2): 11,
+    ("Valkey", 8, 0): 6,
+    ("Valkey", 8, 1): 4,
+}
+"""Server and minor version → the first patch level without CVE-2025-49844, by which a Lua script could run any code."""
+EXTRAS = ("gateway", "cpu", "node", "embedded", "batch", "tracing")
 _TORCH_COMPUTES = "torch computes, several times slower than the native kernels"
 NODE_ADVICE = {
     "engine": "nothing: if it makes no step for PENSTOCK_NODE_STALL_AFTER_S, the node ends and its jobs move",
@@ -184,7 +195,9 @@ def judge_node(node: NodePressure) -> Iterator[Check]:
 
 def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
     """Yield checks of Redis's version, memory and persistence from the fields of INFO."""
-    yield _judge_version(str(info.get("redis_version", "0")))
+    # Valkey reports as redis_version the version of Redis that it began as.
+    server = "Valkey" if "valkey_version" in info else "Redis"
+    yield _judge_version(server, str(info.get(f"{server.lower()}_version", "0")))
     max_bytes, policy = int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "unknown"))
     if policy != "noeviction":
         advice = "CONFIG SET maxmemory-policy noeviction: an evicted key is a lost job"
@@ -245,8 +258,8 @@ def judge_sockets(nodes: Mapping[int, Sequence[int]], *, is_refused: bool) -> Ch
 
 def check_kernels(isa: Isa) -> Check:
     """Check that the native kernels are installed or can be built, if a node can run here at all."""
-    if missing_packages("node"):
-        return Check("ok", "kernels", "none needed: the extra [node] is not installed, so no node runs here")
+    if missing_packages("cpu"):
+        return Check("ok", "kernels", "none needed: the extra [cpu] is not installed, so no node runs here")
     try:
         return Check("ok", "kernels", origin_of(isa))
     except BuildError as error:
@@ -264,7 +277,7 @@ def check_demo_model() -> Check:
 
 def check_plan() -> Iterator[Check]:
     """Check whether the model of $PENSTOCK_NODE_MODEL, or the demo model, fits this machine. Nothing is downloaded."""
-    if missing_packages("node"):
+    if missing_packages("cpu"):
         return
     try:
         model = os.environ.get("PENSTOCK_NODE_MODEL") or str(demo_model())
@@ -297,13 +310,22 @@ def _check_embedded() -> Check:
         return Check("fail", "Redis", "none", error.message)
     output = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
     match = re.search(r"v=([0-9.]+)", output)
-    check = _judge_version(match[1] if match else "0")
+    server = "Valkey" if output.startswith("Valkey") else "Redis"
+    check = _judge_version(server, match[1] if match else "0")
     finding = f"{check.finding}, which `penstock serve` starts: {binary} (PENSTOCK_REDIS_URL is not set)"
     return Check(check.level, "Redis", finding, check.advice)
 
 
-def _judge_version(version: str) -> Check:
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if numbers < MIN_REDIS:
-        return Check("fail", "Redis", f"version {version}", "install Redis 6.2 or later, or Valkey")
-    return Check("ok", "Redis", f"version {version}")
+def _judge_version(server: str, version: str) -> Check:
+    """Return whether a server, `Redis` or `Valkey`, is new enough and has no known hole."""
+    numbers = [int(part) for part in version.split(".") if part.isdigit()]
+    minor, patch = (*numbers[:2],), numbers[2] if len(numbers) > 2 else 0
+    finding = f"{server} {version}"
+    if minor < MIN_REDIS:
+        return Check("fail", "Redis", finding, "install Redis 6.2 or later, or Valkey")
+    if len(minor) == 2 and patch < PATCHED.get((server, *minor), 0):
+        advice = (
+            f"install {minor[0]}.{minor[1]}.{PATCHED[server, *minor]} or later, unless your system has mended its own"
+        )
+        return Check("warn", "Redis", f"{finding} has the hole CVE-2025-49844", advice)
+    return Check("ok", "Redis", finding)

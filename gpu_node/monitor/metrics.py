@@ -1,7 +1,8 @@
-"""A node's metrics for Prometheus, on their own port. They are collected at each scrape."""
+"""A node's metrics for Prometheus and its health check, on their own port. Metrics are collected at each scrape."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.times import JobMetrics, NodeCounts, SendCounts
 from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram, vllm_metrics
 from penstock.gpu_node.publishing.sending import Pace
+from penstock.gpu_node.service.liveness import MAX_HEARTBEAT_AGE_S
 from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime.loop_watch import LoopWatch, loop_metrics
 
@@ -99,6 +101,9 @@ class MeasuredNode(Protocol):
     def engine_stats(self) -> EngineStats | None:
         """The engine's statistics as of the last heartbeat; None before the first one."""
 
+    def state(self) -> dict[str, Any]:
+        """Return what a health check gets."""
+
 
 class NodeCollector(Collector):
     """A Prometheus collector of a node's counters, and of its engine's statistics as of the last heartbeat."""
@@ -162,6 +167,23 @@ def _of_sending(sending: SendCounts, pace: Pace) -> Iterator[Metric]:
     yield gauge("penstock_node_send_cpu_limit_ratio", text, pace.max_cpu_share)
 
 
+def _with_health(app: Any, node: MeasuredNode) -> Any:
+    """Return the app with `/health`: 200 while the node's heartbeats go on, also while Redis is away; else 503.
+
+    The answer comes from a thread, so it is the age of the heartbeat that tells of the event loop.
+    """
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        if environ.get("PATH_INFO") != "/health":
+            return app(environ, start_response)
+        state = node.state()
+        is_well = state["heartbeat_age_s"] < MAX_HEARTBEAT_AGE_S
+        start_response("200 OK" if is_well else "503 Service Unavailable", [("Content-Type", "application/json")])
+        return [json.dumps(state).encode()]
+
+    return answer
+
+
 def _always_text(app: Any) -> Any:
     """Return the app without content negotiation.
 
@@ -186,7 +208,7 @@ def serving_metrics(node: MeasuredNode, settings: NodeSettings, loop_watch: Loop
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
         raise ConfigError(f"metrics_port {port} on {host}: {error.strerror}", param="metrics_port") from error
-    server.set_app(_always_text(make_wsgi_app(registry)))
+    server.set_app(_with_health(_always_text(make_wsgi_app(registry)), node))
     log.info("serves metrics", extra={"host": host, "port": server.server_port})
     try:
         yield server.server_port

@@ -18,6 +18,8 @@ from penstock.gpu_node.settings import MAX_REPLICAS, replica_name
 log = logging.getLogger(__package__)
 
 
+MAX_HEARTBEAT_AGE_S = 60.0
+"""A node is healthy while its last heartbeat is younger. A turn of the heartbeat waits for Redis for less than that."""
 ANSWER_TIMEOUT_S = 5.0
 MAX_NODES = 64
 """Nodes of one name in one container that can be distinguished."""

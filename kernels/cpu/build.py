@@ -1,9 +1,14 @@
-"""Compiles the C++ kernels once per source version, instruction set and compiler. Images ship the result."""
+"""Compiles the C++ kernels once per source version, instruction set and compiler. Images and a wheel ship the result.
+
+The wheel penstock-kernels has them for every instruction set. Its libraries are named by the digest of their sources,
+so that a library of other sources is never loaded.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -12,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.kernels.cpu.probe import Isa, usable_cores
@@ -19,6 +25,8 @@ from penstock.kernels.cpu.probe import Isa, usable_cores
 SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Libraries that an image ships, for machines without a compiler."""
+PACKAGE = "penstock_kernels"
+"""The package of the wheel with compiled libraries."""
 
 _ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
     "avx512": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
@@ -61,8 +69,8 @@ def library_path(
     A new build calls `progress` with the fraction that is done. Tests give the extras: flags for compiler and linker,
     and sources to compile in. Raises BuildError if there is no compiler or the build fails.
     """
-    prebuilt = PREBUILT / _prebuilt_name(isa)
-    if prebuilt.is_file() and not extra_flags and not extra_sources:
+    prebuilt = _prebuilt(isa)
+    if prebuilt is not None and not extra_flags and not extra_sources:
         return prebuilt
     compiler, sources = _compiler(), (*_sources(), *extra_sources)
     flags = (*_FLAGS, *_ISA_FLAGS[isa], *extra_flags)
@@ -79,20 +87,35 @@ def library_path(
 
 def origin_of(isa: Isa) -> str:
     """Describe where `library_path` takes the kernels from. Raises BuildError if there is no compiler."""
-    if (PREBUILT / _prebuilt_name(isa)).is_file():
-        return "prebuilt"
-    return f"built by {_compiler()} at the first start"
+    package = _package_folder()
+    version = "" if package is None else f"{PACKAGE.replace('_', '-')} {importlib.metadata.version(PACKAGE)}"
+    if (found := _prebuilt(isa)) is not None:
+        return f"of {version}" if found.parent == package else "prebuilt"
+    other = f"; {version} has kernels of other sources" if version else ""
+    return f"built by {_compiler()} at the first start{other}"
 
 
-def prebuild(isa: Isa) -> Path:
-    """Compile into the package itself, while an image is built. Return the library."""
-    path = PREBUILT / _prebuilt_name(isa)
-    _build(_compiler(), (*_FLAGS, *_ISA_FLAGS[isa]), _sources(), path, lambda _fraction: None)
+def prebuild(isa: Isa, folder: Path | None = None, *, extra_flags: Sequence[str] = ()) -> Path:
+    """Compile into a folder, by default of the package itself, while an image is built. Return the library."""
+    path = (folder or PREBUILT) / prebuilt_name(isa)
+    _build(_compiler(), (*_FLAGS, *_ISA_FLAGS[isa], *extra_flags), _sources(), path, lambda _fraction: None)
     return path
 
 
-def _prebuilt_name(isa: Isa) -> str:
+def prebuilt_name(isa: Isa) -> str:
+    """Return the name of the library of these sources for an instruction set."""
     return f"penstock-cpu-{isa}-{_digest(sources=_sources())}.so"
+
+
+def _prebuilt(isa: Isa) -> Path | None:
+    """Return the library of these sources that this package or the wheel of kernels ships."""
+    folders = (PREBUILT, _package_folder())
+    return next((path for folder in folders if folder and (path := folder / prebuilt_name(isa)).is_file()), None)
+
+
+def _package_folder() -> Path | None:
+    spec = find_spec(PACKAGE)
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
 def _sources() -> list[Path]:
@@ -138,7 +161,8 @@ def _build(
 ) -> None:
     """Compile in a temporary folder, then rename, so that a process that is killed leaves no incomplete library."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    sources = sorted(sources, key=lambda source: -source.stat().st_size)
+    # The name decides between equal sizes, so that two builds of a wheel link in one order.
+    sources = sorted(sources, key=lambda source: (-source.stat().st_size, source.name))
     progress(0.0)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]

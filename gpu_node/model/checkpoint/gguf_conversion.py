@@ -66,7 +66,12 @@ def describe_by_transformers(
     gguf: Path, header: GgufHeader, folder: Path, progress: Callable[[str, float], None]
 ) -> None:
     """Write the config and tokenizer of any GGUF file that transformers reads."""
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        architecture = header.metadata.get("general.architecture")
+        problem = f"{gguf}: a GGUF file of the architecture {architecture} needs torch: pip install 'penstock[node]'"
+        raise ConfigError(problem) from error
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     auto_tokenizer: Any = AutoTokenizer

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,26 +138,51 @@ def _load(
     if options.wants_gpu or (options.runner == "auto" and _has_gpu()):
         missing = ", ".join(special_features(described.spec))
         if not missing:
-            from penstock.gpu_node.model.gpu.load import load_gpu
+            with _torch_for("runner gpu"):
+                from penstock.gpu_node.model.gpu.load import load_gpu
 
             return load_gpu(described, options, progress, *([] if links is None else [links]))
         reason = f"{described.architecture} is not supported on a GPU, which has no {missing}"
         if options.wants_gpu:
             raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
         log.warning("the CPU computes, not the GPU", extra={"reason": reason})
-    if options.runner != "torch":
-        try:
-            return load_native(described, options, progress)
-        except NativeUnavailableError as error:
-            if options.runner == "native":
-                raise ConfigError(f"runner native: {error}; remedy: {error.remedy}") from error
-            facts = {"reason": str(error), "remedy": error.remedy}
-            log.warning("torch computes, several times slower than the native kernels", extra=facts)
-    from penstock.gpu_node.model.torch_cpu.load import load_torch, load_torch_rank
+    if options.runner != "torch" and (loaded := _load_native_or_none(described, options, progress)) is not None:
+        return loaded
+    with _torch_for("runner torch"):
+        from penstock.gpu_node.model.torch_cpu.load import load_torch, load_torch_rank
 
     if links is not None:
         return load_torch_rank(described, options, progress, links)
     return load_torch(described, options, progress)
+
+
+def _load_native_or_none(
+    described: Description, options: RunnerOptions, progress: Progress
+) -> tuple[ModelRunner, str] | None:
+    """Load a model for the native kernels. Return None if torch must compute it."""
+    try:
+        return load_native(described, options, progress)
+    except NativeUnavailableError as error:
+        if options.runner == "native":
+            raise ConfigError(f"runner native: {error}; remedy: {error.remedy}") from error
+        if find_spec("torch") is None:
+            remedy = f"{error.remedy}; or install torch, which is slower: pip install 'penstock[node]'"
+            raise ConfigError(f"no runner for this model: {error}; remedy: {remedy}") from error
+        facts = {"reason": str(error), "remedy": error.remedy}
+        log.warning("torch computes, several times slower than the native kernels", extra=facts)
+        return None
+
+
+@contextmanager
+def _torch_for(runner: str) -> Iterator[None]:
+    """Name what to install if an import in the block finds no torch."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "triton"):
+            raise
+        extra = "penstock[gpu]" if runner == "runner gpu" else "penstock[node]"
+        raise ConfigError(f"{runner} needs {error.name}, which is not installed: pip install '{extra}'") from error
 
 
 def _load_ranks(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
@@ -193,9 +220,9 @@ def _cache_of(options: RunnerOptions) -> str:
 def _has_gpu() -> bool:
     """Return whether torch sees a supported CUDA device.
 
-    Without an NVIDIA driver the answer is no, and torch is not imported.
+    Without an NVIDIA driver the answer is no, and torch is not imported. Without torch it is no, too.
     """
-    if not Path("/dev/nvidiactl").exists():
+    if not Path("/dev/nvidiactl").exists() or find_spec("torch") is None:
         return False
     import torch
 

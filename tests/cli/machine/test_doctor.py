@@ -31,7 +31,7 @@ from penstock.contract.pool import NodePressure, PoolStats, QueueState
 from penstock.gpu_node.gpus import Gpu, GpuMachine, this_machine
 from penstock.gpu_node.service import health
 
-GOOD = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}
+GOOD = {"redis_version": "7.2.11", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}
 
 
 def levels(**info: object) -> list[str]:
@@ -43,10 +43,20 @@ def test_good_redis_is_ok() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "level"), [("6.0.16", "fail"), ("6.2.14", "ok"), ("8.0.0", "ok"), ("10.1.0", "ok")]
+    ("version", "level"),
+    [("6.0.16", "fail"), ("6.2.14", "warn"), ("6.2.20", "ok"), ("8.0.3", "warn"), ("8.0.4", "ok"), ("10.1.0", "ok")],
 )
-def test_old_redis_fails(version: str, level: str) -> None:
-    assert levels(redis_version=version)[0] == level
+def test_old_redis_fails_and_one_with_a_known_hole_is_warned_about(version: str, level: str) -> None:
+    first = next(judge_redis({**GOOD, "redis_version": version}))
+    assert first.level == level
+    assert (first.finding == f"Redis {version} has the hole CVE-2025-49844") == (level == "warn")
+
+
+def test_valkey_is_told_by_its_own_version() -> None:
+    # Its redis_version is that of the Redis that it began as.
+    info = {**GOOD, "redis_version": "7.2.4", "valkey_version": "9.1.2"}
+    assert next(judge_redis(info)).finding == "Valkey 9.1.2"
+    assert next(judge_redis({**info, "valkey_version": "8.1.3"})).level == "warn"
 
 
 def test_evicting_redis_fails() -> None:

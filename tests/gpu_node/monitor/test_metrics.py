@@ -18,6 +18,7 @@ from penstock.contract.job import Priority
 from penstock.gpu_node.engine.engine import Engine
 from penstock.gpu_node.monitor.metrics import serving_metrics
 from penstock.gpu_node.node import Node
+from penstock.gpu_node.service.liveness import MAX_HEARTBEAT_AGE_S
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
 from penstock.runtime.loop_watch import LoopWatch
@@ -51,6 +52,17 @@ async def scrape(port: int) -> dict[str, float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+async def test_health_is_that_of_the_last_heartbeat(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(redis_url) as node, httpx.AsyncClient() as http:
+        with serving_metrics(node, settings_of(redis_url)) as port:
+            url = f"http://127.0.0.1:{port}/health"
+            well = await http.get(url)
+            assert (well.status_code, well.json()["node_id"]) == (200, node.node_id)
+            state = node.state() | {"heartbeat_age_s": MAX_HEARTBEAT_AGE_S}
+            monkeypatch.setattr(node, "state", lambda: state)
+            assert (await http.get(url)).status_code == 503
 
 
 async def test_metrics_of_a_working_node(redis_url: str) -> None:

@@ -116,6 +116,43 @@ def test_a_prebuilt_library_comes_first_and_needs_no_compiler(
         library_path(ISA, tmp_path / "cache", _silent)
 
 
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package of kernels, of version 1.2, without libraries."""
+    folder = tmp_path / "site" / build.PACKAGE
+    info = tmp_path / "site" / f"{build.PACKAGE}-1.2.dist-info"
+    for one in (folder, info):
+        one.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: penstock-kernels\nVersion: 1.2\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return folder
+
+
+def test_the_library_of_the_installed_kernels_is_loaded_if_its_sources_are_these(
+    sources: Path, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = prebuild(ISA, package)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert library_path(ISA, tmp_path / "cache", _silent) == made
+    assert build.origin_of(ISA) == "of penstock-kernels 1.2"
+    assert _answer(made) == 42
+    # Tests compile more sources in.
+    with pytest.raises(BuildError, match="no-such-compiler"):
+        library_path(ISA, tmp_path / "cache", _silent, extra_flags=("-g",))
+
+
+def test_the_library_of_installed_kernels_of_other_sources_is_never_loaded(
+    sources: Path, package: Path, tmp_path: Path
+) -> None:
+    other = prebuild(ISA, package)
+    (sources / "value.h").write_text("#define VALUE 44\n")
+    path = library_path(ISA, tmp_path / "cache", _silent)
+    assert path.parent == tmp_path / "cache" and path.name != other.name
+    assert _answer(path) == 44
+    assert build.origin_of(ISA).endswith("at the first start; penstock-kernels 1.2 has kernels of other sources")
+
+
 def test_error_without_a_compiler_names_those_that_were_looked_for(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

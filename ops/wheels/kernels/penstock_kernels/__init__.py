@@ -1,0 +1,1 @@
+"""Compiled CPU kernels of penstock. `penstock.kernels.cpu.build` finds the libraries in this folder by their names."""
