@@ -110,7 +110,7 @@ def test_wheel_has_all_packages_and_scripts(tmp_path: Path) -> None:
 
 
 LARGE = {"kubernetes-validate", "zensical"}
-"""Packages of slow tests that are left out of the lock, because everyone would install 200 MB more."""
+"""Packages of slow tests that are left out of the lock, because each clone would install 200 MB more."""
 
 
 def test_lock_satisfies_the_declared_bounds() -> None:
