@@ -13,6 +13,9 @@
 #   make batches     a batch of 50,000 rows, everything that runs it is killed; BATCHES="--storage s3 --rows 5000"
 #   make webhooks    10,000 ends of jobs are told to failing receivers, while gateways are killed; WEBHOOKS="--jobs 1000"
 #   make ranks       kill and stop ranks of two nodes 70 times under load (minutes); RANKS="--kills 10" chooses
+#   make drills      restore a backup, and replace nodes and gateways under load; DRILLS=restore chooses
+#   make site        the documentation as a site in build/site/html, which needs no server
+#   make dashboards  write ops/observe/dashboards from their Python
 #   make clients     run official clients and load tools against `penstock serve` (minutes); CLIENT="litellm openai", --newer
 #   make hostile     attacks of one tenant on another, each measured (minutes); HOSTILE="grammar choice --rounds 2"
 #   make mutants     take away one guard of the queue after the other: the tests must notice (minutes)
@@ -51,7 +54,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches webhooks ranks failovers hostile mutants bench bench-peers bench-gpu gpu-venv wheels sbom lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches webhooks ranks failovers hostile mutants drills site dashboards bench bench-peers bench-gpu gpu-venv wheels sbom lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -113,6 +116,15 @@ failovers: $(STAMP)
 hostile: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m hostile.report $(HOSTILE)
 
+drills: $(STAMP)
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.drills $(DRILLS)
+
+site: $(SLOW_STAMP)
+	PYTHONPATH=ops $(BIN)/python -m docs_site
+
+dashboards: $(STAMP)
+	PYTHONPATH=ops $(BIN)/python -m observe
+
 mutants: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.mutants
 
@@ -168,14 +180,15 @@ $(SLOW_STAMP): $(STAMP)
 	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[slow]'
 	@touch $@
 
-# Local versions (torch's +cpu) are dropped, and torch pins its CUDA libraries itself: the lock serves both builds.
+# Local versions (torch's +cpu) are dropped, and torch pins its CUDA libraries itself: the lock serves both builds. Two
+# packages of slow tests are large, and pinned in pyproject.toml.
 lock:
 	rm -rf build/lock
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/pip install --quiet '.[all,dev,bench,slow]' '$(TORCH)' '$(TRITON)'
 	{ echo "# Everything that [all,dev,bench,slow] needs, for Python 3.11 and later. Made by: make lock"; \
 	  build/lock/bin/pip freeze --all --exclude penstock --exclude pip \
-	  | grep -Ev '^(nvidia-[^m]|cuda-)' | sed -E 's/\+[a-z0-9.]+$$//'; } > requirements.lock
+	  | grep -Ev '^(nvidia-[^m]|cuda-|kubernetes-validate|zensical)' | sed -E 's/\+[a-z0-9.]+$$//'; } > requirements.lock
 	rm -rf build/lock
 
 clean:

@@ -79,6 +79,7 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
         CommandEntry(
             "doctor", "penstock.cli.machine.doctor:doctor", "Check this machine, its Redis and its nodes, with advice"
         ),
+        CommandEntry("config", "penstock.cli.machine.config:app", "Show settings, and what sets each of them"),
         CommandEntry(
             "support-bundle",
             "penstock.cli.machine.support_bundle:support_bundle",

@@ -1,8 +1,9 @@
-"""`penstock pools`: list the pools with their load, pause them, and remove pools that are no longer served."""
+"""`penstock pools`: list the pools with their load, declare and pause them, and remove those no longer served."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -38,7 +39,7 @@ app = App()
 
 @app.callback()
 def pools() -> None:
-    """List, pause or remove pools. A pool is the nodes that serve one model and the jobs that wait for them."""
+    """List, declare, pause or remove pools. A pool is the nodes of one model and the jobs that wait for them."""
 
 
 @app.command("list")
@@ -98,6 +99,29 @@ def _set_pause(redis_url: str | None, pool: str, *, on: bool, **given: Any) -> N
 
     with JsonArray() as array:
         array.add(*(one.as_object() for one in asyncio.run(work())))
+
+
+@app.command()
+def declare(
+    pool: Annotated[str, typer.Argument(help="Name of the pool.")],
+    model: Annotated[str | None, typer.Option(help="Name of the model for callers, beside the pool's.")] = None,
+    alias: Annotated[list[str] | None, typer.Option(help="Further name of the model; may be repeated.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Longest context in tokens. Without it, only nodes refuse more.")
+    ] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Make a pool before its first node, so that jobs may wait for one and metrics show them.
+
+    The pool's limits and parsers come from the same PENSTOCK_NODE_* variables as a node's. A pool that exists stays as
+    it is.
+
+    Examples:
+        penstock pools declare POOL
+        penstock pools declare POOL --model acme/model --max-model-len 8192
+    """
+    is_new = asyncio.run(_declare(redis_url_of(redis_url), pool, model, tuple(alias or ()), max_model_len))
+    print(f"{pool}: {'declared' if is_new else 'exists already, and stays as it is'}")
 
 
 @app.command()
@@ -205,6 +229,31 @@ async def _allow(redis_url: str, pool: str, names: list[str] | None) -> None:
 
     async with connect(redis_url) as redis:
         await AdminBroker(redis).allow(pool, names)
+
+
+async def _declare(
+    redis_url: str, pool: str, model: str | None, aliases: tuple[str, ...], max_model_len: int | None
+) -> bool:
+    from penstock.contract.pool import PoolRecord
+    from penstock.contract.tasks import KINDS
+    from penstock.gpu_node.settings import NodeSettings
+    from penstock.queue.broker.admin import AdminBroker
+    from penstock.queue.broker.connection import connect
+
+    settings = NodeSettings.load(model=model or pool, pool=pool, redis_url=redis_url, aliases=aliases)
+    record = PoolRecord(
+        pool=settings.pool_name,
+        model=settings.model,
+        aliases=settings.aliases,
+        max_model_len=max_model_len or 0,
+        created_s=int(time.time()),
+        tool_parser=settings.tool_parser or "none",
+        reasoning_parser=settings.reasoning_parser or "none",
+        kinds=KINDS,
+    )
+    async with connect(redis_url) as redis:
+        limit = {} if max_model_len is None else {"max_model_len": max_model_len}
+        return await AdminBroker(redis).declare(record, settings.pool_config | limit)
 
 
 async def _repair(redis_url: str) -> list[str]:

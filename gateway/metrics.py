@@ -30,6 +30,7 @@ from penstock.contract.pool import EVENTS, PoolStats, QueueState
 from penstock.contract.priority import class_of_level, is_background
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.open_feeds import OpenFeeds
+from penstock.gateway.redis_metrics import RedisMetrics
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.settings import DECISIONS
 from penstock.queue.webhooks.deliveries import WebhookStats
@@ -170,6 +171,8 @@ _OF_CLIENT = {
     "histories": "Times that Redis had a new history: after a restart, a fail-over or a restore.",
 }
 
+_CODES_FROM_THE_START = ("no_node", "stream_diverged")
+"""Errors that are counted from 0, because alerts watch for their first occurrence."""
 _OF_WEBHOOKS = {
     "penstock_webhooks_delivered": "Webhooks that their receivers accepted.",
     "penstock_webhooks_retried": "Attempts to deliver a webhook that failed and are repeated.",
@@ -189,6 +192,8 @@ class GatewayMetrics:
             "penstock_http_requests", "Answered HTTP requests.", ("path", "status"), registry=registry
         )
         self._refusals = Counter("penstock_http_refusals", "Errors by OpenAI error code.", ("code",), registry=registry)
+        for code in _CODES_FROM_THE_START:
+            self._refusals.labels(code)
         self.open_streams = Gauge("penstock_http_open_streams", "Streams that are open.", registry=registry)
         self._open_sockets = Gauge("penstock_http_open_sockets", "WebSockets that are open.", registry=registry)
         self.first_token_s = Histogram(
@@ -290,6 +295,7 @@ class MetricsRoutes:
         self._body_budgets = body_budgets
         self._result_budget = result_budget
         self._open_feeds = open_feeds
+        self._redis = RedisMetrics()
         self.router = APIRouter()
         self.router.add_api_route("/metrics", self.metrics, response_class=PlainTextResponse)
 
@@ -313,15 +319,15 @@ class MetricsRoutes:
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):
                 if self._client.servers.has_no_directory:
-                    return [*_of_redis(None)]
-                memory = await self._client.servers.directory.stats.memory()
+                    return [*self._redis.metrics(None)]
+                redis = await self._client.servers.directory.stats.redis_state()
                 webhooks = await self._client.webhooks.queue.stats()
                 num_rows = await self._client.batches.num_rows_left()
         except (TimeoutError, UnavailableError):
-            return [*_of_redis(None)]
+            return [*self._redis.metrics(None)]
         rows_left = "Rows of open batches without a stored answer, those in the queue included. Redis knows it."
         of_batches = GaugeMetricFamily("penstock_batch_rows_left", rows_left, value=num_rows)
-        return [*_of_redis(memory), of_batches, *_of_webhooks(webhooks)]
+        return [*self._redis.metrics(redis), of_batches, *_of_webhooks(webhooks)]
 
     async def _of_servers(self) -> list[Metric]:
         """Return what each Redis tells of its pools. Those of one that does not answer are missing."""
@@ -367,14 +373,6 @@ def _of_client(client: AsyncClient) -> Iterator[Metric]:
     for decision in DECISIONS:
         decisions.add_metric((decision,), client.stats.decisions[decision])
     yield decisions
-
-
-def _of_redis(memory: tuple[int, int] | None) -> Iterator[Metric]:
-    yield GaugeMetricFamily("penstock_redis_up", "Whether Redis answers.", value=memory is not None)
-    if memory is not None:
-        used, limit = memory
-        yield GaugeMetricFamily("penstock_redis_used_bytes", "Memory that Redis uses.", value=used)
-        yield GaugeMetricFamily("penstock_redis_max_bytes", "Memory limit of Redis; 0 means no limit.", value=limit)
 
 
 def _of_pools(pools: list[PoolStats]) -> Iterator[Metric]:

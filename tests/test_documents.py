@@ -11,7 +11,10 @@ from tests.source_tree import ROOT
 
 PAGES = sorted(
     path
-    for folder in ("", "docs", "examples", "ops", "ops/acl", "ops/bench", "ops/deploy/systemd")
+    for folder in (
+        *("", "docs", "docs/howto", "examples"),
+        *("ops", "ops/acl", "ops/bench", "ops/observe", "ops/deploy/kubernetes", "ops/deploy/systemd"),
+    )
     for path in (ROOT / folder).glob("*.md")
 )
 PATH = re.compile(r"`((?:[\w.]+/)+\w+\.(?:py|lua|h|cpp))(?::\w+)?`")

@@ -109,6 +109,10 @@ def test_wheel_has_all_packages_and_scripts(tmp_path: Path) -> None:
     assert not [name for name in names if not name.startswith("penstock") or "single" in name]
 
 
+LARGE = {"kubernetes-validate", "zensical"}
+"""Packages of slow tests that are left out of the lock, because each clone would install 200 MB more."""
+
+
 def test_lock_satisfies_the_declared_bounds() -> None:
     from packaging.requirements import Requirement
 
@@ -117,5 +121,7 @@ def test_lock_satisfies_the_declared_bounds() -> None:
     locked = dict(line.split("==") for line in lines if not line.startswith("#"))
     locked = {name.lower().replace("_", "-"): version for name, version in locked.items()}
     for requirement in map(Requirement, done.stdout.splitlines()):
-        if requirement.name != "penstock":
+        if requirement.name in LARGE:
+            assert str(requirement.specifier).startswith("=="), "it is pinned in pyproject.toml"
+        elif requirement.name != "penstock":
             assert requirement.specifier.contains(locked[requirement.name.lower().replace("_", "-")]), requirement

@@ -34,6 +34,8 @@ ALLOWED = {
     "map_unordered": "a method of the public clients",
     "create_app": "the ASGI app for a server of one's own, and for tests",
     "own_channel": "the channel of a plain subscriber, in the table of keys; clients in other languages use it",
+    "handle_starttag": "html.parser calls it",
+    "substituted": "a panel's query without Grafana's variables, for a Prometheus server",
     "effects": "the part of make fields that its test compares with the endpoints",
     **dict.fromkeys(("paged_attention", "multiply_quantized", "sample_row"), "a reference that defines an operation"),
     **dict.fromkeys(("different_launches", "needs_float8", "SdpaAttention"), "a benchmark's check"),

@@ -191,6 +191,29 @@ class PoolStats:
     """Tenant → bytes of Redis memory, of its jobs as stored, and what its running jobs may still write."""
 
 
+@dataclass(frozen=True, slots=True)
+class RedisState:
+    """Redis at one moment, as it reports itself."""
+
+    used_bytes: int
+    max_bytes: int
+    """0: no limit."""
+    run_id: str = ""
+    """Differs between two processes of Redis; another one answers after a restart or a fail-over."""
+    is_aof_on: bool = False
+    is_aof_ok: bool = True
+    """Whether the last write to the append-only file succeeded."""
+    is_snapshot_ok: bool = True
+    """Whether the last snapshot succeeded; true without one."""
+    delayed_fsyncs: int = 0
+    """Writes to the append-only file that waited for a slow disk, since Redis started."""
+    num_replicas: int = 0
+    replica_lag_s: float | None = None
+    """Seconds since the replica that is furthest behind acknowledged anything; None without replicas."""
+    replica_lag_bytes: int | None = None
+    """Bytes of the replication stream that it has not acknowledged; None without replicas."""
+
+
 # The state of a pool at one moment, for the dashboard: its queue, its nodes and its newest events.
 
 

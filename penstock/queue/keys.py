@@ -104,15 +104,15 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:counts                 hash    scripts                              counters of events, for operators
     P:events                 zset    scripts                              the newest 256 events, by time
     P:audit                  string  audit                                the audit that repairs the pool now; 10 s
-    P:record                 string  node                                 the pool record (wire.py)
+    P:record                 string  node, declare                        the pool record (wire.py)
     P:paused                 hash    pause                                `pool`, `level:<l>` or `tenant:<t>` → since
                                                                           when nodes take no such job
     P:bulk:<id>              hash    bulk, change                         a bulk action's request, cursor, lease and
                                                                           report; result_ttl_ms after its end
     P:bulks                  zset    bulk, change                         ids of the open bulk actions, by their begin
-    P:config                 hash    join                                 protocol version; the pool's policy and limits
+    P:config                 hash    join, declare                        protocol version; the pool's policy and limits
                                                                           and incarnation (completions.py)
-    P:schema                 hash    join                                 the version again, for releases of protocol
+    P:schema                 hash    join, declare                        the version again, for releases of protocol
                                                                           version 1, which look for it here
     P:profile:<id>           list    node; penstock profile (LPOP)        a node's answer to `penstock profile`, 8
                                                                           pieces at a time; 30 s

@@ -143,6 +143,21 @@ class Settings(BaseSettings):
         return self
 
     @classmethod
+    def variable_of(cls, name: str) -> str:
+        """Return the environment variable of a setting."""
+        return f"{cls.model_config.get('env_prefix', '')}{name.upper()}"
+
+    @classmethod
+    def origins(cls) -> dict[str, str]:
+        """Return what sets each setting that does not have its default: a variable, or a file with a secret."""
+        of_files = {}
+        for name in _SecretFiles(cls)():
+            variable = f"{_SHARED_PREFIX}{name.upper()}_FILE"
+            folder = os.environ.get("CREDENTIALS_DIRECTORY", "")
+            of_files[name] = os.environ.get(variable) or str(Path(folder, f"{_SHARED_PREFIX.lower()}{name}"))
+        return of_files | {name: cls.variable_of(name) for name in _Environment(cls)() if name in cls.model_fields}
+
+    @classmethod
     def load(cls, **given: Any) -> Self:
         """Read settings from the given values (None: not given), then the environment, then the defaults.
 
@@ -155,8 +170,7 @@ class Settings(BaseSettings):
         except SettingsError as error:
             # Only the text of a SettingsError names the field.
             name = str(error).split('"')[1]
-            variable = f"{cls.model_config.get('env_prefix', '')}{name.upper()}"
-            raise ConfigError(f'{variable} must be JSON, such as ["one", "two"]', param=name) from None
+            raise ConfigError(f'{cls.variable_of(name)} must be JSON, such as ["one", "two"]', param=name) from None
 
 
 class RedisSettings(Settings):

@@ -13,7 +13,7 @@ from penstock.contract.errors import NotFoundError, PenstockError, ProtocolVersi
 from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id, prompts_of
 from penstock.contract.job_actions import FilterOptions, JobFilter
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
-from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats
+from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats, RedisState
 from penstock.contract.priority import Priority, class_not_allowed
 from penstock.contract.tasks import Detokenized, Embedding, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
@@ -448,12 +448,12 @@ class AsyncClient:
         """Return a page of a report of used tokens. `after` is the `next_after` of the page before."""
         return await self.servers.usage(query, after, limit)
 
-    async def pool_stats(self) -> tuple[list[PoolStats], tuple[int, int]]:
-        """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit).
+    async def pool_stats(self) -> tuple[list[PoolStats], RedisState]:
+        """Return the stats of all pools, and the state of Redis.
 
-        Of several servers, those that are away have no stats, and the bytes are those of the directory.
+        Of several servers, those that are away have no stats, and the state is that of the directory.
         """
-        return await self.servers.stats(READ_PATIENCE_S), await self.servers.directory.stats.memory()
+        return await self.servers.stats(READ_PATIENCE_S), await self.servers.directory.stats.redis_state()
 
     async def activity(self, pools: Sequence[str]) -> list[PoolActivity]:
         """Return what happens in these pools: their queues, nodes and newest events. Not of a server that is away."""

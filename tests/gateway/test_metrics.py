@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 
 import httpx
 import pytest
 import redis as sync_redis
+from faults.tools.redis_process import RedisProcess, free_port
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.contract.errors import (
@@ -21,10 +25,14 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 from penstock.contract.job import Priority
-from penstock.contract.pool import EVENTS
+from penstock.contract.pool import EVENTS, RedisState
+from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.redis_metrics import RedisMetrics
 from penstock.producer.client import ClientStats
 from penstock.producer.client.settings import DECISIONS, decision_of
 from penstock.queue import keys
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.pools import StatsBroker
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import MAX_MODEL_LEN
 
@@ -204,3 +212,46 @@ def test_own_metrics_are_served_while_redis_is_unreachable(stack, monkeypatch):
     found = scrape(url, timeout_s=10)
     assert found["penstock_redis_up",] == 0
     assert ("penstock_client_messages_total",) in found
+
+
+def test_alerts_see_the_first_of_their_errors_because_these_count_from_0() -> None:
+    text = generate_latest(GatewayMetrics().registry).decode()
+    assert 'penstock_http_refusals_total{code="stream_diverged"} 0.0' in text
+    assert 'penstock_http_refusals_total{code="no_node"} 0.0' in text
+
+
+async def test_a_replica_and_another_redis_are_seen(tmp_path: Path) -> None:
+    metrics = RedisMetrics()
+
+    async def found(url: str) -> dict[str, float]:
+        async with connect(url) as redis:
+            families = metrics.metrics(await StatsBroker(redis).redis_state())
+            return {
+                ":".join([sample.name, *sample.labels.values()]): sample.value
+                for family in families
+                for sample in family.samples
+            }
+
+    with RedisProcess(tmp_path / "master", port=free_port()) as master:
+        alone = await found(master.url)
+        assert alone["penstock_redis_persistence_ok:aof"] == alone["penstock_redis_persistence_ok:snapshot"] == 1
+        assert alone["penstock_redis_replicas"] == 0
+        assert "penstock_redis_replica_lag_seconds" not in alone
+        with RedisProcess(tmp_path / "replica", port=free_port(), replicaof=("127.0.0.1", master.port)) as replica:
+            while not (copied := await found(master.url))["penstock_redis_replicas"]:
+                await asyncio.sleep(0.05)
+            assert copied["penstock_redis_replica_lag_seconds"] < 5
+            assert copied["penstock_redis_replica_lag_bytes"] >= 0
+            assert copied["penstock_redis_changes_total"] == 0
+            assert (await found(replica.url))["penstock_redis_changes_total"] == 1
+
+
+def test_redis_away_is_no_change_of_redis() -> None:
+    metrics, state = RedisMetrics(), RedisState(used_bytes=1, max_bytes=2, run_id="a", is_aof_on=True, is_aof_ok=False)
+    values = []
+    for seen in (state, None, state, replace(state, run_id="b")):
+        found = {family.name: family for family in metrics.metrics(seen)}
+        values.append((found["penstock_redis_up"].samples[0].value, found["penstock_redis_changes"].samples[0].value))
+    assert values == [(1, 0), (0, 0), (1, 0), (1, 1)]
+    ok = {sample.labels["kind"]: sample.value for sample in found["penstock_redis_persistence_ok"].samples}
+    assert ok == {"aof": 0, "snapshot": 1}

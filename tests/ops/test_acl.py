@@ -160,7 +160,7 @@ async def run_a_job(clients: dict[str, Redis]) -> None:
     assert list(await producer.pools()) == [POOL]
     (stats,) = await StatsBroker(clients["gateway"]).all()
     assert stats.counts["ended_succeeded"] == 1
-    assert (await StatsBroker(clients["gateway"]).memory())[0] > 0
+    assert (await StatsBroker(clients["gateway"]).redis_state()).used_bytes > 0
     assert len((await JobLists(clients["gateway"]).page(JobFilter("default"))).jobs) == 2
     assert await JobLists(clients["gateway"]).owner(job_id) == "default"
     assert len((await JobLists(clients["admin"]).page(JobFilter())).jobs) == 2

@@ -3,47 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
-from functools import cache
 
 import pytest
 from typer.main import get_command
 
 from penstock.cli.main import app
-from penstock.contract.pool import EVENTS
-from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings
-from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.jobs.ledger import Ledger
-from penstock.gpu_node.jobs.times import JobMetrics
-from penstock.gpu_node.monitor.engine_metrics import engine_metrics, vllm_metrics
-from penstock.gpu_node.monitor.metrics import COUNTED, job_metrics
+from penstock.gpu_node.monitor.engine_metrics import vllm_metrics
 from penstock.gpu_node.settings import NodeSettings
-from penstock.producer.client import ClientStats
-from penstock.runtime.histogram import Histogram
-from tests.source_tree import ROOT, modules
+from tests.ops.known_metrics import STATS, known_metrics, sources
+from tests.source_tree import ROOT
 
 TEXT = (ROOT / "ops/RUNBOOK.md").read_text()
 METRICS = (ROOT / "ops/METRICS.md").read_text()
-SIZES = Histogram((1, 2))
-STATS = EngineStats(
-    steps=0, prefill_tokens=0, decode_tokens=0, step_seconds=SIZES, batch_sequences=SIZES, batch_tokens=SIZES
-)
-
-
-@cache
-def sources() -> str:
-    return "".join(module.path.read_text() for module in modules().values())
-
-
-def known_metrics() -> set[str]:
-    names = {metric.name for metric in GatewayMetrics().registry.collect()}
-    names |= {f"penstock_pool_{event}" for event in EVENTS}
-    names |= {f"penstock_client_{field.name}" for field in fields(ClientStats)}
-    names |= {metric.name for metric in engine_metrics(STATS)}
-    names |= {metric.name for metric in job_metrics(JobMetrics(), "model")}
-    names |= {f"penstock_node_{name}" for name in COUNTED}
-    return names | set(re.findall(r'"(penstock_\w+)"', sources()))
 
 
 def test_metrics_of_the_runbook_are_served_by_a_gateway_or_a_node() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -15,12 +15,12 @@ from redis.exceptions import ResponseError
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
 from penstock.contract.output import TERMINAL_STATES, Outcome, state_of
-from penstock.contract.pool import NodePressure, PoolEntry
+from penstock.contract.pool import NodePressure, PoolEntry, PoolRecord
 from penstock.contract.priority import NUM_LEVELS, is_background
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
-from penstock.queue.broker.pools import PoolList, name_of, pool_names, remove_junk, write_entry
+from penstock.queue.broker.pools import PoolList, keep_listed, name_of, pool_names, remove_junk, write_entry
 from penstock.queue.wire import WireError
 
 MAX_ROWS = 32
@@ -100,6 +100,19 @@ class AdminBroker:
             raise RequestError(f"{pool!r} is not a pool's name", param="pool")
         with translated():
             await write_entry(self._redis, PoolEntry(pool, None if names is None else tuple(names)))
+
+    async def declare(self, record: PoolRecord, config: Mapping[str, int | str]) -> bool:
+        """Make a pool that no node has joined, with its record and its settings, and list it.
+
+        Return False for a pool that existed: it stays as it is. Raises RequestError for a wrong name.
+        """
+        if name_of(record.pool.encode()) is None:
+            raise RequestError(f"{record.pool!r} is not a pool's name", param="pool")
+        pairs = [item for name, value in config.items() for item in (name, value)]
+        answer = await scripts.call(self._redis, "declare", record.pool, wire.encode_record(record), *pairs)
+        with translated():
+            await keep_listed(self._redis, record.pool)
+        return bool(answer[0] == b"OK")
 
     async def repair(self) -> list[str]:
         """Mend the list of pools and the pools' records. Return what was done, one sentence each.

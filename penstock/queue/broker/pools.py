@@ -17,7 +17,16 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from penstock.contract.fields import NAME_PATTERN
-from penstock.contract.pool import EVENTS, LiveNode, PoolActivity, PoolEntry, PoolEvent, PoolRecord, PoolStats
+from penstock.contract.pool import (
+    EVENTS,
+    LiveNode,
+    PoolActivity,
+    PoolEntry,
+    PoolEvent,
+    PoolRecord,
+    PoolStats,
+    RedisState,
+)
 from penstock.contract.priority import NUM_LEVELS
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import Patience, retried, translated
@@ -215,11 +224,10 @@ class StatsBroker:
             return list(await asyncio.gather(*map(self._of, pools)))
 
     @retried
-    async def memory(self) -> tuple[int, int]:
-        """Return the bytes that Redis uses and its `maxmemory` (0: no limit)."""
+    async def redis_state(self) -> RedisState:
+        """Return Redis's memory, and the state of its files and replicas."""
         with translated():
-            info = await self._redis.info("memory")
-        return int(info["used_memory"]), int(info["maxmemory"])
+            return _redis_state(await self._redis.info())
 
     async def _of(self, pool: str) -> PoolStats:
         redis = self._redis
@@ -260,6 +268,27 @@ class StatsBroker:
             tuple(nodes),
             {tenant.decode(): int(size) + int(reserved.get(tenant, 0)) for tenant, size in stored.items()},
         )
+
+
+def _redis_state(info: Mapping[str, Any]) -> RedisState:
+    replicas = [
+        value
+        for name, value in info.items()
+        if re.fullmatch(r"slave\d+", name) and isinstance(value, dict) and value.get("state") == "online"
+    ]
+    offset = int(info.get("master_repl_offset", 0))
+    return RedisState(
+        used_bytes=int(info["used_memory"]),
+        max_bytes=int(info["maxmemory"]),
+        run_id=str(info.get("run_id", "")),
+        is_aof_on=bool(info.get("aof_enabled")),
+        is_aof_ok=info.get("aof_last_write_status", "ok") == "ok",
+        is_snapshot_ok=info.get("rdb_last_bgsave_status", "ok") == "ok",
+        delayed_fsyncs=int(info.get("aof_delayed_fsync", 0)),
+        num_replicas=len(replicas),
+        replica_lag_s=max((float(one["lag"]) for one in replicas), default=None),
+        replica_lag_bytes=max((max(0, offset - int(one["offset"])) for one in replicas), default=None),
+    )
 
 
 # Reader of what happens in pools, for the dashboard. One read of a pool takes at most two round trips, and two more for

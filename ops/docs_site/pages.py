@@ -1,0 +1,213 @@
+"""Copies the repository's pages, and what they link to, into a folder that Zensical reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from docs_site.reference import reference_pages
+
+ROOT = Path(__file__).parents[2]
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_CODE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+Nav = Mapping[str, "str | Nav"]
+
+NAV: Nav = {
+    "Home": "index.md",
+    "Tutorial": "docs/tutorial.md",
+    "How to": {
+        "Run a chat application": "docs/howto/chat_app.md",
+        "Run a batch every night": "docs/howto/nightly_batch.md",
+        "Use your own Celery app": "docs/howto/celery_shop.md",
+        "Run agents": "docs/howto/agents.md",
+        "Serve many LoRA adapters": "docs/howto/lora_fleet.md",
+        "Run on Kubernetes": "docs/howto/kubernetes.md",
+        "Tune a node": "docs/howto/tuning.md",
+        "Upgrade": "docs/howto/upgrading.md",
+        "Move from vLLM or Ollama": "docs/howto/moving.md",
+    },
+    "Reference": {
+        "Commands": "reference/commands.md",
+        "Settings": "reference/settings.md",
+        "HTTP routes": "docs/HTTP.md",
+        "Streams": "docs/STREAMS.md",
+        "Fields of requests": "docs/FIELDS.md",
+        "Errors": "reference/errors.md",
+        "Metrics": "ops/METRICS.md",
+        "Keys in Redis": "reference/redis_keys.md",
+        "Python": "docs/PYTHON.md",
+        "Command line": "docs/CLI.md",
+        "Clients": "docs/CLIENTS.md",
+        "Models": "docs/MODELS.md",
+    },
+    "Operation": {
+        "Runbook": "ops/RUNBOOK.md",
+        "Dashboards and alerts": "ops/observe/index.md",
+        "Traces": "ops/TRACING.md",
+        "Capacity": "docs/CAPACITY.md",
+        "Kubernetes": "ops/deploy/kubernetes/index.md",
+        "systemd": "ops/deploy/systemd/index.md",
+        "Users of Redis": "ops/acl/index.md",
+        "Security": "SECURITY.md",
+    },
+    "Explanation": {
+        "What is promised": "docs/PROMISES.md",
+        "Architecture": "docs/ARCHITECTURE.md",
+        "Protocol": "docs/PROTOCOL.md",
+        "States of the queue": "docs/QUEUE.md",
+        "Ranks": "docs/RANKS.md",
+        "Limits": "docs/LIMITS.md",
+        "Numbers": "docs/NUMBERS.md",
+        "Glossary": "docs/GLOSSARY.md",
+    },
+    "Project": {
+        "Changes": "CHANGELOG.md",
+        "Releases": "docs/RELEASE.md",
+        "Contributing": "CONTRIBUTING.md",
+        "Examples": "examples/index.md",
+    },
+}
+"""The menu. Pages of docs/ that it does not name come under More; so the site has every page that is linked."""
+
+
+def menu() -> Nav:
+    """Return the whole menu."""
+    named = set(named_pages(NAV))
+    found = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "docs").glob("**/*.md"))}
+    more = {_title(path): page for page, path in found.items() if page not in named}
+    return {**NAV, "More": more} if more else NAV
+
+
+def _title(path: Path) -> str:
+    return path.read_text().partition("\n")[0].lstrip("# ")
+
+
+def named_pages(nav: Nav) -> Iterator[str]:
+    """Yield the paths that a menu names."""
+    for target in nav.values():
+        if isinstance(target, str):
+            yield target
+        else:
+            yield from named_pages(target)
+
+
+def write_sources(folder: Path) -> None:
+    """Write the configuration and all pages to `folder`, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    source = folder / "source"
+    for name, text in reference_pages().items():
+        _write(source / "reference" / name, text)
+    waiting = [path for page in named_pages(menu()) if (path := _origin(page)).is_file()]
+    seen = set(waiting)
+    while waiting:
+        path = waiting.pop()
+        text, targets = _converted(path)
+        _write(source / _name(path), text)
+        for target in targets - seen:
+            seen.add(target)
+            if target.suffix == ".md":
+                waiting.append(target)
+            else:
+                _copy(target, source / target.relative_to(ROOT))
+    (folder / "zensical.toml").write_text(_configuration())
+
+
+def _origin(page: str) -> Path:
+    """Return the file of the repository that becomes a page; each README.md is the index of its folder."""
+    path = ROOT / page
+    return path.with_name("README.md") if path.name == "index.md" else path
+
+
+def _name(path: Path) -> Path:
+    relative = path.relative_to(ROOT)
+    return relative.with_name("index.md") if relative.name == "README.md" else relative
+
+
+def _converted(path: Path) -> tuple[str, set[Path]]:
+    """Return a page's text for the site, and the files that it links to. A link to a folder becomes plain text."""
+    targets = set[Path]()
+
+    def link(match: re.Match[str]) -> str:
+        mark, shown, address = match.groups()
+        name, hash_sign, anchor = address.partition("#")
+        if "://" in address or address.startswith("mailto:") or not name:
+            return match[0]
+        target = Path(os.path.normpath(path.parent / name))
+        if target.is_dir() and (target / "README.md").is_file():
+            target = target / "README.md"
+        if not target.is_file():
+            return shown
+        targets.add(target)
+        there = os.path.relpath(_name(target), _name(path).parent)
+        return f"{mark}[{shown}]({there}{hash_sign}{anchor})"
+
+    parts = _CODE.split(path.read_text())
+    return "".join(part if number % 2 else _LINK.sub(link, part) for number, part in enumerate(parts)), targets
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def _copy(origin: Path, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(origin, path)
+
+
+def _configuration() -> str:
+    return f"""\
+[project]
+site_name = "penstock"
+site_description = "LLM inference from a durable queue"
+site_url = ""
+docs_dir = "source"
+site_dir = "html"
+nav = {_toml_of(menu())}
+
+[project.theme]
+language = "en"
+font = false
+features = ["content.code.copy", "navigation.footer", "navigation.path", "navigation.top", "search.highlight"]
+
+[[project.theme.palette]]
+media = "(prefers-color-scheme: light)"
+scheme = "default"
+toggle.icon = "lucide/sun"
+toggle.name = "Switch to dark mode"
+
+[[project.theme.palette]]
+media = "(prefers-color-scheme: dark)"
+scheme = "slate"
+toggle.icon = "lucide/moon"
+toggle.name = "Switch to light mode"
+
+[project.plugins.search]
+
+[project.plugins.offline]
+
+[project.markdown_extensions.toc]
+permalink = true
+toc_depth = 3
+slugify.object = "pymdownx.slugs.slugify"
+slugify.kwds.case = "lower"
+
+[project.markdown_extensions.pymdownx.highlight]
+
+[project.markdown_extensions.pymdownx.superfences]
+
+[project.markdown_extensions.tables]
+"""
+
+
+def _toml_of(nav: Nav) -> str:
+    """Return a menu as an inline array of TOML."""
+    items = (
+        f"{{ {json.dumps(title)} = {json.dumps(target) if isinstance(target, str) else _toml_of(target)} }}"
+        for title, target in nav.items()
+    )
+    return f"[{', '.join(items)}]"

@@ -1,0 +1,120 @@
+"""Pages of the reference that are written from the code: commands, settings, errors, and keys in Redis."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+from typer.main import get_command
+
+from penstock.cli.machine.config import PARTS
+from penstock.cli.main import PANELS, app
+from penstock.cli.options import docstrings_of
+from penstock.contract import errors
+from penstock.contract.errors import PenstockError
+from penstock.queue import keys
+from penstock.runtime.settings import Settings
+
+_PARTS = {
+    "shared": "Settings of several processes",
+    "node": "A node: `penstock node`, `penstock serve`",
+    "gateway": "A gateway: `penstock gateway`, `penstock serve`",
+    "client": "A Python client, and the client inside a gateway or worker",
+    "files": "Stored files and batches: gateways and workers",
+    "worker": "A Celery worker",
+}
+
+
+def reference_pages() -> dict[str, str]:
+    """Return the pages by their file names."""
+    return {
+        "commands.md": _commands(),
+        "settings.md": _settings(),
+        "errors.md": _errors(),
+        "redis_keys.md": _redis_keys(),
+    }
+
+
+def _commands() -> str:
+    lines = ["# Commands", "", "Made from the code. [CLI](../docs/CLI.md) explains how they are used.", ""]
+    group: Any = get_command(app)
+    for title, entries in PANELS.items():
+        lines += [f"## {title}", ""]
+        for entry in entries:
+            for path, command in _walk(group.commands[entry.name], (entry.name,)):
+                lines += _command(path, command)
+    return "\n".join(lines)
+
+
+def _walk(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not hasattr(command, "commands"):
+        yield path, command
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from _walk(sub, (*path, name))
+
+
+def _command(path: tuple[str, ...], command: Any) -> list[str]:
+    text, _, examples = inspect.cleandoc(command.help or "").partition("Examples:")
+    lines = [f"### `penstock {' '.join(path)}`", "", text.strip(), ""]
+    if examples.strip():
+        lines += ["```sh", inspect.cleandoc(examples), "```", ""]
+    rows = [
+        (f"`{'`, `'.join((*parameter.opts, *parameter.secondary_opts))}`", getattr(parameter, "help", ""))
+        for parameter in command.params
+        if "--help" not in parameter.opts
+    ]
+    return lines + _table(("option", "meaning"), rows)
+
+
+def _settings() -> str:
+    lines = ["# Settings", "", "Made from the code. `penstock config show` says what each one is, and what set it.", ""]
+    for part, kinds in PARTS.items():
+        lines += [f"## {_PARTS[part]}", ""]
+        rows = [
+            row for kind in kinds for row in _rows_of(kind) if part == "shared" or not row[0].endswith("_REDIS_URL`")
+        ]
+        lines += _table(("variable", "default", "meaning"), rows)
+    return "\n".join(lines)
+
+
+def _rows_of(kind: type[Settings]) -> Iterator[tuple[str, str, str]]:
+    texts = docstrings_of(kind)
+    for name, field in kind.model_fields.items():
+        is_stated = field.default is not PydanticUndefined and field.default not in (None, "", ())
+        default = f"`{field.default}`" if is_stated else ""
+        yield f"`{kind.variable_of(name)}`", default, texts.get(name, "")
+
+
+def _errors() -> str:
+    head = "Made from the code. [HTTP](../docs/HTTP.md#errors) says when each one is the answer, and what to do."
+    lines = ["# Errors", "", head, ""]
+    found = {error.code: error for error in _errors_of(PenstockError)}
+    rows = [(f"`{code}`", f"`{found[code].__name__}`", _line(found[code].__doc__ or "")) for code in sorted(found)]
+    return "\n".join([*lines, *_table(("code", "class in Python", "meaning"), rows)])
+
+
+def _errors_of(kind: type[PenstockError]) -> Iterator[type[PenstockError]]:
+    for one in kind.__subclasses__():
+        if one.__module__ == errors.__name__:
+            yield one
+            yield from _errors_of(one)
+
+
+def _redis_keys() -> str:
+    intro, table = inspect.cleandoc(keys.__doc__ or "").split("\n\n", 1)
+    lines = ["# Keys in Redis", "", intro, "", "This is the table at the head of `penstock/queue/keys.py`.", ""]
+    return "\n".join([*lines, "```text", table, "```", ""])
+
+
+def _table(heads: tuple[str, ...], rows: list[Any]) -> list[str]:
+    if not rows:
+        return []
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    return [*lines, *(f"| {' | '.join(_line(cell) for cell in row)} |" for row in rows), ""]
+
+
+def _line(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip().replace("|", "\\|")

@@ -1,0 +1,195 @@
+"""Drills of an operator, as scripts: `make drills` runs them and prints what became of each job.
+
+`restore`: Redis loses everything since a backup. `replace`: nodes and gateways are replaced under load, one by one.
+`rotate`: the same, with a new password of Redis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import httpx
+import redis
+from fakes.command import run_command
+from fakes.processes.node_process import NodeProcess
+from faults.tools.processes import GatewayProcess
+from faults.tools.redis_process import RedisProcess
+from faults.tools.work import check_settled, new_work
+
+from penstock.contract.errors import NotFoundError
+from penstock.producer.client import AsyncClient
+from penstock.queue.broker.connection import connect
+
+POOL = "drill"
+STEP_S = 0.01
+NUM_TOKENS = 200
+NODE: dict[str, Any] = {"pool": POOL, "step_s": STEP_S, "lease_ms": 3000}
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What became of jobs and keys after an old append-only file was restored."""
+
+    ended_before: str
+    ended_after: str
+    ended_after_runs_again_alike: bool
+    """A job that was accepted before the backup and ended after it: whether its second run gave the same tokens."""
+    accepted_after: str
+    repeated_with_its_key: str
+    """What the idempotency key of that job finds now."""
+    old_api_key: int
+    new_api_key: int
+    """Status of a request with an API key that was made before, and after the backup."""
+
+
+async def restore(folder: Path) -> Restored:
+    """Take a backup while a job runs, go on, and start Redis from the backup."""
+    with ExitStack() as stack:
+        server = stack.enter_context(RedisProcess(folder / "redis"))
+        stack.enter_context(NodeProcess(server.url, **NODE | {"step_s": STEP_S / 2}))
+        gateway = stack.enter_context(GatewayProcess(server.url))
+        client = await AsyncClient(server.url).connect()
+        first, running = new_work(POOL, 5), new_work(POOL, NUM_TOKENS // 2)
+        old_key = await asyncio.to_thread(_key, server.url, "old")
+        await first.read((await client.submit("the gate", **first.options)).chunks())
+        job = await client.submit("the gate", **running.options, background=True)
+        while (await client.status(job.id)).num_chunks < 5:
+            await asyncio.sleep(0.02)
+        backup = server.copy_log()
+
+        text_before = (await job.result()).text
+        late = await client.submit("the gate", max_tokens=5, idempotency_key="order 7")
+        await late.result()
+        new_key = await asyncio.to_thread(_key, server.url, "new")
+        await asyncio.to_thread(server.restart_from, backup)
+
+        again = await client.result(running.id)
+        repeated = await client.submit("the gate", max_tokens=5, idempotency_key="order 7")
+        await repeated.result()
+        outcome = Restored(
+            ended_before=await _state(client, first.id),
+            ended_after=await _state(client, running.id),
+            ended_after_runs_again_alike=again.text == text_before,
+            accepted_after=await _state(client, late.id),
+            repeated_with_its_key="the same job" if repeated.id == late.id else "another job",
+            old_api_key=_status(gateway.url, old_key),
+            new_api_key=_status(gateway.url, new_key),
+        )
+        await client.close()
+        admin = connect(server.url)
+        await check_settled(admin, POOL)
+        await admin.aclose()
+        return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """What became of the jobs while every node and gateway was replaced."""
+
+    accepted: int
+    exact: int
+    replaced: int
+
+
+async def replace(folder: Path, *, num_jobs: int = 24) -> Replaced:
+    """Replace two nodes, one after the other by SIGTERM, and two gateways likewise, while jobs run."""
+    with RedisProcess(folder / "redis") as server:
+        return await _replaced(server, server.url, server.url, num_jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotated:
+    """What became of the jobs while the password of Redis was changed, and whether the old one still works."""
+
+    jobs: Replaced
+    old_password_works: bool
+
+
+async def rotate(folder: Path, *, num_jobs: int = 24) -> Rotated:
+    """Give a user of Redis a second password, replace all processes by ones that use it, and remove the first."""
+    with RedisProcess(folder / "redis") as server, server.client() as admin:
+        old, new = (f"unix://ops:{password}@{folder / 'redis/redis.sock'}" for password in ("old", "new"))
+        admin.execute_command("ACL", "SETUSER", "ops", "on", ">old", "~*", "&*", "+@all")
+        admin.execute_command("ACL", "SETUSER", "ops", ">new")
+        jobs = await _replaced(server, old, new, num_jobs)
+        admin.execute_command("ACL", "SETUSER", "ops", "<old")
+        return Rotated(jobs, old_password_works=_accepts(old))
+
+
+def _accepts(url: str) -> bool:
+    try:
+        with redis.Redis.from_url(url) as client:
+            return bool(client.ping())
+    except redis.AuthenticationError:
+        return False
+
+
+async def _replaced(server: RedisProcess, old_url: str, new_url: str, num_jobs: int) -> Replaced:
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(NodeProcess(old_url, name=f"n{i}", drain_s=0, **NODE)) for i in range(2)]
+        gateways = [stack.enter_context(GatewayProcess(old_url)) for _ in range(2)]
+        works = [new_work(POOL, NUM_TOKENS) for _ in range(num_jobs)]
+        async with AsyncClient(new_url) as client:
+            jobs = [await client.submit("the gate opens by pressure", **work.options) for work in works]
+            reading = [asyncio.create_task(work.read(job.chunks())) for work, job in zip(works, jobs, strict=True)]
+            for number, node in enumerate(nodes):
+                await asyncio.sleep(0.3)
+                await asyncio.to_thread(node.stop)
+                stack.enter_context(NodeProcess(new_url, name=f"m{number}", **NODE))
+            for gateway in gateways:
+                await asyncio.to_thread(gateway.stop)
+                assert _status(stack.enter_context(GatewayProcess(new_url)).url) == HTTPStatus.OK
+            await asyncio.gather(*reading)
+        for work in works:
+            work.check()
+        admin = connect(server.url)
+        await check_settled(admin, POOL)
+        await admin.aclose()
+        return Replaced(accepted=len(jobs), exact=len(works), replaced=len(nodes) + len(gateways))
+
+
+def _key(redis_url: str, tenant: str) -> str:
+    made = run_command("keys", "add", tenant, "--json", "--redis-url", redis_url)
+    return str(json.loads(made.stdout)["key"])
+
+
+def _status(url: str, key: str = "") -> int:
+    if not key:
+        return httpx.get(f"{url}/health", timeout=30).status_code
+    return httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=30).status_code
+
+
+async def _state(client: AsyncClient, job_id: str) -> str:
+    try:
+        return (await client.status(job_id)).state
+    except NotFoundError:
+        return "gone"
+
+
+DRILLS: dict[str, Callable[[Path], Coroutine[Any, Any, Restored | Replaced | Rotated]]] = {
+    "restore": restore,
+    "replace": replace,
+    "rotate": rotate,
+}
+
+
+def main() -> None:
+    """Run the chosen drills, or all of them."""
+    parser = argparse.ArgumentParser(prog="make drills")
+    parser.add_argument("drills", nargs="*", choices=[*DRILLS, []], help="default: all")
+    for name in parser.parse_args().drills or DRILLS:
+        with tempfile.TemporaryDirectory(prefix=name) as folder:
+            print(json.dumps({name: asdict(asyncio.run(DRILLS[name](Path(folder))))}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Drills of an operator: a restored backup, and the replacement of nodes and gateways under load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faults.drills import Replaced, Restored, Rotated, replace, restore, rotate
+
+pytestmark = pytest.mark.timeout(120)
+
+
+async def test_after_a_restored_backup_jobs_run_again_alike_and_later_ones_are_gone(tmp_path: Path) -> None:
+    assert await restore(tmp_path) == Restored(
+        ended_before="succeeded",
+        ended_after="succeeded",
+        ended_after_runs_again_alike=True,
+        accepted_after="gone",
+        repeated_with_its_key="another job",
+        old_api_key=200,
+        new_api_key=401,
+    )
+
+
+@pytest.mark.slow  # test_node_faults.py restarts nodes one after the other every time.
+async def test_nodes_and_gateways_are_replaced_under_load_without_a_lost_token(tmp_path: Path) -> None:
+    assert await replace(tmp_path, num_jobs=8) == Replaced(accepted=8, exact=8, replaced=4)
+
+
+@pytest.mark.slow  # It is the replacement above with another password.
+async def test_a_password_of_redis_is_rotated_under_load_without_a_lost_token(tmp_path: Path) -> None:
+    jobs = Replaced(accepted=8, exact=8, replaced=4)
+    assert await rotate(tmp_path, num_jobs=8) == Rotated(jobs, old_password_works=False)

