@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from penstock.gpu_node.engine.served_model import compute_for
 from penstock.runtime.settings import Settings
 
 
@@ -36,6 +35,8 @@ class RankSettings(Settings):
 
 def run_rank(settings: RankSettings) -> None:
     """Join a node as one of its ranks, and again whenever its ranks start again. Raises ConfigError."""
+    from penstock.gpu_node.engine.served_model import compute_for
+
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     own: dict[str, Any] = {"num_threads": settings.num_threads}

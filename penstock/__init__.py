@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from penstock.gpu_node.engine.config import EngineConfig
     from penstock.gpu_node.engine.engine import Engine
     from penstock.gpu_node.engine.records import EngineStats, Generation, RequestStep, RequestTimings, StepOutput
+    from penstock.gpu_node.rank import RankSettings
     from penstock.gpu_node.settings import NodeSettings
     from penstock.producer.batch.settings import CelerySettings
     from penstock.producer.client import AsyncClient, AsyncJob, Client, ClientSettings, ClientStats, Job
@@ -104,6 +105,7 @@ _HOMES = {
     "penstock.gpu_node.engine.records": (
         *("EngineStats", "Generation", "RequestStep", "RequestTimings", "StepOutput"),
     ),
+    "penstock.gpu_node.rank": ("RankSettings",),
     "penstock.gpu_node.settings": ("NodeSettings",),
     "penstock.producer.batch.settings": ("CelerySettings",),
     "penstock.producer.client": ("AsyncClient", "AsyncJob", "Client", "ClientSettings", "ClientStats", "Job"),
@@ -164,6 +166,7 @@ __all__ = [
     "PromptTooLongError",
     "ProtocolVersionError",
     "QueuePosition",
+    "RankSettings",
     "RedisSettings",
     "RequestError",
     "RequestStep",

@@ -32,7 +32,7 @@ SEND_PATIENCE_S = 10
 _BY_RANK_0, _BY_RANK = b"penstock rank 0", b"penstock rank"
 
 
-class Frame(IntEnum):
+class FrameKind(IntEnum):
     """The kinds of frames."""
 
     HELLO = 1
@@ -82,7 +82,7 @@ class RankConnection:
         """The address of the other host."""
         return str(self.stream.getpeername()[0])
 
-    def send(self, frame: Frame, content: bytes = b"", number: int = 0) -> None:
+    def send(self, frame: FrameKind, content: bytes = b"", number: int = 0) -> None:
         """Send a frame. Raises ConnectionLostError."""
         try:
             with self._sending:
@@ -90,13 +90,13 @@ class RankConnection:
         except OSError as error:
             raise ConnectionLostError(str(error)) from error
 
-    def receive(self, max_bytes: int = _MAX_FRAME_BYTES) -> tuple[Frame, bytes, int]:
+    def receive(self, max_bytes: int = _MAX_FRAME_BYTES) -> tuple[FrameKind, bytes, int]:
         """Wait for a frame. Return its kind, content and number. Raises ConnectionLostError."""
         kind, length, number = _HEADER.unpack(self._read(_HEADER.size))
         if length > max_bytes:
             raise ConnectionLostError(f"a frame of {length} bytes is longer than {max_bytes}")
         try:
-            return Frame(kind), self._read(length), number
+            return FrameKind(kind), self._read(length), number
         except ValueError as error:
             raise ConnectionLostError(f"a frame has the unknown kind {kind}") from error
 
@@ -136,39 +136,39 @@ def read_secret(path: Path) -> bytes:
 def admit(connection: RankConnection, secret: bytes, patience_s: float) -> None:
     """Let a rank prove that it knows the secret, and prove that to it. Raises ConnectionLostError and ConfigError."""
     connection.stream.settimeout(patience_s)
-    theirs = _content(connection, Frame.HELLO)
+    theirs = _content(connection, FrameKind.HELLO)
     own = os.urandom(_NONCE_BYTES)
-    connection.send(Frame.CHALLENGE, own + _digest(secret, _BY_RANK_0, theirs, own))
-    answer = _content(connection, Frame.ANSWER)
+    connection.send(FrameKind.CHALLENGE, own + _digest(secret, _BY_RANK_0, theirs, own))
+    answer = _content(connection, FrameKind.ANSWER)
     digest, theirs_version = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:].decode(errors="replace")
     if not hmac.compare_digest(digest, _digest(secret, _BY_RANK, theirs, own)):
         _refuse(connection, "it has another secret (rank_secret_file)")
     if theirs_version != version("penstock"):
         _refuse(connection, f"it has version {theirs_version} of penstock, and rank 0 has {version('penstock')}")
-    connection.send(Frame.ACCEPTED)
+    connection.send(FrameKind.ACCEPTED)
     connection.stream.settimeout(None)
 
 
 def ask(connection: RankConnection, secret: bytes) -> Mapping[str, Any]:
     """Join as a rank; wait for what rank 0 wants computed. Raises ConnectionLostError, ConfigError if it is refused."""
     own = os.urandom(_NONCE_BYTES)
-    connection.send(Frame.HELLO, own)
-    challenge = _content(connection, Frame.CHALLENGE)
+    connection.send(FrameKind.HELLO, own)
+    challenge = _content(connection, FrameKind.CHALLENGE)
     theirs, digest = challenge[:_NONCE_BYTES], challenge[_NONCE_BYTES:]
     if not hmac.compare_digest(digest, _digest(secret, _BY_RANK_0, own, theirs)):
         raise ConfigError("rank 0 has another secret (rank_secret_file)", param="rank_secret_file")
-    connection.send(Frame.ANSWER, _digest(secret, _BY_RANK, own, theirs) + version("penstock").encode())
+    connection.send(FrameKind.ANSWER, _digest(secret, _BY_RANK, own, theirs) + version("penstock").encode())
     frame, reason, _ = connection.receive(_MAX_HELLO_BYTES)
-    if frame is Frame.REFUSED:
+    if frame is FrameKind.REFUSED:
         raise ConfigError(f"rank 0 refuses this rank: {reason.decode(errors='replace')}")
     frame, config, _ = connection.receive()
-    if frame is not Frame.CONFIG:
+    if frame is not FrameKind.CONFIG:
         raise ConnectionLostError(f"rank 0 sent {frame.name}, not what to compute")
     found: Mapping[str, Any] = json.loads(config)
     return found
 
 
-def _content(connection: RankConnection, wanted: Frame) -> bytes:
+def _content(connection: RankConnection, wanted: FrameKind) -> bytes:
     frame, content, _ = connection.receive(_MAX_HELLO_BYTES)
     if frame is not wanted:
         raise ConnectionLostError(f"the other end sent {frame.name}, not {wanted.name}")
@@ -176,7 +176,7 @@ def _content(connection: RankConnection, wanted: Frame) -> bytes:
 
 
 def _refuse(connection: RankConnection, why: str) -> None:
-    connection.send(Frame.REFUSED, why.encode())
+    connection.send(FrameKind.REFUSED, why.encode())
     raise ConfigError(f"a rank at {connection.other_address} is refused: {why}")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.protocol import RanksLostError
-from penstock.gpu_node.model.ranks.connection import ConnectionLostError, Frame, RankConnection, admit
+from penstock.gpu_node.model.ranks.connection import ConnectionLostError, FrameKind, RankConnection, admit
 from penstock.gpu_node.model.ranks.control import GroupMemory
 from penstock.gpu_node.model.ranks.messages import Kind
 from penstock.gpu_node.model.ranks.plain_exchange import PlainExchange
@@ -121,7 +121,7 @@ class RemoteRank:
         self._state = memory.state.ranks[rank]
         self._reports, self._report = os.pipe()
         with suppress(ConnectionLostError):  # The reader notices, and closes the pipe.
-            connection.send(Frame.CONFIG, json.dumps(config).encode())
+            connection.send(FrameKind.CONFIG, json.dumps(config).encode())
         self._reader = threading.Thread(target=self._read, name=f"penstock-rank-{rank}", daemon=True)
         self._reader.start()
 
@@ -138,7 +138,7 @@ class RemoteRank:
         messages = self._memory.messages
         content = messages.view(np.uint8, 0, messages.num_written).tobytes()
         try:
-            self._connection.send(Frame.MESSAGE, bytes([self._memory.kind]) + content, number)
+            self._connection.send(FrameKind.MESSAGE, bytes([self._memory.kind]) + content, number)
         except ConnectionLostError as error:
             raise RanksLostError(f"rank {self._rank} cannot be reached: {error}") from error
 
@@ -159,7 +159,7 @@ class RemoteRank:
             while True:
                 if self._memory.life != life:
                     life = self._memory.life
-                    self._connection.send(Frame.LIFE)
+                    self._connection.send(FrameKind.LIFE)
                 readable, _, _ = select.select([self._connection.stream], [], [], _LOOK_S)
                 if readable:
                     self._take(*self._connection.receive()[:2])
@@ -168,10 +168,10 @@ class RemoteRank:
         finally:
             os.close(self._report)
 
-    def _take(self, frame: Frame, content: bytes) -> None:
-        if frame is Frame.REPORT:
+    def _take(self, frame: FrameKind, content: bytes) -> None:
+        if frame is FrameKind.REPORT:
             os.write(self._report, content + b"\n")
-        elif frame is Frame.STATE:
+        elif frame is FrameKind.STATE:
             state = self._state
             state.meetings, state.exchanged_ns, done, state.is_waiting = _STATE.unpack(content)
             self._memory.done[self._rank] = done
@@ -197,7 +197,7 @@ class CopiedMemory:
     def report(self, event: Mapping[str, Any]) -> None:
         """Report to rank 0."""
         with suppress(ConnectionLostError):  # The thread that reads notices.
-            self._connection.send(Frame.REPORT, json.dumps(event).encode())
+            self._connection.send(FrameKind.REPORT, json.dumps(event).encode())
 
     def _read(self) -> None:
         shown_s = 0.0
@@ -214,10 +214,10 @@ class CopiedMemory:
         self.exchange.abort()
         self._end()
 
-    def _take(self, frame: Frame, content: bytes, number: int) -> None:
-        if frame is Frame.LIFE:
+    def _take(self, frame: FrameKind, content: bytes, number: int) -> None:
+        if frame is FrameKind.LIFE:
             self.memory.show_life()
-        elif frame is Frame.MESSAGE:
+        elif frame is FrameKind.MESSAGE:
             self.exchange.await_done()
             messages = self.memory.messages
             messages.grow(len(content) - 1)
@@ -228,4 +228,4 @@ class CopiedMemory:
     def _show(self) -> None:
         state = self.exchange.state_of(self._rank)
         done = int(self.memory.done[self._rank])
-        self._connection.send(Frame.STATE, _STATE.pack(state.meetings, state.exchanged_ns, done, state.is_waiting))
+        self._connection.send(FrameKind.STATE, _STATE.pack(state.meetings, state.exchanged_ns, done, state.is_waiting))

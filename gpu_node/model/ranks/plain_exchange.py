@@ -56,7 +56,7 @@ class PlainExchange:
         self._readers = readers
         self.forwards: list[Callable[[int], None]] = []
         """Called with the number of each message that is handed out, for ranks on other hosts."""
-        self.waiting = Waiting(self._state.ranks[rank], memory)
+        self.waiting = ExchangeWait(self._state.ranks[rank], memory)
         """A context in which this rank shows that it waits for others."""
 
     @property
@@ -130,7 +130,7 @@ class PlainExchange:
         return int(self._memory.pulses[rank])
 
 
-class Waiting(AbstractContextManager[None]):
+class ExchangeWait(AbstractContextManager[None]):
     """Counts the exchanges of a rank and the time that they take, and shows that it waits. One thread uses it."""
 
     def __init__(self, state: RankState, memory: GroupMemory) -> None:

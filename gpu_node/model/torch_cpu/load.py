@@ -30,7 +30,7 @@ log = logging.getLogger(__package__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def settled(described: Description, options: RunnerOptions) -> RunnerOptions:
+def fixed_options(described: Description, options: RunnerOptions) -> RunnerOptions:
     """Return the options with what this machine decides: all ranks of a model must have the same type and blocks."""
     name = _choose_dtype(options.dtype, described.stored_dtype)
     sizes = cache_sizes(described, options, _token_bytes(described.spec, _DTYPES[name]))

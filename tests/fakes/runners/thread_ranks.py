@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 from penstock.gpu_node.model.loading import rank_process
@@ -19,8 +19,6 @@ Report = Callable[[Mapping[str, Any]], None]
 
 class ThreadRank:
     """A rank on a thread. It ends when its group is aborted, as all groups are."""
-
-    run: ClassVar[Callable[[Mapping[str, Any], GroupMemory, Report], None]] = staticmethod(rank_process.run_rank)
 
     def __init__(self, module: str, config: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         self._reports, self._report = os.pipe()
@@ -42,9 +40,13 @@ class ThreadRank:
         self._thread.join()
         os.close(self._reports)
 
+    def compute(self, config: Mapping[str, Any], memory: GroupMemory, report: Report) -> None:
+        """Do what the process does."""
+        rank_process.run_rank(config, memory, report)
+
     def _run(self, config: Mapping[str, Any], memory: GroupMemory) -> None:
         try:
-            self.run(config, memory, self._write)
+            self.compute(config, memory, self._write)
         except Exception as error:
             self._write({"error": str(error)})
         finally:
@@ -68,11 +70,9 @@ def torch_group_as_threads() -> Iterator[None]:
     from penstock.gpu_node.model.loading import rank_host, torch_rank_process
     from penstock.gpu_node.model.ranks.plain_exchange import PlainExchange
 
-    def run_rank(config: Mapping[str, Any], memory: GroupMemory, report: Report) -> None:
-        torch_rank_process.run_rank(config, memory, PlainExchange(memory, config["rank"]), report)
-
     class TorchThread(ThreadRank):
-        run = staticmethod(run_rank)
+        def compute(self, config: Mapping[str, Any], memory: GroupMemory, report: Report) -> None:
+            torch_rank_process.run_rank(config, memory, PlainExchange(memory, config["rank"]), report)
 
     with mock.patch.object(rank_host, "RankProcess", TorchThread):
         yield

@@ -31,7 +31,7 @@ class TurnTakingRunner:
 
         def load(rank: int) -> Any:
             found = find_model(str(folder), given, lambda *_: None)
-            links = RankLinks(*(group[rank] for group in self.ranks))
+            links = RankLinks(self.ranks[0][rank], self.ranks[1][rank])
             self.arithmetic = (loaded := load_found(found, given, lambda *_: None, links)).arithmetic
             return loaded.runner
 

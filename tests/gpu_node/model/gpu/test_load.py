@@ -96,7 +96,7 @@ def test_the_gpu_of_a_number_is_the_current_one_of_each_thread_that_uses_it(monk
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(load, "_avoid_fragments", lambda: None)
-    device = Device(load._device(1))
+    device = Device(load.gpu_of(1))
     device.make_current()
     assert chosen == [torch.device("cuda", 1)]
 

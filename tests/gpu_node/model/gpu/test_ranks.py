@@ -136,8 +136,18 @@ def test_processes_sample_by_what_messages_say_and_are_started_again(tiny_model:
         two = Engine(EngineConfig(**settings, tensor_parallel_size=2, rank_stall_s=60))
         assert isinstance(two._runner, RankedRunner)
         prompts: list[Any] = [[5, 6, 7]]
-        penalties = {"temperature": 0.9, "seed": 3, "top_p": 0.9, "presence_penalty": 0.5, "logit_bias": {7: 2.0}}
-        masks = {"temperature": 0.8, "seed": 1, "structured_outputs": {"regex": "[a-c]{2,5}-[0-9]{1,9}x"}}
+        penalties: dict[str, Any] = {
+            "temperature": 0.9,
+            "seed": 3,
+            "top_p": 0.9,
+            "presence_penalty": 0.5,
+            "logit_bias": {7: 2.0},
+        }
+        masks: dict[str, Any] = {
+            "temperature": 0.8,
+            "seed": 1,
+            "structured_outputs": {"regex": "[a-c]{2,5}-[0-9]{1,9}x"},
+        }
         for params in (penalties, masks, penalties):
             given = SamplingParams(max_tokens=2, **params)
             want, got = ([done.choices[0].token_ids for done in each.generate(prompts, given)] for each in (one, two))

@@ -1,4 +1,4 @@
-"""Ranks of other hosts: who may join, what is refused by name, and that nothing listens at all interfaces."""
+"""Ranks of other hosts: which may join, what is refused by name, and that nothing listens at all interfaces."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.records import StepLostError
 from penstock.gpu_node.model.loading import rank_host
 from penstock.gpu_node.model.ranks import connection as connections
-from penstock.gpu_node.model.ranks.connection import ConnectionLostError, Frame, RankConnection, ask, read_secret
+from penstock.gpu_node.model.ranks.connection import ConnectionLostError, FrameKind, RankConnection, ask, read_secret
 from penstock.gpu_node.model.ranks.control import GroupMemory
 from penstock.gpu_node.model.ranks.hosts import CopiedMemory, RankListener, RemoteRank, own_address, parse_address
 from penstock.gpu_node.model.ranks.messages import Kind, read_adapter, write_adapter
+from penstock.gpu_node.model.torch_common.ranked_runner import RankedRunner
 
 SECRET, OTHER = b"a secret of sixteen bytes or more", b"another secret of that length"
 HERE, THERE = "127.0.0.2", "127.0.0.3"
-PROMPTS = ["the gate opens by pressure", "a turbine", [5, 6, 7] * 9]
+PROMPTS: list[Any] = ["the gate opens by pressure", "a turbine", [5, 6, 7] * 9]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
@@ -101,7 +103,7 @@ def test_a_rank_with_another_secret_is_refused_and_others_may_still_join(listene
     refused, joined = list[Any](), list[Any]()
     with _asking(listener, OTHER, refused), _asking(listener, SECRET, joined):
         (connection,) = listener.accept([1], 5)
-        connection.send(Frame.CONFIG, b"{}")
+        connection.send(FrameKind.CONFIG, b"{}")
         _until(lambda: bool(joined))
         connection.close()
     assert joined == [{}]
@@ -116,9 +118,9 @@ def test_a_caller_without_the_secret_learns_nothing_and_is_refused(
 
     def call() -> None:
         stranger = _connect(listener)
-        stranger.send(Frame.HELLO, bytes(32))
+        stranger.send(FrameKind.HELLO, bytes(32))
         stranger.receive()
-        stranger.send(Frame.ANSWER, bytes(32) + b"1")
+        stranger.send(FrameKind.ANSWER, bytes(32) + b"1")
         told.append(stranger.receive()[1])
         stranger.close()
 
@@ -135,7 +137,7 @@ def test_a_rank_of_another_version_is_refused_by_both(
     listener: RankListener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found: list[Any] = []
-    own = connections.version("penstock")
+    own = version("penstock")
     # The rank asks for it first.
     versions = iter(("0.0.1", own, own, own))
     monkeypatch.setattr(connections, "version", lambda _: next(versions, own))
@@ -275,6 +277,7 @@ def test_two_hosts_answer_as_one_and_a_rank_that_is_killed_joins_again(
         assert [one.choices[0].token_ids for one in again] == [one.choices[0].token_ids for one in want]
         assert engine.stats().ranks.num_starts == 2
         check_idle(engine)
+        assert isinstance(engine._runner, RankedRunner)
         engine._runner.close()
     finally:
         said = command.end()

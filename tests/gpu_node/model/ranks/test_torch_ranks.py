@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from penstock.gpu_node.model.ranks.messages import copied, read_masks, read_step
 from penstock.gpu_node.model.ranks.plain_exchange import PlainExchange, StoppedRank
 from penstock.gpu_node.model.torch_common.ranked_runner import RankedRunner
 
-PROMPTS = ["the gate opens by pressure", "a turbine", [5, 6, 7] * 9]
+PROMPTS: list[Any] = ["the gate opens by pressure", "a turbine", [5, 6, 7] * 9]
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=14, ignore_eos=True, seed=3)
 PROCESSES: dict[str, Any] = {**TORCH, "tensor_parallel_size": 2, "num_threads": 2, "rank_stall_s": 1.0}
 MakeEngine = Callable[..., Engine]
@@ -123,7 +124,7 @@ def test_ranks_that_are_killed_and_stopped_cost_no_token(processes: Engine, expe
     num_descriptors = len(os.listdir("/proc/self/fd"))
     for number, kind in ((2, signal.SIGKILL), (3, signal.SIGSTOP)):
         (pid,) = runner.rank_pids
-        assert _tokens_with(processes, lambda pid=pid, kind=kind: os.kill(pid, kind)) == expected
+        assert _tokens_with(processes, partial(os.kill, pid, kind)) == expected
         assert runner.ranks.num_starts == number
         assert not Path(f"/proc/{pid}").exists()
     assert len(os.listdir("/proc/self/fd")) <= num_descriptors
