@@ -13,6 +13,7 @@ from penstock.cli.command_line import App
 from penstock.cli.output import AsJson, JsonArray
 from penstock.contract.errors import ConfigError
 from penstock.gateway.settings import GatewaySettings
+from penstock.gpu_node.rank import RankSettings
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.client.settings import ClientSettings
@@ -23,6 +24,7 @@ from penstock.runtime.settings import KeySettings, RedisSettings, Settings, with
 PARTS: Mapping[str, tuple[type[Settings], ...]] = {
     "shared": (RedisSettings, KeySettings, LogSettings),
     "node": (NodeSettings,),
+    "rank": (RankSettings,),
     "gateway": (GatewaySettings,),
     "client": (ClientSettings,),
     "files": (FilesSettings,),
@@ -32,7 +34,7 @@ PARTS: Mapping[str, tuple[type[Settings], ...]] = {
 DEFAULT = "default"
 HIDDEN = "***"
 _OF_REDIS = "redis_url"
-_REQUIRED = {"model": "unset", _OF_REDIS: "unset"}
+_REQUIRED = {"model": "unset", _OF_REDIS: "unset", "join": "unset:1", "rank_secret_file": "unset"}
 """What a command line must give, with a stand-in."""
 
 app = App()

@@ -25,7 +25,7 @@ def rank(
 
     Examples:
         penstock rank ORG/MODEL --join 10.0.0.1:7700 --rank-secret-file secret
-        penstock rank ORG/MODEL --join 10.0.0.1:7700 --rank-secret-file secret --runner cuda:1
+        penstock rank MODEL --join gpu-1:7700 --rank-secret-file key --runner cuda:1
     """
     logs = LogSettings.load(**taken_for(LogSettings, given))
     settings = RankSettings.load(**given | {"model": model})

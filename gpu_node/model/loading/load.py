@@ -150,11 +150,13 @@ def _load(
     if options.runner != "torch" and (native := _load_native_or_none(described, options, progress)) is not None:
         return native
     with _torch_for("runner torch"):
-        from penstock.gpu_node.model.torch_cpu.load import load_torch, fixed_options
+        from penstock.gpu_node.model.torch_cpu.load import fixed_options, load_torch
 
     check_cuts(described.spec, parallel, "torch")
     if links is None and parallel.num_ranks > 1:
-        return _load_ranks(described, fixed_options(described, options), partial(load_torch, described, progress=progress))
+        return _load_ranks(
+            described, fixed_options(described, options), partial(load_torch, described, progress=progress)
+        )
     return load_torch(described, options, progress, *([] if links is None else [links]))
 
 

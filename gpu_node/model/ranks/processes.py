@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -48,16 +49,17 @@ class RankProcess:
 
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the rank, or its guard."""
-        guard = Path(f"/proc/{self._guard.pid}")
         try:
-            children = (guard / "task" / guard.name / "children").read_text().split()
-            states = [
-                (Path("/proc", pid) / "stat").read_text().rpartition(")")[2].split()[0]
-                for pid in [guard.name, *children]
-            ]
+            stats = [Path(f"/proc/{pid}/stat").read_text() for pid in (self._guard.pid, *self._children())]
         except (FileNotFoundError, ProcessLookupError):
             return False  # It has just ended, which its reports show.
-        return "T" in states
+        return any(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+    def _children(self) -> list[int]:
+        pid = self._guard.pid
+        with suppress(FileNotFoundError, ProcessLookupError):
+            return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return []
 
     def kill(self) -> None:
         """Close the guard's pipe: the guard then kills the rank."""
@@ -70,7 +72,10 @@ class RankProcess:
         try:
             self._guard.wait(_END_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            # The rank then dies with its guard (PR_SET_PDEATHSIG).
+            # A rank dies with its guard (PR_SET_PDEATHSIG), but not one that was stopped between fork and exec.
+            for pid in self._children():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self._guard.kill()
             self._guard.wait()
         with suppress(OSError):
