@@ -21,6 +21,7 @@ from penstock.runtime.settings import Settings
 _PARTS = {
     "shared": "Settings of several processes",
     "node": "A node: `penstock node`, `penstock serve`",
+    "rank": "A rank on another host: `penstock rank`",
     "gateway": "A gateway: `penstock gateway`, `penstock serve`",
     "client": "A Python client, and the client inside a gateway or worker",
     "files": "Stored files and batches: gateways and workers",

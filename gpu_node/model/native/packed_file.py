@@ -132,12 +132,13 @@ class PackedWeights:
 
     @classmethod
     def mapped(cls, file: BinaryIO, key: str) -> PackedWeights:
-        """Map an open file, as `open` does."""
-        file.seek(0)
-        header = file.read(_PAGE)
+        """Map an open file, as `open` does. Ranks that share its descriptor may do so at the same time."""
+        file.flush()
+        # They share its position too, so nothing is read from there.
+        header = os.pread(file.fileno(), _PAGE, 0)
         start, end = _table_span(header, key)
-        if file.seek(0, os.SEEK_END) != end:
-            raise ValueError(f"the file has {file.tell()} bytes, its header says {end}")
+        if (num_bytes := os.fstat(file.fileno()).st_size) != end:
+            raise ValueError(f"the file has {num_bytes} bytes, its header says {end}")
         mapped = mmap.mmap(file.fileno(), end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         table = mapped[start:end]
         *_, table_digest, boot = _HEADER.unpack_from(header)

@@ -97,6 +97,16 @@ def _damaged_header(path: Path) -> None:
     path.write_bytes(content)
 
 
+def test_ranks_that_share_a_descriptor_do_not_move_each_others_position(llama: Make, load: Load, cache: Path) -> None:
+    load(llama())
+    (path,) = cache.iterdir()
+    with path.open("rb", buffering=0) as file:
+        _, key, *_ = packed_file._HEADER.unpack(file.read(packed_file._HEADER.size))
+        at = file.seek(7)
+        assert packed_file.PackedWeights.of_descriptor(file.fileno(), key.decode()).formats
+        assert file.tell() == at
+
+
 def _damaged_table(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-20] + bytes(20))
