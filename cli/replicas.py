@@ -23,10 +23,9 @@ from penstock.cli.processes import (
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.gpus import VISIBLE, GpuDevice, devices_here, gpu_problems, this_machine
 from penstock.gpu_node.settings import DEFAULT_KV_CACHE_GIB, MAX_REPLICAS, NodeSettings, replica_name
-from penstock.kernels.cpu.probe import cpu_shares
+from penstock.kernels.cpu.probe import available_bytes, cpu_shares
 from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.logging import LogSettings, ProgressLog
-from penstock.runtime.process_memory import available_bytes
 
 _log = logging.getLogger(__package__)
 

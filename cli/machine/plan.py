@@ -15,8 +15,7 @@ from penstock.cli.output import AsJson
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.gpus import GpuDevice, devices_here, gpu_problems, this_machine
 from penstock.gpu_node.settings import NodeSettings, pool_of_model
-from penstock.kernels.cpu.probe import usable_cores
-from penstock.runtime.process_memory import available_bytes
+from penstock.kernels.cpu.probe import available_bytes, usable_cores
 
 if TYPE_CHECKING:
     from penstock.gpu_node.plan import Devices, ModelPlan, ShapeFit

@@ -1,4 +1,4 @@
-"""What the CPUs of this machine are: instruction sets, the usable cores, and their division among processes.
+"""What this process may use of the machine: instruction sets, cores and their division among processes, and memory.
 
 Linux numbers the hardware threads of all cores one after the other, so neighbors in number may share a core, or lie on
 different sockets. A function that reads a folder takes it as an argument, so that a test can describe another machine.
@@ -49,7 +49,7 @@ def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
     A quota of 1.5 CPUs counts as two cores: two threads run 75% of the time, which beats one thread that always runs.
     """
     cores = len(os.sched_getaffinity(0))
-    quotas = [quota for group in _cpu_groups(cgroups, own) if (quota := _cpu_quota(group)) is not None]
+    quotas = [quota for group in _own_groups("cpu", cgroups, own) if (quota := _cpu_quota(group)) is not None]
     return max(1, min(cores, *map(ceil, quotas))) if quotas else cores
 
 
@@ -59,8 +59,19 @@ def cores_to_stay_on(num_threads: int) -> list[int]:
     return cores if num_threads == len(cores) > 1 else []
 
 
-def _cpu_groups(cgroups: Path, own: Path) -> Iterator[Path]:
-    """Yield the cgroups, v2 or v1, that limit this process's CPU time: the mounted root, its own and all between.
+def available_bytes(
+    cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup"), meminfo: Path = Path("/proc/meminfo")
+) -> int:
+    """Return the memory that the system and the limits of this process's cgroups still allow; 0 if unknown.
+
+    Pages of files that are cached count as available, as the system itself counts them.
+    """
+    left = [found for group in _own_groups("memory", cgroups, own) if (found := _memory_left(group)) is not None]
+    return min([_number(meminfo, "MemAvailable:") << 10, *left])
+
+
+def _own_groups(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
+    """Yield the cgroups, v2 or v1, that limit this process by a controller: the mounted root, its own and all between.
 
     In a container, the mounted root is the container's own cgroup, whatever path Linux reports.
     """
@@ -68,10 +79,10 @@ def _cpu_groups(cgroups: Path, own: Path) -> Iterator[Path]:
         lines = own.read_text().splitlines()
     except OSError:
         lines = []
-    yield from (cgroups, cgroups / "cpu")
+    yield from (cgroups, cgroups / controller)
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers or "cpu" in controllers.split(","):
+        if not controllers or controller in controllers.split(","):
             mounted = cgroups / controllers if controllers else cgroups
             group = mounted / path.lstrip("/")
             yield from (one for one in (group, *group.parents) if one != mounted and one.is_relative_to(mounted))
@@ -90,6 +101,29 @@ def _cpu_quota(group: Path) -> float | None:
         return None if allowed < 0 else allowed / int((group / "cpu.cfs_period_us").read_text())
     except (OSError, ValueError):
         return None
+
+
+def _memory_left(group: Path) -> int | None:
+    """Return the bytes that a cgroup still allows; None without a limit."""
+    for limit, used, cached in (
+        ("memory.max", "memory.current", ""),
+        # With the groups below it, as in its usage.
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        if most := _number(group / limit):
+            files = sum(_number(group / "memory.stat", f"{cached}{kind}_file ") for kind in ("active", "inactive"))
+            return max(0, most - _number(group / used) + files)
+    return None
+
+
+def _number(path: Path, name: str = "") -> int:
+    """Return the number after a name in a file, or the file's only number; 0 if there is none."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    found = next((line.removeprefix(name).split()[:1] for line in lines if line.startswith(name)), [])
+    return int(found[0]) if found and found[0].isdecimal() else 0
 
 
 SYSTEM = Path("/sys/devices/system")

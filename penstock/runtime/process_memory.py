@@ -1,4 +1,4 @@
-"""The memory of this process: what it takes, what the system could still give, and how seldom garbage is collected."""
+"""The memory of this process: what it takes, and how seldom garbage is collected."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 LARGE_BLOCK_BYTES = 256 << 10
 _M_MMAP_THRESHOLD = -3
 """The parameter's number in glibc's malloc.h."""
@@ -23,49 +21,6 @@ def resident_bytes() -> int:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-def available_bytes() -> int:
-    """Return the memory that the system, and the limits of this process's control groups, still allow; 0 if unknown.
-
-    Pages of files that are cached count as available, as the system itself counts them.
-    """
-    return min([_number(_PROC / "meminfo", "MemAvailable:") << 10, *_left_in_groups()])
-
-
-def _left_in_groups() -> Iterator[int]:
-    """Yield what each control group of this process that has a limit still allows.
-
-    Often a container has its own group mounted as the root. Then its path leads nowhere, and the root has the limit.
-    """
-    try:
-        lines = (_PROC / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, (limit, used), cached = _GROUPS, ("memory.max", "memory.current"), ""
-        elif "memory" in controllers.split(","):
-            root, (limit, used) = _GROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            cached = "total_"  # With the groups below it, as in its usage.
-        else:
-            continue
-        group = root / path.lstrip("/")
-        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
-            if most := _number(folder / limit):
-                files = sum(_number(folder / "memory.stat", f"{cached}{kind}_file ") for kind in ("active", "inactive"))
-                yield max(0, most - _number(folder / used) + files)
-
-
-def _number(path: Path, name: str = "") -> int:
-    """Return the number after a name in a file, or the file's only number; 0 if there is none."""
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    found = next((line.removeprefix(name).split()[:1] for line in lines if line.startswith(name)), [])
-    return int(found[0]) if found and found[0].isdecimal() else 0
 
 
 def keep_large_blocks_apart() -> None:

@@ -11,7 +11,7 @@ from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, ReadScaled
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
-from penstock.runtime.process_memory import available_bytes
+from penstock.kernels.cpu.probe import available_bytes
 
 SWAP_SHARE = 0.25
 """Share of the free memory that the default of the swap space may take."""

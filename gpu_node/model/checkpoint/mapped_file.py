@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.runtime.process_memory import available_bytes
+from penstock.kernels.cpu.probe import available_bytes
 
 _PART_BYTES = 64 << 20
 _STRIDE = 64 << 10

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from penstock.runtime import process_memory
-from penstock.runtime.process_memory import available_bytes
+from penstock.kernels.cpu import probe
 
 MIB = 1 << 20
 PATH = "system.slice/penstock.service"
 
 
 @pytest.fixture
-def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+def roots(tmp_path: Path) -> tuple[Path, Path]:
     """Where the system shows processes and control groups; 1000 MiB are available."""
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: 4096000 kB\nMemAvailable: {1000 << 10} kB\n")
-    monkeypatch.setattr(process_memory, "_PROC", proc)
-    monkeypatch.setattr(process_memory, "_GROUPS", groups)
     return proc, groups
+
+
+@pytest.fixture
+def available_bytes(roots: tuple[Path, Path]) -> Callable[[], int]:
+    proc, groups = roots
+    return lambda: probe.available_bytes(groups, proc / "self" / "cgroup", proc / "meminfo")
 
 
 def write(folder: Path, **contents: object) -> None:
@@ -30,17 +34,23 @@ def write(folder: Path, **contents: object) -> None:
         (folder / f"memory.{name}").write_text(f"{content}\n")
 
 
-def test_without_groups_all_that_the_system_has_is_available(roots: tuple[Path, Path]) -> None:
+def test_without_groups_all_that_the_system_has_is_available(
+    roots: tuple[Path, Path], available_bytes: Callable[[], int]
+) -> None:
     assert available_bytes() == 1000 * MIB
 
 
 @pytest.mark.parametrize("meminfo", ["", "MemTotal: 4096000 kB\n"])
-def test_a_system_that_does_not_say_has_nothing_available(roots: tuple[Path, Path], meminfo: str) -> None:
+def test_a_system_that_does_not_say_has_nothing_available(
+    roots: tuple[Path, Path], available_bytes: Callable[[], int], meminfo: str
+) -> None:
     (roots[0] / "meminfo").write_text(meminfo)
     assert available_bytes() == 0
 
 
-def test_a_limit_of_the_own_group_counts_and_its_cached_files_are_available(roots: tuple[Path, Path]) -> None:
+def test_a_limit_of_the_own_group_counts_and_its_cached_files_are_available(
+    roots: tuple[Path, Path], available_bytes: Callable[[], int]
+) -> None:
     proc, groups = roots
     (proc / "self" / "cgroup").write_text(f"0::/{PATH}\n")
     stat = f"anon 5\nactive_file {30 * MIB}\ninactive_file {20 * MIB}\nshmem 7"
@@ -48,7 +58,7 @@ def test_a_limit_of_the_own_group_counts_and_its_cached_files_are_available(root
     assert available_bytes() == 400 * MIB
 
 
-def test_a_limit_of_a_group_above_counts(roots: tuple[Path, Path]) -> None:
+def test_a_limit_of_a_group_above_counts(roots: tuple[Path, Path], available_bytes: Callable[[], int]) -> None:
     proc, groups = roots
     (proc / "self" / "cgroup").write_text(f"0::/{PATH}\n")
     write(groups / PATH, max="max", current=150 * MIB)
@@ -56,14 +66,14 @@ def test_a_limit_of_a_group_above_counts(roots: tuple[Path, Path]) -> None:
     assert available_bytes() == 10 * MIB
 
 
-def test_the_own_group_of_a_container_is_its_root(roots: tuple[Path, Path]) -> None:
+def test_the_own_group_of_a_container_is_its_root(roots: tuple[Path, Path], available_bytes: Callable[[], int]) -> None:
     proc, groups = roots
     (proc / "self" / "cgroup").write_text("0::/docker/0123\n")
     write(groups, max=200 * MIB, current=250 * MIB)
     assert available_bytes() == 0
 
 
-def test_version_1_of_groups_is_known(roots: tuple[Path, Path]) -> None:
+def test_version_1_of_groups_is_known(roots: tuple[Path, Path], available_bytes: Callable[[], int]) -> None:
     proc, groups = roots
     (proc / "self" / "cgroup").write_text("5:cpu,cpuacct:/a\n4:memory:/a/b\n0::/\n")
     stat = f"active_file 0\ntotal_active_file {3 * MIB}\ntotal_inactive_file {4 * MIB}"
