@@ -262,8 +262,8 @@ class Placement:
     """Whether at least one core that this process may use does not compute steps."""
 
 
-class ModelRunner(Protocol):
-    """Owns the weights and the KV cache, and runs steps one after another."""
+class StepRunner(Protocol):
+    """Owns weights and a KV cache, and runs steps one after another."""
 
     @property
     def max_in_flight(self) -> int:
@@ -290,6 +290,10 @@ class ModelRunner(Protocol):
         A step reads of a block only what the sequence itself stored: new blocks may hold anything, NaN included.
         The caller must not change the plan's arrays before the result is available. Raises like `StepHandle.result`.
         """
+
+
+class ModelRunner(StepRunner, Protocol):
+    """The runner of a whole model."""
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, 0 <= adapter_slot < `max_loras`, and replace the adapter there.

@@ -254,9 +254,16 @@ def _fit(
         return ShapeFit(*counts, problem=error.message)
     ranks = _ranks_of(described.spec, sizes, parallel)
     most = max(rank.weight_bytes for rank in ranks)
-    room = _gpu_tokens if devices.kind == "gpu" else _cpu_tokens
+    is_gpu, num_ranks = devices.kind == "gpu", parallel.num_ranks * replicas
+    if num_ranks > devices.count:
+        needed = "as many GPUs" if is_gpu else "a core each"
+        problem = f"{num_ranks} ranks need {needed}, there are {devices.count}"
+        return ShapeFit(*counts, problem=problem, weight_bytes=most)
     try:
-        tokens = room(described, options, sizes, devices, ranks, parallel, replicas)
+        if is_gpu:
+            tokens = _gpu_tokens(described.spec, options, sizes, devices, ranks, parallel.tensor)
+        else:
+            tokens = _cpu_tokens(described, options, sizes, devices, ranks, parallel, replicas)
     except ConfigError as error:
         return ShapeFit(*counts, problem=error.message, weight_bytes=most)
     return ShapeFit(*counts, "", most, max(rank.kv_token_bytes for rank in ranks) * tokens, tokens)
@@ -282,20 +289,12 @@ def _ranks_of(spec: ModelSpec, sizes: ModelSizes, parallel: Parallel) -> list[_R
 
 
 def _gpu_tokens(
-    described: Description,
-    options: RunnerOptions,
-    sizes: ModelSizes,
-    devices: Devices,
-    ranks: Sequence[_Rank],
-    parallel: Parallel,
-    replicas: int,
+    spec: ModelSpec, options: RunnerOptions, sizes: ModelSizes, devices: Devices, ranks: Sequence[_Rank], tensor: int
 ) -> int:
     """Return the tokens of KV cache that the fullest GPU holds. Raises ConfigError if that is no block."""
-    if parallel.num_ranks * replicas > devices.count:
-        raise ConfigError(f"{parallel.num_ranks * replicas} ranks need as many GPUs, there are {devices.count}")
     share = options.gpu_memory_utilization or _UTILIZATION
     limit = int((devices.rank_bytes or 0) * share)
-    step = _step_bytes(described.spec, options, _ITEM_BYTES[sizes.dtype], parallel.tensor)
+    step = _step_bytes(spec, options, _ITEM_BYTES[sizes.dtype], tensor)
     blocks = []
     for rank in ranks:
         left, block_bytes = limit - rank.weight_bytes - step, rank.kv_token_bytes * options.block_size
@@ -328,8 +327,6 @@ def _cpu_tokens(
     replicas: int,
 ) -> int:
     """Return the tokens of KV cache of a replica. Raises ConfigError if a rank's memory does not hold its part."""
-    if parallel.num_ranks * replicas > devices.count:
-        raise ConfigError(f"{parallel.num_ranks * replicas} ranks need a core each, there are {devices.count}")
     spec = described.spec
     total = prod((spec.num_layers, spec.num_kv_heads, sizes.kv_head_bytes))
     own = options.model_copy(update={"kv_cache_gib": options.kv_cache_gib or DEFAULT_KV_CACHE_GIB / replicas})

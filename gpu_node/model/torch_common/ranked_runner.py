@@ -28,6 +28,7 @@ from penstock.gpu_node.model.protocol import (
     StepHandle,
     StepPlan,
     StepResult,
+    StepRunner,
     TokenMasks,
 )
 from penstock.gpu_node.model.ranks.group import RankGroup
@@ -45,34 +46,15 @@ _GRACE_S = 2.0
 _NAME_BYTES = 128
 
 
-class PartRunner(Protocol):
-    """The runner of one rank's part of a model."""
+class PartRunner(StepRunner, Protocol):
+    """The runner of one rank's part of a model. The cache sizes are those of all ranks.
 
-    @property
-    def max_in_flight(self) -> int:
-        """As `ModelRunner.max_in_flight`."""
+    `submit` also raises BrokenExchangeError if another rank is gone, and so does the result of its step.
+    """
 
     @property
     def all_sample(self) -> bool:
         """Whether every rank samples, so that each needs to know what the rows sample by."""
-
-    @property
-    def cache_sizes(self) -> CacheSizes:
-        """As `ModelRunner.cache_sizes`, of all ranks."""
-
-    @property
-    def placement(self) -> Placement:
-        """As `ModelRunner.placement`."""
-
-    @property
-    def verifies_drafts(self) -> bool:
-        """As `ModelRunner.verifies_drafts`."""
-
-    def bind_thread(self) -> None:
-        """As `ModelRunner.bind_thread`."""
-
-    def submit(self, plan: StepPlan) -> StepHandle:
-        """As `ModelRunner.submit`. Raises BrokenExchangeError if another rank is gone, also at the result."""
 
     def start_logits(self, plan: StepPlan) -> Future[NDArray[np.float32]]:
         """Run a step that samples nothing; the result is the logits after each of its tokens, [num_tokens, vocab]."""

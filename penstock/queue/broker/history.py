@@ -113,7 +113,7 @@ class HistoryWatch:
             except UnavailableError:
                 pass  # The calls that need Redis report it.
             except PenstockError as error:
-                _LOG.error("redis's history cannot be compared", extra={"who": self._name, "reason": error.message})
+                _LOG.error("redis's history cannot be compared", extra={"client": self._name, "reason": error.message})
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S if self._is_compared and self._is_address_known else RETRY_S):
                     await redis.changed.wait()
@@ -130,7 +130,7 @@ class HistoryWatch:
         history, is_replica = found
         if is_replica:
             if not self._was_replica:
-                _LOG.warning("redis is a replica now", extra={"who": self._name, "history": str(history)})
+                _LOG.warning("redis is a replica now", extra={"client": self._name, "history": str(history)})
             self._was_replica = True
             await redis.close_lines(exceptions.ReadOnlyError("Redis became a replica"))
             return
@@ -138,7 +138,7 @@ class HistoryWatch:
         if self._known is not None and history != self._known:
             self._is_compared, self._changed_s = False, asyncio.get_running_loop().time()
             ids = {"old": str(self._known), "new": str(history)}
-            _LOG.warning("redis has a new history", extra={"who": self._name, **ids})
+            _LOG.warning("redis has a new history", extra={"client": self._name, **ids})
         self._known = history
         if not self._is_compared:
             try:
@@ -173,7 +173,7 @@ class HistoryWatch:
                 return _history_of(await redis.execute_all(_READ))
         except ConfigError as error:
             self._is_readable = False
-            _LOG.info("redis's history cannot be read", extra={"who": self._name, "reason": error.message})
+            _LOG.info("redis's history cannot be read", extra={"client": self._name, "reason": error.message})
             return None
 
     # Addresses --------------------------------------------------------------------------------------

@@ -30,13 +30,7 @@ MAX_REQUEST_BYTES = 1 << 20
 STREAMS = 3
 """Stdin, stdout and stderr come with a request, and behind them the pipe that gets the exit status."""
 PRELOADED = (
-    *(
-        "penstock.cli.main",
-        "penstock.cli.services",
-        "penstock.cli.services",
-        "penstock.cli.serve",
-        "penstock.gateway.app",
-    ),
+    *("penstock.cli.main", "penstock.cli.services", "penstock.cli.serve", "penstock.gateway.app"),
     *("penstock.gpu_node.process", "penstock.producer.client", "reference_engine"),
 )
 """Services, without torch: a request of a node with a real model names that."""
