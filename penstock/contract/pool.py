@@ -171,6 +171,7 @@ EVENTS = {
     "given_back_lost": "jobs that a node gave back because one of its ranks ended during their step",
     "given_back_unlisted": "jobs assigned to a node that did not know of them",
     "webhooks_dropped": "ends of jobs that no webhook tells of, because their tenant had 100,000 of them in the pool",
+    "clock_jumps": "jumps of Redis's clock, such as after a fail-over to another machine",
     "sweep_resets": "sweeps after half a lease without one: Redis was unreachable, or no process was running",
 }
 """Counters in P:counts, with their help texts."""

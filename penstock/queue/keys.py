@@ -100,7 +100,6 @@ tenant's ended jobs, with what the pool counted of the tenant.
                                                                           ended then; 65 s
     P:readers                zset    reader_heartbeat, submit, attach;    inbox → last heartbeat of its process
                                      sweep
-    P:sweep                  string  sweep, declare_dead                  time of the last sweep
     P:counts                 hash    scripts                              counters of events, for operators
     P:events                 zset    scripts                              the newest 256 events, by time
     P:audit                  string  audit                                the audit that repairs the pool now; 10 s
@@ -110,8 +109,9 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:bulk:<id>              hash    bulk, change                         a bulk action's request, cursor, lease and
                                                                           report; result_ttl_ms after its end
     P:bulks                  zset    bulk, change                         ids of the open bulk actions, by their begin
-    P:config                 hash    join, declare                        protocol version; the pool's policy and limits
-                                                                          and incarnation (completions.py)
+    P:config                 hash    join, declare; sweep, declare_dead   protocol version; the pool's policy, limits
+                                                                          and incarnation (completions.py); its clock
+                                                                          (prelude.lua), and the last sweep's time
     P:schema                 hash    join, declare                        the version again, for releases of protocol
                                                                           version 1, which look for it here
     P:profile:<id>           list    node; penstock profile (LPOP)        a node's answer to `penstock profile`, 8

@@ -220,7 +220,7 @@ class QueueMachine(RuleBasedStateMachine):
         node = self.nodes.setdefault(name, FakeNode(self.client, name, NODES[name]))
         policy = self.model.policy
         self.run(node.join(**CONFIG, policy=policy.name, aging_ms=policy.aging_ms, bypass_ms=policy.bypass_ms))
-        self.sync.set(f"{P}:sweep", self.run(self.queue.now_ms()))
+        self.run(self.queue.note_sweep())
         known = self.model.nodes.setdefault(name, ModelNode(name, NODES[name]))
         known.is_known, known.is_silent, known.is_draining = True, False, False
         self.tell(node, free=0)

@@ -22,7 +22,7 @@ from penstock.contract.priority import Priority, class_of_level, is_background
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.broker.jobs import STATUS_FIELDS, JobStatus, ms_of, status_of
+from penstock.queue.broker.jobs import STATUS_FIELDS, JobStatus, pool_ms, status_of
 from penstock.queue.broker.pools import LoggedOnce, pool_names
 from penstock.queue.wire import Request
 
@@ -173,24 +173,24 @@ class JobLists:
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.time()
                 for job_id in job_ids:
+                    pipe.hget(keys.config(pool_of(job_id)), "ahead_ms")
                     pipe.hmget(keys.job(job_id), STATUS_FIELDS)
                     pipe.llen(keys.log(job_id))
                     pipe.get(keys.metadata(job_id))
                 time, *values = await pipe.execute(raise_on_error=False)
-        now_ms = ms_of(time)
-        return [self._status(job_id, now_ms, *values[3 * at : 3 * at + 3]) for at, job_id in enumerate(job_ids)]
+        return [self._status(job_id, time, *values[4 * at : 4 * at + 4]) for at, job_id in enumerate(job_ids)]
 
-    def _status(self, job_id: str, now_ms: int, *answers: Any) -> JobStatus | None:
+    def _status(self, job_id: str, time: tuple[int, int], *answers: Any) -> JobStatus | None:
         """Return a job's state, None without a record. A damaged record is logged, and hides this job alone."""
         try:
             for answer in answers:
                 if isinstance(answer, Exception):
                     raise answer
-            values, num_chunks, metadata = answers
+            ahead_ms, values, num_chunks, metadata = answers
             if not values[0]:
                 return None
             fields = {name: (value or b"").decode() for name, value in zip(STATUS_FIELDS, values, strict=True)}
-            return status_of(job_id, fields, now_ms, num_chunks, metadata=metadata)
+            return status_of(job_id, fields, pool_ms(time, ahead_ms), num_chunks, metadata=metadata)
         except (ValueError, KeyError, ResponseError) as error:
             self._logged.warn("unreadable job record", keys.job(job_id), error)
             return None

@@ -149,9 +149,13 @@ def ledger_of(fields: Mapping[str, str]) -> JobLedger:
     )
 
 
-def ms_of(time: tuple[int, int]) -> int:
-    """Return Redis's answer to TIME in milliseconds."""
-    return time[0] * 1000 + time[1] // 1000
+CLOCK_FIELDS = ("lease_ms", "ahead_ms")
+"""Fields of P:config that tell, with Redis's time, which heartbeats are recent."""
+
+
+def pool_ms(time: tuple[int, int], ahead_ms: bytes | None) -> int:
+    """Return a pool's time, from Redis's answer to TIME and from `ahead_ms` of P:config."""
+    return time[0] * 1000 + time[1] // 1000 + int(ahead_ms or 0)
 
 
 def outcome_of(fields: Mapping[str, str]) -> Outcome | None:

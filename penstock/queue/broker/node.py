@@ -18,9 +18,10 @@ from penstock.contract.priority import PerLevel, Priority, class_of_level, is_ba
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
+from penstock.queue.broker.jobs import pool_ms
 from penstock.queue.broker.pools import keep_listed
 from penstock.queue.broker.producer import decoded
-from penstock.queue.broker.scripts import sweep
+from penstock.queue.broker.scripts import PoolClocks, sweep
 from penstock.queue.job_cost import HOLD_MS
 from penstock.runtime.event_loop import LoopYielder
 
@@ -189,8 +190,8 @@ async def config_of_pool(redis: Redis, pool: str) -> dict[str, str]:
         config = {name.decode(): value.decode() for name, value in found.items()}
         if not config:
             return {}
-        seconds, _ = await redis.time()
-        oldest_ms = 1000 * seconds - int(config.get("lease_ms", 0))
+        now_ms = pool_ms(await redis.time(), found.get(b"ahead_ms"))
+        oldest_ms = now_ms - int(config.get("lease_ms", 0))
         return config if await redis.zcount(keys.nodes(pool), oldest_ms, "+inf") else {}
 
 
@@ -204,6 +205,7 @@ class NodeBroker:
     def __init__(self, redis: Redis, pool: str, node_id: str, revision: str) -> None:
         self._redis = redis
         self._yielder = LoopYielder()
+        self._clocks = PoolClocks()
         self._pool = pool
         self._node_id = node_id
         self._revision = revision
@@ -374,7 +376,7 @@ class NodeBroker:
 
     async def sweep(self) -> None:
         """Sweep the pool for dead nodes and due jobs; the script limits how often it runs."""
-        await sweep(self._redis, self._pool)
+        await sweep(self._redis, self._pool, self._clocks)
 
     async def _call(self, name: str, *arguments: scripts.Argument) -> Any:
         return await scripts.call(self._redis, name, self._pool, self._node_id, *arguments)

@@ -30,6 +30,7 @@ from penstock.contract.pool import (
 from penstock.contract.priority import NUM_LEVELS
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.broker.jobs import CLOCK_FIELDS, pool_ms
 from penstock.queue.broker.queue_state import QueueReader, queue_state
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.wire import WireError
@@ -233,7 +234,7 @@ class StatsBroker:
         redis = self._redis
         (
             time,
-            lease_ms,
+            (lease_ms, ahead_ms),
             num_open,
             counts,
             heartbeats,
@@ -243,7 +244,7 @@ class StatsBroker:
             (waiting, cost),
         ) = await asyncio.gather(
             redis.time(),
-            redis.hget(keys.config(pool), "lease_ms"),
+            redis.hmget(keys.config(pool), CLOCK_FIELDS),
             redis.scard(keys.open_jobs(pool)),
             redis.hgetall(keys.counts(pool)),
             redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
@@ -252,8 +253,7 @@ class StatsBroker:
             redis.hgetall(keys.reserved(pool)),
             self._queue.read(pool),
         )
-        seconds, micros = time
-        now_ms = seconds * 1000 + micros // 1000
+        now_ms = pool_ms(time, ahead_ms)
         nodes = []
         for node, heartbeat_ms in heartbeats:
             if heartbeat_ms >= now_ms - int(lease_ms or 0) and node in records:
@@ -319,13 +319,14 @@ class ActivityBroker:
             return list(await asyncio.gather(*map(self._of, pools)))
 
     async def _of(self, pool: str) -> PoolActivity:
-        (waiting, cost), (time, lease_ms, counts, heartbeats, records, events, *by_kind) = await asyncio.gather(
-            self._queue.read(pool), self._facts_of(pool)
-        )
+        (
+            (waiting, cost),
+            (time, (lease_ms, ahead_ms), counts, heartbeats, records, events, *by_kind),
+        ) = await asyncio.gather(self._queue.read(pool), self._facts_of(pool))
         costs = Counter[bytes]()
         for _, of_kind in by_kind:
             costs.update({tenant: int(cost) for tenant, cost in of_kind.items()})
-        now_ms = time[0] * 1000 + time[1] // 1000
+        now_ms = pool_ms(time, ahead_ms)
         nodes = _live_nodes(heartbeats, records, now_ms, int(lease_ms or 0))
         return PoolActivity(
             pool,
@@ -337,10 +338,10 @@ class ActivityBroker:
         )
 
     async def _facts_of(self, pool: str) -> list[Any]:
-        """Return time, lease, counts, heartbeats, pressure records, events, and the queued cost by tenant and kind."""
+        """Return time, CLOCK_FIELDS, counts, heartbeats, pressure records, events, and queued costs by tenant."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.time()
-            pipe.hget(keys.config(pool), "lease_ms")
+            pipe.hmget(keys.config(pool), CLOCK_FIELDS)
             pipe.hgetall(keys.counts(pool))
             pipe.zrange(keys.nodes(pool), 0, -1, withscores=True)
             pipe.hgetall(keys.pressure(pool))

@@ -22,10 +22,18 @@ from penstock.queue import keys, results, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.history import RecentCalls
-from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, ms_of, outcome_of, status_of, times_ms_of
+from penstock.queue.broker.jobs import (
+    CLOCK_FIELDS,
+    STATUS_FIELDS,
+    large_result_bytes_of,
+    outcome_of,
+    pool_ms,
+    status_of,
+    times_ms_of,
+)
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
-from penstock.queue.broker.scripts import sweep
+from penstock.queue.broker.scripts import PoolClocks, sweep
 from penstock.queue.broker.submitting import Attached as Attached
 from penstock.queue.broker.submitting import SharedCalls, Submissions
 from penstock.queue.broker.submitting import Submission as Submission
@@ -121,7 +129,8 @@ class ProducerBroker:
         self._recent = recent or RecentCalls(0)
         self._redis, self._yielder = redis, LoopYielder()
         self._list, self._logged = PoolList(redis), LoggedOnce(_LOG)
-        self._submissions = Submissions(redis, patience)
+        self._clocks = PoolClocks()
+        self._submissions = Submissions(redis, patience, self._clocks)
         self._acks = SharedCalls(self._ack)
         self._results = SharedCalls(self._read_results, max_items=MAX_RESULTS)
 
@@ -193,14 +202,16 @@ class ProducerBroker:
         with translated():
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.time()
+                pipe.hget(keys.config(pool), "ahead_ms")
                 pipe.get(keys.metadata(job_id))
                 pipe.llen(keys.log(job_id))
                 pipe.zrank(keys.waiting(pool, level), job_id)
                 for more_urgent in range(level):
                     pipe.zcard(keys.waiting(pool, more_urgent))
-                time, metadata, length, older, *more_urgent_ones = await pipe.execute()
+                time, ahead_ms, metadata, length, older, *more_urgent_ones = await pipe.execute()
         num_ahead = 0 if older is None else older + sum(more_urgent_ones)
-        return status_of(job_id, fields, ms_of(time), length, num_ahead, metadata=metadata)
+        now_ms = pool_ms(time, ahead_ms)
+        return status_of(job_id, fields, now_ms, length, num_ahead, metadata=metadata)
 
     @retried
     async def log(self, job_id: str, start: int, count: int = 1000) -> list[Chunk]:
@@ -263,7 +274,8 @@ class ProducerBroker:
 
     async def reader_heartbeat(self, pool: str, inbox: str) -> None:
         """Send the heartbeat of a reading process, and sweep, so that jobs progress while any process is alive."""
-        await asyncio.gather(scripts.call(self._redis, "reader_heartbeat", pool, inbox), sweep(self._redis, pool))
+        beat = scripts.call(self._redis, "reader_heartbeat", pool, inbox)
+        await asyncio.gather(beat, sweep(self._redis, pool, self._clocks))
 
     @retried
     async def pressure(self, pool: str) -> PoolPressure:
@@ -273,20 +285,23 @@ class ProducerBroker:
         """
         with translated():
             redis = cast(Any, self._redis)
-            time, lease_ms, heartbeats, records, backlog, *num_queued = await asyncio.gather(
+            time, clock, heartbeats, records, backlog, *num_queued = await asyncio.gather(
                 redis.time(),
-                redis.hget(keys.config(pool), "lease_ms"),
+                redis.hmget(keys.config(pool), CLOCK_FIELDS),
                 redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
                 redis.hgetall(keys.pressure(pool)),
                 redis.hmget(keys.backlog(pool), [str(level) for level in range(NUM_LEVELS)]),
                 *(redis.zcard(keys.waiting(pool, level)) for level in range(NUM_LEVELS)),
             )
-        alive_since_ms = _alive_since_ms(time, lease_ms)
+        alive_since_ms = self._alive_since_ms(pool, time, *clock)
         alive = [
             records[node] for node, heartbeat_ms in heartbeats if heartbeat_ms >= alive_since_ms and node in records
         ]
         costs = [max(0, int(value or 0)) for value in backlog]
         return PoolPressure(tuple(self._pressures(pool, alive)), tuple(costs), tuple(num_queued))
+
+    def _alive_since_ms(self, pool: str, time: tuple[int, int], lease_ms: bytes | None, ahead_ms: bytes | None) -> int:
+        return self._clocks.alive_since_ms(pool, pool_ms(time, ahead_ms), int(lease_ms or 0))
 
     def _pressures(self, pool: str, records: Iterable[bytes]) -> Iterator[NodePressure]:
         """Decode pressure records. An unreadable one is logged and skipped, until its node writes it again."""
@@ -327,8 +342,8 @@ class ProducerBroker:
         if version != PROTOCOL_VERSION:
             return ServedPool(**asdict(record), is_alive=False, protocol_version=version)
         redis = cast(Any, self._redis)
-        (lease_ms, max_open_jobs), heartbeats, adapters = await asyncio.gather(
-            redis.hmget(keys.config(pool), ["lease_ms", "max_open_jobs"]),
+        (max_open_jobs, *clock), heartbeats, adapters = await asyncio.gather(
+            redis.hmget(keys.config(pool), ["max_open_jobs", *CLOCK_FIELDS]),
             redis.zrevrange(keys.nodes(pool), 0, 0, withscores=True),
             redis.hgetall(keys.adapters(pool)),
         )
@@ -338,7 +353,7 @@ class ProducerBroker:
                 digests |= wire.decode_pool(data).adapters
             except WireError as error:
                 self._logged.warn("unreadable pool record", keys.adapters(pool), error)
-        is_alive = bool(heartbeats) and heartbeats[0][1] >= _alive_since_ms(time, lease_ms)
+        is_alive = bool(heartbeats) and heartbeats[0][1] >= self._alive_since_ms(pool, time, *clock)
         # While all nodes are dead, the last announced adapters are kept, because the nodes may be back in a moment.
         announced = with_allowed_names(replace(record, adapters=digests) if is_alive else record, listed.entry)
         return ServedPool(**asdict(announced), is_alive=is_alive, max_open_jobs=int(max_open_jobs or NO_LIMIT))
@@ -364,11 +379,6 @@ def _decoded_record(pool: str, data: bytes) -> PoolRecord:
     if record.pool != pool:
         raise WireError(f"the record names pool {record.pool[:64]!r}")
     return record
-
-
-def _alive_since_ms(time: tuple[int, int], lease_ms: bytes | None) -> int:
-    """Return the oldest heartbeat, in Redis ms, with which a node counts as alive: one lease ago."""
-    return ms_of(time) - int(lease_ms or 0)
 
 
 def _no_job(job_id: str) -> NotFoundError:

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from penstock.contract.pool import NO_JOBS, NodePressure, QueueState, WaitingJobs, WaitState
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.queue import keys
+from penstock.queue.broker.jobs import pool_ms
 from penstock.queue.job_cost import drain_s
 
 MAX_LANES = 1000
@@ -45,16 +46,17 @@ class QueueReader:
 
     async def read(self, pool: str) -> tuple[Waiting, PerLevel]:
         """Return the waiting jobs, and the predicted KV tokens of those that are queued."""
-        (seconds, micros), costs, tenants, *indexes = await self._run(
+        time, ahead_ms, costs, tenants, *indexes = await self._run(
             [
                 ("time",),
+                ("hget", keys.config(pool), "ahead_ms"),
                 ("hmget", keys.backlog(pool), [*map(str, _LEVELS)]),
                 ("zrange", keys.awaiting_tenants(pool), 0, MAX_TENANTS - 1),
                 *(("zcard", keys.waiting(pool, level)) for level in _LEVELS),
                 *(_first_of(keys.waiting(pool, level)) for level in _LEVELS),
             ]
         )
-        now_ms = seconds * 1000 + micros // 1000
+        now_ms = pool_ms(time, ahead_ms)
         counts, heads = indexes[:NUM_LEVELS], indexes[NUM_LEVELS:]
         waiting: Waiting = {
             "queued": WaitingJobs(tuple(counts), tuple(_age_ms(head, now_ms) for head in heads)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
@@ -104,9 +105,50 @@ def start(redis: Redis, name: str, pool: str, *arguments: Argument, on_reply: Ca
     return redis.send_now(receive, *command(name, pool, arguments))
 
 
-async def sweep(redis: Redis, pool: str) -> None:
-    """Find dead nodes and due jobs, and log the dead nodes. The script limits how often it runs."""
-    kind, *found = await call(redis, "sweep", pool)
+class PoolClocks:
+    """The time of pools, as one process knows it: what its last sweep was told, and its own clock since then.
+
+    Redis's clock may jump, such as after a fail-over to another machine. Then this decides (prelude.lua, `clock`).
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[str, tuple[int, float]] = {}
+
+    def note(self, pool: str, now_ms: int) -> None:
+        """Keep the time that a sweep of the pool answered."""
+        self._read[pool] = now_ms, _uptime_s()
+
+    def seen_ms(self, pool: str) -> int:
+        """Return the pool's time; 0 if this process has not swept the pool."""
+        if (read := self._read.get(pool)) is None:
+            return 0
+        read_ms, read_s = read
+        return read_ms + round(1000 * (_uptime_s() - read_s))
+
+    def alive_since_ms(self, pool: str, now_ms: int, lease_ms: int) -> int:
+        """Return the oldest heartbeat with which a node counts as alive: one lease ago.
+
+        `now_ms`: the pool's time by Redis's clock. It does not count if it has jumped, until a sweep corrects it.
+        """
+        seen_ms = self.seen_ms(pool)
+        return (seen_ms if seen_ms and abs(now_ms - seen_ms) > lease_ms / 2 else now_ms) - lease_ms
+
+
+def _uptime_s() -> float:
+    """Return a clock that also runs while the machine is suspended, where there is one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+async def sweep(redis: Redis, pool: str, clocks: PoolClocks) -> None:
+    """Find dead nodes and due jobs, and log the dead nodes. The script limits how often it runs.
+
+    `clocks` tell it the pool's time if Redis's clock has jumped, and learn it otherwise.
+    """
+    kind, now_ms, *found = await call(redis, "sweep", pool, clocks.seen_ms(pool))
+    if now_ms:
+        clocks.note(pool, int(now_ms))
+    if kind == b"RESET" and found[0]:
+        _LOG.warning("redis's clock has jumped", extra={"pool": pool, "jump_ms": int(found[0])})
     if kind == b"OK":
         lost, num_requeued, num_ended = found
         if lost:

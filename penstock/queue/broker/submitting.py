@@ -28,7 +28,7 @@ from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, error_of_reply, retried
 from penstock.queue.broker.durable_calls import DurableCalls, not_confirmed
-from penstock.queue.broker.scripts import Argument
+from penstock.queue.broker.scripts import Argument, PoolClocks
 from penstock.queue.job_cost import RateTokens, estimate_output_bytes, spread_with_jobs
 from penstock.queue.wire import MAX_BYTES as MAX_WIRE_BYTES
 from penstock.queue.wire import pack, with_members
@@ -207,8 +207,8 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
     return PackedSubmission(job, inbox, terms, row, request, record.data)
 
 
-def _arguments_of(submissions: Sequence[PackedSubmission]) -> tuple[Argument, ...]:
-    """Return the arguments of submit.lua for jobs of one pool and inbox."""
+def _arguments_of(submissions: Sequence[PackedSubmission], seen_ms: int) -> tuple[Argument, ...]:
+    """Return the arguments of submit.lua for jobs of one pool and inbox. `seen_ms`: the pool's time, see PoolClocks."""
     # By identity: most jobs share an object, and its hash costs more than sending it twice.
     numbers: dict[tuple[str, int], int] = {}
     terms, rows = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
@@ -220,7 +220,7 @@ def _arguments_of(submissions: Sequence[PackedSubmission]) -> tuple[Argument, ..
             terms.append((packed.job.tenant, *limits, one.burst_s, str(one.weight), one.memory_percent, one.account))
         rows.append((numbers[key], *packed.row))
     payloads = (data for packed in submissions for data in (packed.request, packed.response))
-    return submissions[0].inbox, scripts.packed(terms), scripts.packed(rows), *payloads
+    return submissions[0].inbox, seen_ms, scripts.packed(terms), scripts.packed(rows), *payloads
 
 
 def _submitted(answer: list[Any]) -> Submitted:
@@ -231,9 +231,10 @@ def _submitted(answer: list[Any]) -> Submitted:
 class Submissions:
     """The calls of submit.lua of one client."""
 
-    def __init__(self, redis: Redis, patience: Patience | None) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None, clocks: PoolClocks) -> None:
         self.patience = patience
         self._redis = redis
+        self._clocks = clocks
         self._durable_calls: dict[Durability, DurableCalls] = {}
         self._calls = SharedCalls(self._call, lambda packed: len(packed.request) + len(packed.response))
 
@@ -256,7 +257,8 @@ class Submissions:
         def check(answers: list[Any]) -> None:
             _check_accepted(job, answers[0])
 
-        answers, is_confirmed = await calls.call("submit", job.pool, _arguments_of([packed]), check)
+        arguments = _arguments_of([packed], self._clocks.seen_ms(job.pool))
+        answers, is_confirmed = await calls.call("submit", job.pool, arguments, check)
         if not is_confirmed:
             job_id = answers[0][1].decode()
             raise not_confirmed(durability, f"job {job_id} is queued", job_id=job_id)
@@ -265,7 +267,9 @@ class Submissions:
     @retried
     async def _call(self, submissions: Sequence[PackedSubmission]) -> list[list[Any]]:
         """Return the answers to jobs of one pool and inbox. Raises UnavailableError if a retry makes sense."""
-        answers = await scripts.call(self._redis, "submit", submissions[0].job.pool, *_arguments_of(submissions))
+        pool = submissions[0].job.pool
+        arguments = _arguments_of(submissions, self._clocks.seen_ms(pool))
+        answers = await scripts.call(self._redis, "submit", pool, *arguments)
         for packed, answer in zip(submissions, answers, strict=True):
             if answer[0] in (b"UNKNOWN_POOL", b"ERR"):
                 error = submit_error(answer[0].decode(), answer, packed.job)

@@ -4,9 +4,8 @@
 -- ARGV: node ('' before it has joined), then its seats
 -- Answer: {earlier holders still in the pool, ms until all of them have been silent for long enough}
 local MAX_SILENCE_MS = 2500
-local node, config, now = ARGV[1], read_config(), clock()
+local node, config, now, _, last = ARGV[1], read_config(), clock()
 local silence = config and math.min(config.lease_ms / 5, MAX_SILENCE_MS) or MAX_SILENCE_MS
-local last = tonumber(redis.call('GET', P .. ':sweep') or '-1')
 local holders, dead, num_left, wait = {}, {}, 0, 0
 for at = 2, #ARGV do
   local before = {}
@@ -15,7 +14,7 @@ for at = 2, #ARGV do
     if last_ms then
       before[#before + 1] = id
       num_left = num_left + 1
-      local silent = now - tonumber(last_ms)
+      local silent = is_time_in_doubt() and 0 or now - tonumber(last_ms)
       if silent >= silence then dead[#dead + 1] = id end
       wait = math.max(wait, silence - silent)
     end
@@ -26,8 +25,8 @@ end
 redis.call('ZREM', P .. ':free', '')
 -- A heartbeat of 0 marks a node dead. The next sweep handles it; the sweep is made due at once.
 for _, id in ipairs(dead) do redis.call('ZADD', P .. ':nodes', 'XX', 0, id) end
-if #dead > 0 and config and last >= 0 and last <= now then
-  redis.call('SET', P .. ':sweep', math.min(last, math.floor(now - config.lease_ms / 15) - 1))
+if #dead > 0 and last and last <= now then
+  redis.call('HSET', KEYS[1], 'swept_ms', math.min(last, math.floor(now - config.lease_ms / 15) - 1))
 end
 if node ~= '' then
   for seat, before in pairs(holders) do

@@ -286,9 +286,13 @@ end
 -- Gives the leases of batches that no process holds to the caller: first those that have waited longest. `step`: a random
 -- number by which tokens grow, so that a Redis that lost a take gives no token twice. Answers also with
 -- the ends of batches of which webhook endpoints are to be told. They stay until the caller says `told`.
+-- A lease that would last longer than any is of before Redis's clock jumped back. Its holder learns that it is lost.
 function does.take()
-  local taken = {}
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', F .. ':open_batches', '-inf', now, 'LIMIT', 0, asked.limit)) do
+  local taken, open = {}, F .. ':open_batches'
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', open, '(' .. now + asked.lease_ms, '+inf', 'LIMIT', 0, asked.limit)) do
+    redis.call('ZADD', open, now, id)
+  end
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', open, '-inf', now, 'LIMIT', 0, asked.limit)) do
     local token = redis.call('HINCRBY', F .. ':batch:' .. id, 'token', asked.step)
     redis.call('ZADD', F .. ':open_batches', now + asked.lease_ms, id)
     taken[#taken + 1] = {id, token}

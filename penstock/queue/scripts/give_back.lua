@@ -9,8 +9,7 @@
 -- Answer, one per job: OK | KEEP | FENCED | GONE
 --   KEEP: no other node could take the job, so it stays with this node.
 local MAX_JOBS, MAX_PREEMPTIONS, FIRST, ARGS = 128, 3, 3, 5
-local node, why, now = ARGV[1], ARGV[2], clock()
-local config = read_config()
+local node, why, config, now = ARGV[1], ARGV[2], read_config(), clock()
 if #ARGV >= FIRST + ARGS * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
 if not ({drain = 1, pressure = 1, lacking = 1, lost = 1})[why] then return redis.error_reply('BAD_REASON') end
 

@@ -3,9 +3,8 @@
 -- ARGV: node revision, then the config as field value …
 -- Answer: {OK} | {MISMATCH, field, the pool's value}
 local ENDLESS_MS = 10 ^ 15
-local node, revision, now = ARGV[1], ARGV[2], clock()
 check_version(older_version())
-local config = read_config()
+local node, revision, config, now = ARGV[1], ARGV[2], read_config(), clock()
 local alive = config and redis.call('ZCOUNT', P .. ':nodes', now - config.lease_ms, '+inf') or 0
 for at = 3, #ARGV, 2 do
   local known = redis.call('HGET', KEYS[1], ARGV[at])

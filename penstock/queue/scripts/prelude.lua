@@ -70,9 +70,45 @@ local CONFIG_FIELDS = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grac
   'idem_ttl_ms', 'max_open_jobs', 'max_queued_cost', 'max_losses', 'progress_chunks', 'avoid_ms', 'aging_ms', 'bypass_ms',
   'policy'}
 
-local function clock()
-  local t = redis.call('TIME')
-  return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+-- The pool's clock, in ms. Redis's clock may jump: after a fail-over it is that of another machine. The pool's clock is
+-- ahead_ms ahead of it, and does not jump: a sweep corrects ahead_ms (sweep.lua). It never shows less than at the last
+-- sweep. If that was longer ago than half a lease, or is still to come, the time is in doubt until the next sweep. Then
+-- nothing passes its deadline, and nobody counts as silent.
+local redis_clock, clock, read_clock, is_time_in_doubt
+do
+  local ahead, swept, max_gap, redis_now, now, in_doubt
+
+  -- Takes the clock's fields of P:config.
+  function read_clock(ahead_ms, swept_ms, lease_ms)
+    ahead, swept = tonumber(ahead_ms or '') or 0, tonumber(swept_ms or '')
+    max_gap = (tonumber(lease_ms or '') or 0) / 2
+  end
+
+  -- Redis's own time. It stays the same during a script.
+  function redis_clock()
+    if not redis_now then
+      local t = redis.call('TIME')
+      redis_now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+    end
+    return redis_now
+  end
+
+  -- The pool's time. It stays the same during a script. `seen`: what it is as the caller knows, which counts while it is in
+  -- doubt; 0 or nil if unknown. Second, how far ahead of Redis's clock it is, and third, when the last sweep was, or nil.
+  function clock(seen)
+    if not now then
+      if not ahead then read_clock(unpack(redis.call('HMGET', KEYS[1], 'ahead_ms', 'swept_ms', 'lease_ms'))) end
+      now = redis_clock() + ahead
+      in_doubt = swept and (now < swept or now - swept > max_gap) or false
+      if in_doubt then now = seen and seen >= swept and seen or math.max(now, swept) end
+    end
+    return now, ahead, swept
+  end
+
+  function is_time_in_doubt()
+    clock()
+    return in_doubt, not swept
+  end
 end
 
 local function job_key(id) return P .. ':job:' .. id end
@@ -136,12 +172,13 @@ local function older_version() return redis.call('HGET', P .. ':schema', 'versio
 -- The pool's times and limits as numbers, its policy as text, or nil for an unknown pool. `names` must start with 'version'.
 local function read_config(names)
   names = names or CONFIG_FIELDS
-  local values = redis.call('HMGET', KEYS[1], unpack(names))
-  check_version(values[1] or older_version())
-  if not values[1] then return nil end
+  local values = redis.call('HMGET', KEYS[1], 'ahead_ms', 'swept_ms', 'lease_ms', unpack(names))
+  read_clock(values[1], values[2], values[3])
+  check_version(values[4] or older_version())
+  if not values[4] then return nil end
   local config = {}
   for i, name in ipairs(names) do
-    if name == 'policy' then config.policy = values[i] else config[name] = tonumber(values[i]) end
+    if name == 'policy' then config.policy = values[i + 3] else config[name] = tonumber(values[i + 3]) end
   end
   return config
 end
@@ -240,7 +277,7 @@ local function holds(job, node, lease)
 end
 
 local function is_expired(job, now)
-  return job.deadline ~= '' and tonumber(job.deadline) <= now
+  return job.deadline ~= '' and tonumber(job.deadline) <= now and not is_time_in_doubt()
 end
 
 -- Bytes of jobs ------------------------------------------------------------------------------------
@@ -348,13 +385,9 @@ do
 
   -- Whether heartbeats of readers and revisions are reliable. During an outage of Redis no heartbeat arrives; then no
   -- reader and no revision counts as dead before a sweep has reset their heartbeats.
-  local trusts_heartbeats
-  function can_trust_heartbeats(config, now)
-    if trusts_heartbeats == nil then
-      local since_sweep = now - tonumber(redis.call('GET', P .. ':sweep') or '0')
-      trusts_heartbeats = since_sweep >= 0 and since_sweep <= config.lease_ms / 2
-    end
-    return trusts_heartbeats
+  function can_trust_heartbeats()
+    local in_doubt, is_unswept = is_time_in_doubt()
+    return not in_doubt and not is_unswept
   end
 
   -- Whether every reader of a list has been silent for so many ms. `silent` caches the answers during one script.
@@ -369,7 +402,7 @@ do
 
   -- Whether a job that needs a reader has no live reader.
   function lacks_reader(job, config, now)
-    if (tonumber(job.needs_reader) or 0) == 0 or not can_trust_heartbeats(config, now) then return false end
+    if (tonumber(job.needs_reader) or 0) == 0 or not can_trust_heartbeats() then return false end
     if job.unread ~= '' then return is_unread(job, config, now) end
     if job.channel == '1' then return false end
     local ms = math.max(config.abandon_after_ms, grace_of(job, 0))

@@ -1,6 +1,7 @@
 -- submit: accept jobs, or answer why each is refused. A known id or idempotency key with the same body is the same job.
 -- What is read of the pool and of a tenant is read once per call; each accepted job then counts for the next ones.
--- ARGV: inbox, msgpack of [terms…], msgpack of [row…], then request and response of each job
+-- ARGV: inbox, seen_ms, msgpack of [terms…], msgpack of [row…], then request and response of each job
+--   seen_ms: the pool's time as the caller knows it, 0 if it does not (prelude.lua, clock)
 --   terms: [tenant, max_open, max_queued, jobs_per_minute, tokens_per_minute, burst_s, weight, memory_percent, account],
 --   with 0 for no limit
 --   row: [number of its terms, id, level, n, cost, body_hash, deadline_in_ms, channel, needs_reader, idem_hash, output,
@@ -24,11 +25,11 @@
 --   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it. spread: the standard
 --   error of the pace's logarithm, in thousandths.
 -- All accepted jobs are written before anything else. So a full Redis refuses each of them, and answers the other jobs.
-local MAX_JOBS, PAYLOADS = 128, 4
+local MAX_JOBS, PAYLOADS = 128, 5
 local MEMORY_RETRY_MS, MIN_RETRY_MS, JITTER = 5000, 1000, 0.2
 local MAX_RETRY_MS = 600000
 
-local inbox, all_terms, rows, answers = ARGV[1], cmsgpack.unpack(ARGV[2]), cmsgpack.unpack(ARGV[3]), {}
+local inbox, all_terms, rows, answers = ARGV[1], cmsgpack.unpack(ARGV[3]), cmsgpack.unpack(ARGV[4]), {}
 if #rows > MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
 
 local config = read_config({'version', 'result_ttl_ms', 'max_open_jobs', 'max_queued_cost', 'policy', 'max_wait_ms',
@@ -37,7 +38,7 @@ if not config then
   for at = 1, #rows do answers[at] = {'UNKNOWN_POOL'} end
   return answers
 end
-local now = clock()
+local now, ahead = clock(tonumber(ARGV[2]))
 
 -- What this call knows of tenants, by name: sums of the queue, rates and refused cost.
 local known_of = {}
@@ -105,9 +106,12 @@ local function wrong_age(job)
   local minted = tonumber(string.sub(id, dot + 1, dot + 8) .. string.sub(id, dot + 10, dot + 13), 16)
   -- A job of this id may have ended and its record expired. So an id is refused before that can have happened: a record
   -- lives at least record_life after the id's time, less what the id's clock was ahead. Clocks may be behind as much.
-  local record_life = response ~= '' and tonumber(keep) or config.result_ttl_ms
+  -- Redis's clock and the pool's may differ after a jump. An id is right if it is by one of them. A record expires by
+  -- Redis's clock, so it lives less long if that is ahead.
+  local record_life = (response ~= '' and tonumber(keep) or config.result_ttl_ms) + math.min(0, ahead)
   local max_age = math.min(MAX_AGE_MS, math.max(record_life - MAX_AHEAD_MS, MAX_AHEAD_MS))
-  if not minted or now - minted > max_age or minted - now > MAX_AHEAD_MS then return max_age end
+  local earlier, later = math.min(now, redis_clock()), math.max(now, redis_clock())
+  if not minted or earlier - minted > max_age or minted - later > MAX_AHEAD_MS then return max_age end
 end
 
 -- Refusals -----------------------------------------------------------------------------------------

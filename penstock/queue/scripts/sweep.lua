@@ -1,29 +1,39 @@
 -- sweep: find nodes without a heartbeat, requeue their jobs, end jobs past their deadline, and queue delayed jobs that
 -- are due. Every process calls it; it runs at most once per lease_ms / 15.
--- If the last run is missing, too old or in the future, Redis was unreachable or a clock stepped, and heartbeats may
--- have been lost. Then this run only resets the heartbeats of all nodes, readers and revisions to now (RESET).
--- ARGV: none
--- Answer: {SKIPPED} | {RESET} | {OK, {lost node, …}, jobs requeued, jobs ended}
-local MAX_JOBS = 128
+-- If the last run is missing, too old or in the future, Redis was unreachable or its clock jumped, and heartbeats may
+-- have been lost. Then this run only resets the heartbeats of all nodes, readers and revisions to now, and corrects the
+-- pool's clock (RESET): it goes on from what the caller knows. A caller that knows nothing takes Redis's clock, but none
+-- before the last run.
+-- ARGV: seen_ms: the pool's time as the caller knows it, 0 if it does not
+-- Answer: {SKIPPED, the pool's time} | {RESET, time, by how many ms Redis's clock has jumped; 0 for no jump}
+--   | {OK, time, {lost node, …}, jobs requeued, jobs ended}
+local MAX_JOBS, MIN_JUMP_MS, SLOWDOWN = 128, 1000, 100
 local MAX_READER_SILENCE_MS, MAX_RELEASED = 600000, 4096
 local MAX_TRIMMED, TRIM_EVERY_MS = 16, 10000
-local config, now = read_config(), clock()
-if not config then return {'SKIPPED'} end
-local last = tonumber(redis.call('GET', P .. ':sweep') or '-1')
-if last >= 0 and last <= now and now - last < config.lease_ms / 15 then return {'SKIPPED'} end
+local config, seen = read_config(), tonumber(ARGV[1])
+local now, ahead, last = clock(seen)
+if not config then return {'SKIPPED', 0} end
+local in_doubt = is_time_in_doubt()
+if last and not in_doubt and now - last < config.lease_ms / 15 then return {'SKIPPED', now} end
 
-if last < 0 or last > now or now - last > config.lease_ms / 2 then
-  redis.call('DEL', P .. ':sweep')
+if not last or in_doubt then
+  redis.call('ZREM', P .. ':free', '')
+  local by = redis_clock() + ahead - now
+  if math.abs(by) < MIN_JUMP_MS and now + by >= (last or 0) then now, by = now + by, 0 end
   -- A node that its successor declared dead has heartbeat 0, and keeps it.
   for _, set in ipairs({':nodes', ':readers', ':revisions'}) do
     for _, member in ipairs(redis.call('ZRANGEBYSCORE', P .. set, '(0', '+inf')) do
       redis.call('ZADD', P .. set, now, member)
     end
   end
-  redis.call('SET', P .. ':sweep', now)
+  redis.call('HSET', KEYS[1], 'swept_ms', now, 'ahead_ms', ahead - by)
   count_event('sweep_resets')
-  return {'RESET'}
+  if by ~= 0 then count_event('clock_jumps') end
+  return {'RESET', now, by}
 end
+
+-- After a jump the pool's clock comes back to Redis's slowly: it goes 1 % faster or slower.
+local function nearer(by_ms) return ahead > 0 and math.max(0, ahead - by_ms) or math.min(0, ahead + by_ms) end
 
 -- A node that fell silent while draining was probably killed for draining too slowly, so no job is held responsible.
 local function was_draining(node) return record_of(node).draining == true end
@@ -44,8 +54,8 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':deadlines', '-inf', now, 
   due[#due + 1] = read_damaged_job(id)
 end
 
-redis.call('DEL', P .. ':sweep')
-redis.call('SET', P .. ':sweep', now)
+redis.call('ZREM', P .. ':free', '')
+redis.call('HSET', KEYS[1], 'swept_ms', now, 'ahead_ms', nearer(math.floor((now - last) / SLOWDOWN)))
 local requeued, ended = 0, 0
 
 local function lose(job, was_draining)
@@ -104,4 +114,4 @@ for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', P .. ':ended', '-inf', now, 
   trim_completions(tenant)
 end
 flush()
-return {'OK', nodes_lost, requeued, ended}
+return {'OK', now, nodes_lost, requeued, ended}

@@ -286,15 +286,20 @@ class Queue:
 
     async def sweep(self, *, since_last_ms: int | None = LEASE_MS // 4) -> list[Any]:
         """Return the sweep script's answer. `since_last_ms`: time since the last sweep, None for never."""
-        if since_last_ms is None:
-            await self.redis.delete(f"{P}:sweep")
-        else:
-            await self.redis.set(f"{P}:sweep", await self.now_ms() - since_last_ms)
+        if await self.redis.exists(keys.config(POOL)):
+            await self.note_sweep(since_last_ms)
         return await self.run_sweep()
 
-    async def run_sweep(self) -> list[Any]:
-        kind, *found = await scripts.call(self.redis, "sweep", POOL)
-        return [kind.decode(), len(found[0]), *found[1:]] if found else [kind.decode()]
+    async def note_sweep(self, ms_ago: int | None = 0) -> None:
+        """Have the pool's last sweep be so long ago, None for never."""
+        if ms_ago is None:
+            await cast(Any, self.redis.hdel(keys.config(POOL), "swept_ms"))
+        else:
+            await cast(Any, self.redis.hset(keys.config(POOL), "swept_ms", str(await self.now_ms() - ms_ago)))
+
+    async def run_sweep(self, *, seen_ms: int = 0) -> list[Any]:
+        kind, _, *found = await scripts.call(self.redis, "sweep", POOL, seen_ms)
+        return ["OK", len(found[0]), *found[1:]] if kind == b"OK" else [kind.decode()]
 
     async def kill(self, node: FakeNode) -> None:
         """Make a node's last heartbeat older than a lease, and sweep."""

@@ -14,7 +14,7 @@ from fakes.processes.reference_engine import fake_embedding
 
 from penstock.contract.tasks import Embed
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.scripts import sweep
+from penstock.queue.broker.scripts import PoolClocks, sweep
 from tests.gateway.conftest import MODEL, EchoEngine
 from tests.gateway.jobs.test_jobs import TEXT, ended, error_of, shown, submit
 
@@ -180,7 +180,7 @@ async def start_late(redis_url: str, http: httpx.Client) -> dict[str, Any]:
         job_id = (await asyncio.to_thread(accepted, http, body))["id"]
         while (await asyncio.to_thread(shown, http, job_id))["outcome"] is None:
             # Every node and every reading process does so from time to time.
-            await sweep(redis, "late")
+            await sweep(redis, "late", PoolClocks())
             await asyncio.sleep(0.05)
         return await asyncio.to_thread(shown, http, job_id)
 

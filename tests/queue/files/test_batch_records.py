@@ -42,6 +42,14 @@ async def pass_on(redis: Any, batches: BatchRecords, lease: BatchLease) -> Batch
     return other
 
 
+async def test_a_lease_ends_in_time_although_redis_clock_jumped_back(redis: Any) -> None:
+    batches, lease = await taken(redis)
+    assert (await batches.take(5, 6.0, 0.0))[0] == []
+    await redis.zincrby(f"{F}:open_batches", 600_000, lease.batch_id)
+    (other,), _ = await batches.take(5, 6.0, 0.0)
+    assert other.token > lease.token
+
+
 def part(lease: BatchLease, number: int, rows: int) -> tuple[str, list[Part], PartCounts]:
     name = f"parts/{lease.batch_id}/{lease.token}-{number}"
     return name, [Part(f"{name}.output", "output", 100)], PartCounts(completed=rows, output_tokens=3 * rows)

@@ -116,7 +116,7 @@ async def test_sweep_that_restarts_all_leases_revives_no_dead_node(queue: Queue)
     before, after = await queue.node("n-1"), await queue.node("n-2")
     await before.broker.declare_dead(["seat"], has_joined=True)
     await be_silent_for(queue, before, SILENCE_MS + 50)
-    await queue.redis.delete(f"{P}:sweep")
+    await queue.note_sweep(None)
     await after.broker.declare_dead(["seat"], has_joined=True)
     await after.broker.sweep()
     assert await cast(Any, queue.redis.hget(f"{P}:counts", "sweep_resets")) == b"2"

@@ -37,7 +37,7 @@ async def test_full_redis_refuses_submits_and_nothing_else(queue: Queue) -> None
     known = new_job()
     waiting, cancelled = await queue.submit(known), await queue.submit()
     await queue.age("nodes", "dying", LEASE_MS + 1)
-    await queue.redis.set(f"{P}:sweep", await queue.now_ms() - LEASE_MS // 4)
+    await queue.note_sweep(LEASE_MS // 4)
     await fill(queue.redis)
 
     with pytest.raises(BusyError) as caught:

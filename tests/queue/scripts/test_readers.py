@@ -17,10 +17,7 @@ GRACE_MS = 5_001
 
 async def unheard(queue: Queue, taken: Taken, *, swept_ms_ago: int | None = 0) -> bool:
     """Whether emit reports that the job has no reader, if the last sweep was this long ago."""
-    if swept_ms_ago is None:
-        await queue.redis.delete(f"{P}:sweep")
-    else:
-        await queue.redis.set(f"{P}:sweep", await queue.now_ms() - swept_ms_ago)
+    await queue.note_sweep(swept_ms_ago)
     node_name = (await queue.record(taken.job_id))["node"]
     node = await queue.node(node_name)
     answer = await node.emit(taken, 0, 0)

@@ -147,7 +147,7 @@ async def test_a_large_result_goes_with_the_log_once_it_was_fetched(queue: Queue
 async def test_a_large_result_that_was_pushed_to_a_waiting_caller_goes_with_the_log(
     queue: Queue, background: bool, size: int, life_ms: int
 ) -> None:
-    await queue.redis.set(f"{P}:sweep", await queue.now_ms())
+    await queue.note_sweep()
     job_id = await ended(queue, size, background=background)
     assert life_ms - 5000 < await queue.redis.pttl(keys.result(job_id)) <= life_ms
 

@@ -229,7 +229,7 @@ async def test_log_of_a_revision_that_nobody_serves_ends_failed(queue: Queue) ->
 
     assert ids_of(await new.take()) == [], "no sweep has run since Redis came up, so nobody is judged"
     assert (await queue.producer.status(taken.job_id, "default")).state == "queued"
-    await queue.redis.set(f"{P}:sweep", await queue.now_ms())
+    await queue.note_sweep()
     assert ids_of(await new.take()) == []
 
     status = await queue.producer.status(taken.job_id, "default")
@@ -256,7 +256,7 @@ async def test_job_that_lost_its_last_reader_is_ended_not_taken(queue: Queue) ->
     for job_id in (read, unread):
         await queue.producer.detach(job_id, "me")
     await queue.change(unread, unread=await queue.now_ms() - 5001)
-    await queue.redis.set(f"{P}:sweep", await queue.now_ms())
+    await queue.note_sweep()
 
     assert ids_of(await node.take()) == [read]
 
@@ -270,7 +270,7 @@ async def test_job_of_a_dead_reader_is_ended_when_looked_at(queue: Queue) -> Non
     alone = await queue.submit(background=False, inbox="dead")
     shared = await queue.submit(background=False, inbox="dead")
     await queue.producer.attach(shared, "default", inbox="alive")
-    await queue.redis.set(f"{P}:sweep", await queue.now_ms())
+    await queue.note_sweep()
     await queue.age("readers", "dead", 30_001)
 
     assert ids_of(await node.take()) == [shared]
