@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,7 @@ from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray
 from penstock.contract.errors import ConfigError, UnavailableError
 from penstock.runtime.cache_folders import state_folder
-from penstock.runtime.settings import redis_url_of
+from penstock.runtime.settings import redis_url_of, redis_urls_of, without_password
 
 if TYPE_CHECKING:
     from penstock.producer.files.storage import FilesSettings
@@ -54,16 +54,20 @@ def audit(
     `penstock serve`) shows them. A repair deletes contents without a record that are older than an hour, and marks
     files whose content is gone. Records of files and batches are not repaired. Exit code 1 if any finding remains.
 
-    Where PENSTOCK_POOLS names several Redis, one is checked: that of the pools, or that of --redis-url.
+    Where PENSTOCK_POOLS names several Redis, each is checked, or those of the given pools. With --redis-url, that one.
 
     Examples:
         penstock audit
         penstock audit --pool POOL --repair
     """
     show = _show_as_json if as_json else _show
-    # The pools of one call are in one Redis.
-    url = redis_url_of(redis_url, pool=pool[0] if pool else None)
-    if asyncio.run(show(url, pool, repair=repair)):
+    places: dict[str, list[str] | None] = dict.fromkeys(redis_urls_of(redis_url))
+    if pool:
+        places = {}
+        for name in pool:
+            url = redis_url_of(redis_url, pool=name)
+            places[url] = [*(places.get(url) or ()), name]
+    if asyncio.run(show(places, repair=repair)):
         raise typer.Exit(EXIT_FOUND)
 
 
@@ -112,20 +116,35 @@ def audit_lines(audited: PoolAudit, *, repair: bool) -> Iterator[str]:
         yield f"{audited.pool}: {matching.get(audited.pool, 'all keys match the jobs')}"
 
 
-async def _show(redis_url: str, pools: list[str] | None, *, repair: bool) -> int:
+async def _audit_all(places: Mapping[str, list[str] | None], *, repair: bool) -> AsyncIterator[PoolAudit]:
+    """Yield the findings of pools in each Redis. Raises UnavailableError behind those of the others if one is away."""
+    away: UnavailableError | None = None
+    for url, pools in places.items():
+        try:
+            async for audited in audit_pools(url, pools, repair=repair):
+                yield audited
+        except UnavailableError as error:
+            if len(places) == 1:
+                raise
+            away = UnavailableError(f"{without_password(url)}: {error.message}", code=error.code)
+    if away is not None:
+        raise away
+
+
+async def _show(places: Mapping[str, list[str] | None], *, repair: bool) -> int:
     """Print the findings, and return how many remain."""
     num_left = 0
-    async for audited in audit_pools(redis_url, pools, repair=repair):
+    async for audited in _audit_all(places, repair=repair):
         print("\n".join(audit_lines(audited, repair=repair)))
         num_left += len(audited.left)
     return num_left
 
 
-async def _show_as_json(redis_url: str, pools: list[str] | None, *, repair: bool) -> int:
+async def _show_as_json(places: Mapping[str, list[str] | None], *, repair: bool) -> int:
     """Print the findings as JSON, and return how many remain."""
     num_left = 0
     with JsonArray() as array:
-        async for audited in audit_pools(redis_url, pools, repair=repair):
+        async for audited in _audit_all(places, repair=repair):
             found, left = ([_object_of(one) for one in findings] for findings in (audited.found, audited.left))
             array.add({"pool": audited.pool, "found": found, "left": left})
             num_left += len(left)

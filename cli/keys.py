@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,11 +21,13 @@ from penstock.contract.job import MEMORY, Durability
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import NO_LIMIT, ApiKey, Scope, Terms
-from penstock.contract.usage import MAX_DAYS, Period, PeriodUsage, UsageQuery, csv_of, usage_object
-from penstock.runtime.settings import KeySettings, redis_url_of
+from penstock.contract.usage import MAX_DAYS, MAX_PAGE_ROWS, Period, PeriodUsage, UsageQuery, csv_of, usage_object
+from penstock.runtime.settings import KeySettings, redis_url_of, redis_urls_of
 
 if TYPE_CHECKING:
-    from penstock.queue.broker.producer import ProducerBroker
+    from penstock.contract.usage import UsagePage
+    from penstock.producer.client.servers import QueueServers
+    from penstock.queue.broker.producer import ServedPool
     from penstock.queue.broker.usage import UsageBroker
     from penstock.queue.tenants.key_store import KeyStore
 
@@ -139,12 +142,36 @@ NOTHING = (0, 0, 0, 0)
 """Usage of a key without jobs."""
 
 
+class Usages:
+    """The usage of the pools in several Redis. Raises UnavailableError if one is away."""
+
+    def __init__(self, servers: QueueServers) -> None:
+        self._servers = servers
+
+    async def page(self, query: UsageQuery, *, after: str | None = None) -> UsagePage:
+        """Return a page of a report."""
+        return await self._servers.usage(query, after, MAX_PAGE_ROWS)
+
+    async def per_owner(self, query: UsageQuery) -> dict[tuple[str, str], list[int]]:
+        """Return the sums of jobs and of prompt, completion and cached tokens, by tenant and account."""
+        from penstock.queue.broker.usage import per_owner
+
+        return await per_owner(self.page, query)
+
+    async def kept(self) -> dict[str, int]:
+        """Return the bytes of memory that each tenant occupies in all of them."""
+        sums = Counter[str]()
+        for one in self._servers.require_all():
+            sums.update(await one.usage.kept())
+        return dict(sums)
+
+
 class Brokers(NamedTuple):
-    """The brokers through which the commands read and write Redis."""
+    """What the commands read and write: the keys, and what the pools know."""
 
     keys: KeyStore
-    usage: UsageBroker
-    producer: ProducerBroker
+    usage: UsageBroker | Usages
+    pools: Callable[[], Awaitable[Mapping[str, ServedPool]]]
 
 
 app = App()
@@ -247,7 +274,11 @@ def show(name: KeyName, days: Days = DEFAULT_DAYS, as_json: AsJson = False, redi
 
 @app.command("list")
 def list_keys(days: Days = DEFAULT_DAYS, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
-    """Print each key's id, tenant, scopes, class, limits, stored bytes of its tenant, and usage of the last days."""
+    """Print each key's id, tenant, scopes, class, limits, stored bytes of its tenant, and usage of the last days.
+
+    Keys are in the directory. Where PENSTOCK_POOLS names several Redis, bytes and usage are those of all; with
+    --redis-url, those of that one.
+    """
 
     async def find(brokers: Brokers) -> list[tuple[ApiKey, int | None, list[int] | None]]:
         known, kept = await brokers.keys.all(), await brokers.usage.kept()
@@ -291,7 +322,7 @@ def usage(
         if name is not None:
             key = await brokers.keys.find(name)
             query = replace(query, tenant=key.tenant, account=key.key_id)
-        models = {served: record.model for served, record in (await brokers.producer.pools()).items()}
+        models = {served: record.model for served, record in (await brokers.pools()).items()}
         after, is_first = None, True
         with JsonArray() if as_json else nullcontext() as array:
             while is_first or after is not None:
@@ -345,7 +376,14 @@ def _run(redis_url: str | None, work: Callable[[Brokers], Awaitable[T]]) -> T:
         from penstock.queue.broker.usage import UsageBroker
         from penstock.queue.tenants.key_store import KeyStore
 
-        async with connect(redis_url_of(redis_url)) as redis:
-            return await work(Brokers(KeyStore(redis), UsageBroker(redis), ProducerBroker(redis)))
+        url = redis_url_of(redis_url)
+        if len(redis_urls_of(redis_url)) > 1:
+            from penstock.producer.client import AsyncClient
+
+            async with AsyncClient(url) as client:
+                store = KeyStore(client.servers.directory.redis)
+                return await work(Brokers(store, Usages(client.servers), client.pools))
+        async with connect(url) as redis:
+            return await work(Brokers(KeyStore(redis), UsageBroker(redis), ProducerBroker(redis).pools))
 
     return asyncio.run(run())

@@ -8,10 +8,11 @@ import os
 import sys
 import termios
 import tty
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from itertools import groupby
 from typing import Annotated
 
@@ -22,13 +23,23 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.options import RedisUrl
-from penstock.cli.top.reader import SORT_KEYS, Frame, NodeRow, NodeState, PoolFrame, SortKey, TopReader, sorted_nodes
+from penstock.cli.top.reader import (
+    SORT_KEYS,
+    Frame,
+    NodeRow,
+    NodeState,
+    PoolFrame,
+    SortKey,
+    SplitReader,
+    TopReader,
+    sorted_nodes,
+)
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.pool import PoolEvent
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
-from penstock.runtime.settings import redis_url_of
+from penstock.runtime.settings import pool_urls, redis_url_of, redis_urls_of, without_password
 
 # Drawing of a frame.
 
@@ -65,6 +76,7 @@ def screen_of(
         parts += [Text(), *_pool(pool, sort, is_wide, lines)]
     if not frame.pools:
         parts.append(Text("No pool: no node has announced a model in this Redis.", "yellow"))
+    parts += [Text(f"The Redis at {url} is unreachable.", "red") for url in frame.away]
     if frame.num_pools_left_out:
         parts.append(Text(f"{frame.num_pools_left_out} more pools; choose one with --pool.", "dim"))
     return Group(*parts)
@@ -264,7 +276,7 @@ _MAX_KEYS = 64
 class LiveView:
     """Repeats frames until `q`. `s` sorts by the next column; `p` shows the next pool alone, after the last one all."""
 
-    reader: TopReader
+    reader: TopReader | SplitReader
     console: Console
     interval_s: float
     sort: SortKey = "node"
@@ -313,7 +325,7 @@ class LiveView:
             live.update(Text(f"penstock top  {self._problem}  (q quits)", "red"), refresh=True)
             return
         pools = tuple(pool for pool in self._frame.pools if self._only in (None, pool.pool))
-        shown = Frame(self._frame.time_ms, pools, self._frame.num_pools_left_out)
+        shown = replace(self._frame, pools=pools)
         head = self._problem or f"q: quit  s: sort ({self.sort})  p: pool ({self._only or 'all'})"
         lines = self.console.height
         live.update(screen_of(shown, self.console, sort=self.sort, max_lines=lines, head=head), refresh=True)
@@ -351,6 +363,8 @@ def top(
 ) -> None:
     """Show what pools, nodes and tenants do: KV blocks, running and waiting jobs, tokens per second, and takeovers.
 
+    Where PENSTOCK_POOLS names several Redis, the pools of all are shown; with --redis-url, those of that one.
+
     Keys: q quits, s sorts by the next column, p shows the next pool alone. Without a terminal, one view is printed.
     docs/QUEUE.md says what each state and each share of jobs means.
 
@@ -359,22 +373,36 @@ def top(
         penstock top --json
         penstock top --once --sort kv
     """
-    asyncio.run(_top(redis_url_of(redis_url, pool=pool), pool, sort, interval, once=once, as_json=as_json))
+    urls = redis_urls_of(redis_url) if pool is None else [redis_url_of(redis_url, pool=pool)]
+    asyncio.run(_top(urls, pool, sort, interval, once=once, as_json=as_json))
 
 
 async def _top(
-    redis_url: str, pool: str | None, sort: SortKey, interval_s: float, *, once: bool, as_json: bool
+    urls: Sequence[str], pool: str | None, sort: SortKey, interval_s: float, *, once: bool, as_json: bool
 ) -> None:
     console = Console()
-    async with connect(redis_url) as redis:
-        reader = TopReader(ActivityBroker(redis), ProducerBroker(redis), pool=pool)
+    own = pool_urls() if len(urls) > 1 else {}
+    async with AsyncExitStack() as stack:
+        readers = dict[str, TopReader]()
+        for url in urls:
+            redis = await stack.enter_async_context(connect(url))
+            is_here = partial(_is_shown, pool, {name: of_name == url for name, of_name in own.items()}, url == urls[0])
+            readers[without_password(url)] = TopReader(ActivityBroker(redis), ProducerBroker(redis), shows=is_here)
+        reader = SplitReader(readers) if len(urls) > 1 else readers[without_password(urls[0])]
         if once or as_json or not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
             await _print_once(reader, console, pool, sort, as_json=as_json)
         else:
             await LiveView(reader, console, interval_s, sort).run()
 
 
-async def _print_once(reader: TopReader, console: Console, pool: str | None, sort: SortKey, *, as_json: bool) -> None:
+def _is_shown(only: str | None, of_url: Mapping[str, bool], is_directory: bool, pool: str) -> bool:
+    """Return whether a Redis shows a pool. `of_url` says of each pool with a Redis of its own if it is this one."""
+    return only in (None, pool) and of_url.get(pool, is_directory)
+
+
+async def _print_once(
+    reader: TopReader | SplitReader, console: Console, pool: str | None, sort: SortKey, *, as_json: bool
+) -> None:
     frame = await reader.read()
     if pool is not None and not frame.pools:
         raise NotFoundError(f"no pool {pool!r} is announced", code="pool_not_found", param="pool")

@@ -7,12 +7,14 @@ with queued jobs takes twelve more, eight tenants at most. Jobs that are schedul
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from penstock.contract.errors import UnavailableError
 from penstock.contract.pool import LiveNode, NodePressure, PoolActivity
 from penstock.contract.priority import NUM_LEVELS, is_background, level_label
 from penstock.queue.broker.pools import ActivityBroker
@@ -133,6 +135,8 @@ class Frame:
     time_ms: int
     pools: tuple[PoolFrame, ...]
     num_pools_left_out: int = 0
+    away: tuple[str, ...] = ()
+    """URLs of Redis that do not answer, of several."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the frame as a JSON object."""
@@ -140,7 +144,8 @@ class Frame:
             asdict(pool) | {"num_alive": pool.num_alive, "totals": {name: pool.total(name) for name in _SUMMED}}
             for pool in self.pools
         ]
-        return {"time_ms": self.time_ms, "pools": pools, "num_pools_left_out": self.num_pools_left_out}
+        found: dict[str, Any] = {"time_ms": self.time_ms, "pools": pools}
+        return found | {"num_pools_left_out": self.num_pools_left_out, "away": list(self.away)}
 
 
 def sorted_nodes(nodes: Sequence[NodeRow], key: SortKey) -> list[NodeRow]:
@@ -187,10 +192,13 @@ class _Seen:
 class TopReader:
     """Reads frames. It remembers the nodes, because a rate needs two heartbeats, and dead nodes stay in view."""
 
-    def __init__(self, activity: ActivityBroker, producer: ProducerBroker, *, pool: str | None = None) -> None:
+    def __init__(
+        self, activity: ActivityBroker, producer: ProducerBroker, *, shows: Callable[[str], bool] = lambda _: True
+    ) -> None:
+        """`shows`: which pools are read."""
         self._activity = activity
         self._producer = producer
-        self._pool = pool
+        self._shows = shows
         self._seen: dict[tuple[str, str], _Seen] = {}
 
     async def read(self) -> Frame:
@@ -198,7 +206,7 @@ class TopReader:
         served = await self._producer.pools()
         # The records of another protocol version cannot be read.
         usable = [name for name, record in served.items() if record.protocol_version == PROTOCOL_VERSION]
-        names = [name for name in usable if self._pool in (None, name)]
+        names = [name for name in usable if self._shows(name)]
         shown = names[:MAX_POOLS]
         activities = await self._activity.of(shown)
         now_s = time.monotonic()
@@ -279,6 +287,31 @@ class TopReader:
             elif node_id not in found:
                 found[node_id] = NodeRow(node_id, "dead", f"silent for {now_s - seen.heartbeat_s:.0f} s")
         return list(found.values())
+
+
+class SplitReader:
+    """Reads frames of the pools in several Redis."""
+
+    def __init__(self, readers: Mapping[str, TopReader]) -> None:
+        """`readers`: those of each Redis, by the URL that is shown for it."""
+        self._readers = readers
+
+    async def read(self) -> Frame:
+        """Return the next frame of all. Raises UnavailableError while no Redis is reachable."""
+        read = await asyncio.gather(*(one.read() for one in self._readers.values()), return_exceptions=True)
+        frames = list[Frame]()
+        away = dict[str, UnavailableError]()
+        for url, found in zip(self._readers, read, strict=True):
+            if isinstance(found, UnavailableError):
+                away[url] = found
+            elif isinstance(found, BaseException):
+                raise found
+            else:
+                frames.append(found)
+        if not frames:
+            raise next(iter(away.values()))
+        pools = tuple(pool for frame in frames for pool in frame.pools)
+        return Frame(frames[0].time_ms, pools, sum(frame.num_pools_left_out for frame in frames), tuple(away))
 
 
 def _rates(seen: _Seen | None, node: LiveNode, heartbeat_s: float) -> tuple[float, float]:

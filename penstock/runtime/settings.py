@@ -236,6 +236,11 @@ def redis_url_of(given: str | None = None, *, pool: str | None = None) -> str:
     return url
 
 
+def redis_urls_of(given: str | None = None) -> list[str]:
+    """Return the URLs of all Redis: the given one alone, else the directory's and those that PENSTOCK_POOLS names."""
+    return [given] if given else list(dict.fromkeys((redis_url_of(), *pool_urls().values())))
+
+
 def without_password(redis_url: str) -> str:
     """The URL as it may be shown."""
     shown = re.sub(r"(://[^:/?#@]*):.*@", r"\1:***@", redis_url)

@@ -227,10 +227,12 @@ def test_keys_are_global_and_their_limits_and_usage_belong_to_each_pool(mortal: 
     assert not mortal.has(TWO, keys.API_KEYS)
     with mortal.http(headers={"Authorization": f"Bearer {ops.stdout.strip()}"}) as admin:
         assert len(admin.get("/v1/jobs", params={"tenant": "acme"}).json()["data"]) == 2
-    deleted = run_command(
-        "tenants", "delete", "acme", "--yes", "--json", PENSTOCK_POOLS=f"two={mortal.other.url}",
-        PENSTOCK_REDIS_URL=mortal.directory.url,
-    )  # fmt: skip
+    env = {"PENSTOCK_POOLS": f"two={mortal.other.url}", "PENSTOCK_REDIS_URL": mortal.directory.url}
+    listed = json.loads(run_command("keys", "list", "--json", **env).stdout)
+    assert {key["tenant"]: key["usage"]["jobs"] for key in listed} == {"acme": 2, "ops": 0}
+    used = json.loads(run_command("keys", "usage", "acme", "--json", **env).stdout)
+    assert [(row["pool"], row["jobs"]) for row in used] == [("one", 1), ("two", 1)]
+    deleted = run_command("tenants", "delete", "acme", "--yes", "--json", **env)
     assert json.loads(deleted.stdout)["num_deleted_jobs"] == 2, deleted.stderr
     assert not mortal.has(TWO, keys.stored("two")) or not mortal.other.client().hgetall(keys.stored("two"))
 
@@ -298,6 +300,17 @@ def test_commands_route_by_model(split: Split) -> None:
     assert run_command("audit", "--pool", "two", **env).stdout == "two: all keys match the jobs\n"
 
 
+def test_commands_about_all_pools_read_each_redis(split: Split) -> None:
+    env = {"PENSTOCK_POOLS": f"two={split.other.url}", "PENSTOCK_REDIS_URL": split.directory.url}
+    audited = run_command("audit", **env)
+    assert audited.returncode == 0, audited.stderr
+    assert {"one: all keys match the jobs", "two: all keys match the jobs"} <= set(audited.stdout.splitlines())
+    frame = json.loads(run_command("top", "--json", **env).stdout)
+    assert ({pool["pool"] for pool in frame["pools"]}, frame["away"]) == ({"one", "two"}, [])
+    alone = json.loads(run_command("top", "--json", "--redis-url", split.other.url, **env).stdout)
+    assert [pool["pool"] for pool in alone["pools"]] == ["two"]
+
+
 async def test_a_batch_file_has_rows_of_both(split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_POOLS", f"two={split.other.url}")
     rows = [
@@ -337,6 +350,11 @@ def test_while_the_redis_of_a_pool_is_away_other_pools_go_on(mortal: Split) -> N
         env = {"PENSTOCK_POOLS": f"two={mortal.other.url}", "PENSTOCK_REDIS_URL": mortal.directory.url}
         done = run_command("submit", "abc", "--model", TWO, **env)
         assert (done.returncode, done.stderr) == (EXIT_TRY_AGAIN, "penstock: the Redis of pool two is unreachable\n")
+        frame = json.loads(run_command("top", "--json", **env).stdout)
+        assert [pool["pool"] for pool in frame["pools"]] == ["one"] and str(mortal.other.folder) in frame["away"][0]
+        audited = run_command("audit", **env)
+        assert (audited.returncode, "one: all keys match" in audited.stdout) == (EXIT_TRY_AGAIN, True)
+        assert str(mortal.other.folder) in audited.stderr
         job_id = submit(http, ONE)
         assert ended(http, job_id)["state"] == "succeeded"
         mortal.other.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -67,16 +67,7 @@ class UsageBroker:
 
     async def per_owner(self, query: UsageQuery) -> dict[Owner, list[int]]:
         """Return the sums of jobs and of prompt, completion and cached tokens over the whole report, by owner."""
-        sums: dict[Owner, list[int]] = defaultdict(lambda: [0] * len(_COUNTERS))
-        after = None
-        while True:
-            page = await self.page(query, after=after)
-            for row in page.rows:
-                counts = (row.jobs, row.prompt_tokens, row.completion_tokens, row.cached_tokens)
-                owner = (row.tenant, row.account)
-                sums[owner] = [a + b for a, b in zip(sums[owner], counts, strict=True)]
-            if (after := page.next_after) is None:
-                return dict(sums)
+        return await per_owner(self.page, query)
 
     async def kept(self) -> dict[str, int]:
         """Return the bytes of Redis memory that each tenant occupies or has reserved, in all pools."""
@@ -109,6 +100,23 @@ class UsageBroker:
                     found[tenant, account][counter] = int(value)
             if not cursor:
                 return found
+
+
+async def per_owner(page: Callable[..., Awaitable[UsagePage]], query: UsageQuery) -> dict[Owner, list[int]]:
+    """Return the sums of jobs and of prompt, completion and cached tokens over the whole report, by owner.
+
+    `page` returns the pages of the report.
+    """
+    sums: dict[Owner, list[int]] = defaultdict(lambda: [0] * len(_COUNTERS))
+    after = None
+    while True:
+        found = await page(query, after=after)
+        for row in found.rows:
+            counts = (row.jobs, row.prompt_tokens, row.completion_tokens, row.cached_tokens)
+            owner = (row.tenant, row.account)
+            sums[owner] = [a + b for a, b in zip(sums[owner], counts, strict=True)]
+        if (after := found.next_after) is None:
+            return dict(sums)
 
 
 def merged(pages: Sequence[UsagePage], limit: int) -> UsagePage:
