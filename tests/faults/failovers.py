@@ -6,7 +6,11 @@ compared with what the primary had, and with what there is after the repair. A r
 
 - each stream equals the reference, each accepted job ended as if nothing had happened, and the audit is clean;
 - no job was computed again whose end the new primary only had to be told (`--forgetful` nodes do not tell it: red);
-- each cancellation and each deletion of a response stands.
+- each cancellation and each deletion of a response stands;
+- no job is lost that was submitted with the durability `replicated`;
+- no node was declared dead, also with `--clocks`: the replica's clock is so many seconds ahead (needs libfaketime).
+
+Some streams are read over HTTP, from a gateway in a process of its own.
 """
 
 from __future__ import annotations
@@ -21,17 +25,20 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
+import httpx
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import running_node
+from faults.tools.http_reader import HttpReading
+from faults.tools.processes import GatewayProcess
 from faults.tools.report import Measurement, quantile, record
 from faults.tools.road import POOL, SETTINGS, connected
 from faults.tools.sentinel import Replicated
 from faults.tools.work import PROMPT, Work, check_settled, new_work
 from redis.asyncio import Redis
 
-from penstock.contract.errors import UnavailableError
+from penstock.contract.errors import NotConfirmedError, UnavailableError
 from penstock.contract.job import ResponseRecord
 from penstock.contract.output import TERMINAL_STATES
 from penstock.contract.tenant import Terms
@@ -47,6 +54,7 @@ NUM_SENTINELS, NUM_NODES = 3, 2
 STEP_S = 0.05
 STREAM_TOKENS, SHORT_TOKENS = 200, 8
 WARM_UP_S, PATIENCE_S = 3.0, 600.0
+CLOCKS_LAG_S = 0.1
 PAUSE_S = 0.05
 """Between two steps of an operator."""
 READ_AT_ONCE = 1000
@@ -64,6 +72,8 @@ class Told:
     """Jobs that ran when they were canceled: they may have succeeded before."""
     deleted: set[str] = field(default_factory=set)
     revoked: set[str] = field(default_factory=set)
+    replicated: set[str] = field(default_factory=set)
+    """Jobs of which a replica has told that it has them."""
     pauses: list[float] = field(default_factory=list)
     """The longest pause of each stream, in seconds."""
 
@@ -129,6 +139,7 @@ class Load:
         self._tasks = [asyncio.create_task(self._stream()) for _ in range(self._args.streams)]
         self._tasks.append(asyncio.create_task(self._operate(responses)))
         self._tasks.append(asyncio.create_task(self._go_on_submitting()))
+        self._tasks.append(asyncio.create_task(self._submit_replicated()))
 
     async def end(self) -> None:
         """Let all streams end, and wait until all jobs have."""
@@ -145,6 +156,12 @@ class Load:
     async def _go_on_submitting(self) -> None:
         while not self._stop.is_set():
             await self._submit()
+            await asyncio.sleep(PAUSE_S)
+
+    async def _submit_replicated(self) -> None:
+        while not self._stop.is_set():
+            with suppress(NotConfirmedError, UnavailableError):  # then the caller was told nothing of a replica
+                self.told.replicated.add((await self._submit(durability="replicated")).id)
             await asyncio.sleep(PAUSE_S)
 
     async def _stream(self) -> None:
@@ -182,6 +199,47 @@ class Load:
                     self.told.revoked.add(key_id)
             if not candidates:
                 return
+
+
+class HttpStreams:
+    """Streams that a gateway serves. A caller whose stream breaks continues it, with its idempotency key."""
+
+    def __init__(self, url: str, key: str, count: int) -> None:
+        self._gateway = GatewayProcess(url)
+        self._key = key
+        self._works = [new_work(POOL, STREAM_TOKENS, temperature=1.0) for _ in range(count)]
+        self.readings = [HttpReading() for _ in range(count)]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        """Start the gateway and the streams."""
+        await asyncio.to_thread(self._gateway.__enter__)
+        self._http = httpx.AsyncClient(headers={"Authorization": f"Bearer {self._key}"}, timeout=PATIENCE_S)
+        self._tasks = [asyncio.create_task(self._read(*one)) for one in zip(self.readings, self._works, strict=True)]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._http.aclose()
+        await asyncio.to_thread(self._gateway.__exit__, None, None, None)
+
+    async def _read(self, reading: HttpReading, work: Work) -> None:
+        while not reading.is_whole:
+            await reading.read(self._http, self._gateway.url, work, key=work.id)
+            await asyncio.sleep(PAUSE_S)
+
+    async def problems(self) -> list[str]:
+        """Wait for the ends of the streams, and return what is wrong with them."""
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*self._tasks)
+        wrong = list[str]()
+        for reading, work in zip(self.readings, self._works, strict=True):
+            try:
+                reading.check(work)
+            except AssertionError as error:
+                wrong.append(f"http stream {reading.job_id}: {error}"[:200])
+        return wrong
 
 
 def lost(told: Told, before: Seen, after: Seen) -> dict[str, set[str]]:
@@ -243,17 +301,35 @@ class Outcome:
     repeated_ends: int
     resubmits: int
     unrevoked: int
+    num_http: int
+    server: str
+    """Name and version of Redis."""
     seconds_to_promotion: float
     longest_pause_s: float
     problems: list[str]
 
 
-async def fail_over(args: argparse.Namespace, lag_s: float, *, splits: bool) -> Outcome:
-    """Run one fail-over. `splits`: the old primary lives on, and the clients' side sees it for two more seconds."""
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fail-over."""
+
+    lag_s: float
+    splits: bool = False
+    """The old primary lives on, and the clients' side sees it for so long."""
+    clock_s: float = 0.0
+    """How many seconds the replica's clock is ahead."""
+
+    def __str__(self) -> str:
+        clock = f", the replica's clock {self.clock_s:+g} s" if self.clock_s else ""
+        return f"{'network split' if self.splits else 'primary killed'}, {self.lag_s:g} s of writes lost{clock}"
+
+
+async def fail_over(args: argparse.Namespace, kind: Kind) -> Outcome:
+    """Run one fail-over."""
     with tempfile.TemporaryDirectory(prefix="failover") as folder:
-        servers = Replicated(Path(folder), num_sentinels=NUM_SENTINELS, stays_primary=splits)
+        servers = Replicated(Path(folder), num_sentinels=NUM_SENTINELS, stays_primary=kind.splits, clock_s=kind.clock_s)
         with servers:
-            return await _fail_over(args, servers, lag_s, splits=splits)
+            return await _fail_over(args, servers, kind.lag_s, splits=kind.splits)
 
 
 async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float, *, splits: bool) -> Outcome:
@@ -272,7 +348,9 @@ async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float
         for redis in (operator, old, new):
             stack.push_async_callback(redis.aclose)
         load = Load(client, KeyStore(operator), args)
+        key, _ = await KeyStore(operator).add("acme", ("infer",), Terms())
         await load.begin()
+        http = await stack.enter_async_context(HttpStreams(url, key, args.http))
         await asyncio.sleep(WARM_UP_S)
 
         if splits:
@@ -280,6 +358,7 @@ async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float
         if lag_s:
             servers.link.stop()
             await asyncio.sleep(lag_s)
+        replicated = set(load.told.replicated)
         before = await Seen.read(old, list(load.told.works))
         began_s, kill_ms = time.monotonic(), 1000 * time.time()
         if splits:
@@ -301,7 +380,9 @@ async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float
         lost_counts = Counter({name: len(ids) for name, ids in gone.items()})
         print(f"  promoted after {promoted_s:.1f} s; lost {dict(lost_counts)}", flush=True)
         await load.end()
-        problems = [f"stream: {error}" for error in _stream_errors(load.told)]
+        problems = [f"stream: {error}" for error in _stream_errors(load.told)] + await http.problems()
+        problems += [f"{one} was replicated, and is lost" for one in replicated if not after.states.get(one)]
+        problems += [f"node lost: {event}" for event in await nodes_lost(new)]
         problems += await wrong_ends(new, load.told)
         again = await computed_again(new, gone["finish"], after, kill_ms)
         problems += [f"{job_id} had ended and was computed again" for job_id in again]
@@ -310,6 +391,8 @@ async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float
         unrevoked = load.told.revoked - {one for one, key in (await client.api_keys()).items() if key.is_revoked}
         repeated = sum(node.ledger.counts.repeated_ends for node in nodes)
         resubmits = client.stats.resubmits
+        info = await new.info("server")
+        server = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info['redis_version']}"
         await check_settled(new, POOL)
     told = load.told
     counts = Counter(
@@ -320,10 +403,18 @@ async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float
             "cancel": len(told.cancelled),
             "response deleted": len(told.deleted),
             "key revoked": len(told.revoked),
+            "replicated submit": len(replicated),
         }
     )
     longest_s = max(told.pauses, default=0.0)
-    return Outcome(lost_counts, counts, repeated, resubmits, len(unrevoked), promoted_s, longest_s, problems)
+    numbers = repeated, resubmits, len(unrevoked), len(http.readings), server, promoted_s, longest_s
+    return Outcome(lost_counts, counts, *numbers, problems)
+
+
+async def nodes_lost(redis: Redis) -> list[str]:
+    """Return the events of nodes that were declared dead."""
+    found = await redis.zrange(f"{keys.prefix(POOL)}:events", 0, -1)
+    return [event.decode() for event in found if b"node_lost" in event]
 
 
 def _stream_errors(told: Told) -> list[str]:
@@ -348,6 +439,7 @@ def row_of(outcomes: Sequence[Outcome]) -> dict[str, Measurement]:
         "ends repeated by nodes": sum(one.repeated_ends for one in outcomes),
         "jobs submitted again": sum(one.resubmits for one in outcomes),
         "revocations that no gateway had seen": sum(one.unrevoked for one in outcomes),
+        "streams over HTTP": sum(one.num_http for one in outcomes),
         "promotion p50 s": quantile([one.seconds_to_promotion for one in outcomes], 0.5),
         "longest pause of a stream s": max(one.longest_pause_s for one in outcomes),
     }
@@ -356,13 +448,15 @@ def row_of(outcomes: Sequence[Outcome]) -> dict[str, Measurement]:
 async def run(args: argparse.Namespace) -> int:
     """Run all kinds of fail-overs. Return the number of problems."""
     num_problems = 0
-    kinds = [(lag_s, False) for lag_s in args.lags] + ([(max(args.lags), True)] if args.split else [])
-    for lag_s, splits in kinds:
-        name = f"{'network split' if splits else 'primary killed'}, {lag_s:g} s of writes lost"
+    kinds = [Kind(lag_s) for lag_s in args.lags]
+    kinds += [Kind(max(args.lags, default=0.0), splits=True)] if args.split else []
+    kinds += [Kind(CLOCKS_LAG_S, clock_s=clock_s) for clock_s in args.clocks]
+    for kind in kinds:
+        name = str(kind)
         outcomes = list[Outcome]()
         for number in range(args.rounds):
             print(f"{name}: {number + 1} of {args.rounds}", flush=True)
-            outcomes.append(await fail_over(args, lag_s, splits=splits))
+            outcomes.append(await fail_over(args, kind))
             for problem in outcomes[-1].problems:
                 print("  PROBLEM", problem, flush=True)
         row = row_of(outcomes)
@@ -370,7 +464,7 @@ async def run(args: argparse.Namespace) -> int:
         found = sum(len(one.problems) for one in outcomes)
         num_problems += found
         if not found and args.record:
-            load = f"{args.streams} streams, {args.backlog} queued jobs"
+            load = f"{args.streams} streams, {args.backlog} queued jobs, {outcomes[-1].server}"
             record("Fail-overs by Sentinel", f"{name}; {load}", row)
     return num_problems
 
@@ -382,6 +476,8 @@ def main() -> None:
     parser.add_argument("--lags", type=float, nargs="*", default=[0.0, 0.1, 2.0], help="seconds of lost writes")
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--backlog", type=int, default=5000)
+    parser.add_argument("--http", type=int, default=20, help="streams over HTTP")
+    parser.add_argument("--clocks", type=float, nargs="*", default=[], help="seconds that the replica is ahead")
     parser.add_argument("--split", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--forgetful", action="store_true", help="nodes do not repeat ends: the check must turn red")
     parser.add_argument("--record", action=argparse.BooleanOptionalAction, default=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -16,19 +17,22 @@ import redis
 from penstock.runtime.embedded_redis import find_redis_server
 
 START_TIMEOUT_S = 60.0
+_LIBFAKETIME = "**/faketime/libfaketime.so.1"
 
 
 class RedisProcess:
     """One server in its own folder. Its append-only file survives a kill. It listens on a port if one is given.
 
-    If it has an ACL file, the tests connect as `user`, whose password is its name.
+    If it has an ACL file, the tests connect as `user`, whose password is its name. With `clock_s`, its clock is so many
+    seconds ahead; that needs libfaketime.
     """
 
-    def __init__(self, folder: Path, *, port: int = 0, user: str = "", **options: Any) -> None:
+    def __init__(self, folder: Path, *, port: int = 0, user: str = "", clock_s: float = 0.0, **options: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.port = port
         self._user = user
+        self.clock_s = clock_s
         self._options = {"appendonly": "yes", "appendfsync": "everysec", "save": "", **options}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -62,7 +66,7 @@ class RedisProcess:
         place = {"port": self.port, "dir": self.folder, "logfile": self.folder / "redis.log"}
         place |= {} if self.port else {"unixsocket": self.folder / "redis.sock"}
         words = [word for name, value in (place | self._options).items() for word in (f"--{name}", *_words(value))]
-        self._process = subprocess.Popen([str(find_redis_server()), *words])
+        self._process = subprocess.Popen([str(find_redis_server()), *words], env=os.environ | faked_clock(self.clock_s))
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._answers(until):
             if time.monotonic() > deadline_s or self._process.poll() is not None:
@@ -121,6 +125,21 @@ class RedisProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+
+def find_libfaketime() -> Path | None:
+    """Return the library that gives a program another clock; None where it is not installed."""
+    found = [path for folder in ("/usr/lib", "/usr/local/lib") for path in Path(folder).glob(_LIBFAKETIME)]
+    return found[0] if found else None
+
+
+def faked_clock(ahead_s: float) -> dict[str, str]:
+    """Return what the environment of a program needs whose clock is ahead. Its timers run as always."""
+    if not ahead_s:
+        return {}
+    library = find_libfaketime()
+    assert library is not None, "libfaketime is not installed (Debian's package libfaketime)"
+    return {"LD_PRELOAD": str(library), "FAKETIME": f"{ahead_s:+g}s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
 
 
 def _copy_log(source: Path, target: Path) -> None:

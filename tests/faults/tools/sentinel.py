@@ -78,17 +78,21 @@ class ReplicationLink:
 class Replicated:
     """Two servers and sentinels on local ports. The replica follows the primary through `link`.
 
-    `stays_primary`: the sentinels cannot make the old primary a replica, as if the network were split.
+    `stays_primary`: the sentinels cannot make the old primary a replica, as if the network were split. `clock_s`: how
+    many seconds the replica's clock is ahead.
     """
 
-    def __init__(self, folder: Path, *, num_sentinels: int = 1, stays_primary: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, num_sentinels: int = 1, stays_primary: bool = False, clock_s: float = 0.0
+    ) -> None:
         self._folder = folder
         self._ports = [free_port() for _ in range(num_sentinels)]
         port = free_port()
         self.link = ReplicationLink(("127.0.0.1", port))
         options: dict[str, Any] = {"rename-command": ("SLAVEOF", "NOT-FOR-SENTINELS")} if stays_primary else {}
         self.master = RedisProcess(folder / "master", port=port, **options)
-        self.replica = RedisProcess(folder / "replica", port=free_port(), replicaof=("127.0.0.1", self.link.port))
+        follows = ("127.0.0.1", self.link.port)
+        self.replica = RedisProcess(folder / "replica", port=free_port(), clock_s=clock_s, replicaof=follows)
         self.sentinels: list[subprocess.Popen[bytes]] = []
         self._stack = ExitStack()
 
