@@ -1,4 +1,4 @@
-"""Redis starts again with another clock, as after a fail-over to another machine: nothing expires, and nothing is refused.
+"""Redis starts again with another clock, as after a fail-over to another machine: streams and deadlines go on.
 
 The scripts' part is tested piece by piece in tests/queue/scripts/test_pool_clock.py, without libfaketime.
 """
