@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from faults.tools.road import POOL, QUICK, all_ended, new_works, served, under_way
 from faults.tools.sentinel import Replicated
+from faults.tools.tls_front import TlsFront, new_certificate
 from faults.tools.work import check_settled
 
 from penstock.contract.errors import UnavailableError
@@ -72,3 +75,30 @@ async def test_sentinels_without_the_name_are_an_error_of_the_url_and_celery_fin
         with pytest.raises(UnavailableError, match="as Sentinel says"):
             await client.connect()
         await client.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+async def test_tls_to_sentinel_and_to_the_servers_that_it_names(tmp_path: Path) -> None:
+    certificate, key = new_certificate(tmp_path)
+    async with AsyncExitStack() as stack:
+        primary, replica, asked = [await stack.enter_async_context(TlsFront(certificate, key)) for _ in range(3)]
+        servers = Replicated(tmp_path / "redis", announced=(primary.port, replica.port))
+        primary.target, replica.target = servers.master.port, servers.replica.port
+        asked.target = servers.sentinel_port
+        stack.push_async_callback(asyncio.to_thread, servers.__exit__, None, None, None)
+        await asyncio.to_thread(servers.__enter__)
+        url = f"rediss+sentinel://127.0.0.1:{asked.port}/0?master_name=m"
+        with pytest.raises(UnavailableError, match="as Sentinel says"):
+            await AsyncClient(url).connect()
+        works = new_works(100)
+        trusting = f"{url}&ssl_ca_certs={certificate}"
+        await stack.enter_async_context(served(trusting))
+        client = await stack.enter_async_context(AsyncClient(trusting, settings=QUICK))
+        reading = await under_way(client, works, works[0])
+        assert primary.num_tls > 0 and asked.num_tls > 0
+        servers.master.kill()
+        await asyncio.to_thread(servers.wait_for_promotion)
+        await asyncio.gather(*reading)
+        for work in works:
+            work.check()
+        assert replica.num_tls > 0

@@ -79,11 +79,17 @@ class Replicated:
     """Two servers and sentinels on local ports. The replica follows the primary through `link`.
 
     `stays_primary`: the sentinels cannot make the old primary a replica, as if the network were split. `clock_s`: how
-    many seconds the replica's clock is ahead.
+    many seconds the replica's clock is ahead. `announced`: the ports by which the sentinels know the two servers.
     """
 
     def __init__(
-        self, folder: Path, *, num_sentinels: int = 1, stays_primary: bool = False, clock_s: float = 0.0
+        self,
+        folder: Path,
+        *,
+        num_sentinels: int = 1,
+        stays_primary: bool = False,
+        clock_s: float = 0.0,
+        announced: tuple[int, int] | None = None,
     ) -> None:
         self._folder = folder
         self._ports = [free_port() for _ in range(num_sentinels)]
@@ -91,8 +97,10 @@ class Replicated:
         self.link = ReplicationLink(("127.0.0.1", port))
         options: dict[str, Any] = {"rename-command": ("SLAVEOF", "NOT-FOR-SENTINELS")} if stays_primary else {}
         self.master = RedisProcess(folder / "master", port=port, **options)
-        follows = ("127.0.0.1", self.link.port)
-        self.replica = RedisProcess(folder / "replica", port=free_port(), clock_s=clock_s, replicaof=follows)
+        own_port = free_port()
+        self._announced = announced or (port, own_port)
+        follows = {"replicaof": ("127.0.0.1", self.link.port), "replica-announce-port": self._announced[1]}
+        self.replica = RedisProcess(folder / "replica", port=own_port, clock_s=clock_s, **follows)
         self.sentinels: list[subprocess.Popen[bytes]] = []
         self._stack = ExitStack()
 
@@ -106,6 +114,11 @@ class Replicated:
         hosts = ",".join(f"127.0.0.1:{self._ports[number]}" for number in numbers)
         return f"redis+sentinel://{hosts}/0?master_name={NAME}"
 
+    @property
+    def sentinel_port(self) -> int:
+        """The port of the first sentinel."""
+        return self._ports[0]
+
     def fail_over(self, number: int = 0) -> None:
         """Let a sentinel promote the replica although the primary lives."""
         with redis.Redis(port=self._ports[number]) as sentinel:
@@ -114,7 +127,7 @@ class Replicated:
     def wait_for_promotion(self) -> tuple[str, int]:
         """Wait until a sentinel names the replica as the primary, and return its address."""
         with redis.Redis(port=self._ports[-1]) as sentinel:
-            _wait_until(lambda: sentinel.sentinel_get_master_addr_by_name(NAME)[1] == self.replica.port)
+            _wait_until(lambda: sentinel.sentinel_get_master_addr_by_name(NAME)[1] == self._announced[1])
         with self.replica.client() as client:
             _wait_until(lambda: client.role()[0] == b"master")
         return "127.0.0.1", self.replica.port
@@ -139,7 +152,7 @@ class Replicated:
         folder.mkdir()
         lines = (
             f"port {port}",
-            f"sentinel monitor {NAME} 127.0.0.1 {self.master.port} {len(self._ports) // 2 + 1}",
+            f"sentinel monitor {NAME} 127.0.0.1 {self._announced[0]} {len(self._ports) // 2 + 1}",
             f"sentinel down-after-milliseconds {NAME} {DOWN_AFTER_MS}",
             f"dir {folder}",
             f"logfile {folder / 'sentinel.log'}",
