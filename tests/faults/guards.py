@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 TESTS = "tests/queue/scripts/test_"
 SKIPPED = "skipped_jobs.py"
+CLOCK = "pool_clock.py"
 BATCHES = "tests/queue/files/test_batch_records.py"
 COMPLETIONS = "tests/queue/broker/test_completions.py"
 WEBHOOKS = "tests/queue/test_webhooks.py"
@@ -34,7 +35,14 @@ MUTANTS = (
     Mutant("lease compare", "prelude", " and job.lease == lease", "", "emit.py"),
     Mutant("index compare", "emit", "if index > length then", "if false then", "emit.py"),
     Mutant("call replay", "take", "if call == last.call then", "if false then", "take.py"),
-    Mutant("sweep guard", "sweep", "now - last > config.lease_ms / 2", "false", "sweep.py"),
+    Mutant("sweep guard", "prelude", " or now - swept > max_gap", "", "sweep.py"),
+    Mutant("a clock that never goes back", "prelude", "math.max(now, swept)", "now", CLOCK),
+    Mutant("what a process knows of the time", "prelude", "seen and seen >= swept and seen or ", "", CLOCK),
+    Mutant("deadlines while the time is in doubt", "prelude", " <= now and not is_time_in_doubt()", " <= now", CLOCK),
+    Mutant("deadlines of taken jobs", "take", "is_time_in_doubt() and config.lease_ms or 1", "1", CLOCK),
+    Mutant("a clock that comes back", "sweep", "nearer(math.floor((now - last) / SLOWDOWN))", "ahead", CLOCK),
+    Mutant("an outage is no jump", "sweep", "then now, by = now + by, 0 end", "then by = 1 end", CLOCK),
+    Mutant("ids by either clock", "submit", "math.min(now, redis_clock()), math.max(now", "now, (now", CLOCK),
     Mutant(
         "held ids",
         "heartbeat",

@@ -7,7 +7,7 @@
 --   FENCED: the lease is lost. CANCEL, EXPIRED, UNREAD (no reader lives): the node must end the job.
 --   NEED n: chunks from index n on are missing. GONE: no such job. ERR: a script error for this job only.
 local node, emissions = ARGV[1], cmsgpack.unpack(ARGV[2])
-local config = read_config({'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms'})
+local config = read_config({'version', 'abandon_after_ms', 'reattach_grace_ms'})
 local now = clock()
 local PUSH = 1000
 -- Tenant → bytes to add to its P:stored and P:reserved. They are added once per call, because the jobs of a batch have
