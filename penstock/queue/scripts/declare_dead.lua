@@ -14,7 +14,7 @@ for at = 2, #ARGV do
     if last_ms then
       before[#before + 1] = id
       num_left = num_left + 1
-      local silent = is_time_in_doubt() and 0 or now - tonumber(last_ms)
+      local silent = pool_time.is_in_doubt() and 0 or now - tonumber(last_ms)
       if silent >= silence then dead[#dead + 1] = id end
       wait = math.max(wait, silence - silent)
     end

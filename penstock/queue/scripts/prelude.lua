@@ -74,18 +74,18 @@ local CONFIG_FIELDS = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grac
 -- ahead_ms ahead of it, and does not jump: a sweep corrects ahead_ms (sweep.lua). It never shows less than at the last
 -- sweep. If that was longer ago than half a lease, or is still to come, the time is in doubt until the next sweep. Then
 -- nothing passes its deadline, and nobody counts as silent.
-local redis_clock, clock, read_clock, is_time_in_doubt
+local clock, pool_time = nil, {}
 do
   local ahead, swept, max_gap, redis_now, now, in_doubt
 
   -- Takes the clock's fields of P:config.
-  function read_clock(ahead_ms, swept_ms, lease_ms)
+  function pool_time.read(ahead_ms, swept_ms, lease_ms)
     ahead, swept = tonumber(ahead_ms or '') or 0, tonumber(swept_ms or '')
     max_gap = (tonumber(lease_ms or '') or 0) / 2
   end
 
   -- Redis's own time. It stays the same during a script.
-  function redis_clock()
+  function pool_time.of_redis()
     if not redis_now then
       local t = redis.call('TIME')
       redis_now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
@@ -97,17 +97,24 @@ do
   -- doubt; 0 or nil if unknown. Second, how far ahead of Redis's clock it is, and third, when the last sweep was, or nil.
   function clock(seen)
     if not now then
-      if not ahead then read_clock(unpack(redis.call('HMGET', KEYS[1], 'ahead_ms', 'swept_ms', 'lease_ms'))) end
-      now = redis_clock() + ahead
+      if not ahead then pool_time.read(unpack(redis.call('HMGET', KEYS[1], 'ahead_ms', 'swept_ms', 'lease_ms'))) end
+      now = pool_time.of_redis() + ahead
       in_doubt = swept and (now < swept or now - swept > max_gap) or false
       if in_doubt then now = seen and seen >= swept and seen or math.max(now, swept) end
     end
     return now, ahead, swept
   end
 
-  function is_time_in_doubt()
+  function pool_time.is_in_doubt()
     clock()
-    return in_doubt, not swept
+    return in_doubt
+  end
+
+  -- Whether heartbeats of readers and revisions are reliable. During an outage of Redis no heartbeat arrives; then no
+  -- reader and no revision counts as dead before a sweep has reset their heartbeats.
+  function pool_time.has_heartbeats()
+    clock()
+    return swept and not in_doubt
   end
 end
 
@@ -173,7 +180,7 @@ local function older_version() return redis.call('HGET', P .. ':schema', 'versio
 local function read_config(names)
   names = names or CONFIG_FIELDS
   local values = redis.call('HMGET', KEYS[1], 'ahead_ms', 'swept_ms', 'lease_ms', unpack(names))
-  read_clock(values[1], values[2], values[3])
+  pool_time.read(values[1], values[2], values[3])
   check_version(values[4] or older_version())
   if not values[4] then return nil end
   local config = {}
@@ -277,7 +284,7 @@ local function holds(job, node, lease)
 end
 
 local function is_expired(job, now)
-  return job.deadline ~= '' and tonumber(job.deadline) <= now and not is_time_in_doubt()
+  return job.deadline ~= '' and tonumber(job.deadline) <= now and not pool_time.is_in_doubt()
 end
 
 -- Bytes of jobs ------------------------------------------------------------------------------------
@@ -371,7 +378,7 @@ end
 
 -- Readers -----------------------------------------------------------------------------------------
 
-local can_trust_heartbeats, lacks_reader
+local lacks_reader
 do
   -- How long a job that needs a reader may be without one: its own time, or else that of the pool.
   local function grace_of(job, of_pool)
@@ -381,13 +388,6 @@ do
 
   local function is_unread(job, config, now)
     return now - tonumber(job.unread) > grace_of(job, config.reattach_grace_ms)
-  end
-
-  -- Whether heartbeats of readers and revisions are reliable. During an outage of Redis no heartbeat arrives; then no
-  -- reader and no revision counts as dead before a sweep has reset their heartbeats.
-  function can_trust_heartbeats()
-    local in_doubt, is_unswept = is_time_in_doubt()
-    return not in_doubt and not is_unswept
   end
 
   -- Whether every reader of a list has been silent for so many ms. `silent` caches the answers during one script.
@@ -402,7 +402,7 @@ do
 
   -- Whether a job that needs a reader has no live reader.
   function lacks_reader(job, config, now)
-    if (tonumber(job.needs_reader) or 0) == 0 or not can_trust_heartbeats() then return false end
+    if (tonumber(job.needs_reader) or 0) == 0 or not pool_time.has_heartbeats() then return false end
     if job.unread ~= '' then return is_unread(job, config, now) end
     if job.channel == '1' then return false end
     local ms = math.max(config.abandon_after_ms, grace_of(job, 0))

@@ -110,7 +110,7 @@ local function wrong_age(job)
   -- Redis's clock, so it lives less long if that is ahead.
   local record_life = (response ~= '' and tonumber(keep) or config.result_ttl_ms) + math.min(0, ahead)
   local max_age = math.min(MAX_AGE_MS, math.max(record_life - MAX_AHEAD_MS, MAX_AHEAD_MS))
-  local earlier, later = math.min(now, redis_clock()), math.max(now, redis_clock())
+  local earlier, later = math.min(now, pool_time.of_redis()), math.max(now, pool_time.of_redis())
   if not minted or earlier - minted > max_age or minted - later > MAX_AHEAD_MS then return max_age end
 end
 

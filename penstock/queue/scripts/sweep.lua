@@ -13,12 +13,12 @@ local MAX_TRIMMED, TRIM_EVERY_MS = 16, 10000
 local config, seen = read_config(), tonumber(ARGV[1])
 local now, ahead, last = clock(seen)
 if not config then return {'SKIPPED', 0} end
-local in_doubt = is_time_in_doubt()
+local in_doubt = pool_time.is_in_doubt()
 if last and not in_doubt and now - last < config.lease_ms / 15 then return {'SKIPPED', now} end
 
 if not last or in_doubt then
   redis.call('ZREM', P .. ':free', '')
-  local by = redis_clock() + ahead - now
+  local by = pool_time.of_redis() + ahead - now
   if math.abs(by) < MIN_JUMP_MS and now + by >= (last or 0) then now, by = now + by, 0 end
   -- A node that its successor declared dead has heartbeat 0, and keeps it.
   for _, set in ipairs({':nodes', ':readers', ':revisions'}) do

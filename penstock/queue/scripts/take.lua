@@ -59,7 +59,7 @@ end
 
 local function row(job, taken_at, request)
   -- While the time is in doubt, a deadline may only seem to have passed.
-  local least = is_time_in_doubt() and config.lease_ms or 1
+  local least = pool_time.is_in_doubt() and config.lease_ms or 1
   local deadline_in = job.deadline == '' and 0 or math.max(least, tonumber(job.deadline) - now)
   -- A job that no node had before has no log.
   local num_chunks = job.revision == '' and 0 or redis.call('LLEN', log_key(job.id))
@@ -115,7 +115,7 @@ local tried, over, gone, again_in = {}, {}, {}, 0
 
 local function look_again_in(ms) again_in = again_in == 0 and ms or math.min(again_in, ms) end
 
-if not is_time_in_doubt() then
+if not pool_time.is_in_doubt() then
   local next_up = redis.call('ZRANGE', P .. ':delayed', 0, 0, 'WITHSCORES')[2]
   if next_up then
     release_delayed(now)
@@ -137,7 +137,7 @@ do
   local live_revisions, elsewhere = {}, {}
 
   local function has_live_revision(job)
-    if not can_trust_heartbeats() then return true end
+    if not pool_time.has_heartbeats() then return true end
     if live_revisions[job.revision] == nil then
       local last = redis.call('ZSCORE', P .. ':revisions', job.revision)
       live_revisions[job.revision] = last and now - tonumber(last) < config.lease_ms or false

@@ -295,7 +295,9 @@ class Queue:
         if ms_ago is None:
             await cast(Any, self.redis.hdel(keys.config(POOL), "swept_ms"))
         else:
-            await cast(Any, self.redis.hset(keys.config(POOL), "swept_ms", str(await self.now_ms() - ms_ago)))
+            ahead_ms = int(await cast(Any, self.redis.hget(keys.config(POOL), "ahead_ms")) or 0)
+            swept_ms = await self.now_ms() + ahead_ms - ms_ago
+            await cast(Any, self.redis.hset(keys.config(POOL), "swept_ms", str(swept_ms)))
 
     async def run_sweep(self, *, seen_ms: int = 0) -> list[Any]:
         kind, _, *found = await scripts.call(self.redis, "sweep", POOL, seen_ms)

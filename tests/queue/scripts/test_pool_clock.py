@@ -128,8 +128,9 @@ async def test_an_outage_is_no_jump(queue: Queue) -> None:
 
 @pytest.mark.parametrize(("ahead_ms", "then_ms"), [(50_000, 49_990), (-50_000, -49_990), (4, 0), (-4, 0)])
 async def test_after_a_jump_the_clock_comes_back_slowly(queue: Queue, ahead_ms: int, then_ms: int) -> None:
-    await watched(queue)
+    node = await watched(queue)
     await jump(queue, ahead_ms)
+    await node.heartbeat([])
     now_ms, _ = await clock_of(queue)
     await cast(Any, queue.redis.hset(keys.config(POOL), "swept_ms", str(now_ms - 1000)))
     assert await queue.run_sweep() == ["OK", 0, 0, 0]
