@@ -38,7 +38,9 @@ MUTANTS = (
     Mutant("sweep guard", "prelude", " or now - swept > max_gap", "", "sweep.py"),
     Mutant("a clock that never goes back", "prelude", "math.max(now, swept)", "now", CLOCK),
     Mutant("what a process knows of the time", "prelude", "seen and seen >= swept and seen or ", "", CLOCK),
-    Mutant("deadlines while the time is in doubt", "prelude", " <= now and not pool_time.is_in_doubt()", " <= now", CLOCK),
+    Mutant(
+        "deadlines while the time is in doubt", "prelude", " <= now and not pool_time.is_in_doubt()", " <= now", CLOCK
+    ),
     Mutant("deadlines of taken jobs", "take", "pool_time.is_in_doubt() and config.lease_ms or 1", "1", CLOCK),
     Mutant("a clock that comes back", "sweep", "nearer(math.floor((now - last) / SLOWDOWN))", "ahead", CLOCK),
     Mutant("an outage is no jump", "sweep", "then now, by = now + by, 0 end", "then by = 1 end", CLOCK),

@@ -52,6 +52,7 @@ class TlsFront:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._listener.close()
+        await asyncio.sleep(0)  # aborted connections close in the next round
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -80,8 +81,14 @@ class TlsFront:
                 lambda: protocol, near, ssl=self._context if has_tls else None
             )
             writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target)
-            await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+            try:
+                far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target)
+                try:
+                    await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+                finally:
+                    far_writer.transport.abort()
+            finally:
+                writer.transport.abort()
 
 
 async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
