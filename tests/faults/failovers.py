@@ -59,6 +59,14 @@ PAUSE_S = 0.05
 """Between two steps of an operator."""
 READ_AT_ONCE = 1000
 NUM_KEYS, NUM_RESPONSES = 40, 200
+_READ = """
+local found = {}
+for i, names in ipairs(cmsgpack.unpack(ARGV[1])) do
+  local state, cancel = unpack(redis.call('HMGET', names[1], 'state', 'cancel'))
+  found[i] = {state, cancel, redis.call('LLEN', names[2]), redis.call('EXISTS', names[3])}
+end
+return found
+"""
 
 
 @dataclass
@@ -92,22 +100,16 @@ class Seen:
     async def read(cls, redis: Redis, job_ids: Sequence[str]) -> Seen:
         """Look at all jobs and keys."""
         seen = cls()
-        for start in range(0, len(job_ids), READ_AT_ONCE):
-            part = job_ids[start : start + READ_AT_ONCE]
-            commands: list[tuple[Any, ...]] = []
-            for job_id in part:
-                commands += [("HMGET", keys.job(job_id), "state", "cancel"), ("LLEN", keys.log(job_id))]
-                commands += [("EXISTS", keys.response(job_id))]
-            answers = await scripts.call_all(redis, commands)
-            for job_id, (state, cancel), length, has_response in zip(
-                part, answers[::3], answers[1::3], answers[2::3], strict=True
-            ):
-                seen.states[job_id] = (state or b"").decode()
-                seen.lengths[job_id] = int(length)
-                if cancel == b"1":
-                    seen.flagged.add(job_id)
-                if has_response:
-                    seen.responses.add(job_id)
+        names = [(keys.job(job_id), keys.log(job_id), keys.response(job_id)) for job_id in job_ids]
+        # One call, so that it ends before Sentinel promotes a replica and closes the connections to it.
+        answers = await cast(Any, redis.eval(_READ, 0, scripts.packed(names)))
+        for job_id, (state, cancel, length, has_response) in zip(job_ids, answers, strict=True):
+            seen.states[job_id] = (state or b"").decode()
+            seen.lengths[job_id] = int(length)
+            if cancel == b"1":
+                seen.flagged.add(job_id)
+            if has_response:
+                seen.responses.add(job_id)
         known = await KeyStore(redis).all()
         seen.revoked = {key_id for key_id, key in known.items() if key.is_revoked}
         return seen
