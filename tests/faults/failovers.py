@@ -50,11 +50,12 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.tenants.key_store import KeyStore
 
-NUM_SENTINELS, NUM_NODES = 3, 2
+NUM_NODES = 2
 STEP_S = 0.05
 STREAM_TOKENS, SHORT_TOKENS = 200, 8
 WARM_UP_S, PATIENCE_S = 3.0, 600.0
 CLOCKS_LAG_S = 0.1
+DOWN_AFTER_MS = 3000
 PAUSE_S = 0.05
 """Between two steps of an operator."""
 READ_AT_ONCE = 1000
@@ -311,6 +312,10 @@ class Outcome:
     problems: list[str]
 
 
+class TooEarlyError(Exception):
+    """The machine is so busy that a sentinel took the primary for dead before it was killed."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of fail-over."""
@@ -328,10 +333,13 @@ class Kind:
 
 async def fail_over(args: argparse.Namespace, kind: Kind) -> Outcome:
     """Run one fail-over."""
-    with tempfile.TemporaryDirectory(prefix="failover") as folder:
-        servers = Replicated(Path(folder), num_sentinels=NUM_SENTINELS, stays_primary=kind.splits, clock_s=kind.clock_s)
-        with servers:
-            return await _fail_over(args, servers, kind.lag_s, splits=kind.splits)
+    with (
+        tempfile.TemporaryDirectory(prefix="failover") as folder,
+        Replicated(
+            Path(folder), num_sentinels=3, down_after_ms=DOWN_AFTER_MS, stays_primary=kind.splits, clock_s=kind.clock_s
+        ) as servers,
+    ):
+        return await _fail_over(args, servers, kind.lag_s, splits=kind.splits)
 
 
 async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float, *, splits: bool) -> Outcome:
@@ -361,6 +369,8 @@ async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float
             servers.link.stop()
             await asyncio.sleep(lag_s)
         replicated = set(load.told.replicated)
+        if await asyncio.to_thread(lambda: servers.has_promoted):
+            raise TooEarlyError
         before = await Seen.read(old, list(load.told.works))
         began_s, kill_ms = time.monotonic(), 1000 * time.time()
         if splits:
@@ -415,15 +425,13 @@ async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float
 
 async def nodes_lost(redis: Redis) -> list[str]:
     """Return the events of nodes that were declared dead."""
-    found = await redis.zrange(f"{keys.prefix(POOL)}:events", 0, -1)
+    found = await cast(Any, redis).zrange(f"{keys.prefix(POOL)}:events", 0, -1)
     return [event.decode() for event in found if b"node_lost" in event]
 
 
 def _stream_errors(told: Told) -> list[str]:
     errors = list[str]()
-    for work in told.works.values():
-        if not work.end:
-            continue
+    for work in (one for one in told.works.values() if one.end):
         try:
             work.check()
         except AssertionError as error:
@@ -458,7 +466,11 @@ async def run(args: argparse.Namespace) -> int:
         outcomes = list[Outcome]()
         for number in range(args.rounds):
             print(f"{name}: {number + 1} of {args.rounds}", flush=True)
-            outcomes.append(await fail_over(args, kind))
+            while len(outcomes) == number:
+                try:
+                    outcomes.append(await fail_over(args, kind))
+                except TooEarlyError:
+                    print("  a sentinel promoted the replica before the kill; once more", flush=True)
             for problem in outcomes[-1].problems:
                 print("  PROBLEM", problem, flush=True)
         row = row_of(outcomes)
@@ -472,7 +484,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Parse the arguments and run the fail-overs. The exit status is 1 if anything was violated."""
+    """Run the fail-overs. The exit status is 1 if anything was violated."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=20, help="fail-overs of each kind")
     parser.add_argument("--lags", type=float, nargs="*", default=[0.0, 0.1, 2.0], help="seconds of lost writes")
@@ -484,8 +496,7 @@ def main() -> None:
     parser.add_argument("--forgetful", action="store_true", help="nodes do not repeat ends: the check must turn red")
     parser.add_argument("--record", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
-    num_problems = asyncio.run(run(args))
-    raise SystemExit(1 if num_problems else 0)
+    raise SystemExit(1 if asyncio.run(run(args)) else 0)
 
 
 if __name__ == "__main__":

@@ -90,8 +90,10 @@ class Replicated:
         stays_primary: bool = False,
         clock_s: float = 0.0,
         announced: tuple[int, int] | None = None,
+        down_after_ms: int = DOWN_AFTER_MS,
     ) -> None:
         self._folder = folder
+        self._down_after_ms = down_after_ms
         self._ports = [free_port() for _ in range(num_sentinels)]
         port = free_port()
         self.link = ReplicationLink(("127.0.0.1", port))
@@ -99,7 +101,10 @@ class Replicated:
         self.master = RedisProcess(folder / "master", port=port, **options)
         own_port = free_port()
         self._announced = announced or (port, own_port)
-        follows = {"replicaof": ("127.0.0.1", self.link.port), "replica-announce-port": self._announced[1]}
+        follows: dict[str, Any] = {
+            "replicaof": ("127.0.0.1", self.link.port),
+            "replica-announce-port": self._announced[1],
+        }
         self.replica = RedisProcess(folder / "replica", port=own_port, clock_s=clock_s, **follows)
         self.sentinels: list[subprocess.Popen[bytes]] = []
         self._stack = ExitStack()
@@ -118,6 +123,12 @@ class Replicated:
     def sentinel_port(self) -> int:
         """The port of the first sentinel."""
         return self._ports[0]
+
+    @property
+    def has_promoted(self) -> bool:
+        """Whether a sentinel names the replica as the primary."""
+        with redis.Redis(port=self._ports[-1]) as sentinel:
+            return bool(sentinel.sentinel_get_master_addr_by_name(NAME)[1] == self._announced[1])
 
     def fail_over(self, number: int = 0) -> None:
         """Let a sentinel promote the replica although the primary lives."""
@@ -153,7 +164,7 @@ class Replicated:
         lines = (
             f"port {port}",
             f"sentinel monitor {NAME} 127.0.0.1 {self._announced[0]} {len(self._ports) // 2 + 1}",
-            f"sentinel down-after-milliseconds {NAME} {DOWN_AFTER_MS}",
+            f"sentinel down-after-milliseconds {NAME} {self._down_after_ms}",
             f"dir {folder}",
             f"logfile {folder / 'sentinel.log'}",
         )
