@@ -50,12 +50,10 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.tenants.key_store import KeyStore
 
-NUM_NODES = 2
-STEP_S = 0.05
+NUM_NODES, STEP_S = 2, 0.05
 STREAM_TOKENS, SHORT_TOKENS = 200, 8
 WARM_UP_S, PATIENCE_S = 3.0, 600.0
-CLOCKS_LAG_S = 0.1
-DOWN_AFTER_MS = 3000
+CLOCKS_LAG_S, DOWN_AFTER_MS = 0.1, 3000
 PAUSE_S = 0.05
 """Between two steps of an operator."""
 READ_AT_ONCE = 1000
@@ -462,10 +460,9 @@ async def run(args: argparse.Namespace) -> int:
     kinds += [Kind(max(args.lags, default=0.0), splits=True)] if args.split else []
     kinds += [Kind(CLOCKS_LAG_S, clock_s=clock_s) for clock_s in args.clocks]
     for kind in kinds:
-        name = str(kind)
         outcomes = list[Outcome]()
         for number in range(args.rounds):
-            print(f"{name}: {number + 1} of {args.rounds}", flush=True)
+            print(f"{kind}: {number + 1} of {args.rounds}", flush=True)
             while len(outcomes) == number:
                 try:
                     outcomes.append(await fail_over(args, kind))
@@ -474,12 +471,12 @@ async def run(args: argparse.Namespace) -> int:
             for problem in outcomes[-1].problems:
                 print("  PROBLEM", problem, flush=True)
         row = row_of(outcomes)
-        print(name, row, flush=True)
+        print(kind, row, flush=True)
         found = sum(len(one.problems) for one in outcomes)
         num_problems += found
         if not found and args.record:
             load = f"{args.streams} streams, {args.backlog} queued jobs, {outcomes[-1].server}"
-            record("Fail-overs by Sentinel", f"{name}; {load}", row)
+            record("Fail-overs by Sentinel", f"{kind}; {load}", row)
     return num_problems
 
 
