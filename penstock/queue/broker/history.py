@@ -31,7 +31,7 @@ LOOK_S = 1.0
 RETRY_S = 0.2
 """Seconds after which a comparison is repeated that Redis interrupted, and a question that no Sentinel answered."""
 SETTLE_S = 3.0
-"""Seconds after a change in which nodes take no jobs: time for every process to look, and to give what it has."""
+"""Seconds after a change was compared in which nodes take no jobs: time for every process to give what it has."""
 MAX_RECENT_CALLS = 10_000
 """Cancellations and deletions that a process repeats after a change."""
 _READ = (("INFO", "server"), ("INFO", "replication"))
@@ -98,7 +98,7 @@ class HistoryWatch:
         self._same_server = frozenset[str]()
         """Addresses of the DNS name behind which the known server was found, although it has another address."""
         self._changed_s = -math.inf
-        """Loop time of the last change."""
+        """Loop time of the last change, or of the end of its comparison."""
         self._seen: SharedConnection | None = None
         """The connection whose server's history was compared last."""
 
@@ -148,7 +148,8 @@ class HistoryWatch:
             except PenstockError:
                 self._is_compared = True  # Another attempt would fail in the same way.
                 raise
-            self._is_compared = True
+            # From now on: where comparing takes long, it takes other processes long too.
+            self._is_compared, self._changed_s = True, asyncio.get_running_loop().time()
         self._seen = line
 
     @property
