@@ -21,9 +21,10 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -41,12 +42,12 @@ from redis.asyncio import Redis
 from penstock.contract.errors import NotConfirmedError, UnavailableError
 from penstock.contract.job import ResponseRecord
 from penstock.contract.output import TERMINAL_STATES
-from penstock.contract.tenant import Terms
+from penstock.contract.tenant import ApiKey, Terms
 from penstock.gpu_node.node import Node
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
 from penstock.queue.broker import scripts
-from penstock.queue.broker.connection import connect
+from penstock.queue.broker.connection import connect, with_retries
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.tenants.key_store import KeyStore
 
@@ -66,6 +67,11 @@ for i, names in ipairs(cmsgpack.unpack(ARGV[1])) do
 end
 return found
 """
+
+
+async def new_key(store: KeyStore) -> tuple[str, ApiKey]:
+    """Make an API key, and wait for busy Sentinels."""
+    return await with_retries(lambda: store.add("acme", ("infer",), Terms()), PATIENCE_S)
 
 
 @dataclass
@@ -105,12 +111,9 @@ class Seen:
         for job_id, (state, cancel, length, has_response) in zip(job_ids, answers, strict=True):
             seen.states[job_id] = (state or b"").decode()
             seen.lengths[job_id] = int(length)
-            if cancel == b"1":
-                seen.flagged.add(job_id)
-            if has_response:
-                seen.responses.add(job_id)
-        known = await KeyStore(redis).all()
-        seen.revoked = {key_id for key_id, key in known.items() if key.is_revoked}
+            seen.flagged |= {job_id} if cancel == b"1" else set()
+            seen.responses |= {job_id} if has_response else set()
+        seen.revoked = {key_id for key_id, key in (await KeyStore(redis).all()).items() if key.is_revoked}
         return seen
 
     def has_ended(self, job_id: str) -> bool:
@@ -131,7 +134,7 @@ class Load:
 
     async def begin(self) -> None:
         """Fill the queue, and start the streams and the operator."""
-        self._key_ids = [(await self._store.add("acme", ("infer",), Terms()))[1].key_id for _ in range(NUM_KEYS)]
+        self._key_ids = [(await new_key(self._store))[1].key_id for _ in range(NUM_KEYS)]
         for number in range(0, self._args.backlog, READ_AT_ONCE):
             count = min(READ_AT_ONCE, self._args.backlog - number)
             await asyncio.gather(*(self._submit() for _ in range(count)))
@@ -234,13 +237,8 @@ class HttpStreams:
         """Wait for the ends of the streams, and return what is wrong with them."""
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*self._tasks)
-        wrong = list[str]()
-        for reading, work in zip(self.readings, self._works, strict=True):
-            try:
-                reading.check(work)
-            except AssertionError as error:
-                wrong.append(f"http stream {reading.job_id}: {error}"[:200])
-        return wrong
+        both = zip(self.readings, self._works, strict=True)
+        return errors_of(partial(reading.check, work) for reading, work in both)
 
 
 def lost(told: Told, before: Seen, after: Seen) -> dict[str, set[str]]:
@@ -356,7 +354,7 @@ async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float
         for redis in (operator, old, new):
             stack.push_async_callback(redis.aclose)
         load = Load(client, KeyStore(operator), args)
-        key, _ = await KeyStore(operator).add("acme", ("infer",), Terms())
+        key, _ = await new_key(KeyStore(operator))
         await load.begin()
         http = await stack.enter_async_context(HttpStreams(url, key, args.http))
         await asyncio.sleep(WARM_UP_S)
@@ -390,7 +388,7 @@ async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float
         lost_counts = Counter({name: len(ids) for name, ids in gone.items()})
         print(f"  promoted after {promoted_s:.1f} s; lost {dict(lost_counts)}", flush=True)
         await load.end()
-        problems = [f"stream: {error}" for error in _stream_errors(load.told)] + await http.problems()
+        problems = errors_of(work.check for work in load.told.works.values() if work.end) + await http.problems()
         problems += [f"{one} was replicated, and is lost" for one in replicated if not after.states.get(one)]
         problems += [f"node lost: {event}" for event in await nodes_lost(new)]
         problems += await wrong_ends(new, load.told)
@@ -427,13 +425,14 @@ async def nodes_lost(redis: Redis) -> list[str]:
     return [event.decode() for event in found if b"node_lost" in event]
 
 
-def _stream_errors(told: Told) -> list[str]:
+def errors_of(checks: Iterable[Callable[[], None]]) -> list[str]:
+    """Return what is wrong with streams."""
     errors = list[str]()
-    for work in (one for one in told.works.values() if one.end):
+    for check in checks:
         try:
-            work.check()
+            check()
         except AssertionError as error:
-            errors.append(str(error)[:200])
+            errors.append(f"stream: {error}"[:200])
     return errors
 
 
