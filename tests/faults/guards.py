@@ -249,7 +249,7 @@ MUTANTS = (
         "if progress ~= '' then redis.call('RPUSH', log, progress)",
         "emit.py",
     ),
-    Mutant("readers guard", "prelude", "or not can_trust_heartbeats(config, now) then", "then", "readers.py"),
+    Mutant("readers guard", "prelude", "or not pool_time.has_heartbeats() then", "then", "readers.py"),
     # Limits of the pool and of tenants
     Mutant("open jobs of a pool", "submit", "if open >= config.max_open_jobs and", "if false and", "submit.py"),
     Mutant("open jobs of a tenant", "submit", "own_open >= tenant_open", "false", "limits.py"),
@@ -385,7 +385,7 @@ MUTANTS = (
     Mutant("tenant of an idempotency key", "submit", "tenant .. ':' .. idem)", "idem)", "submit.py"),
     Mutant("ids older than records", "submit", "record_life - MAX_AHEAD_MS", "MAX_AGE_MS", "submit.py"),
     Mutant("ids older than responses", "submit", "response ~= '' and tonumber(keep) or config", "config", "submit.py"),
-    Mutant("ids of a later time", "submit", " or minted - now > MAX_AHEAD_MS", "", "submit.py"),
+    Mutant("ids of a later time", "submit", " or minted - later > MAX_AHEAD_MS", "", "submit.py"),
     Mutant("tenant of a canceled job", "cancel", " or job.tenant ~= tenant", "", "readers.py"),
     Mutant("readers of a job", "prelude", "if count >= MAX_INBOXES then", "if false then", "readers.py"),
     # Lists, delays, shares
