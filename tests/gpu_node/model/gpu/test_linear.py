@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from penstock.gpu_node.model.gpu.linear import linear_of
-from penstock.kernels.reference.attention import quantize_vectors
+from penstock.kernels.reference.layers import quantize_vectors
 from penstock.kernels.reference.quantized import quantize_int4_groups
 
 
