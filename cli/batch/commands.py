@@ -165,7 +165,7 @@ def _retry_here(redis_url: str, batch: Batch, shown: ShownProgress) -> BatchProg
 
 def _run_in_worker(redis_url: str, batch: Batch, shown: ShownProgress) -> BatchProgress:
     try:
-        from penstock.producer.batch.remote import run_in_worker
+        from penstock.producer.batch.celery_app import run_in_worker
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock[batch]'") from error
     return run_in_worker(redis_url, batch, shown.update)
