@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.batch.progress import ShownProgress, shown_progress
-from penstock.cli.batch.server import STDOUT, Server, StoredBatch, patiently, wait
-from penstock.cli.batch.submission import STDIN, prepared
+from penstock.cli.batch.server import STDIN, STDOUT, Server, StoredBatch, patiently, prepared, wait
 from penstock.cli.command_line import App
 from penstock.cli.options import DURABILITY_HELP, RedisUrl
 from penstock.cli.output import (
