@@ -1,8 +1,8 @@
 """`GET /metrics`: metrics for Prometheus.
 
 Each gateway counts its own HTTP requests and streams. The statistics of pools come from Redis at each scrape, so every
-gateway reports the same values: aggregate them over gateways with max, not sum. `penstock_redis_changes_total` alone counts
-from a gateway's start.
+gateway reports the same values: aggregate them over gateways with max, not sum. Only `penstock_redis_changes_total`
+counts from a gateway's start.
 """
 
 from __future__ import annotations
