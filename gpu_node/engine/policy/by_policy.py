@@ -1,8 +1,8 @@
-"""The queue's scheduling policies inside an engine, with the KV use of each tenant, and the shares of a device under `fair`.
+"""The queue's scheduling policies inside an engine: the KV use of each tenant, and shares of the device under `fair`.
 
 The resource that counts is a tenant's dominant one: its sequence slots or its KV blocks, whichever is the larger part
 of the device (A. Ghodsi et al., *Dominant Resource Fairness*, NSDI 2011). A tenant's share is its weight ÷ the weights
-of all tenants with running or waiting sequences. Pure; take.lua gives jobs to a node by the same rule.
+of all tenants with running or waiting sequences. take.lua gives jobs to a node by the same rule.
 """
 
 from __future__ import annotations
