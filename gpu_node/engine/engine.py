@@ -52,7 +52,7 @@ from penstock.gpu_node.engine.sequence import salted_root
 from penstock.gpu_node.engine.served_model import ServedModel, check_request
 from penstock.gpu_node.engine.speculative.draft_budget import speculation_of
 from penstock.gpu_node.engine.steps import InFlightSteps, Step
-from penstock.gpu_node.engine.structured.grammar import late_rows
+from penstock.gpu_node.engine.structured.guide import late_rows
 from penstock.gpu_node.engine.timings import EngineProfiler, PrefillReports, RequestTimers, StepTimings, engine_stats
 from penstock.gpu_node.model.protocol import (
     FAILED_TOKEN,

@@ -17,7 +17,7 @@ from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
 from penstock.runtime.histogram import Histogram
 
 if TYPE_CHECKING:
-    from penstock.gpu_node.engine.structured.grammar import Grammar
+    from penstock.gpu_node.engine.structured.tenant_grammar import Grammar
     from penstock.gpu_node.engine.text.output import BadWords
     from penstock.gpu_node.model.protocol import Adapter
 

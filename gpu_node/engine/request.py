@@ -15,7 +15,7 @@ from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedCho
 from penstock.gpu_node.engine.sequence import PooledPrompt, PromptScores, Sequence
 from penstock.gpu_node.engine.served_model import RequestLimits, max_tokens_of_beams, max_tokens_with_logprobs
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
-from penstock.gpu_node.engine.structured.grammar import Guide
+from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.output import ChoiceOutput, EndRule
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, NO_LOGPROBS

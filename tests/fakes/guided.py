@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
-from penstock.gpu_node.engine.structured.grammar import Guide, GuidedMasks
+from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 
 MAX_STEPS = 300
 """A step waits at most a tenth of a second for a mask."""

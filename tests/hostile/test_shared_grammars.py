@@ -23,9 +23,9 @@ from penstock.contract.sampling import StructuredOutputs
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.structured import compiler, protocol
-from penstock.gpu_node.engine.structured.grammar import Grammar
 from penstock.gpu_node.engine.structured.lanes import GrammarCounts, Lanes
 from penstock.gpu_node.engine.structured.process import Worker
+from penstock.gpu_node.engine.structured.tenant_grammar import Grammar
 
 MIB = 1 << 20
 PROMPT = [3, 4, 5]

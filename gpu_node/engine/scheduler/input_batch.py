@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
-from penstock.gpu_node.engine.structured.grammar import Guide, GuidedMasks
+from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
 
 NO_GUIDES: Mapping[Sequence, Guide] = {}

@@ -29,7 +29,7 @@ from penstock.gpu_node.engine.scheduler.running import RunningBatch, StepOutcome
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget, StepCost
 from penstock.gpu_node.engine.steps import Ints, Step, step_of
-from penstock.gpu_node.engine.structured.grammar import Guide
+from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan, StepResult
 
 if TYPE_CHECKING:

@@ -21,10 +21,11 @@ from penstock.contract.errors import PenstockError, RequestError, TooCostlyError
 from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tools import WantedCalls
 from penstock.gpu_node.engine.structured.call_grammar import CallGrammar
-from penstock.gpu_node.engine.structured.grammar import Grammar, Guide, GuidedMasks, Kind, TrialResult, reason_of
+from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.structured.host import MaskHost
 from penstock.gpu_node.engine.structured.lanes import GrammarCounts
 from penstock.gpu_node.engine.structured.protocol import MAX_CALLS_MIB, TASK_WALL_S, TRIAL_CPU_S, TRIAL_MEMORY_MIB
+from penstock.gpu_node.engine.structured.tenant_grammar import Grammar, Kind, TrialResult, reason_of
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import TokenMasks
 

@@ -17,10 +17,11 @@ from contextlib import suppress
 
 from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.engine.structured import protocol
-from penstock.gpu_node.engine.structured.grammar import Grammar, Guide, GuidedMasks, Kind, TrialResult
+from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.structured.lanes import GrammarCounts, Lanes, Trial
 from penstock.gpu_node.engine.structured.process import Worker
 from penstock.gpu_node.engine.structured.processes import GrammarProcesses
+from penstock.gpu_node.engine.structured.tenant_grammar import Grammar, Kind, TrialResult
 
 log = logging.getLogger(__package__)
 

@@ -16,9 +16,10 @@ from typing import Any, Literal, Protocol
 
 from penstock.contract.errors import PenstockError, RequestError, TooCostlyError
 from penstock.gpu_node.engine.structured import protocol
-from penstock.gpu_node.engine.structured.grammar import Grammar, Guide, Kind, TrialResult, reason_of
+from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.structured.process import Worker
 from penstock.gpu_node.engine.structured.protocol import EMPTY, MISFIT, PAST_LIMITS, WRITTEN
+from penstock.gpu_node.engine.structured.tenant_grammar import Grammar, Kind, TrialResult, reason_of
 
 log = logging.getLogger(__package__)
 

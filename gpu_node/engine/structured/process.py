@@ -16,8 +16,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from penstock.gpu_node.engine.structured import protocol
-from penstock.gpu_node.engine.structured.grammar import Grammar
 from penstock.gpu_node.engine.structured.protocol import FrameReader, frame
+from penstock.gpu_node.engine.structured.tenant_grammar import Grammar
 
 _MODULE = "penstock.gpu_node.engine.structured.template"
 

@@ -15,9 +15,10 @@ from typing import Any
 
 from penstock.contract.errors import RequestError, UnavailableError
 from penstock.gpu_node.engine.structured import protocol
-from penstock.gpu_node.engine.structured.grammar import Guide, TrialResult
+from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.structured.lanes import GrammarCounts, Lanes, Trial, TrialQueue, blames_task
 from penstock.gpu_node.engine.structured.process import Template, Worker
+from penstock.gpu_node.engine.structured.tenant_grammar import TrialResult
 
 log = logging.getLogger(__package__)
 

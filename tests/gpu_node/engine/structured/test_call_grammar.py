@@ -18,7 +18,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tools import MAX_CALLS, text_parameters
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
-from penstock.gpu_node.engine.structured.grammar import Guide
+from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.producer.openai.parsed_text import AnswerFormat, ParsedText
 

@@ -20,9 +20,10 @@ from penstock.contract.sampling import MAX_SCHEMA_CHARS
 from penstock.gpu_node.engine import Engine, EngineConfig, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.structured import host, lanes, protocol
-from penstock.gpu_node.engine.structured.grammar import Grammar, GuidedMasks
+from penstock.gpu_node.engine.structured.guide import GuidedMasks
 from penstock.gpu_node.engine.structured.process import Template, Worker
 from penstock.gpu_node.engine.structured.schema.objects import rust_pattern
+from penstock.gpu_node.engine.structured.tenant_grammar import Grammar
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HOSTILE = "start: " + " | ".join(

@@ -29,8 +29,8 @@ from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.structured import compiler, processes, protocol
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
-from penstock.gpu_node.engine.structured.grammar import Grammar, TrialResult
 from penstock.gpu_node.engine.structured.process import Template, Worker
+from penstock.gpu_node.engine.structured.tenant_grammar import Grammar, TrialResult
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 PROMPT = [3, 4, 5]

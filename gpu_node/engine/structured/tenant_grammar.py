@@ -1,28 +1,14 @@
-"""What the node knows of a tenant's grammar: its text, its trial and its cost; and of each choice that must match it.
-
-Nothing here decides which tokens may come next: a process of `worker.py` does, with the choice's matcher. `host.py`
-decides when to ask it for a mask, and how long a step waits.
-"""
+"""A tenant's grammar as the node knows it: its text, its trial, what it has cost since, and why it was refused."""
 
 from __future__ import annotations
 
 import itertools
 import re
 import time
-from array import array
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Literal
 
 from penstock.contract.errors import PenstockError
-from penstock.gpu_node.model.protocol import TokenMasks
-
-if TYPE_CHECKING:
-    from penstock.gpu_node.engine.structured.process import Worker
-
 
 MAX_REASON_CHARS = 500
 
@@ -157,83 +143,3 @@ class TrialResult:
     """Whether a limit is the reason. Without a `problem`, the limit killed the trial's worker."""
     is_killed: bool = False
     """Whether its workers were killed from outside too often. Another trial may succeed later."""
-
-
-class Guide:
-    """The node's side of one constrained choice. Its matcher is in a worker; any worker can rebuild it from the tokens.
-
-    -1 <= mask_at <= asked_at <= len(tokens): the numbers of tokens before the newest mask and the newest request.
-    """
-
-    def __init__(self, grammar: Grammar, vocab_size: int, on_end: Callable[[Guide], None]) -> None:
-        self.grammar = grammar
-        self.vocab_size = vocab_size
-        self.number = next(_numbers)
-        self.tokens = array("i")
-        self.worker: Worker | None = None
-        """The worker with its matcher, which has consumed the first `asked_at` tokens."""
-        self.asked_at = -1
-        self.mask_at = -1
-        self.mask = b""
-        self.cpu_s = 0.0
-        """Processor time of its masks so far."""
-        self.is_slow = False
-        """Whether its last mask took so long that a step should not wait for the next one."""
-        self.rebuilt_at = -1
-        """Number of tokens at which its matcher was last rebuilt, after it had exceeded a limit."""
-        self.failure: PenstockError | None = None
-        """Why its choice cannot continue."""
-        self._num_seen = 0
-        self._on_end = on_end
-
-    def __del__(self) -> None:
-        self._on_end(self)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether its mask is requested and has not arrived."""
-        return self.failure is None and self.asked_at > self.mask_at
-
-    def new_tokens_of(self, output: NDArray[np.int32]) -> list[int]:
-        """Return the tokens at the end of a choice's output that earlier calls did not return, for `take`."""
-        new_tokens: list[int] = output[self._num_seen :].tolist()
-        self._num_seen = len(output)
-        return new_tokens
-
-    def take(self, token_ids: Sequence[int]) -> None:
-        """Append tokens. Tokens that do not fit fail the choice when its next mask is due."""
-        self.tokens.extend(token_ids)
-
-
-class GuidedMasks(TokenMasks):
-    """The masks of a step's constrained rows, and which of them are late."""
-
-    def __init__(self, guided: Sequence[Guide | None]) -> None:
-        """`guided`: by sampling row, its guide or None. At least one row has a guide; guides have taken all tokens."""
-        self.guides = [guide for guide in guided if guide is not None]
-        self.waiting: dict[Guide, int] = {}
-        """Guides without a mask yet, and their row of `words`."""
-        self.late: list[int] = []
-        """Sampling rows without a mask in time. They sample nothing in this step, and no error is raised."""
-        self._guided_rows = [i for i, guide in enumerate(guided) if guide is not None]
-        super().__init__(np.array([guide is not None for guide in guided]), self.guides[0].vocab_size)
-
-    @property
-    def has_other_rows(self) -> bool:
-        """Whether the step has rows that do not wait for a mask."""
-        return len(self.waiting) < len(self.rows)
-
-    def put(self, row: int, mask: bytes) -> None:
-        """Write the mask of a row of `words`."""
-        words = np.frombuffer(mask, np.uint32)[: self.words.shape[1]]
-        self.words[row, : len(words)] = words
-
-    def give_up_waiting(self) -> None:
-        """Let the step continue without the rows that still wait."""
-        self.late = sorted(self._guided_rows[row] for row in self.waiting.values())
-        self.finish()
-
-
-def late_rows(masks: TokenMasks | None) -> Sequence[int]:
-    """Return a finished step's sampling rows without a mask in time."""
-    return masks.late if isinstance(masks, GuidedMasks) else ()
