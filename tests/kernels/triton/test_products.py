@@ -8,7 +8,7 @@ import torch
 
 from penstock.kernels.reference import layers as reference_layers
 from penstock.kernels.reference import products as reference
-from penstock.kernels.reference.quantized import quantize_int4_groups
+from penstock.kernels.reference.products import quantize_int4_groups
 from penstock.kernels.triton import products
 from penstock.kernels.triton.int4 import multiply_int4, pack_int4, pair_scales
 from penstock.kernels.triton.lora import add_lora, lora_tiles
