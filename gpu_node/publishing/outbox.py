@@ -176,7 +176,10 @@ class Outbox:
         now_s = self._loop.time()
         delay_s = self._pace.until_next_s(len(self._dirty), now_s, reader_waits=self._reader_waits)
         if delay_s > 0:
-            self._wait(delay_s)
+            # If no tokens wait, and the next step comes later than they may leave, that step wakes the event loop.
+            if self._dirty or self._step_s < delay_s:
+                self._alarm.set(delay_s)
+                self._sleeping = True
         elif self._dirty:
             self._send(only_awaited=self._pace.until_next_s(len(self._dirty), now_s) > 0)
 
@@ -218,15 +221,6 @@ class Outbox:
             return
         for emission, answer in zip(emissions, answers, strict=True):
             self.handle_answer(emission, answer)
-
-    def _wait(self, delay_s: float) -> None:
-        """Set the alarm if tokens wait, or if the next step will come before they may leave.
-
-        Otherwise the next step itself wakes the event loop, without an alarm that finds nothing to send.
-        """
-        if self._dirty or self._step_s < delay_s:
-            self._alarm.set(delay_s)
-            self._sleeping = True
 
     def _accept_step(self, at_s: float, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
