@@ -4,83 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from redis.asyncio import Redis
 
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.job import MEMORY
 from penstock.producer.client.inbox import ClientInbox
-from penstock.producer.client.job import num_bytes_of
-from penstock.producer.client.mailbox import Feed, SeenEnd
+from penstock.producer.client.job import RecentSubmissions
 from penstock.producer.client.settings import ClientSettings
 from penstock.queue.broker.history import HistoryWatch, RecentCalls
 from penstock.queue.broker.jobs import KnownJobs
-from penstock.queue.broker.producer import ProducerBroker, Submission, Submitted
+from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.runtime.event_loop import cancel_until_done
 
 _LOG = logging.getLogger(__package__)
-_MOST_WITH_ENDED = 256
 _JOBS_AT_ONCE = 64
 """Lost jobs that are submitted together."""
-
-
-class _Recent(NamedTuple):
-    at_s: float
-    num_bytes: int
-    submission: Submission
-    end: SeenEnd | None
-    """Whether a reader of this process has the end; None if it does not read the job."""
-
-    @property
-    def has_ended(self) -> bool:
-        return self.end is not None and self.end.is_seen
-
-
-class RecentSubmissions:
-    """The submissions that Redis accepted in the last `keep_s` seconds, at most `max_bytes` of them."""
-
-    def __init__(self, *, keep_s: float, max_bytes: int) -> None:
-        self._keep_s = keep_s
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._recent: deque[_Recent] = deque()
-        self._most_with_ended = _MOST_WITH_ENDED
-        """Entries, those of ended jobs included, at which the latter are removed."""
-
-    def accepted(
-        self, submission: Submission, answer: Submitted, feed_of: Callable[[str], Feed] | None = None
-    ) -> Submitted:
-        """Keep a submission, and return its answer. `feed_of`: what a reader of this process gets of a job."""
-        now_s = asyncio.get_running_loop().time()
-        if answer.job_id != submission.job.id:
-            submission = replace(submission, job=submission.job.model_copy(update={"id": answer.job_id}))
-        end = None if feed_of is None else feed_of(answer.job_id).end
-        one = _Recent(now_s, num_bytes_of(submission), submission, end)
-        self._recent.append(one)
-        self._num_bytes += one.num_bytes
-        self._drop_old(now_s)
-        return answer
-
-    def open(self) -> list[Submission]:
-        """Return those whose end no reader of this process has."""
-        self._drop_old(asyncio.get_running_loop().time())
-        return [one.submission for one in self._recent if not one.has_ended]
-
-    def _drop_old(self, now_s: float) -> None:
-        while self._recent and (
-            self._recent[0].has_ended
-            or self._num_bytes > self._max_bytes
-            or now_s - self._recent[0].at_s > self._keep_s
-        ):
-            self._num_bytes -= self._recent.popleft().num_bytes
-        if len(self._recent) >= self._most_with_ended:
-            self._recent = deque(one for one in self._recent if not one.has_ended)
-            self._num_bytes = sum(one.num_bytes for one in self._recent)
-            self._most_with_ended = max(_MOST_WITH_ENDED, 2 * len(self._recent))
 
 
 class Renewal:
