@@ -21,8 +21,7 @@ from penstock.contract.output import Outcome
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import BY_ANSWER, HeldJob, outcome_of
-from penstock.gpu_node.jobs.ledger import Ledger
-from penstock.gpu_node.jobs.reports import JobReports
+from penstock.gpu_node.jobs.ledger import JobReports, Ledger
 from penstock.gpu_node.jobs.times import NodeCounts
 from penstock.gpu_node.publishing.sending import Alarm, BatchSender, Pace, QuickEmit
 from penstock.queue.broker.connection import pauses
