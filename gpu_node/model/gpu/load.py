@@ -112,9 +112,8 @@ def _fewest(sizes: CacheSizes, ranks: Communicator) -> CacheSizes:
 def gpu_of(number: int | None) -> torch.device:
     """Return the GPU of this number, None: the current one. Raises ConfigError if it is not there or too old."""
     if torch.cuda.is_available():
-        # Let the allocator grow segments, unless the operator configured it. It reads this when CUDA starts, below.
-        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        # Before anything starts CUDA: the next lines do.
+        _avoid_fragments()
         if number is not None and number >= (count := torch.cuda.device_count()):
             last = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
             raise ConfigError(f"runner cuda:{number}: there is no such GPU; this process sees {last}", param="runner")
@@ -131,6 +130,12 @@ def gpu_of(number: int | None) -> torch.device:
             param="runner",
         )
     return torch.device("cpu")
+
+
+def _avoid_fragments() -> None:
+    """Let torch's allocator grow segments, unless the operator configured it. It reads this when CUDA starts."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
