@@ -3,7 +3,7 @@
 -- ARGV: tenant id, for each job
 -- Answer, one per job: 1 if this call has freed its result, else 0
 local MAX_JOBS = 128
-local config, now = read_config({'version'}), clock()
+local config, now = read_config({'version'}), pool_time.of_redis()
 if #ARGV > 2 * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
 
 -- Frees a job's result. Returns whether it had one.

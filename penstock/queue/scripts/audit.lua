@@ -135,7 +135,7 @@ local function check_expiry(id, member)
   if job and string.match(key, '^job:') then key = counted_as('job', id, job.state) end
   local is_right = is_stored and bytes and member == expiry_member(bytes, job.tenant, key)
   local score = tonumber(redis.call('ZSCORE', P .. ':expiry', member) or '')
-  local goes_soon = score and score < now + EXPIRY_SLACK_MS
+  local goes_soon = score and score < pool_time.of_redis() + EXPIRY_SLACK_MS
   if score and not goes_soon and not is_right then
     find('stray', 'expiry', id, key .. ' is not stored')
     if repairs then subtract_stored(member) end
@@ -151,7 +151,7 @@ local function check_counted(job)
     local member = expiry_member(bytes, job.tenant, key)
     if bytes > 0 and life > EXPIRY_SLACK_MS and not redis.call('ZSCORE', P .. ':expiry', member) then
       find('missing', 'expiry', job.id, key .. ' is stored')
-      if repairs then count_stored(job.tenant, key, bytes, now + life) end
+      if repairs then count_stored(job.tenant, key, bytes, pool_time.of_redis() + life) end
     end
   end
 end
@@ -221,7 +221,7 @@ local function check_ended(job)
   end
   check_counted(job)
   local result_until = tonumber(redis.call('HGET', job_key(id), 'result_until') or '')
-  local may_be_gone = result_until and result_until < now + EXPIRY_SLACK_MS
+  local may_be_gone = result_until and result_until < pool_time.of_redis() + EXPIRY_SLACK_MS
   if job.state == 'succeeded' and not may_be_gone and redis.call('EXISTS', P .. ':result:' .. id) == 0 then
     find('no_result', 'result:' .. id, id, 'the job is done')
   end

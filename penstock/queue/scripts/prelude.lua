@@ -84,7 +84,7 @@ do
     max_gap = (tonumber(lease_ms or '') or 0) / 2
   end
 
-  -- Redis's own time. It stays the same during a script.
+  -- Redis's own time, by which keys expire: P:expiry and result_until are stated in it. It stays the same during a script.
   function pool_time.of_redis()
     if not redis_now then
       local t = redis.call('TIME')

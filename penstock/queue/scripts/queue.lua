@@ -732,8 +732,8 @@ local function forget_stored(member, tenant, bytes)
 end
 
 -- Subtracts up to `max_keys` keys that have expired since the last call. A job leaves its tenant's list with its record.
-local function subtract_expired(now, max_keys)
-  local members = redis.call('ZRANGEBYSCORE', P .. ':expiry', '-inf', now, 'LIMIT', 0, max_keys)
+local function subtract_expired(max_keys)
+  local members = redis.call('ZRANGEBYSCORE', P .. ':expiry', '-inf', pool_time.of_redis(), 'LIMIT', 0, max_keys)
   for _, member in ipairs(members) do
     subtract_stored(member)
     local tenant, id, state, tags = string.match(member, '^%d+ (%S+) job:(%S+) ?(%S*)(.*)$')
@@ -807,7 +807,8 @@ do
   end
 
   -- Counts the bytes that are stored of a job after its end. Returns the fields of its record that say so.
-  local function count_ended(job, config, now, log_bytes, result_bytes, state, is_wide)
+  local function count_ended(job, config, log_bytes, result_bytes, state, is_wide)
+    local now = pool_time.of_redis()
     local is_large, is_dead, kept = result_bytes > LARGE_RESULT_BYTES, state == 'dead', request_life(state, config)
     local function with_key(bytes) return bytes > 0 and bytes + KEY_BYTES or 0 end
     local bytes = {log = with_key(log_bytes), result = is_large and with_key(result_bytes) or 0,
@@ -1032,7 +1033,7 @@ do
       (reported.kv_token_ms and string.format('%.0f', reported.kv_token_ms) or '')
     local fields = last and last.fields or {}
     for _, value in ipairs({'state', state, 'finished', now, 'chunks', index + 1, 'code', code, 'message', message,
-      'param', param, 'used', used, count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0,
+      'param', param, 'used', used, count_ended(job, config, reported.log_bytes + #chunk, reported.result_bytes or 0,
       state, is_wide)}) do fields[#fields + 1] = value end
     redis.call('HSET', job_key(job.id), unpack(fields))
     redis.call('PEXPIRE', job_key(job.id), record_life(job, config, is_dead))

@@ -3,7 +3,7 @@
 -- ARGV: id tenant
 -- Answer: OK | NOT_FOUND
 local id, tenant = ARGV[1], ARGV[2]
-local config, job, now = read_config(), read_job(ARGV[1]), clock()
+local config, job, now = read_config(), read_job(ARGV[1]), pool_time.of_redis()
 if not config or not job or job.tenant ~= tenant then return 'NOT_FOUND' end
 local stored = stored_of(redis.call('HGET', job_key(id), 'stored'))
 redis.call('ZREM', P .. ':free', '')

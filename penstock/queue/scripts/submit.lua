@@ -378,7 +378,7 @@ do
       local collecting, counted = collected, own.bytes - bytes_of(tenant)
       -- What has expired is subtracted at once, because it counts for this job.
       collected, own.has_released = nil, true
-      subtract_expired(now, MAX_RELEASED)
+      subtract_expired(MAX_RELEASED)
       collected, own.bytes = collecting, bytes_of(tenant) + counted
     end
     if exceeds() then

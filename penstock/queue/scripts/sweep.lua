@@ -72,7 +72,7 @@ end
 -- Drops completions of a tenant that are older than the jobs' records, about 10,000 at a time. Once the last one is,
 -- the key goes, and P:ended_before keeps its id for cursors.
 local function trim_completions(tenant)
-  local key, oldest = P .. ':ended:' .. tenant, now - config.result_ttl_ms
+  local key, oldest = P .. ':ended:' .. tenant, pool_time.of_redis() - config.result_ttl_ms
   local function ms_of(entries) return entries[1] and tonumber(string.match(entries[1][1], '^%d+')) or 0 end
   local newest = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
   if ms_of(newest) < oldest then
@@ -109,7 +109,7 @@ token_limit.release_waiting(now)
 redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - math.max(MAX_READER_SILENCE_MS, config.abandon_after_ms))
 redis.call('ZREMRANGEBYSCORE', P .. ':revisions', '-inf', now - MAX_READER_SILENCE_MS)
 redis.call('ZREMRANGEBYSCORE', P .. ':dead_letters', '-inf', now - DEAD_LIFE_MS)
-subtract_expired(now, MAX_RELEASED)
+subtract_expired(MAX_RELEASED)
 for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', P .. ':ended', '-inf', now, 'LIMIT', 0, MAX_TRIMMED)) do
   trim_completions(tenant)
 end
