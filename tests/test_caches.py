@@ -78,6 +78,7 @@ BY_ID = {
     "producer.client.inbox:_detaching": "job id",
     "producer.client.inbox:_pools": "pool",
     "queue.broker.pools:known": "pool",
+    "queue.broker.scripts:_read": "pool",
     "producer.client.inbox:_feeds": "job id",
     "producer.client.inbox:_last_heartbeat_s": "job id",
     "gateway.http.entry:_is_allowed": "Host header, of a gateway without keys: it has one tenant",
