@@ -122,7 +122,7 @@ class Seen:
 
 
 class Load:
-    """Streams, a backlog, and an operator who cancels, deletes and revokes, until told to stop."""
+    """Streams one after the other, a backlog, and an operator who cancels, deletes and revokes, until told to stop."""
 
     def __init__(self, client: AsyncClient, store: KeyStore, args: argparse.Namespace) -> None:
         self._client = client
@@ -140,7 +140,7 @@ class Load:
             await asyncio.gather(*(self._submit() for _ in range(count)))
         record_of = ResponseRecord(b"record", 7_200_000)
         responses = await asyncio.gather(*(self._submit(response=record_of) for _ in range(NUM_RESPONSES)))
-        self._tasks = [asyncio.create_task(self._stream()) for _ in range(self._args.streams)]
+        self._tasks = [asyncio.create_task(self._read_streams()) for _ in range(self._args.streams)]
         beside = self._operate(responses), self._go_on_submitting(), self._submit_replicated()
         self._tasks += map(asyncio.create_task, beside)
 
@@ -167,7 +167,11 @@ class Load:
                 self.told.replicated.add((await self._submit(durability="replicated")).id)
             await asyncio.sleep(PAUSE_S)
 
-    async def _stream(self) -> None:
+    async def _read_streams(self) -> None:
+        while not self._stop.is_set():
+            await self._read_stream()
+
+    async def _read_stream(self) -> None:
         work = new_work(POOL, STREAM_TOKENS, temperature=1.0, background=False)
         job = await self._client.submit(PROMPT, **work.options)
         self.told.works[work.id] = work

@@ -3,7 +3,7 @@
 -- ARGV: tenant id, for each job
 -- Answer, one per job: 1 if this call has freed its result, else 0
 local MAX_JOBS = 128
-local config, now = read_config({'version'}), pool_time.of_redis()
+local config = read_config({'version'})
 if #ARGV > 2 * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
 
 -- Frees a job's result. Returns whether it had one.
@@ -22,7 +22,7 @@ local function free(id, tenant, state, stored)
     forget_stored(job, tenant, stored.job)
     count_stored(tenant, listed, stored.job - result_bytes, tills[3])
   end
-  redis.call('HSET', job_key(id), 'result_until', now, 'stored',
+  redis.call('HSET', job_key(id), 'result_until', 0, 'stored',
     string.format('0 0 %d %d', stored.request, stored.job - result_bytes))
   return true
 end

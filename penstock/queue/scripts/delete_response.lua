@@ -23,7 +23,7 @@ if is_terminal(job.state) then
   redis.call('DEL', P .. ':log:' .. id)
   redis.call('DEL', P .. ':result:' .. id)
   if job.state ~= 'dead' then redis.call('DEL', P .. ':request:' .. id) end
-  redis.call('HSET', job_key(id), 'result_until', pool_time.of_redis())
+  redis.call('HSET', job_key(id), 'result_until', 0)
   for name, bytes in pairs(stored or {}) do
     local is_gone = name == 'log' or name == 'result' or name == 'response' or (name == 'request' and job.state ~= 'dead')
     if is_gone then

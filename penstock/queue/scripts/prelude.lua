@@ -31,7 +31,7 @@
 -- held, reserved: bytes of a job that count, while it is open, in P:stored and P:reserved. output: bytes of log and
 -- result that it may write. logged: `<chunks> <bytes>` of its log that `held` includes. stored: bytes that count in
 -- P:stored after its end, as `<log> <large result> <dead letter's request> <rest>[ <response>]`. memory_percent: its
--- tenant's share, if not the pool's. result_until: expiry of a large result.
+-- tenant's share, if not the pool's. result_until: expiry of a large result, 0 for one that was deleted.
 -- keep: ms after the end for which the record of a stored response, of response_bytes, and the job's result are kept.
 -- deleted: '1' if the record of its stored response was deleted.
 -- taken, retaken: times of the first take and of the last later one. past_leases: the newest MAX_PAST_LEASES leases that

@@ -157,7 +157,7 @@ async def check_settled(redis: Redis, pool: str) -> None:
         if not (findings := await audit(AdminBroker(redis), pool)):
             break
         await asyncio.sleep(SETTLE_PAUSE_S)
-    assert findings == []
+    assert findings == [], findings
     assert await cast(Any, redis.scard(f"{keys.prefix(pool)}:open")) == 0
     await check_usage(redis, pool)
 
