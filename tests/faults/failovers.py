@@ -21,18 +21,15 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
-import httpx
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import running_node
-from faults.tools.http_reader import HttpReading
-from faults.tools.processes import GatewayProcess
+from faults.tools.http_reader import HttpStreams, errors_of
 from faults.tools.report import Measurement, quantile, record
 from faults.tools.road import POOL, SETTINGS, connected
 from faults.tools.sentinel import Replicated
@@ -208,42 +205,6 @@ class Load:
                 return
 
 
-class HttpStreams:
-    """Streams that a gateway serves. A caller whose stream breaks continues it, with its idempotency key."""
-
-    def __init__(self, url: str, key: str, count: int) -> None:
-        self._gateway = GatewayProcess(url)
-        self._key = key
-        self._works = [new_work(POOL, STREAM_TOKENS, temperature=1.0) for _ in range(count)]
-        self.readings = [HttpReading() for _ in range(count)]
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> Self:
-        """Start the gateway and the streams."""
-        await asyncio.to_thread(self._gateway.__enter__)
-        self._http = httpx.AsyncClient(headers={"Authorization": f"Bearer {self._key}"}, timeout=PATIENCE_S)
-        self._tasks = [asyncio.create_task(self._read(*one)) for one in zip(self.readings, self._works, strict=True)]
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await self._http.aclose()
-        await asyncio.to_thread(self._gateway.__exit__, None, None, None)
-
-    async def _read(self, reading: HttpReading, work: Work) -> None:
-        while not reading.is_whole:
-            await reading.read(self._http, self._gateway.url, work, key=work.id)
-            await asyncio.sleep(PAUSE_S)
-
-    async def problems(self) -> list[str]:
-        """Wait for the ends of the streams, and return what is wrong with them."""
-        async with asyncio.timeout(PATIENCE_S):
-            await asyncio.gather(*self._tasks)
-        both = zip(self.readings, self._works, strict=True)
-        return errors_of(partial(reading.check, work) for reading, work in both)
-
-
 def lost(told: Told, before: Seen, after: Seen) -> dict[str, set[str]]:
     """Return what the primary had and the replica lacks, of each kind of operation."""
     jobs = set(before.states)
@@ -359,7 +320,8 @@ async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float
         load = Load(client, KeyStore(operator), args)
         key, _ = await new_key(KeyStore(operator))
         await load.begin()
-        http = await stack.enter_async_context(HttpStreams(url, key, args.http))
+        http_works = [new_work(POOL, STREAM_TOKENS, temperature=1.0) for _ in range(args.http)]
+        http = await stack.enter_async_context(HttpStreams(url, key, http_works))
         await asyncio.sleep(WARM_UP_S)
 
         if splits:
@@ -394,7 +356,9 @@ async def _fail_over(args: argparse.Namespace, servers: Replicated, lag_s: float
         lost_counts = Counter({name: len(ids) for name, ids in gone.items()})
         print(f"  promoted after {promoted_s:.1f} s; lost {dict(lost_counts)}", flush=True)
         await load.end()
-        problems = errors_of(work.check for work in load.told.works.values() if work.end) + await http.problems()
+        problems = errors_of(work.check for work in load.told.works.values() if work.end) + await http.problems(
+            PATIENCE_S
+        )
         problems += [f"{one} was replicated, and is lost" for one in replicated if not after.states.get(one)]
         problems += [f"node lost: {event}" for event in await nodes_lost(new)]
         problems += await wrong_ends(new, load.told)
@@ -428,17 +392,6 @@ async def nodes_lost(redis: Redis) -> list[str]:
     """Return the events of nodes that were declared dead."""
     found = await cast(Any, redis).zrange(f"{keys.prefix(POOL)}:events", 0, -1)
     return [event.decode() for event in found if b"node_lost" in event]
-
-
-def errors_of(checks: Iterable[Callable[[], None]]) -> list[str]:
-    """Return what is wrong with streams."""
-    errors = list[str]()
-    for check in checks:
-        try:
-            check()
-        except AssertionError as error:
-            errors.append(f"stream: {error}"[:200])
-    return errors
 
 
 def row_of(outcomes: Sequence[Outcome]) -> dict[str, Measurement]:

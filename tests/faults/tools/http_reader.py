@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Self
 
 import httpx
 from fakes.processes.reference_engine import reference_prompt_logprobs
+from faults.tools.processes import GatewayProcess
 from faults.tools.work import PROMPT, Work
 
 from penstock.contract.job import pool_of
 from penstock.producer.openai.json_parts import prompt_logprobs
 
 TIMEOUT_S = 60.0
+_PAUSE_S = 0.05
+"""Before a stream that broke is continued."""
 JOB_HEADER = "x-penstock-job"
 _ASKED = ("temperature", "n", "stop", "max_tokens", "prompt_logprobs")
 
@@ -98,3 +104,50 @@ class HttpReading:
                 self.of_prompt.setdefault(choice, []).extend(said["prompt_logprobs"])
             if said["finish_reason"]:
                 self.finishes[choice] = said["finish_reason"]
+
+
+class HttpStreams:
+    """Streams that a gateway serves. A caller whose stream breaks continues it, with its idempotency key."""
+
+    def __init__(self, redis_url: str, key: str, works: Sequence[Work]) -> None:
+        self._gateway = GatewayProcess(redis_url)
+        self._key = key
+        self._works = works
+        self.readings = [HttpReading() for _ in works]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        """Start the gateway and the streams."""
+        await asyncio.to_thread(self._gateway.__enter__)
+        self._http = httpx.AsyncClient(headers={"Authorization": f"Bearer {self._key}"}, timeout=TIMEOUT_S)
+        self._tasks = [asyncio.create_task(self._read(*one)) for one in zip(self.readings, self._works, strict=True)]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._http.aclose()
+        await asyncio.to_thread(self._gateway.__exit__, None, None, None)
+
+    async def _read(self, reading: HttpReading, work: Work) -> None:
+        while not reading.is_whole:
+            await reading.read(self._http, self._gateway.url, work, key=work.id)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def problems(self, patience_s: float) -> list[str]:
+        """Wait for the ends of the streams, and return what is wrong with them."""
+        async with asyncio.timeout(patience_s):
+            await asyncio.gather(*self._tasks)
+        both = zip(self.readings, self._works, strict=True)
+        return errors_of(partial(reading.check, work) for reading, work in both)
+
+
+def errors_of(checks: Iterable[Callable[[], None]]) -> list[str]:
+    """Return what is wrong with streams."""
+    errors = list[str]()
+    for check in checks:
+        try:
+            check()
+        except AssertionError as error:
+            errors.append(f"stream: {error}"[:200])
+    return errors
