@@ -315,7 +315,7 @@ MUTANTS = (
         "stored_bytes.py",
     ),
     Mutant("a returned job reserves nothing", "queue", "'reserved', 0, 'avoid'", "'avoid'", "stored_bytes.py"),
-    Mutant("expired bytes free memory", "submit", "subtract_expired(now, MAX_RELEASED)", "", "stored_bytes.py"),
+    Mutant("expired bytes free memory", "submit", "subtract_expired(MAX_RELEASED)", "", "stored_bytes.py"),
     Mutant(
         "bytes are subtracted once",
         "queue",
