@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Link
 
+    from penstock.gpu_node.engine import RankStats
 
 EMIT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Upper bounds of the histogram of emit calls."""
@@ -70,6 +71,8 @@ class JobTrace:
     """A link to the last lease's span, if the job had one."""
     has_begun: bool = False
     """Whether the spans before the first output are recorded."""
+    ranks: RankStats | None = None
+    """What the node's ranks had spent when it took the job."""
 
 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)

@@ -234,17 +234,17 @@ def test_an_engine_says_why_it_waits_for_its_ranks(engine: Engine, monkeypatch: 
     compare = ranks_group._compare
 
     def comparing(*facts: Any) -> None:
-        seen.append(engine.lost_ranks)
+        seen.append(engine.ranks.lost)
         compare(*facts)
 
     monkeypatch.setattr(ranks_group, "_compare", comparing)
-    assert engine.lost_ranks == ""
+    assert engine.ranks.lost == ""
     os.kill(_runner(engine).rank_pids[0], signal.SIGKILL)
     while not engine.has_work():
         time.sleep(0.01)
-    assert engine.lost_ranks == "rank 1 ended"
+    assert engine.ranks.lost == "rank 1 ended"
     assert engine.step() == []
-    assert (seen, engine.lost_ranks) == (["rank 1 ended"], "")
+    assert (seen, engine.ranks.lost) == (["rank 1 ended"], "")
 
 
 def test_a_rank_that_ends_at_its_start_is_named(
