@@ -1,12 +1,14 @@
 """Measure a model that several ranks compute together; `python -m bench.studies.ranks` writes the results.
 
-Without arguments it takes a model of 1B parameters with random weights, which takes a minute and 3 GB of memory.
+Without arguments it makes a model of 1B parameters with random weights, which takes some minutes, 4 GB of disk and 4 GB
+of memory. It is a checkpoint, so that all shapes map the same file of packed weights, as nodes do.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.child import Spec, measure
+from bench.engines.http_server import open_session
+from bench.larger.models import write_folder
 from bench.machine import describe, revision
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
@@ -34,36 +39,59 @@ ROWS, COLUMNS, EXCHANGES = 16, 2048, 2000
 OUTPUTS = 48
 REPEATS = 5
 BATCHES = (1, 16)
+CORES = os.sched_getaffinity(0)
+SHAPES: dict[str, dict[str, Any]] = {
+    "one rank, one thread": {"num_threads": 1},
+    "one rank, two threads": {"num_threads": 2},
+    "two ranks, one thread each": {"num_threads": 2, "tensor_parallel_size": 2},
+}
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+\s*(.*)$")
 
 
 def main() -> None:
     """Measure exchanges, speed and memory."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="llama-1b", help="a model, or the shape of one with random weights")
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint in place of the 1B model")
     parser.add_argument("--quantization", default="int8_group")
     parser.add_argument("--gloo", nargs=2, metavar=("RANK", "STORE"), help="be a rank that exchanges through gloo")
     args = parser.parse_args()
     if args.gloo is not None:
         _exchange_through_gloo(int(args.gloo[0]), args.gloo[1])
         return
-    settings: dict[str, Any] = {"runner": "native", "quantization": args.quantization, "num_kv_blocks": 256}
-    if not Path(args.model).exists():
-        settings["load_format"] = "dummy"
+    with tempfile.TemporaryDirectory() as folder:
+        _keep_weights_in(Path(folder) / "cache")
+        model = args.model
+        if model is None:
+            write_folder("1b", model := Path(folder) / "llama-1b")
+        lines = list(_lines(model, args.quantization))
+    (RESULTS / "ranks.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _keep_weights_in(folder: Path) -> None:
+    """Let packed weights go with the study; the compiled kernels stay where they are."""
+    kernels = cache_folder() / "native"
+    folder.mkdir()
+    (folder / "native").symlink_to(kernels)
+    os.environ["PENSTOCK_CACHE"] = str(folder)
+
+
+def _lines(model: Path, quantization: str) -> Iterator[str]:
     machine = describe()
-    lines = [
+    settings: dict[str, Any] = {"runner": "native", "dtype": "bfloat16", "quantization": quantization}
+    yield from (
         "# Ranks",
         "",
-        f"{args.model}, {args.quantization}, {machine['cores']} cores of {machine['cpu']}, {machine['date']}, "
+        f"{model.name}, {quantization}, {machine['cores']} cores of {machine['cpu']}, {machine['date']}, "
         f"{revision()}. `{COMMAND}`",
         "",
         f"**An exchange** of {ROWS} rows of {COLUMNS} numbers between two ranks, each on a thread: "
         f"{_exchange_us():.1f} µs. Each rank writes its half, meets the other one, reads all rows, and meets it again. "
         f"An `all_gather` of as much through gloo, between two processes: {_gloo_us():.1f} µs.",
         "",
-        *_speeds(args.model, settings),
-    ]
-    (RESULTS / "ranks.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    )
+    yield from _speeds(str(model), settings)
+    yield ""
+    yield from _over_http(str(model), settings)
 
 
 def _exchange_us() -> float:
@@ -120,23 +148,22 @@ def _exchange_through_gloo(rank: int, store: str) -> None:
 
 def _speeds(model: str, settings: dict[str, Any]) -> Iterator[str]:
     """Yield a table of tokens a second and of memory."""
-    shapes: dict[str, dict[str, Any]] = {
-        "one rank, one thread": {"num_threads": 1},
-        "one rank, two threads": {"num_threads": 2},
-        "two ranks, one thread each": {"num_threads": 2, "tensor_parallel_size": 2},
-    }
     yield f"Tokens a second, the best of {REPEATS} runs of {OUTPUTS} tokens for each stream. PSS counts the weights"
-    yield "and the KV cache that a rank has mapped. The share is its part of what one rank has."
+    yield "and the KV cache that a rank has mapped. The share is its part of what one rank has. Each rank's time at a"
+    yield "meeting is that of waiting for the other one, then that from its arrival until this rank went on."
     yield ""
-    yield "| | " + " | ".join(f"{count} streams" for count in BATCHES) + " | PSS, MiB | share | at meetings |"
+    yield "| | " + " | ".join(f"{count} streams" for count in BATCHES) + " | PSS, MiB | share | at a meeting, µs |"
     yield "|---" * (len(BATCHES) + 4) + "|"
     of_one = 0.0
-    for name, shape in shapes.items():
-        engine = Engine(model, **settings, **shape)
+    for name, shape in SHAPES.items():
+        engine = Engine(model, num_kv_blocks=256, **settings, **shape)
         runner = engine._runner
         if not isinstance(runner, NativeRunner):
             raise SystemExit("the native runner is needed")
+        runner.wait_until_packed()
+        engine.bind_thread()
         rates = [_best_rate(engine, count) for count in BATCHES]
+        os.sched_setaffinity(0, CORES)
         sizes = [_pss_mib(pid) for pid in ("self", *map(str, runner.rank_pids))]
         of_one = of_one or sizes[0]
         shares = ", ".join(f"{size / of_one:.2f}" for size in sizes)
@@ -176,11 +203,27 @@ def _pss_mib(pid: str) -> float:
 def _meetings(ranks: RankStats) -> str:
     if not ranks.num_meetings:
         return ""
-    spent = [
-        1e6 * (waited + exchanged) / ranks.num_meetings
-        for waited, exchanged in zip(ranks.waited_s, ranks.exchanged_s, strict=True)
-    ]
-    return ", ".join(f"{number:.1f} µs" for number in spent)
+    per_meeting = 1e6 / ranks.num_meetings
+    times = zip(ranks.waited_s, ranks.exchanged_s, strict=True)
+    return ", ".join(f"{per_meeting * waited:.0f} + {per_meeting * exchanged:.0f}" for waited, exchanged in times)
+
+
+def _over_http(model: str, settings: dict[str, Any]) -> Iterator[str]:
+    """Yield what `penstock serve` does with the mix of the benchmarks, with and without ranks. It has no goal."""
+    found: dict[str, dict[str, float]] = {}
+    for name, shape in SHAPES.items():
+        env = {f"PENSTOCK_NODE_{field.upper()}": str(value) for field, value in (settings | shape).items()}
+        command = [sys.executable, "-m", "penstock", "serve", "{weights}", "--ephemeral", "--port", "{port}"]
+        spec = Spec("mix", model, {"command": command, "ready": "/ready", "env": env}, spawned_s=time.monotonic())
+        with open_session(spec) as session:
+            found[name] = measure(session, spec)
+    yield "**Over HTTP**: 64 requests at once to `penstock serve`, with prompts of 16 to 512 and outputs of 16 to 256"
+    yield "tokens. Gateway, Redis and the client use the same cores."
+    yield ""
+    yield "| | output tokens/s | first token p50, s | between tokens p50, ms |"
+    yield "|---|---|---|---|"
+    for name, run in found.items():
+        yield f"| {name} | {run['tokens_per_s']:.0f} | {run['ttft_p50_ms'] / 1000:.2f} | {run['itl_p50_ms']:.0f} |"
 
 
 if __name__ == "__main__":
