@@ -161,8 +161,8 @@ def _speeds(model: str, settings: dict[str, Any], *, realtime: bool) -> Iterator
     rates = {count: _rates(engines, count, realtime=realtime) for count in BATCHES}
     yield (
         f"Tokens a second: the median of {REPEATS} runs of {OUTPUTS} tokens for each stream. All shapes are loaded at "
-        "once and run by turns, because the speed of a virtual machine's memory changes. The last row has the median of "
-        f"the quotients of each turn.{_REALTIME if realtime else ''} PSS counts the weights and the KV cache that a rank "
+        "once and run by turns, because the speed of a virtual machine's memory changes. The last row has the median "
+        f"of each turn's quotient.{_REALTIME if realtime else ''} PSS counts the weights and the KV cache that a rank "
         "has mapped, while no other process has them. The share is its part of what one rank has. Each rank's time at "
         "a meeting is that of waiting for the other one, then that from its arrival until this rank went on."
     )

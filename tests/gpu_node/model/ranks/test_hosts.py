@@ -313,7 +313,8 @@ def test_a_rank_of_another_host_that_is_stopped_is_ended_there_and_joins_again(
         with pytest.raises(StepLostError):
             while engine.has_work():
                 found += _tokens(engine.step())
-        assert STALL_S < time.monotonic() - began_s < STALL_S + 2
+        # The exchange with it has 2 s to fail, once the node has given it up.
+        assert STALL_S < time.monotonic() - began_s < STALL_S + 4
         while engine.has_work():
             found += _tokens(engine.step())
         assert found == want
