@@ -9,8 +9,10 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
@@ -47,9 +49,9 @@ def main() -> None:
     model, num_ranks, num_tokens, *LimitedRank.groups = sys.argv[1:]
     if LimitedRank.groups:
         _join(LimitedRank.groups[0])
-        native_ranks.RankProcess = LimitedRank  # type: ignore[misc]
-    sizes = {"num_threads": int(num_ranks), "tensor_parallel_size": int(num_ranks), "num_kv_blocks": 16}
-    engine = Engine(model, runner="native", dtype="bfloat16", **sizes)
+    sizes: dict[str, Any] = {"num_threads": int(num_ranks), "tensor_parallel_size": int(num_ranks), "num_kv_blocks": 16}
+    with mock.patch.object(native_ranks, "RankProcess", LimitedRank) if LimitedRank.groups else nullcontext():
+        engine = Engine(model, runner="native", dtype="bfloat16", **sizes)
     runner = engine._runner
     assert isinstance(runner, NativeRunner)
     runner.wait_until_packed()

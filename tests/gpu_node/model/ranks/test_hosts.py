@@ -306,7 +306,8 @@ def test_a_rank_of_another_host_that_is_stopped_is_ended_there_and_joins_again(
     try:
         engine = make_engine(**hosts)
         want = engine.generate(PROMPTS[:1], GREEDY)[0].choices[0].token_ids
-        stopped, found = command.child(), ()
+        stopped = command.child()
+        found: tuple[int, ...] = ()
         engine.add_request(PROMPTS[0], GREEDY)
         stopped.suspend()
         began_s = time.monotonic()
