@@ -20,8 +20,8 @@ from penstock.contract.output import PastLease
 from penstock.contract.priority import Priority
 from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine import RankStats
-from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.times import EndedJob, JobTrace
+from penstock.gpu_node.jobs.held_job import HeldJob, JobTrace
+from penstock.gpu_node.jobs.times import EndedJob
 from penstock.queue.wire import Request
 from penstock.runtime.tracing.context import context_carried
 from penstock.runtime.tracing.export import Tracing
