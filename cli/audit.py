@@ -54,7 +54,8 @@ def audit(
     `penstock serve`) shows them. A repair deletes contents without a record that are older than an hour, and marks
     files whose content is gone. Records of files and batches are not repaired. Exit code 1 if any finding remains.
 
-    Where PENSTOCK_POOLS names several Redis, each is checked, or those of the given pools. With --redis-url, that one.
+    Where PENSTOCK_POOLS names several Redis, each is checked, or those of the given pools. With --redis-url,
+    only that Redis is checked.
 
     Examples:
         penstock audit

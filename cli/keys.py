@@ -277,7 +277,7 @@ def list_keys(days: Days = DEFAULT_DAYS, as_json: AsJson = False, redis_url: Red
     """Print each key's id, tenant, scopes, class, limits, stored bytes of its tenant, and usage of the last days.
 
     Keys are in the directory. Where PENSTOCK_POOLS names several Redis, bytes and usage are those of all; with
-    --redis-url, those of that one.
+    --redis-url, those of that Redis alone.
     """
 
     async def find(brokers: Brokers) -> list[tuple[ApiKey, int | None, list[int] | None]]:

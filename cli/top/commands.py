@@ -363,7 +363,7 @@ def top(
 ) -> None:
     """Show what pools, nodes and tenants do: KV blocks, running and waiting jobs, tokens per second, and takeovers.
 
-    Where PENSTOCK_POOLS names several Redis, the pools of all are shown; with --redis-url, those of that one.
+    Where PENSTOCK_POOLS names several Redis, the pools of all are shown; with --redis-url, those of that Redis.
 
     Keys: q quits, s sorts by the next column, p shows the next pool alone. Without a terminal, one view is printed.
     docs/QUEUE.md says what each state and each share of jobs means.

@@ -73,7 +73,7 @@ local CONFIG_FIELDS = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grac
 -- The pool's clock, in ms. Redis's clock may jump: after a fail-over it is that of another machine. The pool's clock is
 -- ahead_ms ahead of it, and does not jump: a sweep corrects ahead_ms (sweep.lua). It never shows less than at the last
 -- sweep. If that was longer ago than half a lease, or is still to come, the time is in doubt until the next sweep. Then
--- nothing passes its deadline, and nobody counts as silent.
+-- nothing passes its deadline, and no process counts as silent.
 local clock, pool_time = nil, {}
 do
   local ahead, swept, max_gap, redis_now, now, in_doubt
