@@ -16,8 +16,10 @@ from docs_site.pages import menu, named_pages, write_sources
 from docs_site.reference import reference_pages
 from typer.main import get_command
 
+import penstock
 from penstock.cli.machine.config import PARTS
 from penstock.cli.main import app
+from tests.ops.known_metrics import known_metrics
 from tests.pages import PAGES, blocks_of
 from tests.source_tree import ROOT
 
@@ -51,6 +53,18 @@ def test_the_reference_has_every_command_and_setting() -> None:
     assert len(re.findall(r"^### `penstock ", pages["commands.md"], re.MULTILINE)) > 40
     assert "| `stream_diverged` | `StreamDivergedError` |" in pages["errors.md"]
     assert "P:queue:<l>:<tenant>" in pages["redis_keys.md"]
+
+
+def test_the_reference_has_every_route_metric_and_public_name() -> None:
+    pages = reference_pages()
+    routes = re.findall(r"^## `([A-Z]+ /.*)`$", pages["http.md"], re.MULTILINE)
+    assert {"POST /v1/chat/completions", "GET /v1/jobs/{job_id}", "POST /v1/batches"} <= set(routes)
+    assert re.search(r"^\| `max_tokens` \|.*\|.*\|.*\w", pages["http.md"], re.MULTILINE)
+    shown = set(re.findall(r"^\| `(penstock_\w+)` \| \w+ \|.*\| \S", pages["metrics.md"], re.MULTILINE))
+    missing = {name for name in known_metrics() if name.startswith("penstock_") and not {name, f"{name}_total"} & shown}
+    assert missing == set()
+    names = set(re.findall(r"^### `(?:async )?(\w+)", pages["python.md"], re.MULTILINE))
+    assert names >= set(penstock.__all__) - {"__version__"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
