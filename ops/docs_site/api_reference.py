@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 from prometheus_client import Metric
 from pydantic import BaseModel
 
@@ -36,9 +37,16 @@ ROOT = Path(penstock.__file__).resolve().parents[1]
 
 
 def table(heads: tuple[str, ...], rows: Iterable[Iterable[str]]) -> list[str]:
-    """Return the lines of a table; none without rows."""
-    lines = [f"| {' | '.join(line(cell) for cell in row)} |" for row in rows]
-    return [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *lines, ""] if lines else []
+    """Return the lines of a table, without columns that are empty; none without rows."""
+    columns = [
+        (head, cells)
+        for head, *cells in zip(heads, *([line(cell) for cell in row] for row in rows), strict=True)
+        if any(cells)
+    ]
+    if not columns:
+        return []
+    shown = [[head for head, _ in columns], ["---"] * len(columns), *zip(*(cells for _, cells in columns), strict=True)]
+    return [*(f"| {' | '.join(cells)} |" for cells in shown), ""]
 
 
 def line(text: str) -> str:
@@ -59,7 +67,8 @@ def http_page() -> str:
         if method != "head"
     ]
     head = "Made from the OpenAPI document that each gateway serves as `/openapi.json`."
-    lines = ["# HTTP by route", "", f"{head} [HTTP](../docs/HTTP.md) explains how they are used.", ""]
+    more = "[HTTP](../docs/HTTP.md) explains them, and [Fields](../docs/FIELDS.md) each field of a body."
+    lines = ["# HTTP by route", "", head, more, ""]
     lines += table(
         ("route", "what it does"), ((f"`{method} {path}`", one["summary"]) for path, method, one in operations)
     )
@@ -69,11 +78,15 @@ def http_page() -> str:
 
 
 def _openapi() -> dict[str, Any]:
-    # It connects only when it serves.
+    # It connects to its Redis only when it begins to serve.
     gateway = create_gateway(GatewaySettings(redis_url="unix:///nowhere"))
-    (route,) = (one for one in gateway.app.routes if getattr(one, "path", "") == "/openapi.json")
-    answer = asyncio.run(route.endpoint())  # type: ignore[attr-defined]
-    document: dict[str, Any] = json.loads(answer.body)
+
+    async def read() -> httpx.Response:
+        transport = httpx.ASGITransport(gateway.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get("/openapi.json")
+
+    document: dict[str, Any] = asyncio.run(read()).raise_for_status().json()
     return document
 
 
@@ -343,4 +356,6 @@ def _prose(one: Any) -> list[str]:
 def _signature(function: Any) -> str:
     signature = inspect.signature(function)
     own = [one for name, one in signature.parameters.items() if name not in ("self", "cls")]
-    return line(str(signature.replace(parameters=own))).replace("\\|", "|")
+    text = line(str(signature.replace(parameters=own))).replace("\\|", "|")
+    # Annotations are texts, which would be in quotes.
+    return re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)
