@@ -112,9 +112,11 @@ class Fleet:
         self._stack.close()
 
     def start_node(self, release: Release, name: str, pool: str = POOL) -> ReleasedProcess:
-        """Start a node; settings of the pool have their defaults."""
+        """Start a node; settings of the pool have their defaults but for one."""
         settings = {"pool": pool, "name": name, "drain_s": self._drain_s, "num_threads": 1, "runner": "native"}
         settings |= {"dtype": "bfloat16", "num_kv_blocks": 2048, "max_num_seqs": 128}
+        # A reader may take seconds to come back on a busy machine; it is not what this is about.
+        settings |= {"reattach_grace_ms": 60_000}
         env = {f"PENSTOCK_NODE_{key.upper()}": str(value) for key, value in settings.items()}
         env |= {"PENSTOCK_REDIS_URL": self.redis.url, "PENSTOCK_NODE_PROGRESS": "json"}
         return self._started(release, ["-m", "penstock", "node", str(self._model)], env)

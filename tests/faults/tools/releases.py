@@ -18,10 +18,11 @@ from pathlib import Path
 
 from fakes.processes.child_process import ChildProcess
 
+from penstock import __version__
 from penstock.runtime.cache_folders import cache_folder
 
 ROOT = Path(__file__).parents[3]
-NEXT = "0.1.1"
+NEXT = f"{__version__}.post1"
 TAG = "later"
 """Jobs of a client of N+1 with this tag have a field that N does not know."""
 
@@ -49,8 +50,8 @@ def _after(path: str, text: str, added: str) -> Change:
 _SETTINGS, _WIRE, _POOL = "gpu_node/settings.py", "penstock/queue/wire.py", "penstock/contract/pool.py"
 _LOAD = "gpu_node/model/native/load.py"
 VERSION = (
-    Change("pyproject.toml", 'version = "0.1.0"', f'version = "{NEXT}"'),
-    Change("penstock/__init__.py", '__version__ = "0.1.0"', f'__version__ = "{NEXT}"'),
+    Change("pyproject.toml", f'version = "{__version__}"', f'version = "{NEXT}"'),
+    Change("penstock/__init__.py", f'__version__ = "{__version__}"', f'__version__ = "{NEXT}"'),
 )
 FIELDS = (
     # Chunks, results, and the records of pool and node.
