@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import Task, signals
+from celery.concurrency.thread import TaskPool as ThreadPool
 
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.sync import LoopThread
@@ -23,6 +24,7 @@ from penstock.runtime.tracing.context import TRACER_KEY, context_of
 from penstock.runtime.tracing.setup import tracing_of
 
 if TYPE_CHECKING:
+    from celery.worker.consumer import Consumer
     from opentelemetry.context import Context
 
     from penstock.runtime.tracing.export import Tracing
@@ -43,12 +45,22 @@ def tell_service_manager() -> None:
 class WorkerClient:
     """Runs coroutines with the client of this process, from any thread."""
 
-    def __init__(self, redis_url: Callable[[], str]) -> None:
-        """`redis_url` is asked for the URL of the job queue when the first task runs."""
+    def __init__(self, redis_url: Callable[[], str], num_threads: int = 1) -> None:
+        """`redis_url` is asked for the URL of the job queue when the first task runs.
+
+        `num_threads`: how many threads call at most. A Celery worker sets it when its pool is known.
+        """
         self._redis_url = redis_url
+        self._num_threads = num_threads
         self._lock = threading.Lock()
         self._running: _ClientThread | None = None
         self._pid = 0
+        signals.worker_ready.connect(self._note_pool)
+
+    def _note_pool(self, sender: Consumer, **_: Any) -> None:
+        # A child process of the pool `prefork` runs one task at a time.
+        if isinstance(sender.pool, ThreadPool):
+            self._num_threads = sender.pool.limit
 
     def run(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
         """Run `work` to its end. If the calling thread is interrupted, as by a time limit, the work is canceled.
@@ -68,29 +80,33 @@ class WorkerClient:
     def _of_this_process(self) -> _ClientThread:
         with self._lock:
             if self._running is None or self._pid != os.getpid():
-                self._running, self._pid = _ClientThread(self._redis_url()), os.getpid()
+                self._running, self._pid = _ClientThread(self._redis_url(), self._num_threads), os.getpid()
                 # The first ends a child process, the second a worker without child processes.
                 for ending in (signals.worker_process_shutdown, signals.worker_shutdown):
                     ending.connect(self.close, weak=False)
             return self._running
 
 
-TOGETHER_S = 0.01
-"""How long a call waits for others, while one is running. It halves the script calls of a group of short tasks."""
+TOGETHER_S = 0.02
+"""The shortest time from one start of calls to the next, while more threads may still call."""
 
 
 class _ClientThread:
     """A loop on a thread of its own, and the client that connects on it when it is first used.
 
-    Tasks come one by one. Calls that begin together share calls of Redis, so a call begins at once only if none runs.
+    Calls that begin together share calls of Redis and steps of the engine, but tasks come one by one. So calls begin
+    at most every TOGETHER_S, unless all threads wait for calls and no further call can come.
     """
 
-    def __init__(self, redis_url: str) -> None:
+    def __init__(self, redis_url: str, num_threads: int) -> None:
         self._redis_url = redis_url
+        self._num_threads = num_threads
         self._client: AsyncClient | None = None
         self._connecting = asyncio.Lock()
         self._num_running = 0
-        self._next_start: asyncio.Event | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+        self._next_start_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self.loop = LoopThread()
 
     async def call(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
@@ -98,24 +114,35 @@ class _ClientThread:
             if self._client is None:
                 # A failed attempt leaves no client, so the next task makes another one.
                 self._client = await AsyncClient(self._redis_url).connect()
-        if self._num_running:
-            await self._start_together()
-        self._num_running += 1
+        start = self._next_start()
         try:
+            await start
             return await work(self._client)
         finally:
-            self._num_running -= 1
+            if not start.cancelled():
+                self._num_running -= 1
 
-    async def _start_together(self) -> None:
-        if self._next_start is None:
-            self._next_start = asyncio.Event()
-            asyncio.get_running_loop().call_later(TOGETHER_S, self._start)
-        await self._next_start.wait()
+    def _next_start(self) -> asyncio.Future[None]:
+        """Return what is done when the next calls begin. The call counts as running from then on."""
+        loop = asyncio.get_running_loop()
+        start = loop.create_future()
+        self._waiting.append(start)
+        if self._num_running + len(self._waiting) >= self._num_threads or loop.time() >= self._next_start_s:
+            self._start()
+        elif self._timer is None:
+            self._timer = loop.call_at(self._next_start_s, self._start)
+        return start
 
     def _start(self) -> None:
-        if self._next_start is not None:
-            self._next_start.set()
-            self._next_start = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._next_start_s = asyncio.get_running_loop().time() + TOGETHER_S
+        for start in self._waiting:
+            if not start.cancelled():
+                self._num_running += 1
+                start.set_result(None)
+        self._waiting.clear()
 
     async def close(self) -> None:
         if self._client is not None:

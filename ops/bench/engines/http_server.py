@@ -2,7 +2,8 @@
 
 Options: `command`, in which {weights}, {port} and {context} are replaced; {context} is the tokens that the cache
 must hold.
-`env` is the environment, and `ready` the path that answers 200 once requests are served.
+`env` is the environment, and `ready` the path that answers 200 once requests are served. `log` is the file that gets
+its output; by default that goes to stderr.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from bench.child import Spec, main
 from bench.drive import drive_streams, fine_runner
@@ -94,7 +95,8 @@ def open_session(spec: Spec) -> Iterator[_Served]:
     context = spec.requests_of().most_tokens(MAX_SLOTS) + CONTEXT_MARGIN
     command = [word.format(weights=spec.weights, port=port, context=context) for word in spec.options["command"]]
     env = os.environ | spec.options.get("env", {})
-    server = subprocess.Popen(command, env=env, stdout=sys.stderr)
+    with open(spec.options["log"], "ab") if "log" in spec.options else nullcontext(sys.stderr) as log:
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=log)
     try:
         _wait_until_ready(server, port, spec.options["ready"])
         with fine_runner() as runner:
