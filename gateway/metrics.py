@@ -1,7 +1,8 @@
 """`GET /metrics`: metrics for Prometheus.
 
 Each gateway counts its own HTTP requests and streams. The statistics of pools come from Redis at each scrape, so every
-gateway reports the same values: aggregate them over gateways with max, not sum.
+gateway reports the same values: aggregate them over gateways with max, not sum. Only `penstock_redis_changes_total`
+counts from a gateway's start.
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
-from penstock.contract.pool import EVENTS, PoolStats, QueueState
+from penstock.contract.pool import EVENTS, PoolStats, QueueState, RedisState
 from penstock.contract.priority import class_of_level, is_background
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.open_feeds import OpenFeeds
-from penstock.gateway.redis_metrics import RedisMetrics
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.settings import DECISIONS
 from penstock.queue.webhooks.deliveries import WebhookStats
@@ -451,3 +451,42 @@ def _per_pool(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[s
     for pool, value in values.items():
         family.add_metric((pool,), value)
     return family
+
+
+class RedisMetrics:
+    """Turns the state of Redis into metrics, and counts how often another process of Redis answered."""
+
+    def __init__(self) -> None:
+        self._run_id = ""
+        self._num_changes = 0
+
+    def metrics(self, state: RedisState | None) -> Iterator[Metric]:
+        """Yield the metrics of one scrape; `state` is None if Redis did not answer."""
+        if state is not None:
+            self._num_changes += self._run_id not in ("", state.run_id)
+            self._run_id = state.run_id
+        yield GaugeMetricFamily("penstock_redis_up", "Whether Redis answers.", value=state is not None)
+        text = "Times that a restarted or another Redis answered a scrape of this gateway, such as after a fail-over."
+        yield CounterMetricFamily("penstock_redis_changes", text, value=self._num_changes)
+        if state is not None:
+            yield from _of_redis(state)
+
+
+def _of_redis(state: RedisState) -> Iterator[Metric]:
+    yield GaugeMetricFamily("penstock_redis_used_bytes", "Memory that Redis uses.", value=state.used_bytes)
+    text = "Memory limit of Redis; 0 means no limit."
+    yield GaugeMetricFamily("penstock_redis_max_bytes", text, value=state.max_bytes)
+    text = "Whether the last write to the append-only file (aof), or the last snapshot, succeeded. No aof without one."
+    written = GaugeMetricFamily("penstock_redis_persistence_ok", text, labels=("kind",))
+    if state.is_aof_on:
+        written.add_metric(("aof",), state.is_aof_ok)
+    written.add_metric(("snapshot",), state.is_snapshot_ok)
+    yield written
+    text = "Writes to the append-only file that waited for a slow disk, since Redis started."
+    yield CounterMetricFamily("penstock_redis_delayed_fsyncs", text, value=state.delayed_fsyncs)
+    yield GaugeMetricFamily("penstock_redis_replicas", "Replicas that are connected.", value=state.num_replicas)
+    if state.replica_lag_s is not None and state.replica_lag_bytes is not None:
+        text = "Seconds since the slowest replica acknowledged anything. Absent without replicas."
+        yield GaugeMetricFamily("penstock_redis_replica_lag_seconds", text, value=state.replica_lag_s)
+        text = "Bytes that the slowest replica has not acknowledged. Absent without replicas."
+        yield GaugeMetricFamily("penstock_redis_replica_lag_bytes", text, value=state.replica_lag_bytes)

@@ -21,12 +21,10 @@ from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOut
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
 from penstock.gpu_node.gpus import GpuDriver
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.ledger import Ledger
-from penstock.gpu_node.jobs.reports import JobReports
+from penstock.gpu_node.jobs.ledger import JobReports, Ledger
 from penstock.gpu_node.jobs.times import MANY_OUTPUTS, MANY_SEQUENCES, PHASE_PROMPT_TOKENS, StepParts, phases
 from penstock.gpu_node.monitor.profile import NodeProfiler
-from penstock.gpu_node.publishing.ended_jobs import EndedJobs
-from penstock.gpu_node.publishing.outbox import Outbox
+from penstock.gpu_node.publishing.outbox import EndedJobs, Outbox
 from penstock.gpu_node.publishing.sending import new_pace
 from penstock.gpu_node.service.health import EngineStalledError, EngineWatch
 from penstock.gpu_node.service.heartbeat import Heartbeat, heartbeat_interval_s, take_snapshot

@@ -12,8 +12,8 @@ from fixtures.tiny_model import make_tiny_model
 from penstock.gpu_node.engine import Engine, EngineConfig
 from tests.gateway.conftest import Stack
 
-MAX_OF_CHAT = 62
-MAX_OF_STEP = 30
+MAX_OF_CHAT = 58
+MAX_OF_STEP = 29
 NUM_TOKENS = 40
 NUM_CHATS, MOST_CHATS = 5, 40
 CHAT = {

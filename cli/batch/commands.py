@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.batch.progress import ShownProgress, shown_progress
-from penstock.cli.batch.server import STDOUT, Server, StoredBatch, patiently, wait
-from penstock.cli.batch.submission import STDIN, prepared
+from penstock.cli.batch.server import STDIN, STDOUT, Server, StoredBatch, patiently, prepared, wait
 from penstock.cli.command_line import App
 from penstock.cli.options import DURABILITY_HELP, RedisUrl
 from penstock.cli.output import (
@@ -165,7 +164,7 @@ def _retry_here(redis_url: str, batch: Batch, shown: ShownProgress) -> BatchProg
 
 def _run_in_worker(redis_url: str, batch: Batch, shown: ShownProgress) -> BatchProgress:
     try:
-        from penstock.producer.batch.remote import run_in_worker
+        from penstock.producer.batch.celery_app import run_in_worker
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock[batch]'") from error
     return run_in_worker(redis_url, batch, shown.update)

@@ -159,7 +159,10 @@ class BoundedHead(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             rest = data[upgrade.args[0] :]
-            if self._opens_socket():
+            # An answer that is due comes before a WebSocket.
+            is_first = self._running is None or self._running.response_complete
+            opens_socket = self.url.partition(b"?")[0] == SOCKET_PATH and self._get_upgrade() == b"websocket"
+            if is_first and opens_socket:
                 self._hand_over(rest)
                 return
             self._reparse_without_upgrade(rest)
@@ -212,11 +215,6 @@ class BoundedHead(HttpToolsProtocol):
         If so, uvicorn ignores the head, and `data_received` parses it again without the offer.
         """
         return any(name == b"upgrade" for name, _ in self.headers)
-
-    def _opens_socket(self) -> bool:
-        """Return whether the head opens a WebSocket, and no answer is due before it."""
-        is_first = self._running is None or self._running.response_complete
-        return is_first and self.url.partition(b"?")[0] == SOCKET_PATH and self._get_upgrade() == b"websocket"
 
     def _hand_over(self, rest: bytes) -> None:
         """Let the protocol of WebSockets continue with the head and the bytes behind it."""

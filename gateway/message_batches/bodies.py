@@ -92,7 +92,9 @@ class BatchBodies:
                         await sending
                         return int(COUNT.unpack(content)[0])
                     if kind == REFUSAL:
-                        raise _refusal(content)
+                        told = json.loads(content)
+                        refused = TooLargeError if told.get("status") == TooLargeError.status else RequestError
+                        raise refused(told["message"], code=told["code"], param=told.get("param"))
                     await upload.write(memoryview(content))
             raise EOFError("the splitter process closed its socket")
         except (OSError, EOFError) as error:
@@ -186,12 +188,6 @@ class _Splitter(BodyProcess):
 
     def kill(self) -> None:
         self._process.kill()
-
-
-def _refusal(content: bytearray) -> RequestError:
-    told = json.loads(content)
-    kind = TooLargeError if told.get("status") == TooLargeError.status else RequestError
-    return kind(told["message"], code=told["code"], param=told.get("param"))
 
 
 def _too_large(max_bytes: int) -> TooLargeError:

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.output import TokenLogprobs
-from penstock.gpu_node.engine.prompt_state import PooledPrompt, PromptResults, PromptScores
-from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.sequence import PooledPrompt, PromptResults, PromptScores, Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import NO_LOGPROBS, Logprobs, PooledTokens, ScoredTokens, StepPlan, StepResult

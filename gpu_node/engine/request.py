@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from penstock.contract.errors import RequestError
 from penstock.contract.output import TokenLogprobs, Usage
 from penstock.contract.sampling import SamplingParams
-from penstock.gpu_node.engine.prompt_state import PooledPrompt, PromptScores
 from penstock.gpu_node.engine.prompt_tokens import prompt_records
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.sequence import PooledPrompt, PromptScores, Sequence
 from penstock.gpu_node.engine.served_model import RequestLimits, max_tokens_of_beams, max_tokens_with_logprobs
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide

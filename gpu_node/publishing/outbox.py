@@ -14,20 +14,91 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from penstock.contract.errors import InvariantError, UnavailableError
 from penstock.contract.output import Outcome
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import BY_ANSWER, HeldJob, outcome_of
-from penstock.gpu_node.jobs.ledger import Ledger
-from penstock.gpu_node.jobs.reports import JobReports
-from penstock.gpu_node.publishing.ended_jobs import EndedJobs
+from penstock.gpu_node.jobs.ledger import JobReports, Ledger
+from penstock.gpu_node.jobs.times import NodeCounts
 from penstock.gpu_node.publishing.sending import Alarm, BatchSender, Pace, QuickEmit
 from penstock.queue.broker.connection import pauses
-from penstock.queue.broker.node import Emission, HeartbeatAnswer, JobEnd, NodeBroker
+from penstock.queue.broker.node import MAX_EMIT_BYTES, MAX_FINISH_JOBS, Emission, HeartbeatAnswer, JobEnd, NodeBroker
 
 log = logging.getLogger(__package__)
+
+
+class _Kept(NamedTuple):
+    at_s: float
+    end: JobEnd
+
+
+class EndedJobs:
+    """Ends of the last `keep_s` seconds that Redis has acknowledged, repeated if a fail-over or a restore lost them.
+
+    They have the jobs' whole logs, at most `max_bytes` of them.
+    """
+
+    def __init__(self, broker: NodeBroker, counts: NodeCounts, *, keep_s: float, max_bytes: int) -> None:
+        self._broker = broker
+        self._counts = counts
+        self._keep_s = keep_s
+        self._max_bytes = max_bytes
+        self._kept: deque[_Kept] = deque()
+        self.num_bytes = 0
+        """Bytes of the logs and results that are kept."""
+
+    def keep(self, end: JobEnd) -> None:
+        """Keep an end that Redis has acknowledged; `end` has the job's whole log.
+
+        A log that is too long for one call is not kept. If Redis loses the end, that job runs again from its log.
+        """
+        now_s = time.monotonic()
+        if end.num_bytes - len(end.result) <= MAX_EMIT_BYTES:
+            self._kept.append(_Kept(now_s, end))
+            self.num_bytes += end.num_bytes
+        self._drop_old(now_s)
+
+    async def repeat(self) -> None:
+        """Repeat the ends that Redis has lost. Raises UnavailableError; a repeated call is harmless.
+
+        Those are the ends of jobs that still run here, as Redis says, and of jobs that no node has taken, as it says.
+        A job that it does not know at all is left to the client that submitted it.
+        """
+        self._drop_old(time.monotonic())
+        ends, num_lost, num_repeated = [kept.end for kept in self._kept], 0, 0
+        for start in range(0, len(ends), MAX_FINISH_JOBS):
+            part = ends[start : start + MAX_FINISH_JOBS]
+            is_lost = await self._broker.lacks_ends(part)
+            lost = [end for end, lacks in zip(part, is_lost, strict=True) if lacks]
+            num_lost += len(lost)
+            for call in _calls_of(lost):
+                answers = await self._broker.finish_many(call)
+                num_repeated += answers.count("OK")
+        self._counts.repeated_ends += num_repeated
+        if num_lost:
+            facts = {"num_kept": len(ends), "num_lost": num_lost, "num_repeated": num_repeated}
+            log.warning("redis had lost ends of jobs; they are repeated", extra=facts)
+
+    def _drop_old(self, now_s: float) -> None:
+        while self._kept and (self.num_bytes > self._max_bytes or now_s - self._kept[0].at_s > self._keep_s):
+            self.num_bytes -= self._kept.popleft().end.num_bytes
+
+
+def _calls_of(ends: Sequence[JobEnd]) -> list[list[JobEnd]]:
+    """Split ends into calls, by bytes."""
+    calls: list[list[JobEnd]] = []
+    num_bytes = 0
+    for end in ends:
+        if not calls or num_bytes + end.num_bytes > MAX_EMIT_BYTES:
+            calls.append([])
+            num_bytes = 0
+        calls[-1].append(end)
+        num_bytes += end.num_bytes
+    return calls
+
 
 ENDS_PER_PART = 32
 """Ends of background jobs that one call sends. The first token of a chat waits for no more of them."""
@@ -104,7 +175,10 @@ class Outbox:
         now_s = self._loop.time()
         delay_s = self._pace.until_next_s(len(self._dirty), now_s, reader_waits=self._reader_waits)
         if delay_s > 0:
-            self._wait(delay_s)
+            # If no tokens wait, and the next step comes later than they may leave, that step wakes the event loop.
+            if self._dirty or self._step_s < delay_s:
+                self._alarm.set(delay_s)
+                self._sleeping = True
         elif self._dirty:
             self._send(only_awaited=self._pace.until_next_s(len(self._dirty), now_s) > 0)
 
@@ -146,15 +220,6 @@ class Outbox:
             return
         for emission, answer in zip(emissions, answers, strict=True):
             self.handle_answer(emission, answer)
-
-    def _wait(self, delay_s: float) -> None:
-        """Set the alarm if tokens wait, or if the next step will come before they may leave.
-
-        Otherwise the next step itself wakes the event loop, without an alarm that finds nothing to send.
-        """
-        if self._dirty or self._step_s < delay_s:
-            self._alarm.set(delay_s)
-            self._sleeping = True
 
     def _accept_step(self, at_s: float, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:

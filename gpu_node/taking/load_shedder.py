@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.ledger import Ledger
-from penstock.gpu_node.jobs.reports import JobReports
+from penstock.gpu_node.jobs.ledger import JobReports, Ledger
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.queue.broker.node import GivenBackJob, LeaseLostError, NodeBroker, Why
 from penstock.queue.policy import preemption_order

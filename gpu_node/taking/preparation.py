@@ -25,8 +25,7 @@ from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob, SealedChunk, outcome_of, seal
-from penstock.gpu_node.jobs.ledger import Ledger
-from penstock.gpu_node.jobs.reports import JobReports
+from penstock.gpu_node.jobs.ledger import JobReports, Ledger
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.taking.load_shedder import LoadShedder
 from penstock.queue import wire

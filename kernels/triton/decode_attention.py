@@ -245,7 +245,7 @@ def decode_attention(
 ) -> None:
     """Write the attention of the only query of each of `seqs`, [num_rows] in int32, to its row of `out`.
 
-    Other arguments: see `kernels.reference.attention.paged_attention`. A row's result depends only on that row,
+    Other arguments: see `kernels.reference.layers.paged_attention`. A row's result depends only on that row,
     `splits` and the tile. A sequence of -1 marks a padding row, whose output is not written.
     """
     num_rows, num_heads, head_dim = len(seqs), q.shape[1], q.shape[2]

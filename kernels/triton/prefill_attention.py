@@ -207,7 +207,7 @@ def prefill_attention(
 ) -> None:
     """Write the attention of the queries of `tiles`, made by `prefill_tiles` with `rows`, to their rows of `out`.
 
-    Other arguments: see `kernels.reference.attention.paged_attention`.
+    Other arguments: see `kernels.reference.layers.paged_attention`.
     """
     num_heads, head_dim = q.shape[1:]
     group = num_heads // cache.k.shape[0]

@@ -139,7 +139,7 @@ def _multiply_scaled(
 
 
 def quantize_vectors(x: Tensor, dtype: torch.dtype) -> QuantizedRows:
-    """As `kernels.reference.attention.quantize_vectors` for x: [rows, size]; rows must be contiguous."""
+    """As `kernels.reference.layers.quantize_vectors` for x: [rows, size]; rows must be contiguous."""
     rows = QuantizedRows.empty(x.shape[0], x.shape[1], dtype, x.device)
     size_pad = padded(x.shape[1])
     options = {"SIZE_PAD": size_pad, "MOST": QUANTIZED_MAX[dtype], "num_warps": warps_for(size_pad)}

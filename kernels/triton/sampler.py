@@ -17,8 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.triton import sampling_passes as passes
 from penstock.kernels.triton.launches import dependent_launch, padded
-from penstock.kernels.triton.sampling_draw import draw_tokens
-from penstock.kernels.triton.sampling_passes import BANNED, PROMPT
+from penstock.kernels.triton.sampling_passes import BANNED, PROMPT, draw_tokens
 
 RULE_COLUMNS = passes.RULE_COLUMNS
 _MAX_COLUMNS = 4096

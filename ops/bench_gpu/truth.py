@@ -19,7 +19,7 @@ from bench_gpu.verdict import SHORT, Bound, WrongResultError, judge, judge_equal
 from penstock.gpu_node.model.gpu.decoder import AttentionRows, TritonAttention
 from penstock.gpu_node.model.gpu.inputs import RowMarks, mark_rows_of
 from penstock.kernels.arguments import PagedCache
-from penstock.kernels.reference import attention as reference_attention
+from penstock.kernels.reference import layers as reference_layers
 from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.copies import copy_blocks
 from penstock.kernels.triton.decode_attention import num_splits
@@ -218,7 +218,7 @@ def _copies(sizes: Sizes, device: torch.device) -> Iterator[Row]:
     pool = torch.randint(0, 256, (40, 4096 * sizes.kv_heads), dtype=torch.uint8, device=device)
     copies = np.random.default_rng(0).integers(0, 40, (64, 2), dtype=np.int32)
     want = pool.cpu()
-    reference_attention.copy_blocks(want, torch.from_numpy(copies))
+    reference_layers.copy_blocks(want, torch.from_numpy(copies))
     copy_blocks(pool, copies)
     yield judge_equal("copy_blocks", pool.cpu(), want)
 

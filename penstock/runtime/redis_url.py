@@ -82,7 +82,8 @@ def sentinel_url_of(url: str) -> SentinelUrl | None:
         raise _wrong(NO_CLUSTER)
     if scheme not in _PLAIN:
         return None
-    authority, path, query = _split(rest)
+    before, _, query = rest.partition("#")[0].partition("?")
+    authority, slash, path = before.partition("/")
     login, _, hosts = authority.rpartition("@")
     given = dict(parse_qsl(query))
     if not (master_name := given.pop("master_name", "")):
@@ -94,7 +95,7 @@ def sentinel_url_of(url: str) -> SentinelUrl | None:
         raise _wrong("sentinel_ssl: Sentinels with TLS need rediss+sentinel://")
     try:
         # redis-py reads the options of the query, as of any other URL.
-        plain = f"{_PLAIN[scheme]}://{login + '@' if login else ''}unused{path}?{urlencode(given)}"
+        plain = f"{_PLAIN[scheme]}://{login + '@' if login else ''}unused{slash}{path}?{urlencode(given)}"
         server = dict(cast(Mapping[str, Any], parse_url(plain)))
         sentinels = tuple(map(_address, hosts.split(",")))
     except ValueError as error:
@@ -105,13 +106,6 @@ def sentinel_url_of(url: str) -> SentinelUrl | None:
     if has_tls and sentinel_has_tls is not False:
         sentinel |= {"ssl": True} | {name: value for name, value in server.items() if name.startswith("ssl_")}
     return SentinelUrl(master_name, sentinels, has_tls, server, sentinel)
-
-
-def _split(rest: str) -> tuple[str, str, str]:
-    """Split what follows the scheme into the authority, the path with its slash, and the query."""
-    before, _, query = rest.partition("#")[0].partition("?")
-    authority, slash, path = before.partition("/")
-    return authority, slash + path, query
 
 
 def _address(text: str) -> tuple[str, int]:

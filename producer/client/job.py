@@ -6,28 +6,29 @@ import asyncio
 import math
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from penstock.contract.errors import NotFoundError, RequestError, ResultTimeoutError, UnavailableError, error_of
 from penstock.contract.job import MEMORY, pool_of
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.producer.client.inbox import ClientInbox
-from penstock.producer.client.mailbox import Mailbox, QueueWatch, WaitWatcher
+from penstock.producer.client.mailbox import Feed, Mailbox, QueueWatch, SeenEnd, WaitWatcher
 from penstock.producer.client.stream import ChunkSink, StreamCursor, StreamReader
-from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission
+from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission, Submitted
 from penstock.queue.results import Fetches, PackedResult
 from penstock.runtime import crash_points
 
-# The requests of open jobs, from which a job is submitted again that Redis has lost.
+# The requests of open jobs, and of those that Redis has just accepted: a job that it has lost is submitted again.
 
 _TOKEN_BYTES = 36
 _MESSAGE_BYTES = 1000
 TENANTS_PER_LIMIT = 4
+_MOST_WITH_ENDED = 256
 
 
 class KeptSubmission:
@@ -109,6 +110,61 @@ def num_bytes_of(submission: Submission) -> int:
     else:
         num_bytes = sum(_MESSAGE_BYTES + sys.getsizeof(message.content) for message in job.messages or ())
     return num_bytes + len(job.tools or "") + len(job.chat_template_kwargs or "") + len(submission.response.data)
+
+
+class _Recent(NamedTuple):
+    at_s: float
+    num_bytes: int
+    submission: Submission
+    end: SeenEnd | None
+    """Whether a reader of this process has the end; None if it does not read the job."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.end is not None and self.end.is_seen
+
+
+class RecentSubmissions:
+    """The submissions that Redis accepted in the last `keep_s` seconds, at most `max_bytes` of them."""
+
+    def __init__(self, *, keep_s: float, max_bytes: int) -> None:
+        self._keep_s = keep_s
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._recent: deque[_Recent] = deque()
+        self._most_with_ended = _MOST_WITH_ENDED
+        """Entries, those of ended jobs included, at which the latter are removed."""
+
+    def accepted(
+        self, submission: Submission, answer: Submitted, feed_of: Callable[[str], Feed] | None = None
+    ) -> Submitted:
+        """Keep a submission, and return its answer. `feed_of`: what a reader of this process gets of a job."""
+        now_s = asyncio.get_running_loop().time()
+        if answer.job_id != submission.job.id:
+            submission = replace(submission, job=submission.job.model_copy(update={"id": answer.job_id}))
+        end = None if feed_of is None else feed_of(answer.job_id).end
+        one = _Recent(now_s, num_bytes_of(submission), submission, end)
+        self._recent.append(one)
+        self._num_bytes += one.num_bytes
+        self._drop_old(now_s)
+        return answer
+
+    def open(self) -> list[Submission]:
+        """Return those whose end no reader of this process has."""
+        self._drop_old(asyncio.get_running_loop().time())
+        return [one.submission for one in self._recent if not one.has_ended]
+
+    def _drop_old(self, now_s: float) -> None:
+        while self._recent and (
+            self._recent[0].has_ended
+            or self._num_bytes > self._max_bytes
+            or now_s - self._recent[0].at_s > self._keep_s
+        ):
+            self._num_bytes -= self._recent.popleft().num_bytes
+        if len(self._recent) >= self._most_with_ended:
+            self._recent = deque(one for one in self._recent if not one.has_ended)
+            self._num_bytes = sum(one.num_bytes for one in self._recent)
+            self._most_with_ended = max(_MOST_WITH_ENDED, 2 * len(self._recent))
 
 
 # A reader's access to one job in Redis, across outages and losses.

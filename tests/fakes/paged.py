@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.arguments import PagedCache
-from penstock.kernels.reference.attention import store_kv
+from penstock.kernels.reference.layers import store_kv
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ def test_a_node_needs_neither_torch_nor_transformers_until_its_runner_does(tiny_
         "from penstock.gpu_node.engine.text.tokenizer import Tokenizer\n"
         "from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint\n"
         "from penstock.gpu_node.model.architecture.families import family_of\n"
-        "from penstock.gpu_node.model.checkpoint.revision import revision_of\n"
+        "from penstock.gpu_node.model.checkpoint.description import revision_of\n"
         "from penstock.gpu_node.model.checkpoint.source import resolve_model\n"
         f"source = resolve_model({str(tiny_model)!r}, print)\n"
         "Tokenizer(source.folder).encode_chat([{'role': 'user', 'content': 'x'}])\n"

@@ -6,8 +6,7 @@ import torch
 from torch.nn import functional
 
 from penstock.kernels.arguments import PagedCache
-from penstock.kernels.reference.attention import paged_attention, store_kv
-from penstock.kernels.reference.layers import gate_mul, rms_norm, rope
+from penstock.kernels.reference.layers import gate_mul, paged_attention, rms_norm, rope, store_kv
 
 
 def test_paged_attention_equals_dense_causal_attention() -> None:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.policy.shares import SharedDevice
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.model.protocol import Adapter, ModelRunner
 
 NumTokens = Callable[[Sequence], int]
 """Number of tokens of a running sequence, prompt included."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDevice:
+    """What sequences share."""
+
+    num_slots: int
+    num_blocks: int
+    blocks_of: Callable[[int], int]
+    """The number of blocks for a number of tokens."""
 
 
 class SchedulingPolicy(Protocol):

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
-from penstock.gpu_node.engine.policy.policy import SchedulingPolicy
-from penstock.gpu_node.engine.policy.shares import SharedDevice
+from penstock.gpu_node.engine.policy.policy import SchedulingPolicy, SharedDevice
 from penstock.gpu_node.engine.scheduler.faults import FaultIsolator
 from penstock.gpu_node.engine.scheduler.queues import Admission, WaitingQueues
 from penstock.gpu_node.engine.scheduler.running import RunningBatch

@@ -105,7 +105,7 @@ class GrammarProcesses:
             return self._lost(sender)
         if (trial := self._trial_workers.get(sender)) is not None:
             if replies:
-                self._end_trial(sender, trial, _result_of(replies[0]))
+                self._end_trial(sender, trial, replies[0])
             return []
         return self._lanes.handle_replies(sender, replies)
 
@@ -235,12 +235,14 @@ class GrammarProcesses:
         worker.tasks[_TRIAL_TASK] = trial
         worker.send([[_TRIAL_TASK, "try", trial.kind, trial.texts]])
 
-    def _end_trial(self, worker: Worker, trial: Trial, result: TrialResult) -> None:
+    def _end_trial(self, worker: Worker, trial: Trial, reply: Any) -> None:
+        _, (problem, part, is_limit, worst_mask_s), cpu_s, _ = reply
+        is_costly = cpu_s > protocol.CHEAP_TRIAL_CPU_S or worst_mask_s > protocol.CHEAP_MASK_CPU_S
         del self._trial_workers[worker]
         self._selector.unregister(worker.socket)
         worker.close()
         worker.tasks.clear()
-        self._trials.end(trial, result)
+        self._trials.end(trial, TrialResult(problem, part, is_costly, is_limit))
         if self.template is not None:
             self._ask_how_it_ended(worker, 0, self.template)
 
@@ -248,9 +250,3 @@ class GrammarProcesses:
         self._dying[worker.number] = worker, current
         worker.progress_s = time.monotonic()
         template.ask_how_it_ended(worker)
-
-
-def _result_of(reply: Any) -> TrialResult:
-    _, (problem, part, is_limit, worst_mask_s), cpu_s, _ = reply
-    is_costly = cpu_s > protocol.CHEAP_TRIAL_CPU_S or worst_mask_s > protocol.CHEAP_MASK_CPU_S
-    return TrialResult(problem, part, is_costly, is_limit)

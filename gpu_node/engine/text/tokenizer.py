@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES
@@ -176,17 +175,13 @@ def _of_sentencepiece(token: str) -> bytes:
     return token.replace(_METASPACE, " ").encode()
 
 
-def _byte_alphabet() -> NDArray[np.int16]:
-    """Return the byte of each letter of GPT-2's byte alphabet, by code point; -1 for others. The last one is -1.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_SHIFTED = [byte for byte in range(256) if byte not in _PRINTABLE]
+_ALPHABET = np.array([*(byte if byte in _PRINTABLE else -1 for byte in range(256)), *_SHIFTED, -1], np.int16)
+"""The byte of each letter of GPT-2's byte alphabet, by code point; -1 for others. The last one is -1.
 
-    In the alphabet printable Latin-1 stands for itself. Other bytes are shifted past U+00FF in order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    shifted = [byte for byte in range(256) if byte not in printable]
-    return np.array([*(byte if byte in printable else -1 for byte in range(256)), *shifted, -1], np.int16)
-
-
-_ALPHABET = _byte_alphabet()
+In the alphabet printable Latin-1 stands for itself. Other bytes are shifted past U+00FF in order.
+"""
 
 
 class Tokenizer:

@@ -17,13 +17,12 @@ from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK
-from penstock.gpu_node.model.checkpoint.description import Description
+from penstock.gpu_node.model.checkpoint.description import Description, revision_of, stamps_of_source
 from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
 from penstock.gpu_node.model.checkpoint.gguf_conversion import with_gguf_settings
 from penstock.gpu_node.model.checkpoint.hub import POOLING_FILE
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.methods import reader_of
-from penstock.gpu_node.model.checkpoint.revision import revision_of, stamps_of_source
 from penstock.gpu_node.model.checkpoint.source import ModelSource, OpenModel, Progress, open_model
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native

@@ -14,8 +14,7 @@ import torch
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import Parallel
-from penstock.gpu_node.model.checkpoint.description import Description
-from penstock.gpu_node.model.checkpoint.revision import weights_revision_of
+from penstock.gpu_node.model.checkpoint.description import Description, weights_revision_of
 from penstock.gpu_node.model.gpu.load import gpu_of
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.ranks.connection import RankConnection, read_secret

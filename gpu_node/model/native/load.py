@@ -12,8 +12,8 @@ from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.lora.library import AdapterLibrary
-from penstock.gpu_node.model.native.adapters import NativeAdapters
 from penstock.gpu_node.model.native.packed_file import PackedWeights
+from penstock.gpu_node.model.native.packing import NativeAdapters
 from penstock.gpu_node.model.native.placement import NumaPlacement
 from penstock.gpu_node.model.native.ranks import (
     NativeRank,

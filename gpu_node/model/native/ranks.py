@@ -14,7 +14,7 @@ from penstock.contract.errors import ConfigError, RequestError
 from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.lora.library import AdapterLibrary
-from penstock.gpu_node.model.native.adapters import NativeAdapters
+from penstock.gpu_node.model.native.packing import NativeAdapters
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import Adapter, RanksLostError, RankStats, StepPlan
 from penstock.gpu_node.model.ranks.control import GroupMemory

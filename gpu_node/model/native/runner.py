@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.native.adapters import NativeAdapters
+from penstock.gpu_node.model.native.packing import NativeAdapters
 from penstock.gpu_node.model.native.ranks import NativeRanks
 from penstock.gpu_node.model.native.weight_loader import BackgroundPacking
 from penstock.gpu_node.model.protocol import (

@@ -17,8 +17,7 @@ from typing import BinaryIO, NamedTuple, TypeAlias
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
-from penstock.gpu_node.model.checkpoint.description import Description
-from penstock.gpu_node.model.checkpoint.revision import stamps_of, weights_revision_of
+from penstock.gpu_node.model.checkpoint.description import Description, stamps_of, weights_revision_of
 from penstock.gpu_node.model.checkpoint.stored_tensors import weight_files
 from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter, flush_to_disk
 from penstock.gpu_node.model.native.packed_matrix import OnMatrix

@@ -69,22 +69,15 @@ def _penalize(logits: Tensor, rows: SamplingRows) -> None:
     for i, seen in enumerate(rows.seen):
         if not len(seen):
             continue
-        _penalize_repetition(logits[i], torch.from_numpy(seen).long(), float(rows.repetition_penalty[i]))
+        # As in CTRL (arXiv:1909.05858): positive logits of seen tokens are divided by the penalty, negative multiplied.
+        row, tokens, penalty = logits[i], torch.from_numpy(seen).long(), float(rows.repetition_penalty[i])
+        scores = row[tokens]
+        row[tokens] = torch.where(scores < 0, scores * penalty, scores / penalty)
         frequency, presence = float(rows.frequency_penalty[i]), float(rows.presence_penalty[i])
         if frequency or presence:
-            _penalize_output(logits[i], seen[rows.num_seen_prompt[i] :], frequency, presence)
-
-
-def _penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> None:
-    """Divide positive and multiply negative logits of seen tokens by the penalty, as in CTRL (arXiv:1909.05858)."""
-    scores = logits[seen]
-    logits[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
-
-
-def _penalize_output(logits: Tensor, output: NDArray[np.int32], frequency: float, presence: float) -> None:
-    """Subtract the frequency penalty once per occurrence of a token in the output, and the presence penalty once."""
-    tokens, counts = map(torch.from_numpy, np.unique(output, return_counts=True))
-    logits[tokens] = logits[tokens] - frequency * counts - presence
+            # The frequency penalty counts for each occurrence of a token in the output, the presence penalty once.
+            output, counts = map(torch.from_numpy, np.unique(seen[rows.num_seen_prompt[i] :], return_counts=True))
+            row[output] = row[output] - frequency * counts - presence
 
 
 def _draw(logits: Tensor, rows: SamplingRows, drawn: NDArray[np.intp]) -> NDArray[np.int32]:

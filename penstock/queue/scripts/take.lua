@@ -503,7 +503,7 @@ do
   end
 end
 
--- Shares of the node under `fair` (gpu_node/engine/policy/shares.py). A tenant below its share does not wait for one above
+-- Shares of the node under `fair` (gpu_node/engine/policy/by_policy.py). A tenant below its share does not wait for one above
 -- it: the engine preempts what those above hold beyond their shares, so that counts as free here.
 do
   local held, weights

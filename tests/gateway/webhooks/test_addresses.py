@@ -16,8 +16,7 @@ from fakes.webhook_receiver import ALLOWED, Reply, WebhookReceiver
 from penstock.contract.errors import RequestError
 from penstock.contract.webhook import new_secret
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.webhooks.addresses import AddressGuard
-from penstock.gateway.webhooks.sender import Sender, SendError, SentAnswer, retry_after_of
+from penstock.gateway.webhooks.sender import AddressGuard, Sender, SendError, SentAnswer, retry_after_of
 
 SECRET = new_secret()
 FORBIDDEN = (

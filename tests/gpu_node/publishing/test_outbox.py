@@ -16,11 +16,9 @@ from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, Outcome, TokenLogp
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.ledger import Ledger
-from penstock.gpu_node.jobs.reports import JobReports
+from penstock.gpu_node.jobs.ledger import JobReports, Ledger
 from penstock.gpu_node.publishing import sending
-from penstock.gpu_node.publishing.ended_jobs import EndedJobs
-from penstock.gpu_node.publishing.outbox import ENDS_PER_PART, Outbox
+from penstock.gpu_node.publishing.outbox import ENDS_PER_PART, EndedJobs, Outbox
 from penstock.gpu_node.publishing.sending import BUSY_SHARE, Pace
 from penstock.gpu_node.taking.inbox import Bell
 from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, JobEnd, NodeBroker, Taken

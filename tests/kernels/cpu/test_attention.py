@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model.torch_common.positions import to_bf16
 from penstock.kernels.cpu.structs import KvFormat
-from penstock.kernels.reference.quantized import quantize_activations
+from penstock.kernels.reference.products import quantize_activations
 
 CONTEXTS = (1, 15, 16, 17, 511, 512, 513, 1030)
 HEAD_DIMS = (16, 32, 48, 64, 80, 128, 256)

@@ -11,7 +11,7 @@ import torch
 from fakes.single_kernels import Floats, Single
 
 from penstock.kernels.reference.layers import layer_norm, rms_norm
-from penstock.kernels.reference.quantized import hadamard_rotation
+from penstock.kernels.reference.products import hadamard_rotation
 
 
 def test_the_exponential_is_as_precise_as_it_says(kernels: Single) -> None:

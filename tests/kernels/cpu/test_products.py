@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model.torch_common.positions import to_bf16
 from penstock.kernels.cpu.structs import Format, Run, Source
-from penstock.kernels.reference.quantized import GROUP, multiply_quantized, quantize_activations
+from penstock.kernels.reference.products import GROUP, multiply_quantized, quantize_activations
 
 NUM_ROWS = (*range(1, 14), 17, 64, 97)
 SHAPES = ((1, 1), (31, 33), (32, 32), (33, 64), (70, 200))

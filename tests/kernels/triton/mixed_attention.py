@@ -24,7 +24,7 @@ def paged_attention(
     biases: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """As `kernels.reference.attention.paged_attention`, with all integers in int32.
+    """As `kernels.reference.layers.paged_attention`, with all integers in int32.
 
     Waits for the GPU, to read `query_starts` on the host.
     """

@@ -10,7 +10,7 @@ import torch
 from fakes.paged import make_scene
 
 from penstock.kernels.arguments import PagedCache
-from penstock.kernels.reference import attention as reference
+from penstock.kernels.reference import layers as reference
 from penstock.kernels.triton.decode_attention import decode_attention, longest_first
 from penstock.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fakes.cover import examples
 
-from penstock.kernels.reference import attention as reference
+from penstock.kernels.reference import layers as reference
 from penstock.kernels.triton.copies import copy_blocks
 
 NUM_BLOCKS, NUM_NEAR, NUM_BYTES = 7, 4, 20

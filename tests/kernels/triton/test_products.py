@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.reference import attention as reference_attention
+from penstock.kernels.reference import layers as reference_layers
 from penstock.kernels.reference import products as reference
-from penstock.kernels.reference.quantized import quantize_int4_groups
+from penstock.kernels.reference.products import quantize_int4_groups
 from penstock.kernels.triton import products
 from penstock.kernels.triton.int4 import multiply_int4, pack_int4, pair_scales
 from penstock.kernels.triton.lora import add_lora, lora_tiles
@@ -25,10 +25,10 @@ def test_products_of_quantized_rows(shape: tuple[int, int, int], kept: torch.dty
     x[0] = 0
     q, scales = products.quantize_vectors(x, kept)
     # On the CPU: on a GPU torch divides by a number by multiplying with its reciprocal.
-    want_q, want_scales = reference_attention.quantize_vectors(x.cpu(), kept)
+    want_q, want_scales = reference_layers.quantize_vectors(x.cpu(), kept)
     torch.testing.assert_close(scales.cpu(), want_scales)
     assert torch.equal(q.cpu().float(), want_q.float())
-    quantized = q, scales, *(part.to(device) for part in reference_attention.quantize_vectors(weight.cpu(), kept))
+    quantized = q, scales, *(part.to(device) for part in reference_layers.quantize_vectors(weight.cpu(), kept))
     got, want = (module.multiply_scaled(*quantized, torch.float32) for module in (products, reference))
     # Hopper lines float8's products up by the largest of them, and drops what is 2^13 times smaller.
     is_short = kept == torch.float8_e4m3fn and device.type == "cuda"

@@ -16,7 +16,7 @@ from bench_gpu.verdict import WrongResultError, judge, stored_bound
 from penstock.gpu_node.model.gpu import linear
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.kernels.reference import products as reference
-from penstock.kernels.reference.attention import quantize_vectors
+from penstock.kernels.reference.layers import quantize_vectors
 from penstock.kernels.triton import products
 from penstock.kernels.triton.products import QuantizedRows
 

@@ -24,7 +24,7 @@ from celery.result import AsyncResult
 from fakes.processes.python_process import run_python
 
 from penstock.contract.errors import RequestError
-from penstock.producer.batch import remote
+from penstock.producer.batch import celery_app
 from penstock.producer.batch.celery_app import celery_url, make_app
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.settings import CelerySettings
@@ -299,10 +299,10 @@ def test_task_that_advances_between_two_reads_is_followed(monkeypatch: pytest.Mo
             return states.pop(0) if len(states) > 1 else states[0]
 
     task = AsyncResult("id", backend=Moving(Celery(set_as_current=False)))
-    monkeypatch.setattr(remote, "make_app", lambda *_: SimpleNamespace(send_task=lambda *_, **__: task))
+    monkeypatch.setattr(celery_app, "make_app", lambda *_: SimpleNamespace(send_task=lambda *_, **__: task))
     seen: list[BatchProgress] = []
     with pytest.raises(RequestError, match="gone"):
-        remote.run_in_worker("unix:///nowhere", Batch("in", "out"), seen.append)
+        celery_app.run_in_worker("unix:///nowhere", Batch("in", "out"), seen.append)
     assert set(seen) == {BatchProgress(2)}
 
 

@@ -1,4 +1,4 @@
-"""One file per model family, each with a `FAMILY`; `family_of` finds the family that a config names."""
+"""Model families: each file has `FAMILIES` that are alike; `family_of` finds the family that a config names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from penstock.gpu_node.model.architecture.spec import Family
 @cache
 def families() -> dict[str, Family]:
     """Return every family of this folder by architecture name. A new file adds a family without registration."""
-    found = (import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__))
-    return {family.architecture: family for family in found}
+    found = (import_module(f"{__name__}.{module.name}").FAMILIES for module in iter_modules(__path__))
+    return {family.architecture: family for alike in found for family in alike}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

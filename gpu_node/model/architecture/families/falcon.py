@@ -60,4 +60,4 @@ def _names_of(config: Config, *, is_new: bool, is_parallel: bool) -> NameMap:
     )
 
 
-FAMILY = Family("FalconForCausalLM", _spec_of)
+FAMILIES = (Family("FalconForCausalLM", _spec_of),)

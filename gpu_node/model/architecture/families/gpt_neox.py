@@ -50,4 +50,4 @@ _NAMES = NameMap(
     mlp_out=_LAYER + "mlp.dense_4h_to_h",
 )
 
-FAMILY = Family("GPTNeoXForCausalLM", _spec_of)
+FAMILIES = (Family("GPTNeoXForCausalLM", _spec_of),)

@@ -21,4 +21,4 @@ def _spec_of(config: Config) -> ModelSpec:
     )
 
 
-FAMILY = Family("GraniteForCausalLM", _spec_of)
+FAMILIES = (Family("GraniteForCausalLM", _spec_of),)

@@ -17,4 +17,4 @@ def _spec_of(config: Config) -> ModelSpec:
     )
 
 
-FAMILY = Family("LlamaForCausalLM", _spec_of)
+FAMILIES = (Family("LlamaForCausalLM", _spec_of),)

@@ -28,4 +28,4 @@ def _spec_of(config: Config) -> ModelSpec:
     )
 
 
-FAMILY = Family("Olmo2ForCausalLM", _spec_of)
+FAMILIES = (Family("Olmo2ForCausalLM", _spec_of),)

@@ -35,4 +35,4 @@ def _spec_of(config: Config) -> ModelSpec:
     )
 
 
-FAMILY = Family("Phi3ForCausalLM", _spec_of)
+FAMILIES = (Family("Phi3ForCausalLM", _spec_of),)

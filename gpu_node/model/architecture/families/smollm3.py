@@ -32,4 +32,4 @@ def _has_rope(config: Config) -> list[bool]:
     return [(layer + 1) % interval != 0 for layer in range(config["num_hidden_layers"])]
 
 
-FAMILY = Family("SmolLM3ForCausalLM", _spec_of)
+FAMILIES = (Family("SmolLM3ForCausalLM", _spec_of),)

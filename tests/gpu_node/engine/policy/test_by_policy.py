@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.gpu_node.engine import Engine, StepOutput
-from penstock.gpu_node.engine.policy.shares import MAX_SHARE_PREEMPTIONS
+from penstock.gpu_node.engine.policy.by_policy import MAX_SHARE_PREEMPTIONS
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.queue.policy import PolicyName

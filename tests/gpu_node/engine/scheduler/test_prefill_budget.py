@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
-from penstock.gpu_node.engine.prompt_state import PromptScores
 from penstock.gpu_node.engine.scheduler.budget import StepLimits, StepTime, StepWork
 from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
-from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.sequence import PromptScores, Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.text.output import EndRule
 from penstock.gpu_node.model.protocol import StepResult

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from penstock.gpu_node.engine.search.beam_search import BeamSearch, Candidates, Continuation
+from penstock.gpu_node.engine.search.searches import BeamSearch, Candidates, Continuation
 
 END = 0
 

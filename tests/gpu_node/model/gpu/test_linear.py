@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from penstock.gpu_node.model.gpu.linear import linear_of
-from penstock.kernels.reference.attention import quantize_vectors
-from penstock.kernels.reference.quantized import quantize_int4_groups
+from penstock.kernels.reference.layers import quantize_vectors
+from penstock.kernels.reference.products import quantize_int4_groups
 
 
 def _rounded(weight: torch.Tensor, quantization: str) -> torch.Tensor:

@@ -22,9 +22,9 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.architecture.spec import Llama3Scaling, Rope
 from penstock.gpu_node.model.checkpoint import source
+from penstock.gpu_node.model.checkpoint.description import revision_of
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.mapped_file import PageFaults
-from penstock.gpu_node.model.checkpoint.revision import revision_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource, resolve_model
 from penstock.gpu_node.model.checkpoint.tokenizer_export import plain_tokenizer
 from penstock.gpu_node.model.loading.load import load_model

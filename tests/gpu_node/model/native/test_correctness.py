@@ -31,7 +31,7 @@ from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.kernels.cpu.probe import best_isa, cpu_flags
 from penstock.kernels.cpu.structs import Format
-from penstock.kernels.reference.quantized import hadamard_rotation
+from penstock.kernels.reference.products import hadamard_rotation
 
 Llama = Callable[..., Path]
 Family = Callable[..., Path]

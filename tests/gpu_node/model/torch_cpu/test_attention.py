@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from penstock.gpu_node.model.protocol import StepPlan
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 from penstock.kernels.arguments import PagedCache
-from penstock.kernels.reference.attention import paged_attention, store_kv
+from penstock.kernels.reference.layers import paged_attention, store_kv
 
 
 def _plan(counts: list[int], contexts: list[int], block_size: int, rng: np.random.Generator) -> tuple[StepPlan, int]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from penstock.gpu_node.model.torch_cpu.weights import Linear, can_prepack
+from penstock.gpu_node.model.torch_cpu.load import Linear, can_prepack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

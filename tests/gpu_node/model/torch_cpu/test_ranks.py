@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.loading.load import load_model
-from penstock.gpu_node.model.torch_common.micro_batches import micro_batches
 from penstock.gpu_node.model.torch_common.tensors import Converter
+from penstock.gpu_node.model.torch_cpu.runner import micro_batches
 
 Quantized = Callable[[str, str], tuple[Path, NDArray[Any]]]
 LENGTH = 40

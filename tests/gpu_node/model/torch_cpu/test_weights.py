@@ -23,7 +23,7 @@ from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, StoredTensor
 from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.torch_common.tensors import Converter
-from penstock.gpu_node.model.torch_cpu.weights import can_prepack
+from penstock.gpu_node.model.torch_cpu.load import can_prepack
 
 TOKENS = [5, 7, 11]
 
