@@ -1,7 +1,7 @@
 """Releases N and N+1 as wheels in environments of their own. N is this tree; N+1 is the same with stated changes.
 
-Until a next release exists, these changes stand for what it may bring: fields on the wire, other and further settings
-of the pool, packed weights under another key, and another arithmetic with another name.
+Until a next release exists, these changes stand for what it may bring. That is: fields on the wire, other and further
+settings of the pool, packed weights under another key, and another arithmetic with another name.
 """
 
 from __future__ import annotations
