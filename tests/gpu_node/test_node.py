@@ -198,7 +198,7 @@ async def test_a_job_with_a_field_of_a_later_release_goes_to_a_newer_node_and_el
     await redis.set(keys.request(job.id), pack({**unpack_map(encode_request(job)), "later": True}))
     async with running(redis_url, engine, avoid_ms=50):
         await until(broker, job, lambda status: status.state == "queued" and status.ledger.past_leases)
-        assert await redis.hget(keys.counts(POOL), "given_back_lacking") == b"1"  # type: ignore[misc]
+        assert await redis.hget(keys.counts(POOL), "given_back_lacking") == b"1"
         await newer.leave()
         outcome = (await ended(broker, job)).outcome
         assert (outcome.state, outcome.code) == ("failed", "unsupported_kind")
