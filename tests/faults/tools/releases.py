@@ -28,7 +28,7 @@ TAG = "later"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Edit:
     """A text in a file of the tree that stands in N+1 as another text."""
 
     path: str
@@ -36,33 +36,33 @@ class Change:
     new: str
 
     def apply(self, tree: Path) -> None:
-        """Change the file. Raises AssertionError if the text is not there exactly once."""
+        """Edit the file. Raises AssertionError if the text is not there exactly once."""
         path = tree / self.path
         text = path.read_text()
         assert text.count(self.old) == 1, f"{self.path} has {self.old!r} {text.count(self.old)} times"
         path.write_text(text.replace(self.old, self.new))
 
 
-def _after(path: str, text: str, added: str) -> Change:
-    return Change(path, text, text + added)
+def _after(path: str, text: str, added: str) -> Edit:
+    return Edit(path, text, text + added)
 
 
 _SETTINGS, _WIRE, _POOL = "gpu_node/settings.py", "penstock/queue/wire.py", "penstock/contract/pool.py"
 _LOAD = "gpu_node/model/native/load.py"
 VERSION = (
-    Change("pyproject.toml", f'version = "{__version__}"', f'version = "{NEXT}"'),
-    Change("penstock/__init__.py", f'__version__ = "{__version__}"', f'__version__ = "{NEXT}"'),
+    Edit("pyproject.toml", f'version = "{__version__}"', f'version = "{NEXT}"'),
+    Edit("penstock/__init__.py", f'__version__ = "{__version__}"', f'__version__ = "{NEXT}"'),
 )
 FIELDS = (
     # Chunks, results, and the records of pool and node.
     _after(_WIRE, '"s": chunk.text', ', "later": [1]'),
-    Change("penstock/queue/results.py", 'pack({"v": PROTOCOL_VERSION})', 'pack({"v": PROTOCOL_VERSION, "later": {}})'),
+    Edit("penstock/queue/results.py", 'pack({"v": PROTOCOL_VERSION})', 'pack({"v": PROTOCOL_VERSION, "later": {}})'),
     _after(
         _POOL, "    sampling_defaults: dict[str, int | float] = field(default_factory=dict)\n", "    later: int = 1\n"
     ),
     _after(_POOL, "    draining: bool = False\n", "    later_ms: float = 0.5\n"),
     # The job's record, so that the scripts differ too.
-    Change(
+    Edit(
         "penstock/queue/scripts/submit.lua",
         "job_key(job.id), unpack(fields)",
         "job_key(job.id), 'later', '1', unpack(fields)",
@@ -76,21 +76,19 @@ FIELDS = (
     _after(_WIRE, '_KNOWN = frozenset(("v", ', '"later", '),
 )
 DEFAULTS = (
-    Change(_SETTINGS, "lease_ms: int = Field(default=15_000", "lease_ms: int = Field(default=21_000"),
-    Change(_SETTINGS, "progress_chunks: int = Field(default=64", "progress_chunks: int = Field(default=32"),
-    Change(_SETTINGS, 'scheduling_policy: PolicyName = "fair"', 'scheduling_policy: PolicyName = "fcfs"'),
+    Edit(_SETTINGS, "lease_ms: int = Field(default=15_000", "lease_ms: int = Field(default=21_000"),
+    Edit(_SETTINGS, "progress_chunks: int = Field(default=64", "progress_chunks: int = Field(default=32"),
+    Edit(_SETTINGS, 'scheduling_policy: PolicyName = "fair"', 'scheduling_policy: PolicyName = "fcfs"'),
     # A setting that N does not have.
-    Change(_SETTINGS, '*("share_window_ms", ', '*("later_ms", "share_window_ms", '),
-    Change(
-        _SETTINGS, "    share_window_ms: int", "    later_ms: int = Field(default=7, ge=0)\n    share_window_ms: int"
-    ),
+    Edit(_SETTINGS, '*("share_window_ms", ', '*("later_ms", "share_window_ms", '),
+    Edit(_SETTINGS, "    share_window_ms: int", "    later_ms: int = Field(default=7, ge=0)\n    share_window_ms: int"),
 )
-CACHES = (Change(_LOAD, 'layout = f"{library.stem}', 'layout = f"later-{library.stem}'),)
+CACHES = (Edit(_LOAD, 'layout = f"{library.stem}', 'layout = f"later-{library.stem}'),)
 ARITHMETIC = (
-    Change(_LOAD, "norm_eps=spec.norm_eps,", "norm_eps=spec.norm_eps + 0.01,"),
-    Change(_LOAD, 'arithmetic = f"native-', 'arithmetic = f"native2-'),
+    Edit(_LOAD, "norm_eps=spec.norm_eps,", "norm_eps=spec.norm_eps + 0.01,"),
+    Edit(_LOAD, 'arithmetic = f"native-', 'arithmetic = f"native2-'),
 )
-CHANGES: Mapping[str, Sequence[Change]] = {
+CHANGES: Mapping[str, Sequence[Edit]] = {
     "fields": FIELDS,
     "defaults": DEFAULTS,
     "caches": CACHES,
@@ -131,7 +129,7 @@ class ReleasedProcess(ChildProcess):
         return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=self._log)
 
 
-def install(folder: Path, name: str, changes: Iterable[Change], cache: Path) -> Release:
+def install(folder: Path, name: str, changes: Iterable[Edit], cache: Path) -> Release:
     """Build a wheel of this tree with these changes, and install it."""
     tree, wheels = folder / f"{name}-tree", folder / f"{name}-wheels"
     _copy_tracked(tree)
