@@ -366,7 +366,9 @@ class Node:
         from penstock.gpu_node.monitor.job_spans import JobSpans
 
         past_leases = partial(past_leases_of, self._redis)
-        spans = JobSpans(self._tracing, past_leases, node_id=self.node_id, model=model)
+        spans = JobSpans(
+            self._tracing, past_leases, node_id=self.node_id, model=model, ranks=lambda: self._engine.ranks
+        )
         return JobReports(model, logs_jobs=logs_jobs, spans=spans)
 
     def _new_heartbeat(self, interval_s: float) -> Heartbeat:

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from penstock.gpu_node.engine.config import EngineConfig
     from penstock.gpu_node.engine.engine import Engine
     from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
+    from penstock.gpu_node.model.protocol import RankStats
 
-__all__ = ["Engine", "EngineConfig", "EngineStats", "Generation", "ResumedChoice", "StepOutput"]
+__all__ = ["Engine", "EngineConfig", "EngineStats", "Generation", "RankStats", "ResumedChoice", "StepOutput"]
 
 _HOME_OF = {"Engine": "engine", "EngineConfig": "config"}
 

@@ -56,8 +56,10 @@ from penstock.gpu_node.engine.structured.guide import late_rows
 from penstock.gpu_node.engine.timings import EngineProfiler, PrefillReports, RequestTimers, StepTimings, engine_stats
 from penstock.gpu_node.model.protocol import (
     FAILED_TOKEN,
+    NO_RANKS,
     Logprobs,
     RanksLostError,
+    RankStats,
     RecoverableRunner,
     StepPlan,
     StepResult,
@@ -244,9 +246,9 @@ class Engine:
         return has_requests or (self._ranked is not None and self._ranked.is_lost)
 
     @property
-    def lost_ranks(self) -> str:
-        """Why no step can run until the ranks are started again; empty while all live. Any thread may read it."""
-        return "" if self._ranked is None else self._ranked.ranks.lost
+    def ranks(self) -> RankStats:
+        """The ranks that compute the model together. Any thread may read it."""
+        return NO_RANKS if self._ranked is None else self._ranked.ranks
 
     def wait(self) -> None:
         """Block until `step` would not wait. The step that it then submits includes requests added meanwhile."""

@@ -14,6 +14,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Prepared, StepLostError, StepOutput
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+from penstock.gpu_node.model.protocol import RankStats
 
 log = logging.getLogger(__package__)
 
@@ -102,8 +103,8 @@ class EngineLike(Protocol):
         """Return how often the open choices of a request were preempted; safe on any thread."""
 
     @property
-    def lost_ranks(self) -> str:
-        """Why no step can run until the ranks are started again; empty while all live. Any thread may read it."""
+    def ranks(self) -> RankStats:
+        """The ranks that compute the model together. Any thread may read it."""
 
 
 class EngineWorker:
@@ -200,9 +201,9 @@ class EngineWorker:
         return self._engine.num_preemptions(request_id)
 
     @property
-    def lost_ranks(self) -> str:
-        """Why no step can run until the ranks are started again; empty while all live."""
-        return self._engine.lost_ranks
+    def ranks(self) -> RankStats:
+        """The ranks that compute the model together."""
+        return self._engine.ranks
 
     def stats(self) -> Future[EngineStats]:
         """Read the engine's statistics between two steps."""

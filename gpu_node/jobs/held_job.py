@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.contract.errors import InvariantError, PenstockError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, SamplingParams
@@ -20,11 +20,17 @@ from penstock.contract.output import (
     Usage,
 )
 from penstock.gpu_node.engine.records import StepOutput
-from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobTrace, JobWork
+from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobWork
 from penstock.queue import results, wire
 from penstock.queue.broker.node import Emission, Taken, UsedTokens
 from penstock.queue.results import encode_embedding
 from penstock.queue.wire import NO_ROWS, Pack, RowParts, encode_chunk, encode_progress, joined, rows_of
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Link
+
+    from penstock.gpu_node.engine import RankStats
 
 
 @dataclass(slots=True)
@@ -151,6 +157,26 @@ def outcome_of(job: HeldJob) -> Outcome:
 
 
 _UNREAD_PARAMS = SamplingParams()
+
+
+@dataclass(slots=True)
+class JobTrace:
+    """The part of a job's trace that a node keeps. Times are of this process's monotonic clock."""
+
+    parent: Context
+    """The context of the span that submitted the job."""
+    trace_id: str
+    """The trace id in hexadecimal, as logs show it."""
+    operation: str
+    """GenAI's name of what the job asks for."""
+    queued_s: float
+    """When it began to wait: at its submission, or when its last lease ended."""
+    links: tuple[Link, ...] = ()
+    """A link to the last lease's span, if the job had one."""
+    has_begun: bool = False
+    """Whether the spans before the first output are recorded."""
+    ranks: RankStats | None = None
+    """What the node's ranks had spent when it took the job."""
 
 
 class HeldJob:

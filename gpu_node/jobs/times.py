@@ -19,18 +19,13 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from penstock.contract.job import PREDICTED_OUTPUT_TOKENS
 from penstock.contract.output import FinishReason, Outcome, Usage
 from penstock.contract.pool import JOB_TIMES, SECONDS, TOKEN_SECONDS
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.runtime.histogram import Histogram, sum_of
-
-if TYPE_CHECKING:
-    from opentelemetry.context import Context
-    from opentelemetry.trace import Link
-
 
 EMIT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Upper bounds of the histogram of emit calls."""
@@ -52,24 +47,6 @@ class SendCounts:
         self.sends += 1
         self.chunks += num_chunks
         self.cpu_s += cpu_s
-
-
-@dataclass(slots=True)
-class JobTrace:
-    """The part of a job's trace that a node keeps. Times are of this process's monotonic clock."""
-
-    parent: Context
-    """The context of the span that submitted the job."""
-    trace_id: str
-    """The trace id in hexadecimal, as logs show it."""
-    operation: str
-    """GenAI's name of what the job asks for."""
-    queued_s: float
-    """When it began to wait: at its submission, or when its last lease ended."""
-    links: tuple[Link, ...] = ()
-    """A link to the last lease's span, if the job had one."""
-    has_begun: bool = False
-    """Whether the spans before the first output are recorded."""
 
 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)

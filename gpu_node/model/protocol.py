@@ -315,6 +315,10 @@ class RankStats:
     """From the arrival of the slowest rank until this one went on."""
     num_meetings: int = 0
     """At which all ranks have waited for each other."""
+    weight_bytes: tuple[int, ...] = ()
+    """By rank: its part of the weights. Only the native runner's ranks say that."""
+    num_stages: int = 1
+    """Of a pipeline. Each has the same number of ranks, and consecutive ones."""
     lost: str = ""
     """Why no step can run until the ranks are started again; empty while all of them live."""
 

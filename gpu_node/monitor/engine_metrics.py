@@ -136,12 +136,18 @@ def _ranks(stats: EngineStats) -> Iterator[Metric]:
     text = "Times that all ranks have waited for each other, since they were started last."
     yield gauge("penstock_engine_rank_meetings", text, stats.ranks.num_meetings)
     text = "Seconds that a rank has waited for the slowest one, since the ranks were started last."
-    waited = GaugeMetricFamily("penstock_engine_rank_waited_seconds", text, labels=("rank",))
+    waited = GaugeMetricFamily("penstock_engine_rank_waited_seconds", text, labels=("rank", "stage"))
     text = "Seconds from the arrival of the slowest rank until a rank went on, since the ranks were started last."
-    exchanged = GaugeMetricFamily("penstock_engine_rank_exchanged_seconds", text, labels=("rank",))
+    exchanged = GaugeMetricFamily("penstock_engine_rank_exchanged_seconds", text, labels=("rank", "stage"))
+    if stats.ranks.weight_bytes:
+        text = "Bytes of the weights that a rank computes with."
+        sizes = GaugeMetricFamily("penstock_engine_rank_weight_bytes", text, labels=("rank",))
+        for rank, size in enumerate(stats.ranks.weight_bytes):
+            sizes.add_metric((str(rank),), size)
+        yield sizes
     for family, seconds in ((waited, stats.ranks.waited_s), (exchanged, stats.ranks.exchanged_s)):
         for rank, number in enumerate(seconds):
-            family.add_metric((str(rank),), number)
+            family.add_metric((str(rank), str(rank * stats.ranks.num_stages // stats.num_ranks)), number)
         yield family
 
 

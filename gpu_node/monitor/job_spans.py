@@ -19,8 +19,9 @@ from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind
 from penstock.contract.output import PastLease
 from penstock.contract.priority import Priority
 from penstock.contract.tasks import Embed
-from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.times import EndedJob, JobTrace
+from penstock.gpu_node.engine import RankStats
+from penstock.gpu_node.jobs.held_job import HeldJob, JobTrace
+from penstock.gpu_node.jobs.times import EndedJob
 from penstock.queue.wire import Request
 from penstock.runtime.tracing.context import context_carried
 from penstock.runtime.tracing.export import Tracing
@@ -39,12 +40,14 @@ class JobSpans:
         *,
         node_id: str,
         model: str,
+        ranks: Callable[[], RankStats],
     ) -> None:
-        """`past_leases` reads the leases of a job that ended before the job did."""
+        """`past_leases` reads the leases of a job that ended before the job did, `ranks` what the ranks spent."""
         self._tracing = tracing
         self._past_leases = past_leases
         self._node_id = node_id
         self._model = model
+        self._ranks = ranks
 
     async def taken(self, job: HeldJob, request: Request) -> None:
         """Set the job's trace if its request carries the context of a recorded one."""
@@ -52,7 +55,9 @@ class JobSpans:
         if not (submitted := _context_of(parent)).trace_flags.sampled:
             return
         trace_id = trace.format_trace_id(submitted.trace_id)
-        job.trace = found = JobTrace(parent, trace_id, _operation_of(request), job.times.submitted_s)
+        job.trace = found = JobTrace(
+            parent, trace_id, _operation_of(request), job.times.submitted_s, ranks=self._ranks()
+        )
         if job.times.is_new:
             return
         if leases := await self._past_leases(job.job_id):
@@ -126,7 +131,10 @@ class JobSpans:
             self._lease_name(job, found),
             found.parent,
             (_wall_ns(job.times.taken_s), _wall_ns(at_s)),
-            self._of_job(job, found, self._node_id) | ({"error.type": error} if error else {}) | attributes,
+            self._of_job(job, found, self._node_id)
+            | _spent_by_ranks(found.ranks, self._ranks())
+            | ({"error.type": error} if error else {})
+            | attributes,
             kind=SpanKind.CONSUMER,
             links=found.links,
             span_id=_lease_span_id(job.job_id, self._node_id, job.taken.taken_ms),
@@ -175,6 +183,20 @@ def _results(job: HeldJob, ended: EndedJob, at_s: float) -> dict[str, Any]:
         "penstock.preemptions": job.num_preemptions,
     }
     return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _spent_by_ranks(before: RankStats | None, now: RankStats) -> dict[str, Any]:
+    """Return what the ranks have spent at meetings in between, by rank, for all jobs that the node computed."""
+    if before is None or now.num_ranks == 1:
+        return {}
+    facts: dict[str, Any] = {"penstock.ranks": now.num_ranks, "penstock.stages": now.num_stages}
+    if now.num_starts != before.num_starts or not (before.waited_s and now.waited_s):
+        # The counts began anew with the ranks.
+        return facts | {"penstock.ranks.losses": now.num_starts - before.num_starts}
+    times = {"waited_s": (before.waited_s, now.waited_s), "exchanged_s": (before.exchanged_s, now.exchanged_s)}
+    for name, (first, last) in times.items():
+        facts[f"penstock.ranks.{name}"] = tuple(round(b - a, 6) for a, b in zip(first, last, strict=True))
+    return facts | {"penstock.ranks.meetings": now.num_meetings - before.num_meetings}
 
 
 def _operation_of(request: Request) -> str:

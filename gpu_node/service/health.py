@@ -50,7 +50,7 @@ class EngineWatch:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._interval_s):
                 self.stats = answer = await asyncio.wrap_future(self._worker.stats())
-        self.lost_ranks = self._worker.lost_ranks
+        self.lost_ranks = self._worker.ranks.lost
         may_step = not self._worker.is_paused
         self._watchdog.look(answer, may_step=may_step, now_s=time.monotonic(), starts_ranks=bool(self.lost_ranks))
         if self.stats is None:

@@ -258,6 +258,13 @@ class NativeModel:
         """Set the addresses of the group's `ExchangeState` and of its memory for steps. No step may be running."""
         self._library.penstock_group_use(self._handle, state, memory, num_bytes)
 
+    def rank_panels(self, slot: Slot) -> list[int]:
+        """Return the panels of a layer's matrix that this rank multiplies with, in the order of its threads' loop."""
+        call = self._library.penstock_rank_panels
+        panels = (c.c_int32 * int(call(self._handle, slot, None)))()
+        call(self._handle, slot, panels)
+        return list(panels)
+
     def bind_thread(self) -> None:
         """Declare that the calling thread does nothing but start steps and wait for them.
 
@@ -302,6 +309,7 @@ def open_library(path: Path) -> Any:
         "penstock_step_wait": (number, [pointer]),
         "penstock_step_ending": (number, [pointer]),
         "penstock_step_shared_bytes": (c.c_char_p, [pointer, pointer, pointer]),
+        "penstock_rank_panels": (number, [pointer, number, pointer]),
         "penstock_group_use": (None, [pointer, pointer, pointer, c.c_size_t]),
         "penstock_exchange_hand_out": (None, [pointer, c.c_uint32]),
         "penstock_exchange_await": (c.c_uint32, [pointer, c.c_uint32, c.c_int64]),

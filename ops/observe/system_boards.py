@@ -227,6 +227,17 @@ NODES = Board(
                     ),
                     needs="a node with --tensor-parallel-size",
                 ),
+                graph(
+                    "Stages are idle",
+                    "percentunit",
+                    "Share of the time that the ranks of a stage wait, on average, while steps run.",
+                    (
+                        f"avg by (instance, stage) "
+                        f"(rate(penstock_engine_rank_waited_seconds{_OF_NODE}[$__rate_interval]))",
+                        "{{instance}} stage {{stage}}",
+                    ),
+                    needs="a node with --pipeline-parallel-size",
+                ),
             ),
         ),
         Row(

@@ -20,6 +20,7 @@ from starlette.types import Message, Scope
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Outcome, Usage
 from penstock.gateway.http.middleware import TracedRequests
+from penstock.gpu_node.engine import RankStats
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import JobReports
 from penstock.gpu_node.jobs.times import EndedJob
@@ -94,7 +95,7 @@ async def measure_export(url: str) -> None:
     """Print the microseconds of the exporting thread for each span."""
     kept = InMemorySpanExporter()
     tracing = Tracing(None, "cost", kept)
-    spans = JobSpans(tracing, no_leases, node_id="node-1", model="model")
+    spans = JobSpans(tracing, no_leases, node_id="node-1", model="model", ranks=RankStats)
     for _ in range(BATCH // 5):
         await run_job(JobReports(spans=spans), TRACE)
     tracing.close()
@@ -120,7 +121,7 @@ async def main() -> None:
     with OtlpCollector() as collector:
         tracing = Tracing(collector.url + "/v1/traces", "cost")
         traced = TracedRequests(submit, tracer=tracing.tracer, paths=frozenset({SCOPE["path"]}))
-        spans = JobSpans(tracing, no_leases, node_id="node-1", model="model")
+        spans = JobSpans(tracing, no_leases, node_id="node-1", model="model", ranks=RankStats)
         await measure("gateway, trace not sampled", lambda: ask(traced, UNSAMPLED), plain_us)
         await measure("gateway, trace sampled", lambda: ask(traced), plain_us)
         await measure("node, trace not sampled", lambda: run_job(JobReports(spans=spans), ()), job_us)

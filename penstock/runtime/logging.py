@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import time
-from typing import Literal, NoReturn, TextIO
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn, TextIO
 
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
@@ -49,10 +50,13 @@ class LogSettings(Settings):
         return "console" if stream.isatty() else "json"
 
 
-def configure_logging(settings: LogSettings, *, prefix: str = "") -> None:
-    """Set up this process's logging. Its entry point calls this once. `prefix` begins each line for people."""
+def configure_logging(settings: LogSettings, *, prefix: str = "", fields: Mapping[str, Any] | None = None) -> None:
+    """Set up this process's logging. Its entry point calls this once.
+
+    prefix: begins each line for people. fields: those that each JSON object has beside its own.
+    """
     handler = logging.StreamHandler()
-    handler.setFormatter(log_formatter(settings, sys.stderr, prefix=prefix))
+    handler.setFormatter(log_formatter(settings, sys.stderr, prefix=prefix, fields=fields))
     level: int = getattr(logging, settings.log_level.upper())
     # Other libraries may log contents of messages as debug events.
     logging.basicConfig(level=max(level, logging.INFO), handlers=[handler])
@@ -61,8 +65,24 @@ def configure_logging(settings: LogSettings, *, prefix: str = "") -> None:
         logging.getLogger(client).setLevel(max(level, logging.WARNING))
 
 
-def log_formatter(settings: LogSettings, stream: TextIO, *, prefix: str = "") -> logging.Formatter:
-    """Return the formatter for a log that is written to `stream`. `prefix` begins each line for people."""
+def inherited_log_variables() -> dict[str, str]:
+    """Return the environment in which a process that this one starts logs as this one does.
+
+    In a program that has not called `configure_logging`, such a process logs warnings alone.
+    """
+    formatters = [handler.formatter for handler in logging.getLogger().handlers]
+    formats = {ConsoleFormatter: "console", JsonFormatter: "json"}
+    found = [name for kind, name in formats.items() if any(isinstance(one, kind) for one in formatters)]
+    if not found:
+        return {"PENSTOCK_LOG_LEVEL": "warning"}
+    level = logging.getLevelName(logging.getLogger("penstock").level).lower()
+    return {"PENSTOCK_LOG_LEVEL": level, "PENSTOCK_LOG_FORMAT": found[0]}
+
+
+def log_formatter(
+    settings: LogSettings, stream: TextIO, *, prefix: str = "", fields: Mapping[str, Any] | None = None
+) -> logging.Formatter:
+    """Return the formatter for a log that is written to `stream`. The rest is as for `configure_logging`."""
     if settings.format_for(stream) == "console":
         return ConsoleFormatter(has_color=has_color(stream), prefix=prefix)
     return JsonFormatter(
@@ -70,6 +90,7 @@ def log_formatter(settings: LogSettings, stream: TextIO, *, prefix: str = "") ->
         style="{",
         rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
         reserved_attrs=[*RESERVED_ATTRS, *_NOT_FIELDS],
+        static_fields=dict(fields or {}),
     )
 
 

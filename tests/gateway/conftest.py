@@ -30,6 +30,7 @@ from penstock.gateway.app import make_server
 from penstock.gateway.request import reading
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
+from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
@@ -160,8 +161,8 @@ class EchoEngine:
         pass
 
     @property
-    def lost_ranks(self) -> str:
-        return ""
+    def ranks(self) -> RankStats:
+        return NO_RANKS
 
     def requests_in_flight(self) -> set[str]:
         """Return no ids: no step of this engine hangs."""

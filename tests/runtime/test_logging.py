@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from penstock.contract.errors import ConfigError
-from penstock.runtime.logging import LogSettings, has_color, log_formatter
+from penstock.runtime.logging import LogSettings, configure_logging, has_color, inherited_log_variables, log_formatter
 
 PROGRAM = """
 import logging
@@ -63,6 +63,27 @@ def test_the_setting_overrides_what_stderr_is(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "xml")
     with pytest.raises(ConfigError, match="log_format"):
         LogSettings.load()
+
+
+def test_a_process_that_another_one_starts_logs_as_that_one_does() -> None:
+    root, penstock = logging.getLogger(), logging.getLogger("penstock")
+    before, level = root.handlers[:], penstock.level
+    try:
+        root.handlers[:] = [logging.NullHandler()]
+        assert inherited_log_variables() == {"PENSTOCK_LOG_LEVEL": "warning"}
+        for name in ("json", "console"):
+            root.handlers[:] = []
+            configure_logging(LogSettings.load(log_format=name, log_level="error"))
+            assert inherited_log_variables() == {"PENSTOCK_LOG_LEVEL": "error", "PENSTOCK_LOG_FORMAT": name}
+    finally:
+        root.handlers[:] = before
+        penstock.setLevel(level)
+
+
+def test_fields_of_a_process_are_in_each_of_its_lines() -> None:
+    record = logging.LogRecord("penstock.node", logging.INFO, "f", 1, "ready", (), None)
+    line = log_formatter(LogSettings.load(), io.StringIO(), fields={"rank": 3}).format(record)
+    assert json.loads(line)["rank"] == 3
 
 
 def test_values_cannot_forge_lines_or_move_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:

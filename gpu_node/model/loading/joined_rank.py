@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 from penstock.contract.errors import EXIT_WRONG_USE, ConfigError
 from penstock.gpu_node.model.ranks.connection import ConnectionLostError, RankConnection, ask, read_secret
 from penstock.gpu_node.model.ranks.hosts import parse_address
+from penstock.runtime.logging import inherited_log_variables
 from penstock.runtime.process_guard import guarded
 
 log = logging.getLogger(__package__)
@@ -25,6 +27,7 @@ _PAUSE_S = 0.5
 _SAY_S = 10.0
 """Interval of log lines while rank 0 cannot be reached."""
 _CONNECT_PATIENCE_S = 5.0
+_END_PATIENCE_S = 3.0
 
 
 def follow_rank_0(join: str, secret_file: Path, model: str, revision: str | None, own: Mapping[str, Any]) -> None:
@@ -61,7 +64,10 @@ def follow_rank_0(join: str, secret_file: Path, model: str, revision: str | None
 
 
 def _run(config: Mapping[str, Any], connection: RankConnection) -> int:
-    """Run the rank in a process of its own, which ends with this one. Return its exit status."""
+    """Run the rank in a process of its own, which ends with this one and with the connection. Return its exit status.
+
+    A rank that hangs, or that a signal has stopped, does not notice that its connection has ended.
+    """
     descriptor = connection.stream.fileno()
     given = {**config, "connection": descriptor, "cores": sorted(os.sched_getaffinity(0))}
     command = [sys.executable, "-P", "-m", RANK_MODULE, json.dumps(given)]
@@ -71,12 +77,25 @@ def _run(config: Mapping[str, Any], connection: RankConnection) -> int:
         stdout=2,
         pass_fds=(descriptor,),
         start_new_session=True,
+        env=os.environ | inherited_log_variables(),
     )
+    ended = os.pidfd_open(guard.pid)
     try:
-        # What this process holds of the connection must not keep it open.
-        connection.stream.close()
-        return guard.wait()
+        _await_either(ended, descriptor)
+        # It ends by itself a second after its connection, if it runs.
+        select.select([ended], [], [], _END_PATIENCE_S)
     finally:
+        os.close(ended)
         if guard.stdin is not None:
             guard.stdin.close()
         guard.wait()
+    return guard.returncode
+
+
+def _await_either(process: int, connection: int) -> None:
+    """Wait until a process has ended, or the other host has closed a connection or cannot be reached any more."""
+    waiting = select.poll()
+    waiting.register(process, select.POLLIN)
+    # Without POLLIN: what arrives is for the rank.
+    waiting.register(connection, select.POLLRDHUP)
+    waiting.poll()

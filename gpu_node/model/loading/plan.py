@@ -274,11 +274,9 @@ def _ranks_of(spec: ModelSpec, sizes: ModelSizes, parallel: Parallel) -> list[_R
     heads = max(len(span) for span in kv_head_spans(spec, parallel.tensor))
     layers = [sum(matrix.largest_part(parallel.tensor) for matrix in layer) for layer in sizes.layers]
     head = sizes.head.largest_part(parallel.tensor)
-    # Where the head is also the embedding, stages need two copies of it, and so do ranks of the native runner.
-    has_two = parallel.pipeline > 1 or (sizes.runner == "native" and parallel.tensor > 1)
-    first = sizes.embedding_bytes or (sizes.head.num_bytes if has_two else 0)
-    if sizes.runner != "native":
-        first = -(-first // parallel.tensor)
+    # Where the head is also the embedding, stages need two copies of it. Ranks of a stage divide both.
+    first = sizes.embedding_bytes or (sizes.head.num_bytes if parallel.pipeline > 1 else 0)
+    first = -(-first // parallel.tensor)
     stages = stage_layers(layers, parallel.pipeline, first_bytes=first, last_bytes=head)
     ranks = []
     for at, stage in enumerate(stages):

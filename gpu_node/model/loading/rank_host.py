@@ -47,7 +47,7 @@ class RankProcesses:
         self._options = options
         self._load = load
         self._parallel = Parallel(options.tensor_parallel_size, options.pipeline_parallel_size)
-        size = self._parallel.num_ranks
+        self.num_stages, size = self._parallel.pipeline, self._parallel.num_ranks
         self._num_here = size - options.remote_ranks
         check_devices(options, self._num_here)
         self._model = described.source.gguf or described.source.folder

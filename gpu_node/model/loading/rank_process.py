@@ -20,6 +20,7 @@ from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.ranks.control import GroupMemory
 from penstock.gpu_node.model.ranks.member import end_without, serve
 from penstock.gpu_node.model.ranks.processes import report
+from penstock.runtime.logging import LogSettings, configure_logging
 
 Report = Callable[[Mapping[str, Any]], None]
 
@@ -33,7 +34,8 @@ def run_rank(config: Mapping[str, Any], memory: GroupMemory, report: Report) -> 
     runner, facts, library = load_rank(described, options, place, SharedWeights(*config["weights"]), **counts)
     exchange = memory.exchange(library, *place)
     runner.use(memory, exchange)
-    report({"ready": facts, "pid": os.getpid()})
+    runner.bind_thread()
+    report({"ready": facts, "pid": os.getpid(), "weight_bytes": runner.weight_bytes})
     try:
         serve(memory, exchange, runner)
     finally:
@@ -43,6 +45,7 @@ def run_rank(config: Mapping[str, Any], memory: GroupMemory, report: Report) -> 
 def main() -> None:
     """Run the rank, and report an error in one line."""
     config = json.loads(sys.argv[1])
+    configure_logging(LogSettings.load(), prefix=f"rank {config['rank']} | ", fields={"rank": config["rank"]})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends rank 0, which ends its ranks.
     os.sched_setaffinity(0, config["cores"])
     try:

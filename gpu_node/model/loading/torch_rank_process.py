@@ -24,6 +24,7 @@ from penstock.gpu_node.model.ranks.hosts import CopiedMemory
 from penstock.gpu_node.model.ranks.member import end_without
 from penstock.gpu_node.model.ranks.plain_exchange import PlainExchange
 from penstock.gpu_node.model.ranks.processes import report
+from penstock.runtime.logging import LogSettings, configure_logging
 
 Report = Callable[[Mapping[str, Any]], None]
 
@@ -80,6 +81,7 @@ def _end_soon() -> None:
 def main() -> None:
     """Run the rank, and report an error in one line."""
     config = json.loads(sys.argv[1])
+    configure_logging(LogSettings.load(), prefix=f"rank {config['rank']} | ", fields={"rank": config["rank"]})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends rank 0, which ends its ranks.
     os.sched_setaffinity(0, config["cores"])
     tell: Report = lambda event: None  # noqa: E731

@@ -22,7 +22,6 @@ from penstock.gpu_node.model.native.ranks import (
     RankStart,
     SharedWeights,
     check_size,
-    cores_of,
     facts_of,
 )
 from penstock.gpu_node.model.native.runner import NativeRunner
@@ -81,11 +80,11 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     weights = WeightLoader(described, library, native_spec, quantization, placement)
     # The tables are computed outside the interpreter, while the weights are opened. The model keeps both apart.
     shared: SharedWeights | None = None
-    packing = None
+    packing, own_bytes = None, 0
     with ThreadPoolExecutor(1, "penstock-positions") as pool:
         positions = pool.submit(set_positions, model, described)
         if place.size > 1:
-            formats, shared = weights.load_shared(model, cache, progress)
+            formats, shared, own_bytes = weights.load_shared(model, cache, progress)
         else:
             formats, packing = weights.load(model, cache, progress)
         positions.result()
@@ -103,7 +102,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         group = RankGroup(
             place.size, lambda memory: memory.exchange(library, *place), start, stall_s=options.rank_stall_s
         )
-        ranks = NativeRanks(model, group, shared, facts_of(library, native_spec))
+        ranks = NativeRanks(model, group, shared, facts_of(library, native_spec), own_bytes)
     runner = NativeRunner(
         model,
         adapters,
@@ -135,12 +134,16 @@ def load_rank(
     _, library = _kernels(lambda stage, fraction: None)
     kv_format = _KV_FORMATS[options.kv_cache_dtype]
     spec = _native_spec(described, options, num_blocks, kv_format, place)
-    model, _ = _new_model(library, spec, place, num_threads)
+    model, placement = _new_model(library, spec, place, num_threads)
     set_positions(model, described)
-    PackedWeights.of_descriptor(*weights).give_to(model)
+    packed = PackedWeights.of_descriptor(*weights)
+    packed.read_ahead(model.rank_panels)
+    packed.place(placement, model.rank_panels)
+    packed.give_to(model)
     adapters = NativeAdapters(model, described, rotated=bool(spec.hadamard_rotation))
     named = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
-    return NativeRank(model, adapters, named), facts_of(library, spec), library
+    rank_bytes = packed.rank_bytes(model.rank_panels)
+    return NativeRank(model, adapters, named, rank_bytes), facts_of(library, spec), library
 
 
 def _new_model(
@@ -149,8 +152,7 @@ def _new_model(
     """Create the model of a rank, and return it with its cores; num_threads: of all ranks. Raises ConfigError."""
     own = place.threads_of(num_threads)
     # In the order of their NUMA nodes, so that a rank lies on few of them.
-    cores = NumaPlacement.of(cores_to_stay_on(num_threads)).cores
-    placement = NumaPlacement.of(cores_of(cores, own))
+    placement = NumaPlacement.of(cores_to_stay_on(num_threads)).part(own)
     try:
         model = NativeModel(library, spec, len(own), placement.cores)
     except AbiError as error:
@@ -159,6 +161,7 @@ def _new_model(
         raise ConfigError(f"num_threads {num_threads} cannot be started: {error}") from error
     if placement.is_spread:
         model.set_nodes(placement.nodes)
+    if placement.copies:
         log.info("weights are placed by NUMA node", extra={"nodes": list(dict.fromkeys(placement.nodes))})
     return model, placement
 

@@ -13,19 +13,19 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.checkpoint.mapped_file import PageFaults
 from penstock.gpu_node.model.native.packed_matrix import BackgroundWriter, OnMatrix, PackedMatrix, write_at
-from penstock.gpu_node.model.native.placement import NumaPlacement
+from penstock.gpu_node.model.native.placement import NumaPlacement, bytes_of, panel_starts
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 from penstock.kernels.cpu.structs import Format, RowLayout, Run
 
@@ -37,6 +37,9 @@ _ON_DISK = bytes(36)
 """Instead of a boot: the whole file is on disk."""
 _PAGE = 4096
 _LINE = 64
+
+
+PanelsOf: TypeAlias = Callable[[Slot], Sequence[int]]
 
 
 class PackedWriter:
@@ -116,8 +119,9 @@ class PackedWriter:
 class PackedWeights:
     """A memory-mapped file of packed weights. All processes that map it share the same physical pages."""
 
-    def __init__(self, content: NDArray[np.uint8], table: dict[str, list[Any]]) -> None:
-        self._content = content
+    def __init__(self, mapped: mmap.mmap, table: dict[str, list[Any]]) -> None:
+        self._map = mapped
+        self._content = np.frombuffer(mapped, np.uint8)
         self._table = table
         self._placed: dict[int, NDArray[np.uint8]] = {}
         """Copies of matrices near their threads, by the offset of the matrix."""
@@ -146,11 +150,9 @@ class PackedWeights:
             raise ValueError("the table of contents is damaged")
         if boot not in (_ON_DISK, boot_id()):
             raise ValueError("the machine restarted before the whole file was on disk")
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_WILLNEED):
-            # Some Linux kernels support only one of the two.
-            with suppress(OSError):
-                mapped.madvise(advice)
-        return cls(np.frombuffer(mapped, np.uint8), json.loads(table))
+        with suppress(OSError):  # Some Linux kernels do not support it.
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        return cls(mapped, json.loads(table))
 
     @classmethod
     def of_descriptor(cls, descriptor: int, key: str) -> PackedWeights:
@@ -158,11 +160,38 @@ class PackedWeights:
         with os.fdopen(os.dup(descriptor), "rb") as file:
             return cls.mapped(file, key)
 
-    def place(self, placement: NumaPlacement) -> None:
-        """Copy the matrices into memory near the threads that compute them, if these are on several NUMA nodes."""
-        for _, _, runs, columns, start, size in self._table["matrices"] if placement.is_spread else ():
+    def read_ahead(self, panels_of: PanelsOf | None = None) -> None:
+        """Ask Linux to read the file's pages soon. panels_of: as for `place`; a rank's memory may hold only its own."""
+        if panels_of is None:
+            self._will_need(0, len(self._content))
+            return
+        for begin, end in self._parts(panels_of):
+            self._will_need(begin, end)
+
+    def rank_bytes(self, panels_of: PanelsOf) -> int:
+        """Return the size of what a rank computes with. panels_of: as for `place`."""
+        return sum(end - begin for begin, end in self._parts(panels_of))
+
+    def _parts(self, panels_of: PanelsOf) -> Iterator[tuple[int, int]]:
+        """Yield where each part of the file that a rank needs begins and ends."""
+        for slot, _, runs, columns, start, _ in self._table["matrices"]:
+            starts = panel_starts([(Format(weights), rows) for weights, rows in runs], columns)
+            yield from ((start + begin, start + end) for begin, end in bytes_of(panels_of(Slot(slot)), starts))
+
+    def _will_need(self, begin: int, end: int) -> None:
+        begin -= begin % _PAGE
+        with suppress(OSError):  # Some Linux kernels do not support it.
+            self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
+    def place(self, placement: NumaPlacement, panels_of: PanelsOf | None = None) -> None:
+        """Copy the matrices into memory near the threads that compute them, if these are on several NUMA nodes.
+
+        panels_of: returns the panels of a matrix that a rank computes; all of them without ranks.
+        """
+        for slot, _, runs, columns, start, size in self._table["matrices"] if placement.copies else ():
             formats = [(Format(weights), rows) for weights, rows in runs]
-            self._placed[start] = placement.placed(formats, columns, self._content[start : start + size])
+            panels = None if panels_of is None else panels_of(Slot(slot))
+            self._placed[start] = placement.placed(formats, columns, self._content[start : start + size], panels)
 
     def give_to(self, model: NativeModel) -> None:
         """Let a model read the matrices in place, and set its biases and vectors."""

@@ -2,8 +2,8 @@
 
 A page belongs to the node of the thread that writes it first. A shared mapping of a file lies where it was read.
 So with several nodes each matrix is copied into private memory: a pinned thread of each node writes the panels that
-this node's threads compute. No call moves pages or sets a policy (`mbind`), which containers may refuse. With one node
-nothing is copied.
+this node's threads compute. A rank copies only the panels that it computes. No call moves pages or sets a policy
+(`mbind`), which containers may refuse. With one node nothing is copied.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class NumaPlacement:
 
     cores: tuple[int, ...]
     nodes: tuple[int, ...]
+    is_part: bool = False
+    """Whether the team is that of a rank, and the threads of all ranks are on several nodes."""
 
     @classmethod
     def of(cls, cores: Sequence[int], system: Path = SYSTEM) -> NumaPlacement:
@@ -52,10 +54,22 @@ class NumaPlacement:
         ordered = [(cpu, node) for node, cpus in by_node.items() for cpu in cpus]
         return cls(tuple(cpu for cpu, _ in ordered), tuple(node for _, node in ordered))
 
+    def part(self, threads: range) -> NumaPlacement:
+        """Return the placement of a rank, which has some of the threads. Threads without cores stay without."""
+        if len(self.cores) <= threads[-1]:
+            return NumaPlacement((), ())
+        cores, nodes = (tuple(given[thread] for thread in threads) for given in (self.cores, self.nodes))
+        return NumaPlacement(cores, nodes, is_part=self.is_spread)
+
     @property
     def is_spread(self) -> bool:
         """Whether the threads are on several nodes."""
         return len(set(self.nodes)) > 1
+
+    @property
+    def copies(self) -> bool:
+        """Whether weights have to be copied to lie near their threads."""
+        return self.is_spread or self.is_part
 
     def parts(self, num_items: int) -> Iterator[tuple[tuple[int, ...], range]]:
         """Yield each node's CPUs, and the items of a loop that its threads compute (`Worker::for_each`)."""
@@ -65,23 +79,47 @@ class NumaPlacement:
             items = range(num_items * at[0] // size, num_items * (at[-1] + 1) // size)
             yield tuple(self.cores[thread] for thread in at), items
 
-    def placed(self, runs: Sequence[Run], columns: int, packed: Bytes, copy: CopyOn = copy_on) -> Bytes:
-        """Return a copy of a packed matrix whose panels lie near their threads; with one node the matrix itself."""
-        if not self.is_spread:
+    def placed(
+        self,
+        runs: Sequence[Run],
+        columns: int,
+        packed: Bytes,
+        panels: Sequence[int] | None = None,
+        copy: CopyOn = copy_on,
+    ) -> Bytes:
+        """Return a copy of a packed matrix whose panels lie near their threads; with one node the matrix itself.
+
+        panels: those that the threads compute, in the order of their loop. The others are not copied: their pages are
+        never written, and take no memory.
+        """
+        if not self.copies:
             return packed
-        starts = _panel_starts(runs, columns)
+        starts = panel_starts(runs, columns)
+        computed = range(len(starts) - 1) if panels is None else panels
         memory = mmap.mmap(-1, max(1, packed.nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         target = np.frombuffer(memory, np.uint8)[: packed.nbytes]
-        parts = list(self.parts(len(starts) - 1))
+        parts = list(self.parts(len(computed)))
         with ThreadPoolExecutor(len(parts), "penstock-place") as pool:
-            slices = [(cpus, slice(starts[items.start], starts[items.stop])) for cpus, items in parts]
-            copies = [pool.submit(copy, cpus, target[part], packed[part]) for cpus, part in slices]
+            copies = [
+                pool.submit(copy, cpus, target[begin:end], packed[begin:end])
+                for cpus, items in parts
+                for begin, end in bytes_of(computed[items.start : items.stop], starts)
+            ]
             for done in copies:
                 done.result()
         return target
 
 
-def _panel_starts(runs: Sequence[Run], columns: int) -> list[int]:
+def bytes_of(panels: Sequence[int], starts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield where consecutive panels begin and end; starts: those of all panels, as `panel_starts` returns them."""
+    first = 0
+    for at in range(1, len(panels) + 1):
+        if at == len(panels) or panels[at] != panels[at - 1] + 1:
+            yield starts[panels[first]], starts[panels[at - 1] + 1]
+            first = at
+
+
+def panel_starts(runs: Sequence[Run], columns: int) -> list[int]:
     """Return the offset of each panel of a packed matrix, then its size."""
     starts, padded = [0], -(-columns // PANEL) * PANEL
     for weights, rows in runs:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,12 +93,21 @@ class NativeRanks:
     """Rank 0's use of its group. It is the model's partner in each step."""
 
     def __init__(
-        self, model: NativeModel, group: RankGroup[Exchange], weights: SharedWeights, facts: Mapping[str, str]
+        self,
+        model: NativeModel,
+        group: RankGroup[Exchange],
+        weights: SharedWeights,
+        facts: Mapping[str, str],
+        weight_bytes: int,
     ) -> None:
-        """Start the ranks. The descriptor of `weights` is closed with them. Raises as `RankGroup.start` does."""
+        """Start the ranks. The descriptor of `weights` is closed with them. Raises as `RankGroup.start` does.
+
+        weight_bytes: of this rank's part.
+        """
         self._model = model
         self._group = group
         self._facts = facts
+        self._weight_bytes = weight_bytes
         self._adapters: dict[int, Adapter] = {}
         # An engine is not closed, but collected, or left to the end of the process.
         self._end = weakref.finalize(self, _end, group, weights.descriptor)
@@ -156,7 +166,8 @@ class NativeRanks:
     @property
     def stats(self) -> RankStats:
         """What the ranks have spent at meetings."""
-        return self._group.stats
+        stats = self._group.stats
+        return replace(stats, weight_bytes=(self._weight_bytes, *stats.weight_bytes)) if stats.weight_bytes else stats
 
     def close(self) -> None:
         """End the ranks."""
@@ -171,10 +182,18 @@ def _end(group: RankGroup[Exchange], descriptor: int) -> None:
 class NativeRank:
     """A further rank's model: it computes its share of each step."""
 
-    def __init__(self, model: NativeModel, adapters: NativeAdapters, library: AdapterLibrary) -> None:
+    def __init__(
+        self, model: NativeModel, adapters: NativeAdapters, library: AdapterLibrary, weight_bytes: int
+    ) -> None:
+        self.weight_bytes = weight_bytes
+        """Of its part of the weights."""
         self._model = model
         self._adapters = adapters
         self._library = library
+
+    def bind_thread(self) -> None:
+        """Schedule the calling thread like the model's own; it runs all steps."""
+        self._model.bind_thread()
 
     def use(self, memory: GroupMemory, exchange: Exchange) -> None:
         """Set the memory that the ranks share."""
@@ -198,11 +217,6 @@ class NativeRank:
     def close(self) -> None:
         """Free the model."""
         self._model.close()
-
-
-def cores_of(cores: Sequence[int], threads: range) -> list[int]:
-    """Return the cores of a rank's threads among those of all threads; none if threads have no cores of their own."""
-    return [cores[i] for i in threads] if len(cores) > threads[-1] else []
 
 
 def rank_plan(step: RankStep) -> NativePlan:

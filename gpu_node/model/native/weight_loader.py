@@ -166,6 +166,7 @@ class WeightLoader:
                 return formats, self._pack_in_background(model, tensors, cache)
             if weights is None:
                 return self._pack(model, tensors, progress, tensors.release), None
+        weights.read_ahead()
         weights.place(self._placement)
         weights.give_to(model)
         ends_s = time.monotonic() + _FAULT_IN_S
@@ -174,17 +175,20 @@ class WeightLoader:
 
     def load_shared(
         self, model: NativeModel, cache: WeightCache | None, progress: Progress
-    ) -> tuple[set[Format], SharedWeights]:
+    ) -> tuple[set[Format], SharedWeights, int]:
         """Load packed weights that the ranks of a group share; they are packed first if they are not yet.
 
+        Return their formats, what the other ranks need, and how many bytes of them are rank 0's.
         Without a usable cache they are in memory that only these ranks map.
         """
         shared = None if cache is None else self._cached(model, cache, progress)
         if shared is None:
             shared = self._packed_in_memory(model, progress)
         weights = PackedWeights.of_descriptor(*shared)
+        weights.read_ahead(model.rank_panels)
+        weights.place(self._placement, model.rank_panels)
         weights.give_to(model)
-        return weights.formats, shared
+        return weights.formats, shared, weights.rank_bytes(model.rank_panels)
 
     def _cached(self, model: NativeModel, cache: WeightCache, progress: Progress) -> SharedWeights | None:
         if cache.opened() is None:

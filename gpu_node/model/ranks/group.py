@@ -30,7 +30,9 @@ _ENDED = "the ranks were ended"
 
 
 class RankHandle(Protocol):
-    """A rank that was started. It reports in lines of JSON: `{"ready": facts, "pid": number}` or `{"error": text}`."""
+    """A rank that was started. It reports in lines of JSON: `{"ready": facts, "pid": number}`, where the bytes of
+    its weights may be added, or `{"error": text}`.
+    """
 
     def fileno(self) -> int:
         """The descriptor to read its reports from. It is closed when the rank has ended."""
@@ -88,6 +90,7 @@ class _StartedRank:
     report: bytearray = field(default_factory=bytearray)
     facts: Mapping[str, Any] | None = None
     pid: int = 0
+    weight_bytes: int = 0
     stopped_since_s: float | None = None
     """Since when it was found stopped while it starts, on the monotonic clock."""
 
@@ -217,7 +220,10 @@ class RankGroup(Generic[Words]):
             states = [self.exchange.state_of(rank) for rank in range(self.size)]
             waited_s = tuple(state.waited_ns / 1e9 for state in states)
             exchanged_s = tuple(state.exchanged_ns / 1e9 for state in states)
-            return RankStats(self.size, self.num_starts, waited_s, exchanged_s, int(states[0].meetings))
+            sizes = tuple(member.weight_bytes for member in self._started.values())
+            num_meetings = int(states[0].meetings)
+            known = sizes if all(sizes) else ()
+            return RankStats(self.size, self.num_starts, waited_s, exchanged_s, num_meetings, weight_bytes=known)
 
     @property
     def is_lost(self) -> bool:
@@ -294,6 +300,7 @@ class RankGroup(Generic[Words]):
                 self.lose(f"rank {rank}: {event['error']}")
             with self._changed:
                 member.facts, member.pid = event.get("ready", member.facts), event.get("pid", member.pid)
+                member.weight_bytes = event.get("weight_bytes", member.weight_bytes)
                 self._changed.notify_all()
 
     def lose(self, why: str) -> None:

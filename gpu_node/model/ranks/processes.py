@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from penstock.runtime.logging import inherited_log_variables
 from penstock.runtime.process_guard import guarded
 
 _END_PATIENCE_S = 2.0
@@ -36,6 +37,7 @@ class RankProcess:
                 stdout=2,
                 pass_fds=inherited,
                 start_new_session=True,
+                env=os.environ | inherited_log_variables(),
             )
         except BaseException:
             os.close(self._reports)

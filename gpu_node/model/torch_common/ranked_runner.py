@@ -79,6 +79,10 @@ class RankHost(Protocol):
     def group(self) -> RankGroup[PlainExchange]:
         """The group that it starts."""
 
+    @property
+    def num_stages(self) -> int:
+        """The stages of the pipeline that its ranks are."""
+
     def start(self) -> None:
         """Start all ranks, and wait until each could join. Raises what `RankGroup.start` raises."""
 
@@ -222,7 +226,7 @@ class RankedRunner:
 
         An exchange takes at least as long as the rank spends at it that waits least. The rest counts as waiting.
         """
-        stats = self._group.stats
+        stats = replace(self._group.stats, num_stages=self._host.num_stages)
         if self._part is None and not stats.lost:
             return replace(stats, lost=self._why_loading)
         if not stats.exchanged_s:

@@ -23,6 +23,7 @@ from penstock.contract.output import Choice, TokenLogprobs, Usage
 from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.text.output import EndReason
+from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
 from penstock.runtime.process_memory import resident_bytes
 
 VOCAB = 26
@@ -294,8 +295,8 @@ class ReferenceEngine:
         )
 
     @property
-    def lost_ranks(self) -> str:
-        return ""
+    def ranks(self) -> RankStats:
+        return NO_RANKS
 
     def requests_in_flight(self) -> set[str]:
         """Return the ids of the requests in the batch."""

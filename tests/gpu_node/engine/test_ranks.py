@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
+from fakes.cover import each_value
 from fakes.engine_runs import TORCH, check_idle
 from fakes.prompts import mixed_prompts
 from fakes.runners.torch_threads import torch_ranks_as_threads
@@ -47,16 +48,16 @@ def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_batch_with_chunks_prefixes_swaps_and_adapters_has_the_tokens_of_transformers(
-    make_engine: MakeEngine, tiny_model: Path, adapters: Path, shape: Shape
+@pytest.mark.parametrize(("shape", "preemption"), each_value(SHAPES, ("swap", "recompute")))
+def test_a_batch_with_chunks_prefixes_preemption_and_adapters_has_the_tokens_of_transformers(
+    make_engine: MakeEngine, tiny_model: Path, adapters: Path, shape: Shape, preemption: str
 ) -> None:
     engine = make_engine(
         **TORCH,
         **_sizes(shape),
         num_kv_blocks=30,
-        num_swap_blocks=64,
-        preemption="swap",
+        num_swap_blocks=64 if preemption == "swap" else 0,
+        preemption=preemption,
         max_num_batched_tokens=48,
         max_num_seqs=16,
         lora_dir=adapters,
@@ -66,7 +67,8 @@ def test_a_batch_with_chunks_prefixes_swaps_and_adapters_has_the_tokens_of_trans
     wanted = [(None, "a", "b")[i % 3] for i in range(len(prompts))]
     generations = engine.generate(prompts, GREEDY, adapters=wanted)
     stats = engine.stats()
-    assert min(stats.num_swaps, stats.prefix_hit_tokens) > 0
+    assert min(stats.num_preemptions, stats.prefix_hit_tokens) > 0
+    assert bool(stats.num_swaps) == (preemption == "swap")
     for name in (None, "a", "b"):
         model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         pairs = [

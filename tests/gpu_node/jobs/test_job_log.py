@@ -15,9 +15,9 @@ from opentelemetry.trace import format_trace_id
 
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.output import Outcome
-from penstock.gpu_node.jobs.held_job import HeldJob
+from penstock.gpu_node.jobs.held_job import HeldJob, JobTrace
 from penstock.gpu_node.jobs.ledger import JobReports
-from penstock.gpu_node.jobs.times import EndedJob, JobTrace
+from penstock.gpu_node.jobs.times import EndedJob
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.node import Taken
 from penstock.queue.wire import Request

@@ -15,7 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import Priority
+from penstock.gpu_node.engine import EngineStats, RankStats
 from penstock.gpu_node.engine.engine import Engine
+from penstock.gpu_node.monitor.engine_metrics import engine_metrics
 from penstock.gpu_node.monitor.metrics import serving_metrics
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.service.liveness import MAX_HEARTBEAT_AGE_S
@@ -233,6 +235,24 @@ async def test_takeovers_returns_and_lost_jobs_are_counted(redis_url: str) -> No
         async with running(redis_url) as second:
             assert [chunk async for chunk in stream][-1].outcome is not None
             assert (second.ledger.counts.taken, second.ledger.counts.taken_over) == (1, 1)
+
+
+def test_metrics_of_ranks_have_their_number_and_stage() -> None:
+    ranks = RankStats(4, 2, (0.5, 0.25, 3.0, 3.5), (0.125,) * 4, 1000, weight_bytes=(10, 20, 30, 40), num_stages=2)
+    stats = EngineStats(steps=1, ranks=ranks, num_ranks=4, num_rank_losses=1)
+    found = {
+        ":".join([sample.name, *sample.labels.values()]): sample.value
+        for family in engine_metrics(stats)
+        for sample in family.samples
+        if "rank" in sample.name
+    }
+    assert found["penstock_engine_rank_losses_total"] == 1
+    assert found["penstock_engine_rank_meetings"] == 1000
+    assert found["penstock_engine_rank_waited_seconds:1:0"] == 0.25
+    assert found["penstock_engine_rank_waited_seconds:3:1"] == 3.5
+    assert found["penstock_engine_rank_exchanged_seconds:2:1"] == 0.125
+    assert found["penstock_engine_rank_weight_bytes:3"] == 40
+    assert not [family.name for family in engine_metrics(EngineStats(steps=1)) if "rank" in family.name]
 
 
 async def test_port_in_use_is_a_config_error(redis_url: str) -> None:

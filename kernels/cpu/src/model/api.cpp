@@ -1,4 +1,5 @@
 // The functions that Python calls through ctypes. They return an error as text, empty on success, and never throw.
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <string>
@@ -195,6 +196,14 @@ PENSTOCK_API void penstock_group_use(Model* model, ExchangeState* state, uint8_t
   model->group().use(state, memory, size);
 }
 
+// Writes the panels of a layer's matrix that this rank multiplies with, in the order in which its threads share them.
+// Returns their number. `panels` may be null.
+PENSTOCK_API int penstock_rank_panels(Model* model, int slot, int32_t* panels) {
+  const std::vector<int32_t> own = model->rank_panels((Slot)slot);
+  if (panels) std::copy(own.begin(), own.end(), panels);
+  return (int)own.size();
+}
+
 // Hands out message `number` to the other ranks.
 PENSTOCK_API void penstock_exchange_hand_out(ExchangeState* state, uint32_t number) {
   state->refused.store(0, std::memory_order_relaxed);
@@ -212,7 +221,8 @@ PENSTOCK_API uint32_t penstock_exchange_await(ExchangeState* state, uint32_t see
 PENSTOCK_API int penstock_exchange_meet(ExchangeState* state, int rank, int size) {
   Exchange exchange(rank, size);
   exchange.use(state);
-  return exchange.meet();
+  int64_t slept_ns = 0;
+  return exchange.meet(slept_ns);
 }
 
 // Ends the group: all meetings, present and later ones, return at once.
@@ -228,13 +238,14 @@ PENSTOCK_API int penstock_exchange_repeat(ExchangeState* state, int rank, int si
   exchange.use(state);
   const int begin = (int)((int64_t)floats * rank / size), end = (int)((int64_t)floats * (rank + 1) / size);
   float total = 0;
+  int64_t slept_ns = 0;
   for (int i = 0; i < count; ++i) {
     for (int k = begin; k < end; ++k) rows[k] = (float)i + total;
-    if (!exchange.meet()) return 0;
+    if (!exchange.meet(slept_ns)) return 0;
     float sum = 0;
     for (int k = 0; k < floats; ++k) sum += rows[k];
     total = sum > 0 ? 0 : 1;
-    if (!exchange.meet()) return 0;
+    if (!exchange.meet(slept_ns)) return 0;
   }
   return 1;
 }

@@ -30,6 +30,17 @@ void Model::set_adapter(int adapter_slot, int layer, Slot matrix, const LowRankP
   adapters_.set(adapter_slot, layer, matrix, std::move(low_rank));
 }
 
+std::vector<int32_t> Model::rank_panels(Slot slot) const {
+  const PanelSet& own = share_.panels(slot);
+  const bool is_of_expert = spec_.num_experts > 0 && (slot == Slot::kMlpIn || slot == Slot::kMlpOut);
+  const int outputs = slot == Slot::kMlpIn ? spec_.inner_panels() : (spec_.hidden + kPanel - 1) / kPanel;
+  std::vector<int32_t> panels;
+  for (int expert = 0; expert < (is_of_expert ? spec_.num_experts : 1); ++expert) {
+    for (int i = 0; i < own.count(); ++i) panels.push_back(expert * outputs + own.at(i));
+  }
+  return panels;
+}
+
 size_t Model::shared_bytes(const Plan& plan) {
   this->plan(plan);
   Arena counted;

@@ -40,6 +40,9 @@ class Model {
   void set_adapter(int adapter_slot, int layer, Slot matrix, const LowRankPart* parts, int num_parts,
                    const float* gains);
 
+  // The panels of a layer's matrix that this rank multiplies with. With experts: of each of them, in their order.
+  std::vector<int32_t> rank_panels(Slot slot) const;
+
   // The ranks that compute each step together. All of them start the same steps in the same order.
   RankGroup& group() { return group_; }
   // Returns how much memory the ranks must share for a step. No step may be running.

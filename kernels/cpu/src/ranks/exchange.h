@@ -31,14 +31,15 @@ struct alignas(64) SharedWord {
   }
   void wake() { syscall(SYS_futex, &value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
-  // Waits until the value is not `old`, `is_over()` holds, or about `patience_ns` have passed.
+  // Waits until the value is not `old`, `is_over()` holds, or about `patience_ns` have passed. Returns when it fell asleep
+  // after so many spins, or 0 if it did not.
   template <class IsOver>
-  void wait_while(uint32_t old, int64_t patience_ns, const IsOver& is_over) {
-    for (int i = 0; i < kSpins; ++i) {
-      if (value.load(std::memory_order_acquire) != old) return;
+  int64_t wait_while(uint32_t old, int64_t patience_ns, const IsOver& is_over, int spins = kSpins) {
+    for (int i = 0; i < spins; ++i) {
+      if (value.load(std::memory_order_acquire) != old) return 0;
       _mm_pause();
     }
-    const int64_t ends_ns = clock_ns(CLOCK_MONOTONIC) + patience_ns;
+    const int64_t began_ns = clock_ns(CLOCK_MONOTONIC), ends_ns = began_ns + patience_ns;
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     while (value.load(std::memory_order_acquire) == old && !is_over()) {
       const int64_t left_ns = ends_ns - clock_ns(CLOCK_MONOTONIC);
@@ -47,11 +48,13 @@ struct alignas(64) SharedWord {
       syscall(SYS_futex, &value, FUTEX_WAIT, old, &pause, nullptr, 0);
     }
     sleepers.fetch_sub(1, std::memory_order_relaxed);
+    return began_ns;
   }
 
- private:
   // As in WaitWord.
   static constexpr int kSpins = 2000;
+
+ private:
   static constexpr int64_t kLookNs = 100'000'000;
 };
 
@@ -83,8 +86,9 @@ class Exchange {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Returns once every rank has called this as often as this one: true, or false if the group is aborted.
-  bool meet() {
+  // Returns once every rank has called this as often as this one: true, or false if the group is aborted. Adds the time
+  // that the thread slept without work to `slept_ns`.
+  bool meet(int64_t& slept_ns) {
     constexpr int64_t kForEver = INT64_MAX / 2;
     RankState& own = state_->ranks[rank_];
     SharedWord& generation = state_->generation;
@@ -99,11 +103,14 @@ class Exchange {
       return !is_aborted();
     }
     own.is_waiting.store(1, std::memory_order_relaxed);
+    int64_t slept_since_ns = 0;
     while (generation.value.load(std::memory_order_acquire) == before && !is_aborted()) {
-      generation.wait_while(before, kForEver, is_aborted);
+      slept_since_ns = generation.wait_while(before, kForEver, is_aborted, spins_);
+      spins_ = slept_since_ns ? std::max(kLeastSpins, spins_ / 2) : std::min(kMostSpins, spins_ * 2);
     }
     own.is_waiting.store(0, std::memory_order_relaxed);
     const int64_t completed_ns = state_->completed_ns.load(std::memory_order_relaxed);
+    if (slept_since_ns) slept_ns += std::max<int64_t>(0, completed_ns - slept_since_ns);
     add(own.waited_ns, std::max<int64_t>(0, completed_ns - arrived_ns));
     add(own.exchanged_ns, std::max<int64_t>(0, clock_ns(CLOCK_MONOTONIC) - std::max(completed_ns, arrived_ns)));
     return !is_aborted();
@@ -115,7 +122,12 @@ class Exchange {
     number.store(number.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
   }
 
+  // Sleeping and waking up takes as long as a matrix of a small step. So where spinning has helped, the next spin may take
+  // longer, up to some 400 µs. Where a rank lacks a core, spinning only takes the core from it, and soon ends.
+  static constexpr int kLeastSpins = 250, kMostSpins = 16000;
+
   const int rank_, size_;
+  int spins_ = SharedWord::kSpins;
   ExchangeState* state_ = nullptr;
 };
 

@@ -37,7 +37,8 @@ class RankGroup {
   void refuse() {
     if (is_alone()) return;
     exchange_.state().refused.store(1, std::memory_order_release);
-    exchange_.meet();
+    int64_t slept_ns = 0;
+    exchange_.meet(slept_ns);
     ending_ = Ending::kNoMemory;
   }
 
@@ -64,7 +65,9 @@ class RankGroup {
     if (is_alone()) return;
     // One thread meets the other ranks while those beside it wait at the barrier.
     worker.for_each(0, [](int) {}, [&] {
-      if (!exchange_.meet()) ending_ = Ending::kAborted;
+      int64_t slept_ns = 0;
+      if (!exchange_.meet(slept_ns)) ending_ = Ending::kAborted;
+      worker.note_slept(slept_ns);
       then();
     });
   }

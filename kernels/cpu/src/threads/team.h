@@ -31,6 +31,9 @@ class Worker {
   // head side by side, so that the threads of one node take them in each step.
   bool spans_nodes() const;
 
+  // Notes that this thread has slept without work, outside of a barrier. Its core was not busy then.
+  void note_slept(int64_t slept_ns) { slept_ns_ += slept_ns; }
+
   // Calls `body(i)` for every i in [0, count), divided among the threads, and returns when all threads have finished.
   // Each thread first works through a contiguous part of its own, because long runs stream best from memory. Then it
   // helps with the other parts, because a thread may lose its core to another process for a while.
@@ -48,7 +51,7 @@ class Worker {
   Team& team_;
   int index_;
   uint32_t loop_ = 0;
-  int64_t slept_ns_ = 0;  // at barriers
+  int64_t slept_ns_ = 0;
 };
 
 class Team {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from fakes.cover import pairwise
 from fakes.native import ISAS
 from fakes.runners.thread_ranks import ranks_as_threads
 from fakes.transformers_logits import bfloat16_model
+from fixtures.gguf_file import write_gguf
 from fixtures.plans import Track, logits_of_step, plan_of
+from fixtures.quantized_checkpoint import LAYOUTS
 from fixtures.random_adapters import make_adapter
 from fixtures.random_families import FAMILIES
 from fixtures.sampling import rows_of
@@ -25,6 +27,7 @@ from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.lora.library import digest_of, read_adapter
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import PooledTokens, ScoredTokens, StepPlan, StepResult
+from tests.gpu_node.model.conftest import Quantized
 
 LoadNative = Callable[..., NativeRunner]
 VOCAB = 131
@@ -33,6 +36,15 @@ UNEVEN: dict[str, Any] = {"num_attention_heads": 9, "num_key_value_heads": 3, "h
 ODD: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 33, "num_attention_heads": 4, "num_key_value_heads": 4}
 """Sizes that fill no panel."""
 ARITHMETICS = pairwise(ISAS, ("none", "int8", "int8_group", "int4"), ("bfloat16", "float16", "int8"), (2, 3))
+KINDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "bf16", "f16")
+"""Of blocks in GGUF files."""
+
+
+def _often(names: Iterable[str], *chosen: str) -> list[Any]:
+    """Every run tests the chosen ones; the others are slow."""
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.slow) for name in names]
+
+
 ONE_KV_HEAD = {name for name in FAMILIES if name == "falcon 7b"}
 
 
@@ -96,6 +108,27 @@ def test_each_format_gives_the_same_logits(
     options = {"quantization": quantization, "kv_cache_dtype": kept}
     ranks = load_ranks(folder, size=size, threads=2, **options)
     _assert_same(_logits(load_native(folder, **options), 2), _logits(ranks, 2))
+
+
+@pytest.mark.parametrize("layout", _often(LAYOUTS, "gptq int4 any order", "awq", "float8 in blocks"))
+@pytest.mark.parametrize("isa", ISAS[:1], indirect=True, scope="session")
+def test_each_layout_of_quantized_checkpoints_gives_the_same_logits(
+    quantized: Quantized, load_native: LoadNative, load_ranks: LoadNative, layout: str
+) -> None:
+    folder, _ = quantized("llama", layout)
+    ranks = load_ranks(folder, quantization="auto")
+    _assert_same(_logits(load_native(folder, quantization="auto"), 6), _logits(ranks, 6))
+
+
+@pytest.mark.parametrize("kind", _often(KINDS, "q4_k", "q8_0"))
+@pytest.mark.parametrize("isa", ISAS[:1], indirect=True, scope="session")
+def test_each_format_of_gguf_files_gives_the_same_logits(
+    family: Callable[..., Path], load_native: LoadNative, load_ranks: LoadNative, kind: str, tmp_path: Path
+) -> None:
+    folder = family("llama", hidden_size=256, intermediate_size=256)
+    file = write_gguf(folder, tmp_path / f"{kind}.gguf", "llama", kind)
+    ranks = load_ranks(file, quantization="auto")
+    _assert_same(_logits(load_native(file, quantization="auto"), 7), _logits(ranks, 7))
 
 
 def _mixed_step(runner: NativeRunner) -> StepResult:

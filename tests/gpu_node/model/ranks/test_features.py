@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fakes.engine_runs import check_idle, drain
 from fakes.runners.thread_ranks import ranks_as_threads
+from fixtures.random_adapters import make_adapter
+from transformers import AutoModelForCausalLM
 
 from penstock.contract.job import SamplingParams
 from penstock.contract.tasks import Embed
@@ -76,6 +80,20 @@ def test_options_of_a_request(engines: tuple[Engine, Engine], name: str) -> None
     # The second run finds its prompts in the prefix cache.
     for _ in range(2):
         assert _shown(_run(ranks, params)) == _shown(_run(one, params))
+
+
+def test_adapters(make_engine: Callable[..., Engine], tiny_model: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    for seed, name in enumerate("ab"):
+        make_adapter(tmp_path / name, base, seed=seed)
+    prompts, wanted, params = PROMPTS[:3], (None, "a", "b"), SamplingParams(**SAMPLED)
+    # The second adapter takes the slot of the first.
+    one, ranks = (
+        [found.choices for found in engine.generate(prompts, params, adapters=wanted)]
+        for engine in _both(make_engine, lora_dir=tmp_path, max_loras=1)
+    )
+    tokens = [[[choice.token_ids for choice in choices] for choices in found] for found in (one, ranks)]
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])

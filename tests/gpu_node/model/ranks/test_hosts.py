@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from fakes.engine_runs import TORCH, check_idle
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine import Engine
+from penstock.gpu_node.engine import Engine, StepOutput
 from penstock.gpu_node.engine.records import StepLostError
 from penstock.gpu_node.model.loading import rank_host
 from penstock.gpu_node.model.ranks import connection as connections
@@ -33,6 +34,7 @@ from penstock.gpu_node.model.torch_common.ranked_runner import RankedRunner
 
 SECRET, OTHER = b"a secret of sixteen bytes or more", b"another secret of that length"
 HERE, THERE = "127.0.0.2", "127.0.0.3"
+STALL_S = 1.0
 PROMPTS: list[Any] = ["the gate opens by pressure", "a turbine", [5, 6, 7] * 9]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -250,6 +252,7 @@ def hosts(
     settings: dict[str, Any] = {**TORCH, "pipeline_parallel_size": 2, "num_threads": 1, "num_kv_blocks": 64}
     monkeypatch.setattr(rank_host, "START_PATIENCE_S", 90.0)
     settings |= {"remote_ranks": 1, "rank_address": f"{HERE}:{free_port}", "rank_secret_file": tmp_path / "secret"}
+    settings["rank_stall_s"] = STALL_S
     return settings
 
 
@@ -281,7 +284,9 @@ def test_two_hosts_answer_as_one_and_a_rank_that_is_killed_joins_again(
         engine._runner.close()
     finally:
         said = command.end()
-    assert "the ranks have ended; this one joins again" in said
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert sum(line["message"] == "the ranks have ended; this one joins again" for line in lines) == 1
+    assert [line["rank"] for line in lines if line["message"] == "the connection to rank 0 has ended"] == [1]
     assert not [one for one in psutil.Process().children() if one.pid != command.pid and "penstock" in one.name()]
 
 
@@ -290,6 +295,42 @@ def _again(engine: Engine) -> Any:
     with suppress(StepLostError):
         engine.step()
     return engine.generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.slow
+def test_a_rank_of_another_host_that_is_stopped_is_ended_there_and_joins_again(
+    make_engine: Callable[..., Engine], hosts: dict[str, Any], tiny_model: Path
+) -> None:
+    join = "--join", hosts["rank_address"], "--rank-secret-file", str(hosts["rank_secret_file"])
+    command = RankCommand(str(tiny_model), *join, "--num-threads", "1")
+    try:
+        engine = make_engine(**hosts)
+        want = engine.generate(PROMPTS[:1], GREEDY)[0].choices[0].token_ids
+        stopped = command.child()
+        found: tuple[int, ...] = ()
+        engine.add_request(PROMPTS[0], GREEDY)
+        stopped.suspend()
+        began_s = time.monotonic()
+        with pytest.raises(StepLostError):
+            while engine.has_work():
+                found += _tokens(engine.step())
+        # The exchange with it has 2 s to fail, once the node has given it up.
+        assert STALL_S < time.monotonic() - began_s < STALL_S + 4
+        while engine.has_work():
+            found += _tokens(engine.step())
+        assert found == want
+        # Its own host ended it, once the node had closed its connection.
+        assert not stopped.is_running()
+        assert engine.stats().ranks.num_starts == 2
+        check_idle(engine)
+        assert isinstance(engine._runner, RankedRunner)
+        engine._runner.close()
+    finally:
+        command.end()
+
+
+def _tokens(outputs: list[StepOutput]) -> tuple[int, ...]:
+    return tuple(token for output in outputs for token in output.token_ids)
 
 
 def _assert_only_loopback(*processes: psutil.Process) -> None:
