@@ -14,6 +14,7 @@
 #   make webhooks    10,000 ends of jobs are told to failing receivers, while gateways are killed; WEBHOOKS="--jobs 1000"
 #   make ranks       kill and stop ranks of two nodes 70 times under load (minutes); RANKS="--kills 10" chooses
 #   make drills      restore a backup, and replace nodes and gateways under load; DRILLS=restore chooses
+#   make upgrades    a rolling upgrade to a changed release and back, under load (minutes); UPGRADES="fields --streams 50"
 #   make site        the documentation as a site in build/site/html, which needs no server
 #   make dashboards  write ops/observe/dashboards from their Python
 #   make clients     run official clients and load tools against `penstock serve` (minutes); CLIENT="litellm openai", --newer
@@ -54,7 +55,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches webhooks ranks failovers hostile mutants drills site dashboards bench bench-peers bench-gpu gpu-venv wheels sbom lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv wheels sbom lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -118,6 +119,9 @@ hostile: $(STAMP)
 
 drills: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.drills $(DRILLS)
+
+upgrades: $(STAMP)
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.upgrades $(UPGRADES)
 
 site: $(SLOW_STAMP)
 	PYTHONPATH=ops $(BIN)/python -m docs_site

@@ -160,7 +160,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 _OF_LEVEL = ("pool", "priority", "background")
 _OF_STATE = (*_OF_LEVEL, "state")
-_OF_CLIENT = {
+CLIENT_COUNTERS = {
     "messages": "Messages that arrived on this process's inbox channel.",
     "chunks": "Token chunks in those messages.",
     "bad_messages": "Messages on the inbox channel that could not be decoded.",
@@ -366,7 +366,7 @@ def _registry_of(families: Iterable[Metric]) -> CollectorRegistry:
 
 
 def _of_client(client: AsyncClient) -> Iterator[Metric]:
-    for name, text in _OF_CLIENT.items():
+    for name, text in CLIENT_COUNTERS.items():
         yield CounterMetricFamily(f"penstock_client_{name}", text, value=getattr(client.stats, name))
     text = "Jobs that this process submitted, by decision: admitted, or the reason why they were refused."
     decisions = CounterMetricFamily("penstock_admission_decisions", text, labels=("decision",))

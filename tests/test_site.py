@@ -16,14 +16,24 @@ from docs_site.pages import menu, named_pages, write_sources
 from docs_site.reference import reference_pages
 from typer.main import get_command
 
+import penstock
 from penstock.cli.machine.config import PARTS
 from penstock.cli.main import app
 from tests.pages import PAGES, blocks_of
 from tests.source_tree import ROOT
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
-FOREIGN = {"--via-celery", "--pool", "--concurrency", "--loglevel", "--from-literal"}
-"""Flags of Celery and kubectl that pages name."""
+FOREIGN = {
+    "--via-celery",
+    "--pool",
+    "--concurrency",
+    "--loglevel",
+    "--from-literal",
+    "--detach",
+    "--no-build",
+    "--no-deps",
+}
+"""Flags of Celery, kubectl and Docker that pages name."""
 
 
 def options_of(command: Any) -> set[str]:
@@ -51,6 +61,20 @@ def test_the_reference_has_every_command_and_setting() -> None:
     assert len(re.findall(r"^### `penstock ", pages["commands.md"], re.MULTILINE)) > 40
     assert "| `stream_diverged` | `StreamDivergedError` |" in pages["errors.md"]
     assert "P:queue:<l>:<tenant>" in pages["redis_keys.md"]
+
+
+def test_the_reference_has_every_route_metric_and_public_name() -> None:
+    pages = reference_pages()
+    routes = re.findall(r"^## `([A-Z]+ /.*)`$", pages["http.md"], re.MULTILINE)
+    assert {"POST /v1/chat/completions", "GET /v1/jobs/{job_id}", "POST /v1/batches"} <= set(routes)
+    assert "| `max_tokens` | integer or null |" in pages["http.md"]
+    shown = set(re.findall(r"^\| `(penstock_\w+)` \| \w+ \|.*\| \S", pages["metrics.md"], re.MULTILINE))
+    # What METRICS.md names is what the processes report (tests/ops/test_runbook.py).
+    named = set(re.findall(r"`(penstock_\w+)`", (ROOT / "ops/METRICS.md").read_text()))
+    assert len(shown) > 100
+    assert sorted(named - shown) == []
+    names = set(re.findall(r"^### `(?:async )?(\w+)", pages["python.md"], re.MULTILINE))
+    assert names >= set(penstock.__all__) - {"__version__"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

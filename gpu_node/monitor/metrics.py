@@ -79,7 +79,7 @@ COUNTED = {
     "dropped": "Jobs dropped because they belonged to another node by then: this node's writes were fenced.",
     "given_back_drain": "Jobs given back because the node was draining.",
     "given_back_pressure": "Jobs given back because they did not fit here and did on another node.",
-    "given_back_lacking": "Jobs given back because this node lacks their adapter.",
+    "given_back_lacking": "Jobs given back because this node lacks their adapter, or does not know them.",
     "given_back_lost": "Jobs given back because a rank of this node ended during their step.",
     "rewinds": "Times that Redis had lost chunks and asked for them again.",
     "repeated_ends": "Ends of jobs that Redis had lost and got again.",

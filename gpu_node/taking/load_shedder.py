@@ -1,4 +1,4 @@
-"""Jobs that a node gives back to the queue: when it leaves, is overloaded, lacks their adapter, or lost their step.
+"""Jobs that a node gives back to the queue: when it leaves, is overloaded, cannot run them, or lost their step.
 
 A node takes the jobs that will probably fit. If outputs become longer than predicted, or urgent jobs arrive, the engine
 preempts the least urgent and newest jobs. Those jobs move to a node with free capacity, if there is one.

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
+from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError, UnsupportedKindError
 from penstock.contract.job import Message, created_at, lowered_max_tokens, seed_of
 from penstock.contract.output import Chunk, Outcome, TokenLogprobs
 from penstock.contract.tasks import MAX_OUTPUT_BYTES, MAX_TASK_TOKENS, Detokenize, Embed, Tokenize
@@ -120,8 +120,8 @@ class JobPreparation:
     """The step from a taken job to an engine request. A short plain prompt takes it at once, any other job in a task.
 
     No job waits for another job's grammar, adapter, bad words or long prompt. Jobs without these reach the engine in
-    the order in which they were taken. A job that cannot run ends in the outbox. One that lacks its adapter goes to
-    another node.
+    the order in which they were taken. A job that cannot run ends in the outbox. One whose adapter this node lacks, or
+    that it does not know, goes to another node.
     """
 
     def __init__(
@@ -233,8 +233,10 @@ class JobPreparation:
     async def _reject(self, job: HeldJob, error: Exception) -> None:
         if self._ledger.get(job.job_id) is not job:
             return
-        if isinstance(error, PenstockError) and error.param == "adapter":
-            # The adapter is missing, has changed or is unreadable here. Another node may have it.
+        is_of_adapter = isinstance(error, PenstockError) and error.param == "adapter"
+        if is_of_adapter or isinstance(error, UnsupportedKindError):
+            # The adapter is missing, has changed or is unreadable here, or a caller of a newer release sent the job.
+            # Another node may be able to run it.
             if await with_retries(lambda: self._load_shedder.give_back([job], "lacking"), math.inf):
                 self._fail(job, error)
             return

@@ -1,15 +1,15 @@
-"""Pages of the reference that are written from the code: commands, settings, errors, and keys in Redis."""
+"""Pages of the reference that are written from the code. The interfaces are in `api_reference.py`."""
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
+from docs_site.api_reference import http_page, line, metrics_page, python_page, table
 from penstock.cli.machine.config import PARTS
 from penstock.cli.main import PANELS, app
 from penstock.cli.options import docstrings_of
@@ -36,6 +36,9 @@ def reference_pages() -> dict[str, str]:
         "settings.md": _settings(),
         "errors.md": _errors(),
         "redis_keys.md": _redis_keys(),
+        "http.md": http_page(),
+        "metrics.md": metrics_page(),
+        "python.md": python_page(),
     }
 
 
@@ -67,7 +70,7 @@ def _command(path: tuple[str, ...], command: Any) -> list[str]:
         for parameter in command.params
         if "--help" not in parameter.opts
     ]
-    return lines + _table(("option", "meaning"), rows)
+    return lines + table(("option", "meaning"), rows)
 
 
 def _settings() -> str:
@@ -77,7 +80,7 @@ def _settings() -> str:
         rows = [
             row for kind in kinds for row in _rows_of(kind) if part == "shared" or not row[0].endswith("_REDIS_URL`")
         ]
-        lines += _table(("variable", "default", "meaning"), rows)
+        lines += table(("variable", "default", "meaning"), rows)
     return "\n".join(lines)
 
 
@@ -93,8 +96,8 @@ def _errors() -> str:
     head = "Made from the code. [HTTP](../docs/HTTP.md#errors) says when each one is the answer, and what to do."
     lines = ["# Errors", "", head, ""]
     found = {error.code: error for error in _errors_of(PenstockError)}
-    rows = [(f"`{code}`", f"`{found[code].__name__}`", _line(found[code].__doc__ or "")) for code in sorted(found)]
-    return "\n".join([*lines, *_table(("code", "class in Python", "meaning"), rows)])
+    rows = [(f"`{code}`", f"`{found[code].__name__}`", line(found[code].__doc__ or "")) for code in sorted(found)]
+    return "\n".join([*lines, *table(("code", "class in Python", "meaning"), rows)])
 
 
 def _errors_of(kind: type[PenstockError]) -> Iterator[type[PenstockError]]:
@@ -108,14 +111,3 @@ def _redis_keys() -> str:
     intro, table = inspect.cleandoc(keys.__doc__ or "").split("\n\n", 1)
     lines = ["# Keys in Redis", "", intro, "", "This is the table at the head of `penstock/queue/keys.py`.", ""]
     return "\n".join([*lines, "```text", table, "```", ""])
-
-
-def _table(heads: tuple[str, ...], rows: list[Any]) -> list[str]:
-    if not rows:
-        return []
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    return [*lines, *(f"| {' | '.join(_line(cell) for cell in row)} |" for row in rows), ""]
-
-
-def _line(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip().replace("|", "\\|")

@@ -4,7 +4,7 @@
     ├── RequestError            400  the caller must change the request; `param` names the field
     │   ├── PromptTooLongError  400
     │   ├── TooCostlyError      400  its grammar takes more time, memory or work than one request may
-    │   ├── UnsupportedKindError 400 the model's nodes do not know this kind of job
+    │   ├── UnsupportedKindError 400 the model's nodes do not know this kind of job, or a field of it
     │   ├── UnsupportedDurabilityError 400  this Redis cannot promise that its disk or a replica has the write
     │   ├── UnauthorizedError   401  the API key is missing or invalid
     │   ├── ForbiddenError      403  the API key does not permit the request
@@ -89,7 +89,7 @@ class TooCostlyError(RequestError):
 
 
 class UnsupportedKindError(RequestError):
-    """The model's nodes do not know this kind of job; nodes of an older release may not."""
+    """The model's nodes do not know this kind of job, or a field of it; nodes of an older release may not."""
 
     code = "unsupported_kind"
 

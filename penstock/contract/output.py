@@ -274,7 +274,8 @@ class Result(FirstChoice):
 
 LeaseEnd = Literal["drain", "pressure", "lacking", "lost", "unlisted", "repaired"]
 """Why a lease ended before its job did. `drain`: the node left. `pressure`: it lacked KV capacity. `lacking`: it lacked
-the adapter. `lost`: it died. `unlisted`: it did not know the job. `repaired`: an audit queued the job again."""
+the adapter, or did not know a field of the job. `lost`: it died. `unlisted`: it had no such job. `repaired`: an audit
+queued the job again."""
 EventName = Literal["queued", "taken", "moved", "first_token", "preempted", "given_back", "node_lost", "finished"]
 _EVENT_OF: dict[str, EventName] = {"pressure": "preempted", "lost": "node_lost"}
 

@@ -167,7 +167,7 @@ EVENTS = {
     "fenced": "writes of a node for a job that another node holds",
     "given_back_drain": "jobs that a node gave back because it was draining",
     "given_back_pressure": "jobs that a node gave back because another node had capacity for them",
-    "given_back_lacking": "jobs that a node gave back because it lacks their adapter",
+    "given_back_lacking": "jobs that a node gave back because it lacks their adapter, or does not know a field of them",
     "given_back_lost": "jobs that a node gave back because one of its ranks ended during their step",
     "given_back_unlisted": "jobs assigned to a node that did not know of them",
     "webhooks_dropped": "ends of jobs that no webhook tells of, because their tenant had 100,000 of them in the pool",

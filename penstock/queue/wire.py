@@ -12,6 +12,7 @@ import msgpack
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from penstock.contract.errors import InvariantError, PenstockError, UnsupportedKindError
+from penstock.contract.fields import UNKNOWN_FIELD
 from penstock.contract.job import JobDef
 from penstock.contract.job import Request as Request
 from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, PrefillProgress, TokenLogprobs, Usage, state_of
@@ -162,6 +163,7 @@ _OTHERWISE = {"prompt", "prompt_token_ids", "messages", "task", "params"}
 """Fields that have other names or types in the bytes than in a job."""
 _MEMBERS = tuple(name for name in JobDef.model_fields if name in Request.__slots__ and name not in _OTHERWISE)
 """The members that a job and its request call alike, in the order of the bytes."""
+_KNOWN = frozenset(("v", "kind", "prompt", "tokens", "messages", *_MEMBERS, "params", "options", "trace"))
 _DEFAULTS = {name: JobDef.model_fields[name].default for name in _MEMBERS}
 _task_adapter: TypeAdapter[Task] = TypeAdapter(Task)
 
@@ -203,12 +205,18 @@ def add_prompt(fields: dict[str, Any], job: JobDef) -> None:
 
 
 def decode_request(data: bytes) -> Request:
-    """Decode a job's request. Raises WireError for a malformed one, and UnsupportedKindError for an unknown kind."""
+    """Decode a job's request. Raises WireError for a malformed one.
+
+    Raises UnsupportedKindError for a kind or a field that this release does not know. A field is not ignored, because
+    the caller wants what it says.
+    """
     m = unpack_map(data)
     if not isinstance(kind := m.get("kind"), str):
         raise WireError(f"the kind of a job is a {type(kind).__name__}")
     if kind not in KINDS:
         raise UnsupportedKindError(f"this node does not know jobs of kind {kind[:64]!r}; upgrade it")
+    if unknown := m.keys() - _KNOWN:
+        raise _unknown_field(str(min(unknown, key=str)))
     prompts = {"prompt": m.get("prompt"), "prompt_token_ids": m.get("tokens"), "messages": m.get("messages")}
     if sum(prompt is not None for prompt in prompts.values()) != 1:
         raise WireError("a request has exactly one prompt")
@@ -220,9 +228,16 @@ def decode_request(data: bytes) -> Request:
             given |= {"params": task.sampling(), "task": task}
         return _request_adapter.validate_python(given | prompts)
     except ValidationError as error:
-        raise WireError(f"not a request: {problem_of(error)}") from error
+        problem = problem_of(error)
+        if problem.code == UNKNOWN_FIELD:
+            raise _unknown_field(problem.param or "") from error
+        raise WireError(f"not a request: {problem}") from error
     except ValueError as error:
         raise WireError(f"not a request: messages: {error}") from error
+
+
+def _unknown_field(name: str) -> UnsupportedKindError:
+    return UnsupportedKindError(f"this node does not know the field {name[:64]!r} of a job; upgrade it")
 
 
 # Records of pools and nodes.

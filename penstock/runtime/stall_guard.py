@@ -5,22 +5,24 @@
 The watched loop counts up in shared memory. The watcher looks every second. A second counts as stalled only if the
 watcher itself was scheduled, and the loop's thread used CPU time or sat in a call. So neither a suspended or paused
 machine, nor SIGSTOP, a debugger or a lack of CPU time ends a process. SIGABRT ends it, and faulthandler then writes the
-stacks of all threads to stderr. The watcher ends with the process. It uses the standard library only.
+stacks of all threads to stderr. The watcher ends with the process. It uses the standard library only, and imports no
+more of it than it needs: what only the watched process needs is imported there.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import faulthandler
 import mmap
 import os
 import select
 import signal
-import subprocess
 import sys
-import threading
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+    import subprocess
 
 TICK_S = 1.0
 _KILL_AFTER_S = 5.0
@@ -41,6 +43,11 @@ class StallGuard:
 
     def start(self) -> None:
         """Start to watch the running loop and this thread. Raises OSError if no process can be started."""
+        import asyncio
+        import faulthandler
+        import subprocess
+        import threading
+
         if not self._stall_s or not os.path.exists("/proc/self/stat"):
             return
         self._loop = asyncio.get_running_loop()
@@ -63,6 +70,8 @@ class StallGuard:
 
     def stop(self) -> None:
         """Stop watching."""
+        from subprocess import TimeoutExpired
+
         if self._timer is not None:
             self._timer.cancel()
         if self._watcher is None:
@@ -71,7 +80,7 @@ class StallGuard:
             self._watcher.stdin.close()
         try:
             self._watcher.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             self._watcher.kill()
             self._watcher.wait()
         self._page.close()

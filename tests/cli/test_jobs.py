@@ -6,12 +6,12 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
+from fakes.processes.python_process import PythonProcess
 
 from penstock.producer.client import Client
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -168,8 +168,7 @@ def test_ended_jobs_are_printed_after_a_cursor(pool: str) -> None:
 
 def _lines_of_watch(words: list[str], count: int) -> list[str]:
     """Return the first lines of `penstock jobs watch`, which then gets Ctrl-C and says where to continue."""
-    command = [sys.executable, "-m", "penstock", "jobs", "watch", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with PythonProcess("-m", "penstock", "jobs", "watch", *words) as process:
         assert process.stdout is not None and process.stderr is not None
         lines = [process.stdout.readline() for _ in range(count)]
         process.send_signal(signal.SIGINT)

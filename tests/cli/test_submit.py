@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
+from fakes.processes.python_process import PythonProcess, run_python
 
 from penstock.producer.client import Client
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -79,9 +80,8 @@ def test_unknown_model_is_one_line_and_exit_code_2(pool: str) -> None:
 
 
 def test_ctrl_c_cancels_the_job(pool: str) -> None:
-    running = subprocess.Popen(
-        command(pool, "hello", "--raw", "--max-tokens", "20000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    _, *words = command(pool, "hello", "--raw", "--max-tokens", "20000")
+    running = PythonProcess(*words)
     assert running.stdout is not None
     assert running.stdout.read(1)
 
@@ -89,7 +89,7 @@ def test_ctrl_c_cancels_the_job(pool: str) -> None:
     _, errors = running.communicate(timeout=30)
 
     assert running.returncode == 130
-    assert b"Traceback" not in errors
+    assert "Traceback" not in errors
     asyncio.run(_until_idle(pool))
 
 
@@ -105,7 +105,7 @@ async def _until_idle(redis_url: str) -> None:
 
 def test_error_without_a_redis_says_how_to_name_one() -> None:
     clean = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_URL"}
-    done = subprocess.run([sys.executable, "-m", "penstock", "submit", "x"], env=clean, capture_output=True, text=True)
+    done = run_python("-m", "penstock", "submit", "x", env=clean)
     assert done.returncode == 2
     assert "--redis-url" in done.stderr and done.stderr.count("\n") == 1
 

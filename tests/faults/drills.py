@@ -1,7 +1,8 @@
 """Drills of an operator, as scripts: `make drills` runs them and prints what became of each job.
 
 `restore`: Redis loses everything since a backup. `replace`: nodes and gateways are replaced under load, one by one.
-`rotate`: the same, with a new password of Redis.
+`rotate`: the same, with a new password of Redis. `certificates`: Redis gets a certificate of another authority, without
+a restart of anything.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -22,7 +26,7 @@ import redis
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from faults.tools.processes import GatewayProcess
-from faults.tools.redis_process import RedisProcess
+from faults.tools.redis_process import RedisProcess, free_port
 from faults.tools.work import check_settled, new_work
 
 from penstock.contract.errors import NotFoundError
@@ -129,8 +133,72 @@ def _accepts(url: str) -> bool:
     try:
         with redis.Redis.from_url(url) as client:
             return bool(client.ping())
-    except redis.AuthenticationError:
+    except (redis.AuthenticationError, redis.ConnectionError):
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Certified:
+    """What became of the jobs while Redis got another certificate; whether clients of the old authority still work."""
+
+    accepted: int
+    exact: int
+    restarted: int
+    old_authority_works: bool
+
+
+async def certificates(folder: Path, *, num_jobs: int = 24) -> Certified:
+    """Give clients both authorities, Redis the new certificate, and then clients the new authority alone.
+
+    All connections are closed after each of the last two steps. A process reads its file of authorities whenever it
+    connects, and Redis its certificate at CONFIG SET, so nothing is restarted.
+    """
+    old, new, trusted = (folder / name for name in ("old.pem", "new.pem", "trusted.pem"))
+    for path in (old, new):
+        _make_certificate(path)
+    shutil.copy(old, trusted)
+    port = free_port()
+    tls: dict[str, Any] = {"tls-port": port, "tls-cert-file": old, "tls-key-file": old.with_suffix(".key")}
+    tls |= {"tls-ca-cert-file": old, "tls-auth-clients": "no"}
+    url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={trusted}"
+    with ExitStack() as stack:
+        server = stack.enter_context(RedisProcess(folder / "redis", program=redis_with_tls(), **tls))
+        admin = stack.enter_context(server.client())
+        nodes = [stack.enter_context(NodeProcess(url, name=f"n{number}", **NODE)) for number in range(2)]
+        gateway = stack.enter_context(GatewayProcess(url))
+        works = [new_work(POOL, NUM_TOKENS) for _ in range(num_jobs)]
+        async with AsyncClient(url) as client:
+            jobs = [await client.submit("the gate opens by pressure", **work.options) for work in works]
+            reading = [asyncio.create_task(work.read(job.chunks())) for work, job in zip(works, jobs, strict=True)]
+            for authorities in ((old, new), (new,)):
+                await asyncio.sleep(0.3)
+                _replace(trusted, b"".join(path.read_bytes() for path in authorities))
+                admin.config_set("tls-cert-file", str(new), "tls-key-file", str(new.with_suffix(".key")))
+                for kind in ("normal", "pubsub"):
+                    admin.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
+            await asyncio.gather(*reading)
+            assert await asyncio.to_thread(_status, gateway.url) == HTTPStatus.OK
+        for work in works:
+            work.check()
+        restarted = sum(not process.is_running for process in (*nodes, gateway))
+        return Certified(len(jobs), len(works), restarted, old_authority_works=_accepts(url.replace("trusted", "old")))
+
+
+def redis_with_tls() -> Path | None:
+    """Return the Redis of $PENSTOCK_REDIS_SERVER or of the system: that of `penstock[embedded]` has no TLS."""
+    found = os.environ.get("PENSTOCK_REDIS_SERVER") or shutil.which("redis-server", path="/usr/bin:/usr/local/bin")
+    return Path(found) if found else None
+
+
+def _make_certificate(path: Path) -> None:
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={path.stem}"]
+    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(path), "-keyout", str(path.with_suffix(".key"))]
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.with_suffix(".part").write_bytes(data)
+    path.with_suffix(".part").rename(path)
 
 
 async def _replaced(server: RedisProcess, old_url: str, new_url: str, num_jobs: int) -> Replaced:
@@ -175,10 +243,11 @@ async def _state(client: AsyncClient, job_id: str) -> str:
         return "gone"
 
 
-DRILLS: dict[str, Callable[[Path], Coroutine[Any, Any, Restored | Replaced | Rotated]]] = {
+DRILLS: dict[str, Callable[[Path], Coroutine[Any, Any, Restored | Replaced | Rotated | Certified]]] = {
     "restore": restore,
     "replace": replace,
     "rotate": rotate,
+    "certificates": certificates,
 }
 
 

@@ -53,7 +53,7 @@ async def test_kills_neither_lose_nor_double_jobs_of_a_backlog() -> None:
 
 @pytest.mark.timeout(120)
 async def test_results_that_fill_redis_wait_for_their_reader() -> None:
-    assert await violations("memory", "--requests", "6000", "--redis-mib", "32", "--still-s", "2") == []
+    assert await violations("memory", "--requests", "3000", "--redis-mib", "16", "--still-s", "2") == []
 
 
 # What a campaign must notice.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import ssl
 from pathlib import Path
 
 import pytest
-from faults.drills import Replaced, Restored, Rotated, replace, restore, rotate
+from faults.drills import Certified, Replaced, Restored, Rotated, certificates, redis_with_tls, replace, restore, rotate
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -31,3 +33,14 @@ async def test_nodes_and_gateways_are_replaced_under_load_without_a_lost_token(t
 async def test_a_password_of_redis_is_rotated_under_load_without_a_lost_token(tmp_path: Path) -> None:
     jobs = Replaced(accepted=8, exact=8, replaced=4)
     assert await rotate(tmp_path, num_jobs=8) == Rotated(jobs, old_password_works=False)
+
+
+@pytest.mark.slow  # It needs a Redis with TLS, which the embedded one has not.
+async def test_a_certificate_of_redis_is_rotated_under_load_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The session shares one context, which would keep every authority that it ever read.
+    monkeypatch.setattr(ssl, "create_default_context", inspect.unwrap(ssl.create_default_context))
+    if redis_with_tls() is None:
+        pytest.skip("no Redis with TLS: apt-get install redis-server")
+    assert await certificates(tmp_path, num_jobs=8) == Certified(8, 8, restarted=0, old_authority_works=False)

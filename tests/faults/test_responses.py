@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fakes.processes.node_process import NodeProcess
+from fakes.processes.python_process import PythonProcess
 from fakes.processes.reference_engine import reference_choice
 from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess
@@ -44,15 +43,9 @@ with httpx.stream("POST", url, content=body, headers={"content-type": "applicati
 
 def events_of_killed_client(url: str) -> list[dict[str, Any]]:
     """The first events of a new background response, as a client process receives them until it is killed."""
-    command = [
-        sys.executable,
-        "-c",
-        CLIENT,
-        f"{url}/v1/responses",
-        json.dumps({**BODY, "background": True, "stream": True}),
-    ]
+    body = json.dumps({**BODY, "background": True, "stream": True})
     events: list[dict[str, Any]] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+    with PythonProcess("-c", CLIENT, f"{url}/v1/responses", body) as client:
         assert client.stdout is not None
         for line in client.stdout:
             if line.startswith("data: "):

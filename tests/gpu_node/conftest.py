@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.lent_templates import lent_templates
 from fixtures.dequantized import dequantized
 from fixtures.tiny_model import make_tiny_model
 from redis.asyncio import Redis
 
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.queue.broker.producer import ProducerBroker
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _lent_templates() -> Iterator[None]:
+    """Engines use the process of a chat template one after another, instead of starting one each."""
+    with lent_templates():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from uuid_utils import uuid7
 from penstock.contract.errors import ConfigError, InvariantError, ProtocolVersionError
 from penstock.contract.job import MAX_PARTICIPANT_NAME_CHARS, JobDef, Message, SamplingParams
 from penstock.contract.output import Chunk, Result
+from penstock.contract.pool import PoolRecord
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.contract.tools import ToolCall
 from penstock.contract.usage import UsageQuery
@@ -45,6 +46,7 @@ from penstock.queue.broker.audit import audit
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, Submission
 from penstock.queue.broker.usage import UsageBroker
+from penstock.queue.wire import encode_request, pack, unpack_map
 from penstock.runtime.event_loop import MAX_THREADS
 
 POOL = "ref"
@@ -183,6 +185,24 @@ async def test_malformed_request_fails_alone(redis_url: str, redis: Redis, broke
         outcome = (await ended(broker, bad)).outcome
         assert (outcome.state, outcome.code) == ("failed", "bad_wire_data")
         assert (await ended(broker, good)).outcome.state == "succeeded"
+
+
+async def test_a_job_with_a_field_of_a_later_release_goes_to_a_newer_node_and_else_ends_by_name(
+    redis_url: str, redis: Redis, broker: ProducerBroker
+) -> None:
+    job, engine = new_job(), ReferenceEngine()
+    config = node_settings(redis_url, pool=POOL, avoid_ms=50).pool_config | {"max_model_len": engine.max_model_len}
+    newer = NodeBroker(redis, POOL, "newer-1", "r1")
+    await newer.join(config, PoolRecord(POOL, "acme/newer"))
+    await broker.submit(Submission(job, 50))
+    await redis.set(keys.request(job.id), pack({**unpack_map(encode_request(job)), "later": True}))
+    async with running(redis_url, engine, avoid_ms=50):
+        await until(broker, job, lambda status: status.state == "queued" and status.ledger.past_leases)
+        assert await redis.hget(keys.counts(POOL), "given_back_lacking") == b"1"
+        await newer.leave()
+        outcome = (await ended(broker, job)).outcome
+        assert (outcome.state, outcome.code) == ("failed", "unsupported_kind")
+        assert "'later'" in outcome.message
 
 
 async def test_a_drained_node_gives_back_and_the_next_one_goes_on_token_exact(

@@ -27,5 +27,5 @@ def stack(demo_file: Path) -> Iterator[Stack]:
 
     An answer may fill the context, so that it is short: case 31 of the fuzzer asks for a million tokens.
     """
-    with running_stack(model=demo_file, max_model_len=1024) as stack:
+    with running_stack(model=demo_file, max_model_len=512) as stack:
         yield stack

@@ -66,11 +66,19 @@ class Stack:
         """API keys by tenant: `neighbor`, `attacker` and, for statistics of all tenants, `admin`."""
 
     def start(
-        self, *, model: Path | None, maxmemory: str = "1gb", terms: Terms | None = None, tenants: int = 0, **node: Any
+        self,
+        *,
+        model: Path | None,
+        maxmemory: str = "1gb",
+        terms: Terms | None = None,
+        tenants: int = 0,
+        is_probed: bool = True,
+        **node: Any,
     ) -> None:
         """Start all processes. `terms`: the attacker's limits. Without a model, the reference node serves.
 
-        `tenants`: further tenants, `flood-0` and so on.
+        `tenants`: further tenants, `flood-0` and so on. `is_probed`: whether `holds` knows their loops, which takes a
+        tenth of a core for each process.
         """
         options = {"appendonly": "no", "maxmemory": maxmemory, "maxmemory-policy": "noeviction"}
         self.redis = self._exit.enter_context(RedisProcess(self._folder / "redis", **options))
@@ -79,9 +87,9 @@ class Stack:
         if model is not None:
             settings["model"] = model
         with self._probed("node"):
-            node_process = ProbedNode(self.redis.url, **settings)
+            node_process = (ProbedNode if is_probed else NodeProcess)(self.redis.url, **settings)
         with self._probed("gateway"):
-            gateway = ProbedGateway(self.redis.url)
+            gateway = (ProbedGateway if is_probed else GatewayProcess)(self.redis.url)
         self.processes = {"node": node_process, "gateway": gateway}
         for process in self.processes.values():
             self._exit.callback(process.close)

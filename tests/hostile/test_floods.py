@@ -16,7 +16,7 @@ MAX_FIRST_TOKEN_S = 10.0
 
 @pytest.fixture(scope="module")
 def stack(demo_file: Path) -> Iterator[Stack]:
-    with running_stack(model=demo_file, tenants=1) as stack:
+    with running_stack(model=demo_file, tenants=1, is_probed=False) as stack:
         yield stack
 
 

@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from hostile.stack import POOL, Stack
+from hostile.stack import POOL, Stack, running_stack
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("demo_file")]
 
@@ -31,6 +32,12 @@ def client_of(stack: Stack, tenant: str) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {stack.keys[tenant]}"}
     with httpx.Client(base_url=stack.url, headers=headers, timeout=60.0) as http:
         yield http
+
+
+@pytest.fixture(scope="module")
+def stack(demo_file: Path) -> Iterator[Stack]:
+    with running_stack(model=demo_file, max_model_len=1024, is_probed=False) as stack:
+        yield stack
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from celery.signals import worker_shutdown
 from fakes.fake_node import FakeNode
 from fakes.processes.node_process import NodeProcess
+from fakes.processes.python_process import run_python
 from fixtures.tiny_model import make_tiny_model
 
 from penstock.contract.errors import RequestError
@@ -52,8 +52,8 @@ async def _by_task(url: str, _folder: Path) -> None:
 async def _by_command(url: str, _folder: Path) -> None:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in PLAIN.items()]
     command = ("-m", "penstock", "submit", "hello", "--raw", "--redis-url", url, *options)
-    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.DEVNULL)
-    assert await process.wait() == 0
+    done = await asyncio.to_thread(run_python, *command)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("door", [_by_client, _by_batch, _by_task, _by_command])

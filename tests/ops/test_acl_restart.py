@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from fakes.acl_users import OBSERVER, all_rules, refusals_in, with_passwords
 from fakes.processes.node_process import NodeProcess
+from fakes.processes.python_process import PythonProcess
 from faults.tools.http_reader import HttpReading, http_client
 from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess
@@ -121,12 +121,7 @@ class Roles:
     def ask_as_operator(self) -> None:
         """Run every command of an operator, as the admin's user."""
         env = os.environ | {"PENSTOCK_REDIS_URL": self.server.url_of("admin")}
-        asking = {
-            words: subprocess.Popen(
-                (*PENSTOCK, *words), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            for words in OF_OPERATORS
-        }
+        asking = {words: PythonProcess("-m", "penstock", *words, env=env) for words in OF_OPERATORS}
         for words, command in asking.items():
             out, errors = command.communicate(timeout=PATIENCE_S)
             self.said_to_operators[" ".join(words)] = ParsedText(command.returncode, out, errors)

@@ -7,7 +7,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
+from fakes.processes.python_process import PythonProcess
 
 from penstock.contract.errors import ConfigError
 from penstock.runtime.embedded_redis import EmbeddedRedis, find_redis_server, packaged_server, resolve_redis
@@ -63,7 +63,7 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float = 10) -> None:
 
 
 def start_owner() -> tuple[subprocess.Popen[str], str]:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    owner = PythonProcess("-c", OWNER)
     assert owner.stdout is not None
     return owner, owner.stdout.readline().strip()
 
@@ -162,16 +162,8 @@ def test_killed_guard_takes_the_server_with_it() -> None:
 
 
 def test_ctrl_c_in_the_owners_group_does_not_reach_the_server() -> None:
-    owner = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            OWNER.replace("import sys", "import signal; signal.signal(2, lambda *_: None); import sys"),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    deaf = OWNER.replace("import sys", "import signal; signal.signal(2, lambda *_: None); import sys")
+    owner = PythonProcess("-c", deaf, new_group=True)
     assert owner.stdout is not None
     url = owner.stdout.readline().strip()
     try:

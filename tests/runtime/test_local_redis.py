@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from fakes.processes.python_process import PythonProcess
 
 from penstock import Client
 from penstock.cli import processes
@@ -45,7 +45,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[str]]:
     """Another process that runs the Redis."""
-    process = subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True)
+    process = PythonProcess("-c", SERVE)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("unix://")
     yield process

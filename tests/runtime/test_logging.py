@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import pty
-import subprocess
 import sys
 
 import pytest
+from fakes.processes.python_process import PythonProcess, run_python
 
 from penstock.contract.errors import ConfigError
 from penstock.runtime.logging import LogSettings, configure_logging, has_color, inherited_log_variables, log_formatter
@@ -136,7 +136,7 @@ def test_color_follows_the_usual_variables(
 )
 def test_the_level_selects_events_and_other_libraries_log_no_debug_events(level: str, events: list[str]) -> None:
     env = os.environ | {"PENSTOCK_LOG_LEVEL": level}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True)
+    done = run_python("-c", PROGRAM, env=env)
     said = [json.loads(line) for line in done.stderr.splitlines()]
     ours = [f"{one['logger']} {one['message']}" for one in said if one["logger"] == "penstock.part"]
     assert ours == events
@@ -147,7 +147,8 @@ def test_the_level_selects_events_and_other_libraries_log_no_debug_events(level:
 def test_stderr_on_a_real_terminal_gets_lines_for_people() -> None:
     ours, theirs = pty.openpty()
     try:
-        subprocess.run([sys.executable, "-c", PROGRAM], stderr=theirs, check=True)
+        with PythonProcess("-c", PROGRAM, stderr=theirs) as process:
+            assert process.wait() == 0
         said = os.read(ours, 4096).decode()
     finally:
         os.close(ours)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
+from fakes.processes.python_process import PythonProcess
 
 STALL_S = 0.4
 CODE = """
@@ -40,13 +40,7 @@ asyncio.run(main())
 
 
 def started() -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", CODE.format(stall_s=STALL_S)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = PythonProcess("-c", CODE.format(stall_s=STALL_S), stdin=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == "guarded\n"
     return process
 

@@ -1,7 +1,8 @@
 -- give_back: a node returns running jobs to the queue. They keep their submission time. Only 'lost' counts a loss.
 -- ARGV: node why, then per job: id lease cost max_kv_tokens preemptions
 --   why: 'drain': the node leaves. 'pressure': it lacks capacity; a job returns only if another node has capacity for
---   it. 'lacking': it lacks the job's adapter; a job returns only if some node is not known to lack that adapter too.
+--   it. 'lacking': it lacks the job's adapter, or does not know a field of it; a job returns only if some node is not
+--   known to lack that too.
 --   'lost': one of its ranks ended during a step with the job, which may be why. A job lost too often is a dead letter.
 --   cost: predicted KV tokens. max_kv_tokens: the most that the job may hold. From its MAX_PREEMPTIONS-th return on,
 --   a job costs max_kv_tokens, so that the next node can keep it to its end. preemptions: how often the node's engine
@@ -28,7 +29,7 @@ local function fits_elsewhere(job, cost)
   return false
 end
 
--- This node, and the pool's other nodes that are already known to lack the job's adapter.
+-- This node, and the pool's other nodes that are already known to lack what the job needs.
 local function all_that_lack(id)
   local known, all = redis.call('HGET', job_key(id), 'lacks') or '', node
   for _, other in ipairs(redis.call('ZRANGE', P .. ':nodes', 0, -1)) do

@@ -23,7 +23,7 @@
 -- unread: time since which the job has no reader, '' with a reader. inboxes: its readers, separated by spaces.
 -- lease: fencing token, `<call>:<nonce>:<i>` of the take that assigned it. loss_mark: length of the log at its last
 -- loss.
--- losses, loss_nodes: losses since the job last made progress; `node@ms` of each. lacks: nodes without its adapter.
+-- losses, loss_nodes: losses since the job last made progress; `node@ms` of each. lacks: nodes that cannot run it.
 -- urgency, charge, window: class it was taken as, what its tenant was charged, and the share window of that charge.
 -- ms_per_token, charged: tenant's token rate and the tokens charged to it, if the tenant has such a limit. to_charge,
 -- burst_ms: tokens that a delayed job reserves when it is due, and the burst of that rate. may_use, minute_tokens: the most

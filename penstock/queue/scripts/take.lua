@@ -147,7 +147,7 @@ do
 
   local function avoided_until(job) return tonumber(redis.call('HGET', job_key(job.id), 'avoid_until') or '') or 0 end
 
-  -- Whether this node gave the job back because it lacks the job's adapter, and another node may have that adapter.
+  -- Whether this node gave the job back because it cannot run it, and another node may be able to.
   local function is_for_others(job)
     local lacks = job.avoid ~= '' and redis.call('HGET', job_key(job.id), 'lacks')
     if not lacks or not is_listed(lacks, node) then return false end

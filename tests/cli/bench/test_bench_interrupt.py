@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from fakes.processes.python_process import PythonProcess
 
 from tests.cli.bench.stub_server import NUM_PROBES, StubServer, running
 
@@ -17,9 +16,7 @@ def test_ctrl_c_shows_what_was_answered_so_far(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     with running(StubServer(faults={4: "hang"})) as server:
         words = ["bench", "serve", "--base-url", server.url, "--num-prompts", "9", "--max-concurrency", "1"]
-        command = [sys.executable, "-m", "penstock", *words, "--output-json", str(result)]
-        env = {**os.environ, "PYTHONSAFEPATH": "1"}
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        with PythonProcess("-m", "penstock", *words, "--output-json", str(result)) as process:
             deadline_s = time.monotonic() + 30
             while len(server.bodies) < NUM_PROBES + 5:
                 assert time.monotonic() < deadline_s

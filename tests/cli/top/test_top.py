@@ -9,7 +9,6 @@ import pty
 import re
 import select
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
+from fakes.processes.python_process import PythonProcess
 from fakes.queue.harness import Queue
 from redis.asyncio import Redis
 from rich.console import Console
@@ -240,8 +240,8 @@ def test_keys_sort_and_quit_on_a_terminal(busy: str) -> None:
     before = termios.tcgetattr(follower)
     env = {**os.environ, "PENSTOCK_REDIS_URL": busy, "TERM": "xterm-256color", "PYTHONSAFEPATH": "1"}
     env.pop("COLUMNS", None)
-    command = [sys.executable, "-m", "penstock", "top", "--interval", "0.2"]
-    with subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=env) as process:
+    words = ("-m", "penstock", "top", "--interval", "0.2")
+    with PythonProcess(*words, stdin=follower, stdout=follower, stderr=follower, env=env) as process:
         try:
             assert "sort (node)" in read_until(leader, "pool (all)")
             os.write(leader, b"s")

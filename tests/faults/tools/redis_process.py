@@ -27,12 +27,23 @@ class RedisProcess:
     seconds ahead; that needs libfaketime.
     """
 
-    def __init__(self, folder: Path, *, port: int = 0, user: str = "", clock_s: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int = 0,
+        user: str = "",
+        clock_s: float = 0.0,
+        program: Path | None = None,
+        **options: Any,
+    ) -> None:
+        """`program`: the server, if not the one that penstock finds."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.port = port
         self._user = user
         self.clock_s = clock_s
+        self._program = program
         self._options = {"appendonly": "yes", "appendfsync": "everysec", "save": "", **options}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -66,7 +77,8 @@ class RedisProcess:
         place = {"port": self.port, "dir": self.folder, "logfile": self.folder / "redis.log"}
         place |= {} if self.port else {"unixsocket": self.folder / "redis.sock"}
         words = [word for name, value in (place | self._options).items() for word in (f"--{name}", *_words(value))]
-        self._process = subprocess.Popen([str(find_redis_server()), *words], env=os.environ | faked_clock(self.clock_s))
+        program = str(self._program or find_redis_server())
+        self._process = subprocess.Popen([program, *words], env=os.environ | faked_clock(self.clock_s))
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._answers(until):
             if time.monotonic() > deadline_s or self._process.poll() is not None:

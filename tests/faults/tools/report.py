@@ -10,7 +10,8 @@ from pathlib import Path
 RESULTS = Path(__file__).parents[3] / "ops" / "bench" / "results"
 _HEAD = """# Faults
 
-Made by `make faults`, `make soak`, `make backlog`, `make batches`, `make webhooks`, `make ranks` and `make failovers`.
+Made by `make faults`, `make soak`, `make backlog`, `make batches`, `make webhooks`, `make ranks`, `make failovers` and
+`make upgrades`.
 Each row says when it was last run. It is there only if nothing was violated: every stream and log equal to an
 undisturbed run's, one end per job, every key in agreement with the jobs' records.
 """

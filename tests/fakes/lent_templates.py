@@ -1,0 +1,66 @@
+"""Processes of chat templates that engines of tests use one after another.
+
+Each engine starts one, which takes a tenth of a second of CPU time. Hundreds of engines have the tiny model's template.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from penstock.gpu_node.engine.text import chat
+
+MOST_IDLE = 4
+Key = tuple[str, frozenset[tuple[str, str]]]
+
+
+class Lent:
+    """A process that one template has for itself. When the template is gone, the next one gets it."""
+
+    def __init__(self, processes: Any, key: Key, idle: deque[tuple[Key, Any]]) -> None:
+        self._processes = processes
+        weakref.finalize(self, _give_back, processes, key, idle)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processes, name)
+
+    def takes_tools(self) -> bool:
+        """Whether the template uses tools. The process says it once."""
+        if not hasattr(self._processes, "said"):
+            self._processes.said = self._processes.takes_tools()
+        said: bool = self._processes.said
+        return said
+
+
+def _give_back(processes: Any, key: Key, idle: deque[tuple[Key, Any]]) -> None:
+    """Keep a process, unless it was ended or its template does not compile."""
+    if hasattr(processes, "said") and processes.close.alive:
+        idle.append((key, processes))
+    while len(idle) > MOST_IDLE:
+        idle.popleft()[1].close()
+
+
+@contextmanager
+def lent_templates() -> Iterator[None]:
+    """Lend processes to the templates that are made in the block."""
+    idle: deque[tuple[Key, Any]] = deque()
+    start = chat._Processes
+
+    def lend(source: str, variables: Mapping[str, str]) -> Lent:
+        key = source, frozenset(variables.items())
+        found = next((one for one in idle if one[0] == key), None)
+        if found is None:
+            return Lent(start(source, variables), key, idle)
+        idle.remove(found)
+        return Lent(found[1], key, idle)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(chat, "_Processes", lend)
+        yield
+    while idle:
+        idle.pop()[1].close()
