@@ -126,7 +126,7 @@ async def test_a_node_takes_the_config_of_a_live_pool_for_all_that_is_not_set(re
 
 
 async def test_a_config_that_this_release_refuses_is_named(redis_url: str) -> None:
-    async with FakeNode(redis_url, lease_ms=1):
+    async with FakeNode(redis_url, lease_ms=10**9):
         with pytest.raises(ConfigError, match="lease_ms"):
             await of_pool(NodeSettings.load(model="m", redis_url=redis_url, pool="fake"))
 

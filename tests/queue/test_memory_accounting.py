@@ -210,7 +210,7 @@ class MemoryMachine(RuleBasedStateMachine):
             pipe.memory_usage(name, samples=0)
         used = sum(pipe.execute())
         stored = self.sums("stored")
-        assert abs(stored - used) <= max(0.15 * used, 90_112), (stored, used)
+        assert abs(stored - used) <= max(0.15 * used, 98_304), (stored, used)
 
     @invariant()
     def reserved_bytes_suffice(self) -> None:

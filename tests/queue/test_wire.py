@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
-from penstock.contract.errors import InvariantError
+from penstock.contract.errors import InvariantError, UnsupportedKindError
 from penstock.contract.job import Message, PackedPrompt, SamplingParams
 from penstock.contract.output import Choice, Chunk, Outcome, Result, TokenLogprobs, Usage
 from penstock.contract.pool import NodePressure, PoolRecord
@@ -353,7 +353,11 @@ def test_records_round_trip(pressure: NodePressure, record: PoolRecord) -> None:
 def test_keys_of_a_later_version_are_ignored() -> None:
     chunk = {"v": 4, "j": JOB_ID, "i": 0, "x": {"new": [1]}, "lp": [0.5], "zz": None}
     assert decode_chunks(msgpack.packb(chunk)) == [Chunk(JOB_ID, 0)]
-    request = msgpack.unpackb(wire.encode_request(new_job())) | {"new": 1}
-    assert wire.decode_request(msgpack.packb(request)).prompt == "hello"
     record = msgpack.unpackb(wire.encode_record(PoolRecord("m", "x"))) | {"new": 1}
     assert wire.decode_pool(msgpack.packb(record)) == PoolRecord("m", "x")
+
+
+def test_a_field_of_a_later_version_s_request_is_refused_by_name() -> None:
+    request = msgpack.unpackb(wire.encode_request(new_job())) | {"new": 1}
+    with pytest.raises(UnsupportedKindError, match="'new'"):
+        wire.decode_request(msgpack.packb(request))

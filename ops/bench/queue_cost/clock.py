@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.contract.output import Usage
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
+from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
 
 POOL = "clock"
 STAMP = 1
@@ -99,8 +100,8 @@ class ClockEngine:
         return set()
 
     @property
-    def lost_ranks(self) -> str:
-        return ""
+    def ranks(self) -> RankStats:
+        return NO_RANKS
 
     def num_preemptions(self, request_id: str) -> int:
         return 0
