@@ -210,7 +210,9 @@ class MemoryMachine(RuleBasedStateMachine):
             pipe.memory_usage(name, samples=0)
         used = sum(pipe.execute())
         stored = self.sums("stored")
-        assert abs(stored - used) <= max(0.15 * used, 98_304), (stored, used)
+        assert used - stored <= max(0.15 * used, 73_728), (stored, used)
+        # Valkey keeps small records in less memory than Redis, for which the bytes are estimated.
+        assert stored - used <= max(0.6 * used, 98_304), (stored, used)
 
     @invariant()
     def reserved_bytes_suffice(self) -> None:
