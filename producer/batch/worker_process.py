@@ -88,7 +88,7 @@ class WorkerClient:
 
 
 TOGETHER_S = 0.02
-"""The shortest time from one start of calls to the next, while more threads may still call."""
+"""The shortest time between two starts of calls, while threads are free that may still call."""
 
 
 class _ClientThread:
@@ -123,7 +123,7 @@ class _ClientThread:
                 self._num_running -= 1
 
     def _next_start(self) -> asyncio.Future[None]:
-        """Return what is done when the next calls begin. The call counts as running from then on."""
+        """Return a future that is done when the next calls begin. The call counts as running from then on."""
         loop = asyncio.get_running_loop()
         start = loop.create_future()
         self._waiting.append(start)
