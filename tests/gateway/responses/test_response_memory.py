@@ -132,12 +132,18 @@ def test_decoded_record_takes_no_more_memory_than_is_claimed() -> None:
         "r",
     )
     data = record.encode()
-    tracemalloc.start()
-    decoded = decode_stored_response(data)
-    _, most_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert decoded == record
-    assert len(data) + most_bytes < decoding_bytes_to_claim(len(data)) * 1.01
+
+    def bytes_to_decode() -> int:
+        tracemalloc.start()
+        decoded = decode_stored_response(data)
+        _, most_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert decoded == record
+        return most_bytes
+
+    # The least of some turns: other tests' servers live in threads of this process, and each read of a socket allocates
+    # 256 KiB for a moment.
+    assert len(data) + min(bytes_to_decode() for _ in range(5)) < decoding_bytes_to_claim(len(data)) * 1.01
 
 
 def test_items_may_be_named_often_and_share_one_reading(
