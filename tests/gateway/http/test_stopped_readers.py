@@ -23,6 +23,8 @@ LARGE = {"messages": [{"role": "user", "content": TEXT}], "n": NUM_CHOICES, "log
 """Its answer has several megabytes."""
 BODY = {"model": "acme/echo", "stream": True, **LARGE}
 RECEIVE_BYTES = 4096
+PAUSE_S = 0.02
+"""Between two looks at the metrics, each of which takes milliseconds of CPU time."""
 
 
 def stopped_reader(url: str, **options: object) -> socket.socket:
@@ -101,6 +103,8 @@ def test_slow_reader_of_a_whole_answer_returns_the_memory_of_its_result(
         until_s = time.monotonic() + 10
         while not result_bytes(url):
             assert time.monotonic() < until_s
+            time.sleep(PAUSE_S)
         while result_bytes(url):
             assert time.monotonic() < until_s, "the result is kept for the slow reader"
             connection.recv(100)
+            time.sleep(PAUSE_S)
