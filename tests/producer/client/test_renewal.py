@@ -71,6 +71,19 @@ async def test_lost_jobs_are_submitted_again_under_their_ids(
     assert looked.stats.resubmits == 1
 
 
+async def test_a_lost_job_whose_key_names_another_job_by_now_is_given_up(
+    redis: Redis, looked: AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = await saved(redis)
+    await ProducerBroker(redis).submit(Submission(JobDef(id=f"m.{uuid7()}", prompt="Ho", idempotency_key="key"), 10))
+    before = await saved(redis)
+    await set_back(redis, empty)
+    job_id = (await looked.submit_unread("Hi", max_tokens=5, idempotency_key="key")).job_id
+    await set_back(redis, before)
+    await until(lambda: _value("a lost job cannot be submitted again" in caplog.text))
+    assert await state_of(redis, job_id) == ""
+
+
 @pytest.mark.parametrize("lost", ["submission", "cancellation"])
 async def test_a_cancellation_is_repeated_behind_its_job(redis: Redis, looked: AsyncClient, lost: str) -> None:
     before = await saved(redis)

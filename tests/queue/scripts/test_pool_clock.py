@@ -111,10 +111,36 @@ async def test_without_a_process_that_watched_the_clock_never_goes_back(queue: Q
     await watched(queue)
     before_ms, _ = await clock_of(queue)
     await jump(queue, by_ms)
+    assert await queue.run_sweep() == ["SKIPPED"]
+    await queue.wait_for_who_knows()
     assert await queue.run_sweep() == ["RESET"]
     now_ms, _ = await clock_of(queue)
     assert now_ms == pytest.approx(before_ms + max(0, by_ms), abs=SLACK_MS)
     assert await queue.run_sweep() == ["SKIPPED"]
+
+
+@JUMPS
+async def test_a_process_that_has_just_started_waits_for_one_that_knows_the_time(queue: Queue, by_ms: int) -> None:
+    await watched(queue)
+    before_ms, _ = await clock_of(queue)
+    await jump(queue, by_ms)
+    fresh = ProducerBroker(queue.redis)
+    for _ in range(2):
+        await fresh.reader_heartbeat(POOL, "fresh")
+    await queue.producer.reader_heartbeat(POOL, "me")
+    await fresh.reader_heartbeat(POOL, "fresh")
+    assert (await clock_of(queue))[0] == pytest.approx(before_ms, abs=SLACK_MS)
+
+
+@pytest.mark.parametrize("asked_ms_ago", [-MINUTES_10, 0, LEASE_MS // 4, LEASE_MS + 1000, MINUTES_10])
+async def test_how_long_it_waits(queue: Queue, asked_ms_ago: int) -> None:
+    await watched(queue)
+    await jump(queue, MINUTES_10)
+    await cast(Any, queue.redis.hset(keys.config(POOL), "asked_ms", str(await queue.now_ms() - asked_ms_ago)))
+    assert await queue.run_sweep() == ["SKIPPED"]
+    asked_ms = int(await cast(Any, queue.redis.hget(keys.config(POOL), "asked_ms")))
+    is_kept = 0 <= asked_ms_ago < LEASE_MS
+    assert asked_ms == pytest.approx(await queue.now_ms() - (asked_ms_ago if is_kept else 0), abs=SLACK_MS)
 
 
 async def test_an_outage_is_no_jump(queue: Queue) -> None:
