@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from fakes.fake_node import FakeNode
+from fakes.fake_node import POOL, FakeNode
 from fakes.queue.older_history import saved, set_back
 from redis.asyncio import Redis
 from uuid_utils import uuid7
@@ -75,7 +75,9 @@ async def test_a_lost_job_whose_key_names_another_job_by_now_is_given_up(
     redis: Redis, looked: AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     empty = await saved(redis)
-    await ProducerBroker(redis).submit(Submission(JobDef(id=f"m.{uuid7()}", prompt="Ho", idempotency_key="key"), 10))
+    await ProducerBroker(redis).submit(
+        Submission(JobDef(id=f"{POOL}.{uuid7()}", prompt="Ho", idempotency_key="key"), 10)
+    )
     before = await saved(redis)
     await set_back(redis, empty)
     job_id = (await looked.submit_unread("Hi", max_tokens=5, idempotency_key="key")).job_id

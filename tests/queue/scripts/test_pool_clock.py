@@ -20,7 +20,8 @@ from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.queue.broker.scripts import PoolClocks
 
 MINUTES_10 = 600_000
-JUMPS = pytest.mark.parametrize("by_ms", [-3000, 3000, -MINUTES_10, MINUTES_10])
+GAP_MS = LEASE_MS * 3 // 4
+JUMPS = pytest.mark.parametrize("by_ms", [-3000, GAP_MS, -MINUTES_10, MINUTES_10])
 SLACK_MS = 1000
 
 
@@ -79,7 +80,7 @@ async def test_no_node_is_lost_and_no_deadline_passes_when_redis_clock_jumps(que
 @JUMPS
 async def test_a_debt_of_a_tenant_stays_as_long_when_redis_clock_jumps(queue: Queue, by_ms: int) -> None:
     await watched(queue)
-    terms = Terms(jobs_per_minute=60, burst_s=2)
+    terms = Terms(jobs_per_minute=6, burst_s=20)
 
     async def submit(producer: ProducerBroker) -> None:
         await producer.submit(Submission(new_job(), 1, terms=terms))
@@ -89,11 +90,11 @@ async def test_a_debt_of_a_tenant_stays_as_long_when_redis_clock_jumps(queue: Qu
     await jump(queue, by_ms)
     with pytest.raises(BusyError) as caught:
         await submit(queue.producer)
-    assert caught.value.retry_after_ms <= 2000
+    assert caught.value.retry_after_ms <= 20_000
     await queue.producer.reader_heartbeat(POOL, "me")
     with pytest.raises(BusyError) as caught:
         await submit(ProducerBroker(queue.redis))
-    assert caught.value.retry_after_ms <= 2000
+    assert caught.value.retry_after_ms <= 20_000
 
 
 async def test_a_job_submitted_before_the_first_sweep_has_the_time_that_its_client_knows(queue: Queue) -> None:
