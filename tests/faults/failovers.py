@@ -71,6 +71,8 @@ class Round:
     """What one fail-over lost, and when that was repaired."""
 
     gone: dict[str, set[str]]
+    num_queued: int
+    """Jobs that waited when the primary was lost."""
     num_finished: int
     num_replicated: int
     stopped_s: float
@@ -140,10 +142,13 @@ class System:
             if self.kind.lag_s:
                 servers.link.stop()
                 await asyncio.sleep(self.kind.lag_s)
-            if await asyncio.to_thread(lambda: servers.has_promoted):
-                raise BusyMachineError
-            lose = self._split if self.kind.splits else self._kill
-            made = await lose(old, new, stopped_s if self.kind.lag_s else 0.0)
+            try:
+                if await asyncio.to_thread(lambda: servers.has_promoted):
+                    raise BusyMachineError
+                lose = self._split if self.kind.splits else self._kill
+                made = await lose(old, new, stopped_s if self.kind.lag_s else 0.0)
+            finally:
+                servers.sentinels[0].send_signal(signal.SIGCONT)  # a split ends
             await self._repair(new, *made)
             return made[0]
 
@@ -173,7 +178,6 @@ class System:
         before, told = await Seen.read(old, self.load.watched), self.load.told.now()
         after.states = {one: after.states.get(one, "") for one in before.states}
         after.lengths = {one: after.lengths.get(one, 0) for one in before.states}
-        self.servers.sentinels[0].send_signal(signal.SIGCONT)  # the split ends
         times = time.monotonic() - (stopped_s or began_s), promoted_s
         return _round(told, before, after, 1000 * time.time(), times), after, kill_ms
 
@@ -192,7 +196,7 @@ class System:
             f"  promoted after {made.promoted_s:.1f} s; lost { {kind: len(ids) for kind, ids in gone.items()} }",
             flush=True,
         )
-        while not is_repaired(gone, after, await Seen.read(new, lost_ids)):
+        while not is_repaired(gone, after, await Seen.read_soon(new, lost_ids)):
             if time.monotonic() > began_s + REPAIR_S:
                 made.problems.append(f"what was lost is not back after {REPAIR_S:g} s")
                 break
@@ -201,11 +205,12 @@ class System:
         await asyncio.sleep(max(0.0, began_s + KEYS_SEEN_S - time.monotonic()))
         again = await computed_again(new, gone["finish"], after, kill_ms)
         made.problems += [f"{job_id} had ended and was computed again" for job_id in again]
-        told, seen = self.load.told, await Seen.read(new, self.load.watched)
-        made.problems += [f"the response {job_id} is back" for job_id in told.deleted & seen.responses]
+        deleted = set(self.load.told.deleted)
+        seen = await Seen.read(new, self.load.watched)
+        made.problems += [f"the response {job_id} is back" for job_id in deleted & seen.responses]
         unrevoked = gone["key revoked"] - seen.revoked
         made.num_unrevoked = len(unrevoked)
-        told.revoked -= unrevoked
+        self.load.told.revoked -= unrevoked
         if not (self.kind.lag_s or self.kind.splits) and any(gone.values()):
             made.problems.append(f"lost without lag: {gone}")
         self.load.settle(seen)
@@ -256,7 +261,7 @@ def _round(told: Told, before: Seen, after: Seen, lost_at_ms: float, times: tupl
     gone = lost(told, before, after)
     finished = sum(before.has_ended(one) for one in before.states)
     replicated = told.replicated & before.states.keys()
-    made = Round(gone, finished, len(replicated), *times, oldest_s(gone, told, before, lost_at_ms))
+    made = Round(gone, before.num_queued, finished, len(replicated), *times, oldest_s(gone, told, before, lost_at_ms))
     made.problems += [f"{one} was replicated, and is lost" for one in replicated if not after.states.get(one)]
     return made
 
@@ -278,12 +283,13 @@ async def running(args: argparse.Namespace, kind: Kind, servers: Replicated) -> 
         operator = await stack.enter_async_context(aclosing(connect(url)))
         key, _ = await new_key(KeyStore(operator))
         load = Load(client, KeyStore(operator), args)
+        stack.push_async_callback(load.stop)
         http = await stack.enter_async_context(HttpStreams(url))
         yield System(kind, servers, nodes, client, load, http), key
 
 
 async def fail_overs(args: argparse.Namespace, kind: Kind, num_rounds: int) -> Outcome:
-    """Run some fail-overs in a row. Raises BusyMachineError if the first one failed because of the machine."""
+    """Run some fail-overs in a row, fewer if the machine is too busy. Raises BusyMachineError if there is none."""
     with (
         tempfile.TemporaryDirectory(prefix="failover") as folder,
         Replicated(
@@ -294,7 +300,12 @@ async def fail_overs(args: argparse.Namespace, kind: Kind, num_rounds: int) -> O
             rounds = list[Round]()
             while len(rounds) < num_rounds:
                 await system.prepare(key, args.http, is_first=not rounds)
-                rounds.append(await system.fail_over())
+                try:
+                    rounds.append(await system.fail_over())
+                except BusyMachineError:
+                    if not rounds or not servers.has_promoted:
+                        raise
+                    break
             return await system.end(rounds)
 
 
@@ -309,6 +320,7 @@ def row_of(outcomes: Sequence[Outcome]) -> dict[str, Measurement]:
         "ends repeated by nodes": sum(one.repeated_ends for one in outcomes),
         "jobs submitted again": sum(one.resubmits for one in outcomes),
         "revocations that no gateway had seen": sum(one.num_unrevoked for one in rounds),
+        "queued jobs, fewest": min(one.num_queued for one in rounds),
         "streams over HTTP": sum(one.num_http for one in outcomes),
         "promotion p50 s": quantile([one.promoted_s for one in rounds], 0.5),
         "longest pause of a stream s": max(one.longest_pause_s for one in outcomes),
@@ -335,7 +347,7 @@ async def run(args: argparse.Namespace) -> int:
             except BusyMachineError:
                 print("  the sentinels were too early or too late; once more", flush=True)
                 continue
-            num_done += in_a_row
+            num_done += len(outcomes[-1].rounds)
             problems = [*outcomes[-1].problems, *(one for each in outcomes[-1].rounds for one in each.problems)]
             for problem in problems:
                 print("  PROBLEM", problem, flush=True)

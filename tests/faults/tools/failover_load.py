@@ -21,9 +21,10 @@ from penstock.contract.tenant import ApiKey, Terms
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
 from penstock.queue.broker import scripts
-from penstock.queue.broker.connection import with_retries
+from penstock.queue.broker.connection import translated, with_retries
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.tenants.key_store import KeyStore
+from penstock.runtime.event_loop import cancel_until_done
 
 STREAM_TOKENS, SHORT_TOKENS = 200, 8
 PATIENCE_S = 600.0
@@ -95,7 +96,8 @@ class Seen:
         seen, job_ids = cls(), list(job_ids)
         names = [(keys.job(job_id), keys.log(job_id), keys.response(job_id)) for job_id in job_ids]
         # One call, so that it ends before Sentinel promotes a replica and closes the connections to it.
-        answers = await cast(Any, redis.eval(_READ, 0, scripts.packed(names)))
+        with translated():
+            answers = await cast(Any, redis.eval(_READ, 0, scripts.packed(names)))
         for job_id, (state, cancel, length, has_response, finished) in zip(job_ids, answers, strict=True):
             seen.states[job_id] = (state or b"").decode()
             seen.lengths[job_id] = int(length)
@@ -104,6 +106,16 @@ class Seen:
             seen.responses |= {job_id} if has_response else set()
         seen.revoked = {key_id for key_id, key in (await KeyStore(redis).all()).items() if key.is_revoked}
         return seen
+
+    @classmethod
+    async def read_soon(cls, redis: Redis, job_ids: Iterable[str]) -> Seen:
+        """Look at a server that has been promoted, which closes its connections."""
+        return await with_retries(lambda: cls.read(redis, job_ids), PATIENCE_S)
+
+    @property
+    def num_queued(self) -> int:
+        """How many jobs wait."""
+        return sum(state == "queued" for state in self.states.values())
 
     def has_ended(self, job_id: str) -> bool:
         """Whether a job has ended here."""
@@ -139,7 +151,7 @@ class Load:
     async def fill(self, redis: Redis) -> None:
         """Fill the queue up to the backlog, and give the operator keys and responses."""
         seen = await Seen.read(redis, self.watched)
-        num_missing = self._args.backlog - sum(state == "queued" for state in seen.states.values())
+        num_missing = self._args.backlog - seen.num_queued
         for number in range(0, num_missing, AT_ONCE):
             made = await asyncio.gather(*(self._submit() for _ in range(min(AT_ONCE, num_missing - number))))
             self._candidates += [work.id for work in made]
@@ -158,6 +170,10 @@ class Load:
         self._stop.set()
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*self._tasks)
+
+    async def stop(self) -> None:
+        """End what `end` would wait for."""
+        await cancel_until_done(self._tasks)
 
     async def _submit(self, **options: Any) -> Work:
         work = new_work(POOL, SHORT_TOKENS, temperature=0.0, needs_reader=False, **options)
@@ -271,7 +287,7 @@ async def wrong_ends(redis: Redis, told: Told) -> list[str]:
     states = dict[str, str]()
     async with asyncio.timeout(PATIENCE_S):
         while left:
-            seen = await Seen.read(redis, left)
+            seen = await Seen.read_soon(redis, left)
             states |= seen.states
             left = [one for one in left if not seen.has_ended(one) and seen.states[one]]
             await asyncio.sleep(0.5 if left else 0.0)
