@@ -131,6 +131,8 @@ class System:
         self.client = client
         self.load = load
         self.http = http
+        self._ended = set[str]()
+        """The jobs that had ended when the last primary was lost."""
 
     async def fail_over(self) -> Round:
         """Lose the primary, and wait until all is repaired. Raises BusyMachineError."""
@@ -152,6 +154,16 @@ class System:
             await self._repair(new, *made)
             return made[0]
 
+    def _round(self, before: Seen, after: Seen, lost_at_ms: float, times: tuple[float, float], told: Told) -> Round:
+        gone = lost(told, before, after)
+        ended = {one for one in before.states if before.has_ended(one)}
+        replicated = told.replicated & before.states.keys()
+        counts = before.num_queued, len(ended - self._ended), len(replicated)
+        self._ended |= ended
+        made = Round(gone, *counts, *times, oldest_s(gone, told, before, lost_at_ms))
+        made.problems += [f"{one} was replicated, and is lost" for one in replicated if not after.states.get(one)]
+        return made
+
     async def _kill(self, old: Redis, new: Redis, stopped_s: float) -> tuple[Round, Seen, float]:
         """Kill the primary, and wait for the promotion. Return what the replica had, and when the primary died."""
         before = await Seen.read(old, self.load.watched)
@@ -161,11 +173,8 @@ class System:
         await asyncio.sleep(DELIVERED_S)
         after = await Seen.read(new, before.states)
         promoted_s = await self._promoted(began_s)
-        return (
-            _round(told, before, after, kill_ms, (began_s - stopped_s if stopped_s else 0.0, promoted_s)),
-            after,
-            kill_ms,
-        )
+        times = began_s - stopped_s if stopped_s else 0.0, promoted_s
+        return self._round(before, after, kill_ms, times, told), after, kill_ms
 
     async def _split(self, old: Redis, new: Redis, stopped_s: float) -> tuple[Round, Seen, float]:
         """Promote the replica beside the primary, which the clients see for a while yet."""
@@ -179,7 +188,7 @@ class System:
         after.states = {one: after.states.get(one, "") for one in before.states}
         after.lengths = {one: after.lengths.get(one, 0) for one in before.states}
         times = time.monotonic() - (stopped_s or began_s), promoted_s
-        return _round(told, before, after, 1000 * time.time(), times), after, kill_ms
+        return self._round(before, after, 1000 * time.time(), times, told), after, kill_ms
 
     async def _promoted(self, began_s: float) -> float:
         try:
@@ -192,10 +201,8 @@ class System:
         """Wait until nothing is lost any more, and add to the round what is wrong."""
         began_s, gone = time.monotonic(), made.gone
         lost_ids = set().union(*(gone[kind] for kind in ("submit", "finish", "cancel", "response deleted")))
-        print(
-            f"  promoted after {made.promoted_s:.1f} s; lost { {kind: len(ids) for kind, ids in gone.items()} }",
-            flush=True,
-        )
+        counts = {kind: len(ids) for kind, ids in gone.items()}
+        print(f"  promoted after {made.promoted_s:.1f} s; {made.num_queued} jobs waited; lost {counts}", flush=True)
         while not is_repaired(gone, after, await Seen.read_soon(new, lost_ids)):
             if time.monotonic() > began_s + REPAIR_S:
                 made.problems.append(f"what was lost is not back after {REPAIR_S:g} s")
@@ -255,15 +262,6 @@ class System:
         repeated = sum(node.ledger.counts.repeated_ends for node in self.nodes)
         numbers = repeated, self.client.stats.resubmits, len(self.http.readings), server
         return Outcome(rounds, counts, *numbers, max(told.pauses, default=0.0), problems)
-
-
-def _round(told: Told, before: Seen, after: Seen, lost_at_ms: float, times: tuple[float, float]) -> Round:
-    gone = lost(told, before, after)
-    finished = sum(before.has_ended(one) for one in before.states)
-    replicated = told.replicated & before.states.keys()
-    made = Round(gone, before.num_queued, finished, len(replicated), *times, oldest_s(gone, told, before, lost_at_ms))
-    made.problems += [f"{one} was replicated, and is lost" for one in replicated if not after.states.get(one)]
-    return made
 
 
 @asynccontextmanager
