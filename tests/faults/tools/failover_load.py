@@ -30,6 +30,8 @@ STREAM_TOKENS, SHORT_TOKENS = 200, 8
 PATIENCE_S = 600.0
 PAUSE_S = 0.05
 """Between two steps of an operator."""
+SPARE = 1.15
+"""Some jobs of the backlog end before the primary is lost."""
 AT_ONCE = 1000
 """Submissions."""
 READ_AT_ONCE = 64
@@ -151,7 +153,7 @@ class Load:
     async def fill(self, redis: Redis) -> None:
         """Fill the queue up to the backlog, and give the operator keys and responses."""
         seen = await Seen.read(redis, self.watched)
-        num_missing = self._args.backlog - seen.num_queued
+        num_missing = round(SPARE * self._args.backlog) - seen.num_queued
         for number in range(0, num_missing, AT_ONCE):
             made = await asyncio.gather(*(self._submit() for _ in range(min(AT_ONCE, num_missing - number))))
             self._candidates += [work.id for work in made]
