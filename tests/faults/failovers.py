@@ -238,7 +238,7 @@ class System:
         """Let all jobs end, and check them."""
         load = self.load
         await load.end()
-        problems = errors_of(work.check for work in load.told.works.values() if work.end)
+        problems = await errors_of(work.check for work in load.told.works.values() if work.end)
         problems += await self.http.problems(PATIENCE_S)
         async with aclosing(connect((self.servers.replica if rounds else self.servers.master).url)) as redis:
             problems += [f"node lost: {event}" for event in await nodes_lost(redis)]

@@ -145,15 +145,16 @@ class HttpStreams:
         async with asyncio.timeout(patience_s):
             await asyncio.gather(*self._tasks)
         both = zip(self.readings, self._works, strict=True)
-        return errors_of(partial(reading.check, work) for reading, work in both)
+        return await errors_of(partial(reading.check, work) for reading, work in both)
 
 
-def errors_of(checks: Iterable[Callable[[], None]]) -> list[str]:
-    """Return what is wrong with streams."""
+async def errors_of(checks: Iterable[Callable[[], None]]) -> list[str]:
+    """Return what is wrong with streams. Other tasks run meanwhile, such as the heartbeats of nodes."""
     errors = list[str]()
     for check in checks:
         try:
             check()
         except AssertionError as error:
             errors.append(f"stream: {error}"[:200])
+        await asyncio.sleep(0)
     return errors
