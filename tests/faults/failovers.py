@@ -202,7 +202,8 @@ class System:
         began_s, gone = time.monotonic(), made.gone
         lost_ids = set().union(*(gone[kind] for kind in ("submit", "finish", "cancel", "response deleted")))
         counts = {kind: len(ids) for kind, ids in gone.items()}
-        print(f"  promoted after {made.promoted_s:.1f} s; {made.num_queued} jobs waited; lost {counts}", flush=True)
+        when, waited = time.strftime("%T"), made.num_queued
+        print(f"  {when} promoted after {made.promoted_s:.1f} s; {waited} jobs waited; lost {counts}", flush=True)
         while not is_repaired(gone, after, await Seen.read_soon(new, lost_ids)):
             if time.monotonic() > began_s + REPAIR_S:
                 made.problems.append(f"what was lost is not back after {REPAIR_S:g} s")
