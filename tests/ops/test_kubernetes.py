@@ -13,6 +13,7 @@ from typer.main import get_command
 
 from penstock.cli.main import app
 from penstock.gateway.settings import GatewaySettings
+from penstock.gpu_node.rank import RankSettings
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.client.settings import ClientSettings
@@ -24,18 +25,19 @@ from tests.ops.kubernetes_files import (
     Resource,
     containers_of,
     definitions,
-    pod_of,
+    pods_of,
     rendered,
     resource,
 )
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(KUBECTL is None, reason="needs kubectl (kubectl kustomize)")]
-KINDS_OF_OTHERS = {"ScaledObject", "ServiceMonitor", "PodMonitor", "HTTPRoute"}
+KINDS_OF_OTHERS = {"ScaledObject", "ServiceMonitor", "PodMonitor", "HTTPRoute", "LeaderWorkerSet"}
 SETTINGS: dict[str, type[Settings]] = {
     "NODE": NodeSettings,
     "GATEWAY": GatewaySettings,
     "CELERY": CelerySettings,
     "CLIENT": ClientSettings,
+    "RANK": RankSettings,
 }
 PLAIN = {"PENSTOCK_REDIS_URL", "PENSTOCK_KEY_PEPPER", "PENSTOCK_FILES_URL"}
 
@@ -98,10 +100,7 @@ def test_each_variable_is_a_setting_with_an_allowed_value(overlay: str, monkeypa
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_containers_run_without_rights_and_read_secrets_from_files(overlay: str) -> None:
-    for one in rendered(overlay):
-        if (pod := pod_of(one)) is None:
-            continue
-        spec = pod["spec"]
+    for spec in [pod["spec"] for one in rendered(overlay) for pod in pods_of(one)]:
         assert spec["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
@@ -113,7 +112,8 @@ def test_containers_run_without_rights_and_read_secrets_from_files(overlay: str)
             assert container["image"].startswith("registry.example.com/")
             assert not any("secretKeyRef" in variable.get("valueFrom", {}) for variable in container.get("env", ()))
         (secrets,) = [volume for volume in spec["volumes"] if "secret" in volume]
-        assert len([item["key"] for item in secrets["secret"]["items"] if item["key"].endswith("_url")]) == 1
+        urls = [item["key"] for item in secrets["secret"]["items"] if item["key"].endswith("_url")]
+        assert len(urls) == (0 if spec["containers"][0]["name"] == "rank" else 1)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -121,7 +121,8 @@ def test_pods_have_longer_to_stop_than_their_drain(overlay: str) -> None:
     drains = {}
     for one in rendered(overlay):
         for name, value in variables_of(overlay, one):
-            if name.endswith("_DRAIN_S") and (pod := pod_of(one)) is not None:
+            if name.endswith("_DRAIN_S"):
+                pod = next(pods_of(one))
                 hook = pod["spec"]["containers"][0].get("lifecycle", {}).get("preStop", {}).get("sleep", {})
                 spare_s = pod["spec"]["terminationGracePeriodSeconds"] - int(value) - hook.get("seconds", 0)
                 drains[one["metadata"]["name"]] = spare_s
@@ -151,9 +152,9 @@ def test_commands_and_ports_exist(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_selectors_find_pods_and_targets_exist(overlay: str) -> None:
     resources = rendered(overlay)
-    pods = [pod["metadata"]["labels"] for one in resources if (pod := pod_of(one)) is not None]
+    pods = [pod["metadata"]["labels"] for one in resources for pod in pods_of(one)]
     services = [one["metadata"]["labels"] for one in resources if one["kind"] == "Service"]
-    workloads = {(one["kind"], one["metadata"]["name"]) for one in resources if pod_of(one) is not None}
+    workloads = {(one["kind"], one["metadata"]["name"]) for one in resources if list(pods_of(one))}
     for one in resources:
         spec = one.get("spec", {})
         if (target := spec.get("scaleTargetRef")) is not None:
@@ -173,6 +174,29 @@ def test_nodes_are_replaced_without_a_second_one_beside_them() -> None:
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 1800
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert node["spec"]["replicas"] == 0
+
+
+def test_a_group_of_hosts_is_one_node_whose_ranks_find_and_reach_their_leader() -> None:
+    group = resource("gpu-two-hosts", "LeaderWorkerSet", "large-node")
+    leader, worker = pods_of(group)
+    variables = dict(variables_of("gpu-two-hosts", group))
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    assert int(variables["PENSTOCK_NODE_REMOTE_RANKS"]) == size - 1
+    assert int(variables["PENSTOCK_NODE_TENSOR_PARALLEL_SIZE"]) == size
+    # The leader waits for its ranks before it is ready.
+    assert group["spec"]["startupPolicy"] == "LeaderCreated"
+    words = worker["spec"]["containers"][0]["args"]
+    port = words[words.index("--join") + 1].partition(":")[2]
+    assert variables["PENSTOCK_NODE_RANK_ADDRESS"] == f"$(POD_IP):{port}"
+    secrets = [variables[f"PENSTOCK_{part}_RANK_SECRET_FILE"] for part in ("NODE", "RANK")]
+    mounted = [mount["mountPath"] for mount in worker["spec"]["containers"][0]["volumeMounts"]]
+    assert secrets[0] == secrets[1] == f"{mounted[0]}/rank_secret"
+    policy = resource("gpu-two-hosts", "NetworkPolicy", "large-ranks")["spec"]
+    for pod in (leader, worker):
+        labels = pod["metadata"]["labels"]
+        assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+        assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"].items() <= labels.items()
+        assert pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
 
 def test_a_route_replaces_the_ingress_and_neither_buffers_or_cuts_streams() -> None:
