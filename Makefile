@@ -186,9 +186,10 @@ $(SLOW_STAMP): $(STAMP)
 	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[slow]'
 	@touch $@
 
-# Keeps what still fits; LOCK=--upgrade chooses the newest of each. pip would search for hours: three packages pin botocore,
-# of which there is a version a day. torch pins its CUDA libraries itself, so the lock serves its build for CPUs too; for
-# that reason it has no hashes either. Two packages of slow tests are large, and pinned in pyproject.toml.
+# Keeps what still fits; LOCK=--upgrade chooses the newest of each. pip does not end: aiobotocore and boto3 each allow few
+# versions of botocore, of which there is one a day, and pip tries release after release. torch pins its CUDA libraries
+# itself, so the lock serves its build for CPUs too; for that reason it has no hashes either. Two packages of slow tests
+# are large, and pinned in pyproject.toml.
 lock:
 	rm -rf build/lock
 	$(PYTHON) -m venv build/lock

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,6 +212,47 @@ def test_a_route_replaces_the_ingress_and_neither_buffers_or_cuts_streams() -> N
     settings = {name.rpartition("/")[2]: value for name, value in notes.items()}
     assert settings["proxy-buffering"] == "off"
     assert int(settings["proxy-read-timeout"]) >= 3600
+
+
+KUBECTL_STAND_IN = """#!/bin/sh
+shift 2
+case "$1 $2" in
+"get deployments")
+    case $4 in
+    */component=node) echo deployment.apps/smollm-node; echo deployment.apps/new-node;;
+    *) echo "deployment.apps/${4##*=}";;
+    esac;;
+"rollout history") echo "1 <none>"; [ "$3" = deployment.apps/new-node ] || echo "2 <none>";;
+"get leaderworkersets"*) echo "$GROUPS_OF_HOSTS";;
+*) echo "$*" >> "$0.log";;
+esac
+"""
+
+
+@pytest.mark.parametrize(("groups", "status"), [("", 0), ("leaderworkerset/large-node", 1)])
+def test_a_rollback_takes_back_worker_gateway_and_then_nodes(tmp_path: Path, groups: str, status: int) -> None:
+    program = tmp_path / "kubectl"
+    program.write_text(KUBECTL_STAND_IN)
+    program.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GROUPS_OF_HOSTS": groups}
+    done = subprocess.run([FOLDER / "rollback.sh"], env=env, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, groups in done.stderr) == (status, True), done.stderr
+    parts = [f"deployment.apps/{part}" for part in ("worker", "gateway", "smollm-node")]
+    wanted = [[f"rollout undo {part}", f"rollout status {part} --timeout 40m"] for part in parts]
+    assert program.with_name("kubectl.log").read_text().splitlines() == [line for lines in wanted for line in lines]
+    assert "new-node has one revision" in done.stdout
+
+
+def test_another_release_changes_nothing_but_images(tmp_path: Path) -> None:
+    copy = tmp_path / "kubernetes"
+    shutil.copytree(FOLDER, copy)
+    for path in copy.glob("overlays/*/kustomization.yaml"):
+        path.write_text(path.read_text().replace("newTag: 0.1.0", "newTag: 0.1.1"))
+    for overlay in OVERLAYS:
+        command = ["kubectl", "kustomize", str(copy / "overlays" / overlay)]
+        later = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        assert ":0.1.0" not in later
+        assert tuple(yaml.safe_load_all(later.replace(":0.1.1", ":0.1.0"))) == rendered(overlay)
 
 
 def test_every_folder_of_the_page_exists_and_the_other_way_round() -> None:
