@@ -4,7 +4,7 @@
 #   make test        the test suite (a few minutes on two cores); T=tests/contract chooses
 #   make quick       its tests that need neither processes nor Redis nor torch (under a minute)
 #   make check       format, lint, types, language, types of users' scripts
-#   make lint-lua    luacheck on the scripts (Debian's lua-check); make lint-cpp: where clang-format would change the kernels
+#   make lint-lua    luacheck on the scripts (Debian's lua-check); make lint-cpp: clang-format on C++ (also in make check)
 #   make language    what breaks the language rules, file by file; LANGUAGE="gpu_node --rule long", --counts, --lower
 #   make check-full  all of it, slow tests included; installs Jupyter and pyright for them
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
@@ -67,7 +67,7 @@ test: $(STAMP)
 quick: $(STAMP)
 	$(BIN)/python -m pytest --quick --numprocesses $(WORKERS) --dist worksteal $(T)
 
-check: $(STAMP)
+check: lint-cpp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy --strict -p penstock
@@ -77,9 +77,8 @@ check: $(STAMP)
 lint-lua: $(STAMP)
 	$(BIN)/python ops/lint_lua.py
 
-# Shows what clang-format would change; the sources are not formatted by it yet.
 lint-cpp: $(STAMP)
-	@$(BIN)/clang-format --dry-run $(wildcard kernels/cpu/src/*.cpp kernels/cpu/src/*/*.cpp kernels/cpu/src/*/*.h)
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 
 fields: $(STAMP)
 	$(BIN)/python -m penstock.gateway.api_docs.fields docs/FIELDS.md
