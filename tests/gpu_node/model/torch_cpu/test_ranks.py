@@ -120,6 +120,33 @@ def test_all_ranks_have_the_blocks_of_one_and_a_part_of_their_bytes(tiny_model: 
     assert [cache.nbytes for cache in caches] == [one._caches[0].k.nbytes / 2] * 2
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("name", ["llama", "qwen3 moe"])
+def test_ranks_know_the_bytes_of_their_matrices(
+    name: str, sizes: tuple[int, int], family_folder: Callable[[str], Path]
+) -> None:
+    runner = _runner(family_folder(name), sizes[0], pipeline_parallel_size=sizes[1])
+    for rank in getattr(runner, "_ranks", [runner]):
+        weights, part = rank._decoder._weights, rank._part
+        matrices = [weights.head] if part.is_last else []
+        for layer in weights.layers:
+            matrices += [
+                layer.qkv,
+                layer.out,
+                *(one for pair in map(layer.expert, range(_num_experts(part))) for one in pair),
+            ]
+            matrices += [] if layer.router is None else [layer.router]
+        parts = [one for matrix in matrices for one in getattr(matrix, "parts", (matrix,))]
+        table = 0 if not part.is_first or (part.is_last and part.whole.tied_head) else len(part.vocab)
+        own = sum(one._weight.nbytes for one in parts) + 4 * table * part.whole.hidden_size
+        assert rank.held.weights == own
+        assert rank.held.kv_blocks == sum(cache.k.nbytes + cache.v.nbytes for cache in rank._caches)
+
+
+def _num_experts(part: Any) -> int:
+    return 1 if part.spec.experts is None else int(part.spec.experts.count)
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
