@@ -12,7 +12,7 @@
 #   make backlog     long backlogs: accepted, and each job ends once (half an hour); BACKLOG="kills --requests 2000"
 #   make batches     a batch of 50,000 rows, everything that runs it is killed; BATCHES="--storage s3 --rows 5000"
 #   make webhooks    10,000 ends of jobs are told to failing receivers, while gateways are killed; WEBHOOKS="--jobs 1000"
-#   make ranks       kill and stop ranks of two nodes 70 times under load (minutes); RANKS="--kills 10" chooses
+#   make ranks       kill and stop ranks of two nodes 70 times under load, in four shapes (an hour); RANKS="--kills 10" chooses
 #   make drills      restore a backup, and replace nodes and gateways under load; DRILLS=restore chooses
 #   make upgrades    a rolling upgrade to a changed release and back, under load (minutes); UPGRADES="fields --streams 50"
 #   make site        the documentation as a site in build/site/html, which needs no server
