@@ -6,8 +6,7 @@ python -m bench_gpu.ranks --engine  on two GPUs: an engine whose second rank is 
 python -m bench_gpu.ranks --dry     on the CPU by Triton's interpreter; with --two and --engine by gloo
 
 Results go to build/bench-gpu/ranks-one.json, ranks-two.json and ranks-engine.json, or to the folder of --out. A run
-that
-ends early keeps what it has. --engine needs what a node needs (`pip install 'penstock[gpu]'`), the others torch,
+that ends early keeps what it has. --engine needs what a node needs (`pip install 'penstock[gpu]'`), the others torch,
 triton and numpy alone.
 """
 

@@ -1,6 +1,6 @@
 """Engines of several ranks against one of one rank: families, formats, features and shapes as a seed draws them.
 
-Every run tests each family, each format and each feature with ranks (`docs/RANKS.md` says where). Here they meet.
+Other tests have each family, each format and each feature with ranks (the table in docs/RANKS.md). Here they meet.
 """
 
 from __future__ import annotations
