@@ -251,7 +251,7 @@ class RankPart:
         first = min(self.rank * self.vocab_width, self.whole.vocab_size)
         return range(first, min(first + self.vocab_width, self.whole.vocab_size))
 
-    @property
+    @cached_property
     def num_weights(self) -> int:
         """The numbers in its matrices, embedding and head included. If these are one matrix, it counts once."""
         spec, tables = self.spec, 0
