@@ -351,6 +351,8 @@ async def run(runner: Runner, campaign: Campaign) -> None:
     random.seed(campaign.seed)
     rng, model = random.Random(campaign.seed), make_tiny_model(campaign.folder / "tiny")
     answers = await asyncio.to_thread(_expected, model, runner)
+    own = set(_commands_with(model))
+    """Of the engine of this process, such as that of its chat template."""
     redis = RedisProcess(campaign.folder / "redis")
     redis.start()
     logs = [campaign.folder / f"n{number}.log" for number in range(NUM_NODES)]
@@ -384,7 +386,7 @@ async def run(runner: Runner, campaign: Campaign) -> None:
         applied.ports |= last.ports()
         await asyncio.to_thread(last.stop)
         _check_ties(model, [tuple(answer.prompt_token_ids) for answer in answers], readers.departed)
-        _check_that_nothing_is_left(model, applied.ports)
+        _check_that_nothing_is_left(model, own, applied.ports)
         async with connect(redis.url) as connection:
             assert await audit(AdminBroker(connection), POOL) == []
     finally:
@@ -399,12 +401,18 @@ async def run(runner: Runner, campaign: Campaign) -> None:
     record("Ranks", runner.row, facts | {"longest gap s": max(readers.gaps_s)} | applied.facts())
 
 
-def _check_that_nothing_is_left(model: Path, ports: set[int]) -> None:
-    """Assert that no process names the model, such as a rank or its guard, and that no port is in use."""
-    left = [one.pid for one in psutil.process_iter() if str(model) in " ".join(_command_of(one))]
+def _check_that_nothing_is_left(model: Path, own: set[int], ports: set[int]) -> None:
+    """Assert that no other process names the model, such as a rank or its guard, and that no port is in use."""
+    left = {pid: command for pid, command in _commands_with(model).items() if pid not in own}
     assert not left, f"processes are left: {left}"
     listening = {one.laddr.port for one in psutil.net_connections() if one.status == psutil.CONN_LISTEN}
     assert not ports & listening, f"ports are left: {ports & listening}"
+
+
+def _commands_with(model: Path) -> dict[int, str]:
+    """Return the commands that name a model, by process."""
+    commands = {one.pid: " ".join(_command_of(one)) for one in psutil.process_iter()}
+    return {pid: command for pid, command in commands.items() if str(model) in command}
 
 
 def _command_of(process: psutil.Process) -> list[str]:
