@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,7 +170,7 @@ class NativeRanks:
     def stats(self) -> RankStats:
         """What the ranks have spent at meetings."""
         stats = self._group.stats
-        return stats if stats.lost else replace(stats, **self._group.bytes_with(self._held))
+        return stats if stats.lost else self._group.with_bytes(stats, self._held)
 
     def close(self) -> None:
         """End the ranks."""

@@ -9,7 +9,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.contract.adapters import AdapterRef
@@ -265,12 +265,17 @@ class RankGroup(Generic[Words]):
                 stepped_s=clock.ran_s,
             )
 
-    def bytes_with(self, own: RankBytes) -> dict[str, tuple[int, ...]]:
-        """Return what each rank holds, as `RankStats` has it; own: what rank 0 holds."""
+    def with_bytes(self, stats: RankStats, own: RankBytes) -> RankStats:
+        """Add what each rank holds, as far as all have told it; own: what rank 0 holds."""
         with self._changed:
             others = [RankBytes(member.weight_bytes, member.kv_bytes) for member in self._started.values()]
-        kinds = zip(("weight_bytes", "kv_bytes"), zip(own, *others, strict=True), strict=True)
-        return {kind: sizes if all(sizes) and len(sizes) == self.size else () for kind, sizes in kinds}
+        weights, kv_blocks = zip(own, *others, strict=True)
+        is_known = 1 + len(others) == self.size
+        return replace(
+            stats,
+            weight_bytes=weights if is_known and all(weights) else (),
+            kv_bytes=kv_blocks if is_known and all(kv_blocks) else (),
+        )
 
     @property
     def is_lost(self) -> bool:

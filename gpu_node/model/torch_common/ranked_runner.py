@@ -246,7 +246,7 @@ class RankedRunner:
             return replace(stats, lost=self._why_loading)
         if part is None or stats.lost:
             return stats
-        stats = replace(stats, **self._group.bytes_with(part.held))
+        stats = self._group.with_bytes(stats, part.held)
         if part.all_sample:
             return replace(stats, waited_s=(), exchanged_s=(), num_meetings=0)
         each = stats.num_ranks // stats.num_stages
