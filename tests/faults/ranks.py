@@ -417,7 +417,7 @@ def _commands_with(model: Path) -> dict[int, str]:
 
 def _command_of(process: psutil.Process) -> list[str]:
     try:
-        return process.cmdline()
+        return list(process.cmdline())
     except psutil.Error:
         return []
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.ties import num_departures
@@ -68,7 +69,7 @@ class Host:
 
     def add_network(self) -> None:
         """Add an interface to a network without other hosts."""
-        ip("-n", self._name, "link", "add", "eth1", "type", "dummy")
+        ip("-n", self._name, "link", "add", "eth1", "type", "veth", "peer", "name", "eth2")
         self.use(OTHER_NETWORK, "eth1")
 
     def set_link(self, state: str, interface: str = "eth0") -> None:
@@ -163,7 +164,7 @@ async def test_a_cut_link_costs_streams_no_token_and_ranks_listen_at_the_named_a
             found: dict[str, list[int]] = {prompt: [] for prompt in PROMPTS}
 
             async def read(prompt: str) -> None:
-                wanted = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+                wanted: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
                 job = await client.submit(prompt, model=POOL, **wanted)
                 async for chunk in job.chunks():
                     found[prompt] += chunk.token_ids

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, Generation
+from penstock.gpu_node.engine.offline import Prompt
 
 pytestmark = pytest.mark.slow
 
@@ -59,15 +60,13 @@ class Drawn:
             **PREEMPTIONS[rng.choice(list(PREEMPTIONS))],
         }
         shared = rng.choices(range(3, 300), k=20)
-        self.prompts = [
+        self.prompts: list[Prompt] = [
             (shared if rng.random() < 0.5 else []) + rng.choices(range(3, 12), k=rng.randrange(1, 30)) for _ in range(6)
         ]
-        self.params = [
-            SamplingParams(
-                **{"max_tokens": rng.randrange(4, 20), "ignore_eos": True, "seed": i} | kinds[rng.choice(list(kinds))]
-            )
-            for i in range(6)
+        usual: list[dict[str, Any]] = [
+            {"max_tokens": rng.randrange(4, 20), "ignore_eos": True, "seed": seed} for seed in range(6)
         ]
+        self.params = [SamplingParams(**one | kinds[rng.choice(list(kinds))]) for one in usual]
         self.adapters: list[str | None] = [None] * 6
         if self.family in WITH_ADAPTERS and rng.random() < 0.7:
             self.adapters = [rng.choice((None, "a", "b")) for _ in range(6)]
