@@ -86,7 +86,7 @@ OTHER_KINDS = ("q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "
 )
 def test_gguf_files_are_cut_inside_of_blocks_too(family: str, architecture: str, kind: str, tmp_path: Path) -> None:
     """48 of 96 columns end in the middle of a block of 32, 128 of 256 in that of a larger one."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256} if kind.endswith(("_k", "_xs")) else {}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256} if kind.endswith(("_k", "_xs")) else {}
     folder = make_family_model(tmp_path / "model", family, **sizes)
     write_gguf(folder, folder / "model.gguf", architecture, kind)
     got, want = (_logits(_runner(folder / "model.gguf", size)) for size in (2, 1))
