@@ -40,6 +40,8 @@ from penstock.queue.broker.connection import connect
 POOL, LEASE_S, STALL_S = "ranks", 3.0, 1.0
 NUM_NODES, NUM_READERS, NUM_JOBS = 2, 8, 24
 MAX_TOKENS = 150
+GUARD_S = 15.0
+"""After a node has ended; a second on a machine whose cores are free."""
 PATIENCE_S = 200.0
 """Longer than a node waits for a rank that is stopped while it starts."""
 RANKS = {f"penstock.gpu_node.model.loading.{name}" for name in ("rank_process", "torch_rank_process")}
@@ -216,13 +218,23 @@ async def _until_gone(processes: list[psutil.Process], within_s: float) -> float
 
 async def _check_that_nothing_is_gained(node: RankedNode, readers: Readers) -> None:
     """Kill a rank of the only node. Assert that rank 0 has no more descriptors and ports with the next ranks."""
-    await readers.read(0)
+    await _read_from(node, readers)
     before = await _settled(node)
     await kill_another_rank(node)
-    await readers.read(0)
+    await _read_from(node, readers)
     after = await _settled(node)
     assert after[0] <= before[0], f"{after[0] - before[0]} descriptors more"
     assert after[1] <= before[1], f"{after[1] - before[1]} ports more"
+
+
+async def _read_from(node: RankedNode, readers: Readers) -> None:
+    """Read a job from the only node, which a fault during its start may have ended."""
+    job = asyncio.create_task(readers.read(0))
+    async with asyncio.timeout(PATIENCE_S):
+        while not (await asyncio.wait([job], timeout=0.2))[0]:
+            if node.has_ended:
+                node.start()
+    await job
 
 
 async def _settled(node: RankedNode) -> tuple[int, int]:
@@ -403,8 +415,11 @@ async def run(runner: Runner, campaign: Campaign) -> None:
 
 def _check_that_nothing_is_left(model: Path, own: set[int], ports: set[int]) -> None:
     """Assert that no other process names the model, such as a rank or its guard, and that no port is in use."""
-    left = {pid: command for pid, command in _commands_with(model).items() if pid not in own}
-    assert not left, f"processes are left: {left}"
+    ends_s = time.monotonic() + GUARD_S
+    # A guard looks every second whether its owner has ended.
+    while left := {pid: command for pid, command in _commands_with(model).items() if pid not in own}:
+        assert time.monotonic() < ends_s, f"processes are left: {left}"
+        time.sleep(0.1)
     listening = {one.laddr.port for one in psutil.net_connections() if one.status == psutil.CONN_LISTEN}
     assert not ports & listening, f"ports are left: {ports & listening}"
 
