@@ -10,8 +10,8 @@
 #pragma once
 #include <bit>
 
-#include "threads/memory.h"
 #include "simd/simd.h"
+#include "threads/memory.h"
 
 namespace penstock {
 
@@ -29,9 +29,7 @@ struct KvShape {
   int pages_per_block() const { return block_size / kPage; }
   // Bytes of a cell's keys; its values take as many.
   size_t half_bytes() const { return (size_t)kPage * head_dim * (format == KvFormat::kInt8 ? 1 : 2); }
-  size_t cell_bytes() const {
-    return 2 * half_bytes() + (format == KvFormat::kInt8 ? 2 * kPage * sizeof(float) : 0);
-  }
+  size_t cell_bytes() const { return 2 * half_bytes() + (format == KvFormat::kInt8 ? 2 * kPage * sizeof(float) : 0); }
   size_t layer_bytes() const { return pages_per_block() * num_heads * cell_bytes(); }
   size_t block_bytes() const { return num_layers * layer_bytes(); }
 };
