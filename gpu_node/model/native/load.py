@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
 from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
@@ -28,6 +29,7 @@ from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.gpu_node.model.native.weight_loader import WeightLoader
 from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.protocol import RankBytes
 from penstock.gpu_node.model.ranks.group import RankGroup
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path
@@ -105,7 +107,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         group = RankGroup(
             place.size, lambda memory: memory.exchange(library, *place), start, stall_s=options.rank_stall_s
         )
-        ranks = NativeRanks(model, group, shared, facts_of(library, native_spec), own_bytes)
+        held = _held_by(described, options, place, sizes.num_blocks, own_bytes)
+        ranks = NativeRanks(model, group, shared, facts_of(library, native_spec), held)
     runner = NativeRunner(
         model,
         adapters,
@@ -145,8 +148,17 @@ def load_rank(
     packed.give_to(model)
     adapters = NativeAdapters(model, described, rotated=bool(spec.hadamard_rotation))
     named = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
-    rank_bytes = packed.rank_bytes(model.rank_panels)
-    return NativeRank(model, adapters, named, rank_bytes), facts_of(library, spec), library
+    held = _held_by(described, options, place, num_blocks, packed.rank_bytes(model.rank_panels))
+    return NativeRank(model, adapters, named, held), facts_of(library, spec), library
+
+
+def _held_by(
+    described: Description, options: RunnerOptions, place: RankPlace, num_blocks: int, weight_bytes: int
+) -> RankBytes:
+    spec = described.spec
+    num_heads = spec.num_layers * len(kv_head_spans(spec, place.size)[place.rank])
+    token_bytes = num_heads * kv_head_bytes(spec, options.kv_cache_dtype)
+    return RankBytes(weight_bytes, token_bytes * options.block_size * num_blocks)
 
 
 def _new_model(

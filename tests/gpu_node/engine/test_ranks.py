@@ -107,6 +107,8 @@ def test_requests_of_each_kind_have_the_choices_of_one_rank(
         assert [choice.token_ids for choice in mine] == [choice.token_ids for choice in theirs]
         values = [[entry.logprob or 0.0 for choice in some for entry in choice.logprobs] for some in (mine, theirs)]
         np.testing.assert_allclose(values[0], values[1], atol=1e-4)
+    if not params.get("use_beam_search"):
+        assert engines[shape].stats().drafted_tokens > 0, "the first prompt repeats itself"
 
 
 @pytest.mark.parametrize("shape", SHAPES)

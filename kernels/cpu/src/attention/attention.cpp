@@ -159,7 +159,7 @@ class Span {
     for (int r = 0; r < R; ++r)
       for (int j = 0; j < dim_ / kLanes; ++j) sums[r][j] = own_.first_value(acc_[r][j] * broadcast(fade_[r]));
     for (int i = 0; i < chunk.count; ++i) {
-      const uint8_t *values = kv_.values(chunk.cells[i]);
+      const uint8_t* values = kv_.values(chunk.cells[i]);
       for (int t = 0; t < kPage; t += Own::kPerPart, values += dim_ / kLanes * kPartBytes) {
         Part weights[R];
         for (int r = 0; r < R; ++r) weights[r] = Own::factor(own_.p[r] + i * kPage + t);

@@ -2,8 +2,8 @@
 #pragma once
 #include <algorithm>
 
-#include "gemm/activations.h"
 #include "attention/attention.h"
+#include "gemm/activations.h"
 
 namespace penstock {
 
@@ -82,7 +82,9 @@ struct Bf16Cache {
 
   static Bytes part(const uint8_t* at) { return load_bytes(at); }
   template <class T>
-  static Bytes factor(const T* at) { return broadcast_word_at(at); }
+  static Bytes factor(const T* at) {
+    return broadcast_word_at(at);
+  }
   static Sums dot_keys(Sums sums, Bytes keys, Bytes query) { return dot_bf16(sums, keys, query); }
   static Sums dot_values(Sums sums, Bytes values, Bytes weights) { return dot_bf16(sums, values, weights); }
   Sums first_score(int, int) const { return zeros(); }
@@ -154,7 +156,9 @@ struct Int8Cache {
 
   static Bytes part(const uint8_t* at) { return load_bytes(at); }
   template <class T>
-  static Bytes factor(const T* at) { return broadcast_word_at(at); }
+  static Bytes factor(const T* at) {
+    return broadcast_word_at(at);
+  }
   static Sums dot_keys(Sums sums, Bytes keys, Bytes query) { return dot_u8s8(sums, keys, query); }
   static Sums dot_values(Sums sums, Bytes values, Bytes weights) { return dot_u8s8(sums, weights, values); }
   Sums first_score(int r, int group) const { return broadcast_int(-128 * q_sum[group][r]); }

@@ -10,8 +10,8 @@
 #pragma once
 #include <bit>
 
-#include "threads/memory.h"
 #include "simd/simd.h"
+#include "threads/memory.h"
 
 namespace penstock {
 

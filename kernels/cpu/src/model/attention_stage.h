@@ -3,10 +3,10 @@
 #include "attention/attention.h"
 #include "gemm/hadamard.h"
 #include "model/attention_plan.h"
-#include "weights/decoder_weights.h"
 #include "model/layer_products.h"
 #include "model/step.h"
 #include "model/step_buffers.h"
+#include "weights/decoder_weights.h"
 
 namespace penstock {
 
@@ -42,7 +42,9 @@ class AttentionStage {
   };
   // The key/value heads of this rank. They are counted from 0, as in its cache.
   int num_heads() const { return share_.kv_heads().count(); }
-  int query_of(int head, int row) const { return (share_.kv_heads().begin + head) * spec_.group() + row % spec_.group(); }
+  int query_of(int head, int row) const {
+    return (share_.kv_heads().begin + head) * spec_.group() + row % spec_.group();
+  }
   int num_items() const { return (int)plan_.tiles.size() * num_heads(); }
   Item item(int i) const { return item_of(i, (int)plan_.tiles.size()); }
   Item item_of(int i, int count) const {
