@@ -162,9 +162,7 @@ struct Int8Cache {
   static Sums dot_keys(Sums sums, Bytes keys, Bytes query) { return dot_u8s8(sums, keys, query); }
   static Sums dot_values(Sums sums, Bytes values, Bytes weights) { return dot_u8s8(sums, weights, values); }
   Sums first_score(int r, int group) const { return broadcast_int(-128 * q_sum[group][r]); }
-  Floats scales_of(const KvCache& cache, uint8_t* cell, int group) const {
-    return load(cache.key_scales(cell, group));
-  }
+  Floats scales_of(const KvCache& cache, uint8_t* cell, int group) const { return load(cache.key_scales(cell, group)); }
   Floats score(Sums sums, int r, int group, Floats scales, Floats others) const {
     return fma(to_floats(sums) * scales, broadcast(q_scale[group][r]), others);
   }
