@@ -4,7 +4,7 @@
 #   make test        the test suite (a few minutes on two cores); T=tests/contract chooses
 #   make quick       its tests that need neither processes nor Redis nor torch (under a minute)
 #   make check       format, lint, types, language, types of users' scripts
-#   make lint-lua    luacheck on the scripts (Debian's lua-check); make lint-cpp: where clang-format would change the kernels
+#   make lint-lua    luacheck on the scripts (Debian's lua-check); make lint-cpp: clang-format on C++ (also in make check)
 #   make language    what breaks the language rules, file by file; LANGUAGE="gpu_node --rule long", --counts, --lower
 #   make check-full  all of it, slow tests included; installs Jupyter and pyright for them
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
@@ -12,7 +12,7 @@
 #   make backlog     long backlogs: accepted, and each job ends once (half an hour); BACKLOG="kills --requests 2000"
 #   make batches     a batch of 50,000 rows, everything that runs it is killed; BATCHES="--storage s3 --rows 5000"
 #   make webhooks    10,000 ends of jobs are told to failing receivers, while gateways are killed; WEBHOOKS="--jobs 1000"
-#   make ranks       kill and stop ranks of two nodes 70 times under load (minutes); RANKS="--kills 10" chooses
+#   make ranks       kill and stop ranks of two nodes 70 times under load, in four shapes (an hour); RANKS="--kills 10" chooses
 #   make drills      restore a backup, and replace nodes and gateways under load; DRILLS=restore chooses
 #   make upgrades    a rolling upgrade to a changed release and back, under load (minutes); UPGRADES="fields --streams 50"
 #   make site        the documentation as a site in build/site/html, which needs no server
@@ -69,7 +69,7 @@ test: $(STAMP)
 quick: $(STAMP)
 	$(BIN)/python -m pytest --quick --numprocesses $(WORKERS) --dist worksteal $(T)
 
-check: $(STAMP)
+check: lint-cpp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy --strict -p penstock
@@ -79,9 +79,8 @@ check: $(STAMP)
 lint-lua: $(STAMP)
 	$(BIN)/python ops/lint_lua.py
 
-# Shows what clang-format would change; the sources are not formatted by it yet.
 lint-cpp: $(STAMP)
-	@$(BIN)/clang-format --dry-run $(wildcard kernels/cpu/src/*.cpp kernels/cpu/src/*/*.cpp kernels/cpu/src/*/*.h)
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 
 fields: $(STAMP)
 	$(BIN)/python -m penstock.gateway.api_docs.fields docs/FIELDS.md

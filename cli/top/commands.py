@@ -103,6 +103,7 @@ def _pool(pool: PoolFrame, sort: SortKey, is_wide: bool, lines: int | None) -> l
     if num_hidden:
         parts.append(Text(f"  {_counted(num_hidden, 'more node')}", "dim"))
     parts += [Text(f"  {node.node_id}: {node.reason}", _STYLES[node.state]) for node in nodes if node.reason]
+    parts += [Text(f"  {node.node_id}: {text}", "dim") for node in nodes if (text := _ranks(node))]
     below = Table.grid(padding=(0, 3))
     below.add_row(_class_table(pool), *([_tenant_table(pool)] if pool.tenants else []))
     parts.append(below)
@@ -178,6 +179,18 @@ def _cells(node: NodeRow, bar_cells: int, is_wide: bool) -> list[RenderableType]
         hits = "–" if node.prefix_hit_rate is None else f"{node.prefix_hit_rate:.0%}"
         found += [f"{_short(node.step_ms_p99)}ms", hits, str(node.num_preemptions), blocks, memory]
     return found
+
+
+def _ranks(node: NodeRow) -> str:
+    """Return what a node's ranks spent in the last minute, and what they hold; empty for a node without ranks."""
+    facts = []
+    if node.stage_idle:
+        facts.append(f"stages idle {', '.join(f'{share:.0%}' for share in node.stage_idle)}")
+    if node.rank_exchange_ms is not None and node.rank_wait_ms is not None:
+        facts.append(f"a step: exchange {_short(node.rank_exchange_ms)}ms, wait {_short(node.rank_wait_ms)}ms")
+    held = {"weights": node.rank_weight_bytes, "KV": node.rank_kv_bytes}
+    sizes = [f"{name} {'+'.join(f'{size / 2**20:,.0f}' for size in each)}M" for name, each in held.items() if each]
+    return " · ".join([*facts, *sizes])
 
 
 def _gpu_cells(node: NodeRow) -> list[str]:

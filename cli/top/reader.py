@@ -62,6 +62,12 @@ class NodeRow:
     """Processes that compute its model together."""
     num_rank_losses: int = 0
     """Times that one of them was lost, and all were started again."""
+    stage_idle: tuple[float, ...] = ()
+    """This and the next four are as in `NodePressure`."""
+    rank_exchange_ms: float | None = None
+    rank_wait_ms: float | None = None
+    rank_weight_bytes: tuple[int, ...] = ()
+    rank_kv_bytes: tuple[int, ...] = ()
     prefix_hit_rate: float | None = None
     """Share of the prompt tokens of the last minute that the prefix cache had; None if no prompt began."""
     gpu_utilization: float | None = None
@@ -261,6 +267,11 @@ class TopReader:
             arithmetic=pressure.arithmetic,
             num_ranks=pressure.num_ranks,
             num_rank_losses=pressure.num_rank_losses,
+            stage_idle=pressure.stage_idle,
+            rank_exchange_ms=pressure.rank_exchange_ms,
+            rank_wait_ms=pressure.rank_wait_ms,
+            rank_weight_bytes=pressure.rank_weight_bytes,
+            rank_kv_bytes=pressure.rank_kv_bytes,
             prefix_hit_rate=pressure.prefix_hit_rate,
             gpu_utilization=pressure.gpu_utilization,
             gpu_memory_used_bytes=pressure.gpu_memory_used_bytes,

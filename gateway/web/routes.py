@@ -47,7 +47,8 @@ _OF_NODE = (
     *("swap_blocks_total", "swap_blocks_free", "swap_blocks_cached"),
     *("prefill_tokens", "decode_tokens", "num_preemptions", "num_swaps", "step_ms_p50", "step_ms_p99"),
     *("prefix_lookup_tokens", "prefix_hit_tokens", "prefix_hit_rate"),
-    *("num_ranks", "num_rank_losses", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"),
+    *("num_ranks", "num_rank_losses", "stage_idle", "rank_exchange_ms", "rank_wait_ms"),
+    *("rank_weight_bytes", "rank_kv_bytes", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"),
 )
 """The fields of a pressure record that the dashboard shows."""
 _SUMMED = (

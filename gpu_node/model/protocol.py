@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -302,6 +302,15 @@ class ModelRunner(StepRunner, Protocol):
         """
 
 
+class RankBytes(NamedTuple):
+    """Memory of what a rank holds."""
+
+    weights: int
+    """Of its part of the matrices; 0 if the runner does not know it."""
+    kv_blocks: int
+    """Of its part of all KV blocks, on device and host."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankStats:
     """The ranks that compute a model together. Times are seconds, by rank, since the ranks were started last."""
@@ -310,17 +319,48 @@ class RankStats:
     num_starts: int = 0
     """How often the ranks beside rank 0 were started: again each time after one was lost."""
     waited_s: tuple[float, ...] = ()
-    """For the slowest rank."""
+    """For the slowest rank of the stage, and for other stages. Unknown on GPUs, like `exchanged_s`."""
     exchanged_s: tuple[float, ...] = ()
-    """From the arrival of the slowest rank until this one went on."""
+    """From the arrival of the slowest rank of the stage until this one went on."""
     num_meetings: int = 0
     """At which all ranks have waited for each other."""
     weight_bytes: tuple[int, ...] = ()
-    """By rank: its part of the weights. Only the native runner's ranks say that."""
+    """By rank, as in `RankBytes`; empty until all are known. Likewise `kv_bytes`."""
     num_stages: int = 1
     """Of a pipeline. Each has the same number of ranks, and consecutive ones."""
     lost: str = ""
     """Why no step can run until the ranks are started again; empty while all of them live."""
+    kv_bytes: tuple[int, ...] = ()
+    num_steps: int = 0
+    """That have ended."""
+    stepped_s: float = 0.0
+    """In which steps ran."""
+
+    @property
+    def stage_idle(self) -> tuple[float, ...]:
+        """By stage: the share of the time of steps in which its ranks waited, on average. Empty if it is not known."""
+        if not self.waited_s or self.stepped_s <= 0:
+            return ()
+        each = self.num_ranks // self.num_stages
+        stages = (self.waited_s[first : first + each] for first in range(0, self.num_ranks, each))
+        return tuple(sum(waited_s) / (each * self.stepped_s) for waited_s in stages)
+
+    def since(self, before: RankStats) -> RankStats | None:
+        """Return what the ranks have spent since `before`; None if they were started again, and counted anew."""
+        if self.lost or before.lost or self.num_starts != before.num_starts:
+            return None
+        waited_s, exchanged_s = (
+            tuple(after - earlier for earlier, after in zip(*pair, strict=True))
+            for pair in ((before.waited_s, self.waited_s), (before.exchanged_s, self.exchanged_s))
+        )
+        return replace(
+            self,
+            waited_s=waited_s,
+            exchanged_s=exchanged_s,
+            num_meetings=self.num_meetings - before.num_meetings,
+            num_steps=self.num_steps - before.num_steps,
+            stepped_s=self.stepped_s - before.stepped_s,
+        )
 
 
 NO_RANKS = RankStats()

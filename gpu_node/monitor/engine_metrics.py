@@ -135,20 +135,30 @@ def _ranks(stats: EngineStats) -> Iterator[Metric]:
     yield counter("penstock_engine_rank_losses", text, stats.num_rank_losses)
     text = "Times that all ranks have waited for each other, since they were started last."
     yield gauge("penstock_engine_rank_meetings", text, stats.ranks.num_meetings)
+    text = "Steps of the ranks, since they were started last."
+    yield gauge("penstock_engine_rank_steps", text, stats.ranks.num_steps)
+    text = "Seconds in which steps of the ranks ran, since they were started last."
+    yield gauge("penstock_engine_rank_step_seconds", text, stats.ranks.stepped_s)
     text = "Seconds that a rank has waited for the slowest one, since the ranks were started last."
     waited = GaugeMetricFamily("penstock_engine_rank_waited_seconds", text, labels=("rank", "stage"))
     text = "Seconds from the arrival of the slowest rank until a rank went on, since the ranks were started last."
     exchanged = GaugeMetricFamily("penstock_engine_rank_exchanged_seconds", text, labels=("rank", "stage"))
-    if stats.ranks.weight_bytes:
-        text = "Bytes of the weights that a rank computes with."
-        sizes = GaugeMetricFamily("penstock_engine_rank_weight_bytes", text, labels=("rank",))
-        for rank, size in enumerate(stats.ranks.weight_bytes):
-            sizes.add_metric((str(rank),), size)
-        yield sizes
-    for family, seconds in ((waited, stats.ranks.waited_s), (exchanged, stats.ranks.exchanged_s)):
-        for rank, number in enumerate(seconds):
-            family.add_metric((str(rank), str(rank * stats.ranks.num_stages // stats.num_ranks)), number)
-        yield family
+    text = "Bytes of the weights that a rank computes with."
+    weights = GaugeMetricFamily("penstock_engine_rank_weight_bytes", text, labels=("rank", "stage"))
+    text = "Bytes of a rank's part of the KV blocks, on device and host."
+    kv_blocks = GaugeMetricFamily("penstock_engine_rank_kv_bytes", text, labels=("rank", "stage"))
+    ranks = stats.ranks
+    by_rank: tuple[tuple[GaugeMetricFamily, tuple[float, ...]], ...] = (
+        (waited, ranks.waited_s),
+        (exchanged, ranks.exchanged_s),
+        (weights, ranks.weight_bytes),
+        (kv_blocks, ranks.kv_bytes),
+    )
+    for family, numbers in by_rank:
+        for rank, number in enumerate(numbers):
+            family.add_metric((str(rank), str(rank * ranks.num_stages // ranks.num_ranks)), number)
+        if numbers:
+            yield family
 
 
 def kv_usage(stats: EngineStats) -> float:

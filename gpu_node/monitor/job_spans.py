@@ -190,13 +190,24 @@ def _spent_by_ranks(before: RankStats | None, now: RankStats) -> dict[str, Any]:
     if before is None or now.num_ranks == 1:
         return {}
     facts: dict[str, Any] = {"penstock.ranks": now.num_ranks, "penstock.stages": now.num_stages}
-    if now.num_starts != before.num_starts or not (before.waited_s and now.waited_s):
+    spent = now.since(before)
+    if spent is None:
         # The counts began anew with the ranks.
         return facts | {"penstock.ranks.losses": now.num_starts - before.num_starts}
-    times = {"waited_s": (before.waited_s, now.waited_s), "exchanged_s": (before.exchanged_s, now.exchanged_s)}
-    for name, (first, last) in times.items():
-        facts[f"penstock.ranks.{name}"] = tuple(round(b - a, 6) for a, b in zip(first, last, strict=True))
-    return facts | {"penstock.ranks.meetings": now.num_meetings - before.num_meetings}
+    facts |= {"penstock.ranks.meetings": spent.num_meetings, "penstock.ranks.steps": spent.num_steps}
+    by_rank_or_stage: dict[str, tuple[float, ...]] = {
+        "waited_s": spent.waited_s,
+        "exchanged_s": spent.exchanged_s,
+        "stage_idle": spent.stage_idle,
+        "weight_bytes": spent.weight_bytes,
+        "kv_bytes": spent.kv_bytes,
+    }
+    facts |= {
+        f"penstock.ranks.{name}": tuple(round(number, 6) for number in numbers)
+        for name, numbers in by_rank_or_stage.items()
+        if numbers
+    }
+    return facts
 
 
 def _operation_of(request: Request) -> str:

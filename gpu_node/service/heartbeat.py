@@ -9,9 +9,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
+from typing import Any
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.pool import EngineLoad, NodePressure
+from penstock.gpu_node.engine import RankStats
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.gpus import GpuDriver, GpuLoad
 from penstock.gpu_node.jobs.ledger import Ledger
@@ -137,6 +139,30 @@ class RecentGains:
         return tuple(new - old for new, old in zip_longest(counters, before, fillvalue=0.0))
 
 
+class RecentRanks:
+    """What the ranks spent in the last `RecentGains.WINDOW_S` seconds, or since they were started again."""
+
+    def __init__(self) -> None:
+        self._samples = deque[tuple[float, RankStats]]()
+
+    def update(self, ranks: RankStats, now_s: float) -> dict[str, Any]:
+        """Add new values. Return what a pressure record says of ranks; nothing of a single one."""
+        if ranks.num_ranks == 1:
+            return {}
+        if self._samples and ranks.since(self._samples[-1][1]) is None:
+            self._samples.clear()
+        self._samples.append((now_s, ranks))
+        while len(self._samples) > 1 and now_s - self._samples[1][0] >= RecentGains.WINDOW_S:
+            self._samples.popleft()
+        held = {"rank_weight_bytes": ranks.weight_bytes, "rank_kv_bytes": ranks.kv_bytes}
+        spent = ranks.since(self._samples[0][1])
+        if spent is None or not spent.num_steps or not spent.waited_s:
+            return held
+        times = {"rank_exchange_ms": spent.exchanged_s, "rank_wait_ms": spent.waited_s}
+        each = {name: 1e3 * sum(spent_s) / (len(spent_s) * spent.num_steps) for name, spent_s in times.items()}
+        return {**held, **each, "stage_idle": tuple(round(share, 4) for share in spent.stage_idle)}
+
+
 class Heartbeat:
     """The sender of a node's heartbeats. It also sweeps the pool, so that every living node notices dead nodes."""
 
@@ -165,6 +191,7 @@ class Heartbeat:
         self._prefill, self._decode, self._steps = (RateEstimator(time.monotonic()) for _ in range(3))
         self._preemptions = RateEstimator(time.monotonic(), keeps=False)
         self._engine_time, self._hits = (RecentGains(time.monotonic()) for _ in range(2))
+        self._ranks = RecentRanks()
         self._is_compared = is_compared
         self._num_heartbeats = 0
         self._acknowledged_s, self._late_s = time.monotonic(), 0.0
@@ -219,6 +246,7 @@ class Heartbeat:
         return replace(
             self._base,
             **{name: getattr(stats, name) for name in _SHARED_STATS},
+            **self._ranks.update(stats.ranks, now_s),
             num_jobs=len(snapshot.job_ids),
             jobs_by_level=snapshot.jobs_by_level,
             jobs_by_tenant=snapshot.jobs_by_tenant,

@@ -4,13 +4,19 @@ python -m bench_gpu.ranks           on one GPU: a group of one rank, then two ra
 python -m bench_gpu.ranks --two     on two GPUs: a process for each. This has never run
 python -m bench_gpu.ranks --engine  on two GPUs: an engine whose second rank is killed. This has never run
 python -m bench_gpu.ranks --dry     on the CPU by Triton's interpreter; with --two and --engine by gloo
+
+Results go to build/bench-gpu/ranks-one.json, ranks-two.json and ranks-engine.json, or to the folder of --out. A run
+that ends early keeps what it has. --engine needs what a node needs (`pip install 'penstock[gpu]'`), the others torch,
+triton and numpy alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
+import platform
 import signal
 import sys
 import time
@@ -18,11 +24,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
 import numpy as np
 import torch
+import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,7 +38,7 @@ from bench_gpu.model_checks import BOUNDS, check_equal, check_graphs
 from bench_gpu.models import BLOCK_SIZE, Options, make_model, random_weights, spec_of
 from bench_gpu.plans import Ints, plan_of
 from bench_gpu.reference import reference_logits
-from bench_gpu.verdict import judge, judge_equal
+from bench_gpu.verdict import WrongResultError, judge, judge_equal
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
@@ -58,6 +66,9 @@ LOOPBACK = "127.0.0.1"
 _NUM_TOKENS = 40
 _NUM_EXCHANGES = 64
 """In the graph that is timed."""
+_TIMED_ROWS = (1, 64, 512, 2048)
+_PATIENCE_S = 300.0
+"""For two processes, and for an engine that has lost a rank."""
 
 
 def check(name: str, spec: ModelSpec, device: Device, rows: int) -> Rows:
@@ -113,10 +124,10 @@ def check_processes(rank: int, port: int, name: str, *, dry: bool) -> Rows:
         if rank == 0:
             yield judge(f"{name}: logits of two processes", got, _reference(whole, spec, device), BOUNDS[dtype])
             yield judge_equal(f"{name}: the tokens of both", both[1], both[0])
-        if device.is_gpu:
-            sum_us = _sum_us(links.world, spec, device)
+        for num_rows in _TIMED_ROWS if device.is_gpu else ():
+            sum_us = _sum_us(links.tensor, num_rows, spec, device)
             if rank == 0:
-                yield {"check": "a sum of 64 rows in a graph", "us": sum_us}
+                yield {"check": f"a sum of {num_rows} rows of {spec.hidden_size} in a graph", "us": sum_us}
         del runner
         gc.collect()
 
@@ -136,28 +147,42 @@ def check_engine(*, dry: bool) -> Rows:
 
     engine: Any = Engine(name, tensor_parallel_size=SIZE, rank_stall_s=60, **settings)
     before = tokens(engine)
+    ranks = engine.stats().ranks
+    yield {"check": f"{name}: bytes by rank", "weights": ranks.weight_bytes, "kv": ranks.kv_bytes}
     os.kill(engine._runner.rank_pids[0], signal.SIGKILL)
     begun_s = time.perf_counter()
     while engine.stats().ranks.num_starts < SIZE:
+        if time.perf_counter() - begun_s > _PATIENCE_S:
+            raise TimeoutError(f"the ranks were not started again within {_PATIENCE_S:g} s")
         if engine.has_work():
             engine.step()
+        time.sleep(0.01)
     took_s = time.perf_counter() - begun_s
-    yield {"check": f"{name}: tokens after a loss", "equal": tokens(engine) == before, "started again after s": took_s}
+    yield _same(f"{name}: tokens after a loss", tokens(engine), before) | {"started again after s": took_s}
     engine._runner.close()
-    yield {"check": f"{name}: tokens of one rank", "equal": tokens(Engine(name, **settings)) == before}
+    yield _same(f"{name}: tokens of one rank", tokens(Engine(name, **settings)), before)
+
+
+def _same(check: str, got: object, want: object) -> dict[str, Any]:
+    """Return a result. Raises WrongResultError if two are not equal."""
+    if got != want:
+        raise WrongResultError(f"{check}: {got} instead of {want}")
+    return {"check": check, "equal": True}
 
 
 @contextmanager
 def _joined(joining: Joining, device: Device, store: Any = None) -> Iterator[RankLinks]:
     """Join the other ranks, by NCCL if they have GPUs."""
+    is_lost = True  # After an error: another rank would wait for this one, and this one for it.
     try:
         yield (
             join_gpus(joining, nullcontext(), device.torch, store)
             if device.is_gpu
             else join(joining, nullcontext(), store)
         )
+        is_lost = False
     finally:
-        leave_gpus(is_lost=False)
+        leave_gpus(is_lost=is_lost)
 
 
 @contextmanager
@@ -169,9 +194,9 @@ def _group_of_one(device: Device) -> Iterator[Communicator]:
         yield links.tensor
 
 
-def _sum_us(ranks: Communicator, spec: ModelSpec, device: Device) -> float:
-    """Return the microseconds of one sum of 64 rows in a graph."""
-    x = torch.zeros(64, spec.hidden_size, dtype=torch.bfloat16, device=device.torch)
+def _sum_us(ranks: Communicator, num_rows: int, spec: ModelSpec, device: Device) -> float:
+    """Return the microseconds of one sum of rows in a graph."""
+    x = torch.zeros(num_rows, spec.hidden_size, dtype=torch.bfloat16, device=device.torch)
 
     def work() -> None:
         for _ in range(_NUM_EXCHANGES):
@@ -283,22 +308,72 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="on the CPU by Triton's interpreter, tiny")
     parser.add_argument("--two", action="store_true", help="two processes with a GPU each")
     parser.add_argument("--engine", action="store_true", help="an engine of two ranks, of which one is killed")
+    parser.add_argument("--out", type=Path, default=Path("build/bench-gpu"), help="where results go")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.dry:
         _interpret()
+    else:
+        _check_gpus(SIZE if given.two or given.engine else 1)
     name = "tiny" if given.dry else "qwen3-0.6b"
+    results = Results(given.out / f"ranks-{'two' if given.two else 'engine' if given.engine else 'one'}.json")
     if given.rank is not None:
-        _print(check_processes(given.rank, given.port, name, dry=given.dry))
+        rows = check_processes(given.rank, given.port, name, dry=given.dry)
+        results.add(rows) if given.rank == 0 else list(rows)
     elif given.two:
-        _run_two(dry=given.dry)
+        _run_two(given.out, dry=given.dry)
     elif given.engine:
         with _mended() if given.dry else nullcontext():
-            _print(check_engine(dry=given.dry))
+            results.add(_named_imports(check_engine(dry=given.dry)))
     else:
         device = Device(torch.device("cpu" if given.dry else "cuda"))
-        _print(check(name, spec_of(name), device, 2 if given.dry else 64))
+        results.add(check(name, spec_of(name), device, 2 if given.dry else 64))
+
+
+def _check_gpus(count: int) -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("torch sees no CUDA device; --dry runs this on the CPU, tiny")
+    if (found := torch.cuda.device_count()) < count:
+        raise SystemExit(f"this needs {count} GPUs, torch sees {found}")
+
+
+def _named_imports(rows: Rows) -> Rows:
+    """Name the package that an engine needs and that is not installed."""
+    try:
+        yield from rows
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"--engine needs {error.name}: pip install 'penstock[gpu]'") from error
+
+
+class Results:
+    """Prints results, and keeps a file of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+        self._found: dict[str, Any] = {"gpus": gpus, "versions": versions, "rows": []}
+
+    def add(self, rows: Rows) -> None:
+        """Take results as they come. Ends the program with exit code 1 at a wrong one; other errors are raised."""
+        try:
+            for row in rows:
+                self._found["rows"].append(row)
+                self._write()
+                print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        except WrongResultError as error:
+            self._found["wrong"] = str(error)
+            raise SystemExit(f"wrong result: {error}") from error
+        except BaseException as error:
+            self._found["failed"] = repr(error)
+            raise
+        finally:
+            self._write()
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self._found, indent=1) + "\n")
 
 
 def _interpret() -> None:
@@ -317,21 +392,25 @@ def _mended() -> AbstractContextManager[None]:
     return mended_ranks()
 
 
-def _run_two(*, dry: bool) -> None:
-    num_gpus = torch.cuda.device_count()
-    if not dry and num_gpus < SIZE:
-        raise SystemExit(f"--two needs {SIZE} GPUs, torch sees {num_gpus}")
+def _run_two(out: Path, *, dry: bool) -> None:
+    """Run both ranks. If one fails, the other one is killed: it would wait for minutes."""
     _store, port = open_store(LOOPBACK, SIZE)  # It ends with this process.
-    command = [sys.executable, "-m", "bench_gpu.ranks", *(["--dry"] * dry), "--port", str(port)]
-    ranks = [Popen([*command, "--rank", str(rank)]) for rank in range(SIZE)]
-    codes = [rank.wait() for rank in ranks]
+    command = [sys.executable, "-m", "bench_gpu.ranks", "--two", *(["--dry"] * dry), "--out", str(out)]
+    ranks = [Popen([*command, "--port", str(port), "--rank", str(rank)]) for rank in range(SIZE)]
+    ends_s = time.monotonic() + _PATIENCE_S
+    try:
+        while None in (codes := [rank.poll() for rank in ranks]):
+            if any(codes):
+                break
+            if time.monotonic() > ends_s:
+                raise SystemExit(f"the ranks did not end within {_PATIENCE_S:g} s")
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.kill()
     if any(codes):
-        raise SystemExit(f"the ranks ended with {codes}")
-
-
-def _print(rows: Rows) -> None:
-    for row in rows:
-        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        failed = [number for number, code in enumerate(codes) if code]
+        raise SystemExit(f"rank {failed[0]} ended with {codes[failed[0]]}; its error is above")
 
 
 if __name__ == "__main__":

@@ -230,13 +230,40 @@ NODES = Board(
                 graph(
                     "Stages are idle",
                     "percentunit",
-                    "Share of the time that the ranks of a stage wait, on average, while steps run.",
+                    "Share of the time of steps that the ranks of a stage wait, on average.",
                     (
                         f"avg by (instance, stage) "
-                        f"(rate(penstock_engine_rank_waited_seconds{_OF_NODE}[$__rate_interval]))",
+                        f"(rate(penstock_engine_rank_waited_seconds{_OF_NODE}[$__rate_interval]))"
+                        f" / on (instance) group_left "
+                        f"rate(penstock_engine_rank_step_seconds{_OF_NODE}[$__rate_interval])",
                         "{{instance}} stage {{stage}}",
                     ),
-                    needs="a node with --pipeline-parallel-size",
+                    needs="a node with --tensor-parallel-size or --pipeline-parallel-size",
+                ),
+                graph(
+                    "Exchanges of a step",
+                    "s",
+                    "Mean time of a step that ranks spend at exchanges, and that they wait for others.",
+                    *(
+                        (
+                            f"avg by (instance) (rate({series}{_OF_NODE}[$__rate_interval]))"
+                            f" / on (instance) rate(penstock_engine_rank_steps{_OF_NODE}[$__rate_interval])",
+                            f"{{{{instance}}}} {name}",
+                        )
+                        for name, series in (
+                            ("exchanges", "penstock_engine_rank_exchanged_seconds"),
+                            ("waits", "penstock_engine_rank_waited_seconds"),
+                        )
+                    ),
+                    needs="a node with --tensor-parallel-size or --pipeline-parallel-size",
+                ),
+                graph(
+                    "Memory of ranks",
+                    "bytes",
+                    "What each rank holds of the weights and of the KV blocks.",
+                    (f"penstock_engine_rank_weight_bytes{_OF_NODE}", "{{instance}} rank {{rank}} weights"),
+                    (f"penstock_engine_rank_kv_bytes{_OF_NODE}", "{{instance}} rank {{rank}} KV blocks"),
+                    needs="a node with --tensor-parallel-size or --pipeline-parallel-size",
                 ),
             ),
         ),

@@ -4,11 +4,11 @@
 
 #include "attention/attention.h"
 #include "gemm/gemm.h"
-#include "sampling/logprobs.h"
-#include "gemm/low_rank.h"
-#include "weights/norm.h"
-#include "sampling/sampler.h"
 #include "gemm/hadamard.h"
+#include "gemm/low_rank.h"
+#include "sampling/logprobs.h"
+#include "sampling/sampler.h"
+#include "weights/norm.h"
 
 using namespace penstock;
 
@@ -101,12 +101,13 @@ void penstock_single_multiply(const MatrixPart* parts, int num_parts, int column
       std::copy_n(x + (size_t)i * columns, columns, padded.data());
       left.set_row(i, padded.data());
     });
-    multiply(worker, left, matrix, AllPanels{matrix.num_panels()}, [&](int first, int count, int panel, const float* products) {
-      const int begin = panel * kPanel, width = std::min(kPanel, matrix.rows - begin);
-      for (int r = 0; r < count; ++r) {
-        std::copy_n(products + r * kPanel, width, out + (size_t)(first + r) * matrix.rows + begin);
-      }
-    });
+    multiply(worker, left, matrix, AllPanels{matrix.num_panels()},
+             [&](int first, int count, int panel, const float* products) {
+               const int begin = panel * kPanel, width = std::min(kPanel, matrix.rows - begin);
+               for (int r = 0; r < count; ++r) {
+                 std::copy_n(products + r * kPanel, width, out + (size_t)(first + r) * matrix.rows + begin);
+               }
+             });
   });
   team.join();
 }
@@ -164,7 +165,6 @@ void penstock_single_cache_set(KvCache* cache, int slot, int head, const float* 
 void penstock_single_cache_get(KvCache* cache, int slot, int head, float* key, float* value) {
   cache->get(0, slot, head, key, value);
 }
-
 
 // queries, out: [count, head_dim]; limits, firsts: [count]; biases: [count] rows or null. `by_span`: computes the
 // spans separately, in reverse order, and merges them; else all in one call.

@@ -238,11 +238,22 @@ class NodeView {
       `step ${duration(node.step_ms_p50)}`,
       node.prefix_hit_rate === null ? "" : `${percent(node.prefix_hit_rate)} of prompt tokens from the cache in the last minute`,
       `${count(node.num_preemptions, "preemption")}, ${number(node.num_swaps)} by swap`,
-      node.num_ranks > 1 ? `${count(node.num_ranks, "rank")}, lost ${count(node.num_rank_losses, "time")}` : "",
+      ...(node.num_ranks > 1 ? ranksOf(node) : []),
       node.gpu_utilization === null ? "" : `GPU ${percent(node.gpu_utilization)} busy`,
       node.gpu_memory_total_bytes ? `${gib(node.gpu_memory_used_bytes)} of ${gib(node.gpu_memory_total_bytes)} GiB GPU memory` : "",
     ].filter(Boolean).join(" · ");
   }
+}
+
+/** What the ranks of a node spent in the last minute, and what they hold. */
+function ranksOf(node) {
+  const held = [["weights", node.rank_weight_bytes], ["KV blocks", node.rank_kv_bytes]].filter(([, sizes]) => sizes.length);
+  return [
+    `${count(node.num_ranks, "rank")}, lost ${count(node.num_rank_losses, "time")}`,
+    node.stage_idle.length ? `stages idle ${node.stage_idle.map(percent).join(", ")}` : "",
+    node.rank_exchange_ms === null ? "" : `a step exchanges for ${duration(node.rank_exchange_ms)} and waits for ${duration(node.rank_wait_ms)}`,
+    ...held.map(([name, sizes]) => `${name} by rank: ${sizes.map((size) => number(size / 2 ** 20)).join(" + ")} MiB`),
+  ];
 }
 
 function percentilesOf(times) {

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
 from penstock.gpu_node.model.protocol import Adapter, LowRank, MatrixName
 
 CutRunner: TypeAlias = Literal["native", "torch", "gpu"]
@@ -250,6 +250,21 @@ class RankPart:
         """The rows of embedding and head."""
         first = min(self.rank * self.vocab_width, self.whole.vocab_size)
         return range(first, min(first + self.vocab_width, self.whole.vocab_size))
+
+    @cached_property
+    def num_weights(self) -> int:
+        """The numbers in its matrices, embedding and head included. If these are one matrix, it counts once."""
+        spec, tables = self.spec, 0
+        num_experts = 1 if spec.experts is None else spec.experts.count
+        layer = 0 if spec.experts is None else num_experts * spec.hidden_size
+        for name in MATRICES:
+            rows = sum(count for _, count in spec.parts_of(name))
+            layer += rows * len(self.columns_of(name)) * (num_experts if "mlp" in name else 1)
+        if self.is_last:
+            tables += self.vocab_width
+        if self.is_first and not (self.is_last and spec.tied_head):
+            tables += len(self.vocab)
+        return len(self.layers) * layer + tables * spec.hidden_size
 
     def channels(self, heads: range) -> range:
         """Return the channels of heads."""

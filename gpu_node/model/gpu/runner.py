@@ -22,7 +22,15 @@ from penstock.gpu_node.model.gpu.graphs import GraphShapes, StepGraphs, pad_step
 from penstock.gpu_node.model.gpu.inputs import Ints, RowMarks, StepInputs, mark_rows_of, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.profile import run_largest_step
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import (
+    Adapter,
+    CacheSizes,
+    Placement,
+    PooledTokens,
+    RankBytes,
+    StepPlan,
+    StepResult,
+)
 from penstock.gpu_node.model.torch_common.exchanges import Agreement, find_together
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
@@ -204,6 +212,11 @@ class GpuRunner:
     def placement(self) -> Placement:
         """On the GPU, without offloaded layers."""
         return self._placement
+
+    @property
+    def held(self) -> RankBytes:
+        """The weights on the GPU, and the KV blocks there and on the host."""
+        return RankBytes(self._placement.weight_bytes, self._sizes.num_blocks * self._sizes.block_bytes)
 
     @property
     def verifies_drafts(self) -> bool:

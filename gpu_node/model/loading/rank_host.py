@@ -173,4 +173,4 @@ def join_others(options: RunnerOptions, joining: Joining, exchange: PlainExchang
         device = gpu_of(options.gpu_number)
         torch.cuda.set_device(device)
         return join_gpus(joining, exchange.waiting, device, store)
-    return join(joining, exchange.waiting, store)
+    return join(joining, exchange.waiting, store, exchange.waiting_for_stages)

@@ -35,7 +35,8 @@ def run_rank(config: Mapping[str, Any], memory: GroupMemory, report: Report) -> 
     exchange = memory.exchange(library, *place)
     runner.use(memory, exchange)
     runner.bind_thread()
-    report({"ready": facts, "pid": os.getpid(), "weight_bytes": runner.weight_bytes})
+    held = {"weight_bytes": runner.held.weights, "kv_bytes": runner.held.kv_blocks}
+    report({"ready": facts, "pid": os.getpid(), **held})
     try:
         serve(memory, exchange, runner)
     finally:

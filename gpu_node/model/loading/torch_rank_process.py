@@ -53,6 +53,7 @@ def run_rank(config: Mapping[str, Any], memory: GroupMemory, exchange: PlainExch
     try:
         links = join_others(options, Joining(**config["joining"]), exchange)
         part, arithmetic, adapters = load_part(found, options, links)
+        report({"weight_bytes": part.held.weights, "kv_bytes": part.held.kv_blocks})
         check_arithmetic(links.world, arithmetic)
         follow(memory, exchange, part, adapters)
     except BrokenExchangeError as error:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
 from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
@@ -28,6 +29,7 @@ from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.gpu_node.model.native.weight_loader import WeightLoader
 from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.protocol import RankBytes
 from penstock.gpu_node.model.ranks.group import RankGroup
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path
@@ -41,6 +43,8 @@ log = logging.getLogger(__package__)
 
 PAGE_TOKENS = 16
 MAX_HEAD_DIM = 256
+_KEY_GROUP = 32
+"""Channels of a key in int8 that share a scale."""
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu": Activation.GELU, "gelu_tanh": Activation.GELU_TANH}
 _KV_FORMATS = {"auto": KvFormat.BF16, "float16": KvFormat.F16, "bfloat16": KvFormat.BF16, "int8": KvFormat.INT8}
 
@@ -89,7 +93,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
             formats, packing = weights.load(model, cache, progress)
         positions.result()
     names = "+".join(weights.name.lower() for weights in sorted(formats))
-    arithmetic = f"native-{isa}-{names}{'-rotated' if rotated else ''}-kv-{kv_format.name.lower()}"
+    kv_name = "int8-rotated" if kv_format is KvFormat.INT8 else kv_format.name.lower()
+    arithmetic = f"native-{isa}-{names}{'-rotated' if rotated else ''}-kv-{kv_name}"
     facts = {"arithmetic": arithmetic, "num_threads": threads}
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     log.info("native runner", extra=facts)
@@ -102,7 +107,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         group = RankGroup(
             place.size, lambda memory: memory.exchange(library, *place), start, stall_s=options.rank_stall_s
         )
-        ranks = NativeRanks(model, group, shared, facts_of(library, native_spec), own_bytes)
+        held = _held_by(described, options, place, sizes.num_blocks, own_bytes)
+        ranks = NativeRanks(model, group, shared, facts_of(library, native_spec), held)
     runner = NativeRunner(
         model,
         adapters,
@@ -142,8 +148,17 @@ def load_rank(
     packed.give_to(model)
     adapters = NativeAdapters(model, described, rotated=bool(spec.hadamard_rotation))
     named = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
-    rank_bytes = packed.rank_bytes(model.rank_panels)
-    return NativeRank(model, adapters, named, rank_bytes), facts_of(library, spec), library
+    held = _held_by(described, options, place, num_blocks, packed.rank_bytes(model.rank_panels))
+    return NativeRank(model, adapters, named, held), facts_of(library, spec), library
+
+
+def _held_by(
+    described: Description, options: RunnerOptions, place: RankPlace, num_blocks: int, weight_bytes: int
+) -> RankBytes:
+    spec = described.spec
+    num_heads = spec.num_layers * len(kv_head_spans(spec, place.size)[place.rank])
+    token_bytes = num_heads * kv_head_bytes(spec, options.kv_cache_dtype)
+    return RankBytes(weight_bytes, token_bytes * options.block_size * num_blocks)
 
 
 def _new_model(
@@ -262,8 +277,13 @@ def _check_sizes(spec: ModelSpec) -> None:
 
 
 def kv_head_bytes(spec: ModelSpec, kv_cache_dtype: str) -> int:
-    """Return the bytes of the key and the value of one token, layer and KV head; int8 includes two float32 scales."""
-    return 2 * (spec.head_dim + 4 if _KV_FORMATS[kv_cache_dtype] is KvFormat.INT8 else 2 * spec.head_dim)
+    """Return the bytes of the key and the value of one token, layer and KV head.
+
+    int8 includes float32 scales: one of the value, and one of each group of the key's channels.
+    """
+    if _KV_FORMATS[kv_cache_dtype] is not KvFormat.INT8:
+        return 4 * spec.head_dim
+    return 2 * spec.head_dim + 4 * (1 + -(-spec.head_dim // _KEY_GROUP))
 
 
 def _native_spec(

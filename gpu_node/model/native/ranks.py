@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.packing import NativeAdapters
 from penstock.gpu_node.model.options import RunnerOptions
-from penstock.gpu_node.model.protocol import Adapter, RanksLostError, RankStats, StepPlan
+from penstock.gpu_node.model.protocol import Adapter, RankBytes, RanksLostError, RankStats, StepPlan
 from penstock.gpu_node.model.ranks.control import GroupMemory
 from penstock.gpu_node.model.ranks.group import RankGroup, RankHandle
 from penstock.gpu_node.model.ranks.messages import RankStep
@@ -98,16 +97,16 @@ class NativeRanks:
         group: RankGroup[Exchange],
         weights: SharedWeights,
         facts: Mapping[str, str],
-        weight_bytes: int,
+        held: RankBytes,
     ) -> None:
         """Start the ranks. The descriptor of `weights` is closed with them. Raises as `RankGroup.start` does.
 
-        weight_bytes: of this rank's part.
+        held: by this rank.
         """
         self._model = model
         self._group = group
         self._facts = facts
-        self._weight_bytes = weight_bytes
+        self._held = held
         self._adapters: dict[int, Adapter] = {}
         # An engine is not closed, but collected, or left to the end of the process.
         self._end = weakref.finalize(self, _end, group, weights.descriptor)
@@ -124,6 +123,10 @@ class NativeRanks:
         self._group.hand_out_step(plan, needed, returns_logits=returns_logits)
         if (memory := self._group.memory) is not None:
             self._model.use_shared(self._group.exchange.address, memory.rows.address, memory.rows.num_bytes)
+
+    def note_step_end(self) -> None:
+        """Note that the step that was handed out has ended, or did not begin."""
+        self._group.note_step_end()
 
     def check_ending(self) -> None:
         """Raise the error of the step that has ended: MemoryError if a rank had no memory for it, RanksLostError."""
@@ -167,7 +170,7 @@ class NativeRanks:
     def stats(self) -> RankStats:
         """What the ranks have spent at meetings."""
         stats = self._group.stats
-        return replace(stats, weight_bytes=(self._weight_bytes, *stats.weight_bytes)) if stats.weight_bytes else stats
+        return stats if stats.lost else self._group.with_bytes(stats, self._held)
 
     def close(self) -> None:
         """End the ranks."""
@@ -182,11 +185,8 @@ def _end(group: RankGroup[Exchange], descriptor: int) -> None:
 class NativeRank:
     """A further rank's model: it computes its share of each step."""
 
-    def __init__(
-        self, model: NativeModel, adapters: NativeAdapters, library: AdapterLibrary, weight_bytes: int
-    ) -> None:
-        self.weight_bytes = weight_bytes
-        """Of its part of the weights."""
+    def __init__(self, model: NativeModel, adapters: NativeAdapters, library: AdapterLibrary, held: RankBytes) -> None:
+        self.held = held
         self._model = model
         self._adapters = adapters
         self._library = library

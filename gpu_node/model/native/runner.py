@@ -243,7 +243,12 @@ class NativeRunner:
         self._started_s = time.monotonic()
         if self._ranks is not None:
             self._ranks.hand_out(plan, native, returns_logits=returns_logits)
-        self._model.start(native)
+        try:
+            self._model.start(native)
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.note_step_end()
+            raise
 
     def _wait(self) -> None:
         self.num_threads_in_use = self._model.wait()
@@ -252,6 +257,7 @@ class NativeRunner:
         took_s = time.monotonic() - self._started_s
         self._cores.note_step(self.num_threads_in_use, took_s, packs=self._packing is not None)
         if self._ranks is not None:
+            self._ranks.note_step_end()
             self._ranks.check_ending()
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:

@@ -9,12 +9,12 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.protocol import RanksLostError, RankStats, StepPlan, TokenMasks
+from penstock.gpu_node.model.protocol import RankBytes, RanksLostError, RankStats, StepPlan, TokenMasks
 from penstock.gpu_node.model.ranks.control import GroupMemory
 from penstock.gpu_node.model.ranks.messages import Kind, write_adapter, write_masks, write_step
 from penstock.kernels.cpu.structs import RankState
@@ -30,8 +30,9 @@ _ENDED = "the ranks were ended"
 
 
 class RankHandle(Protocol):
-    """A rank that was started. It reports in lines of JSON: `{"ready": facts, "pid": number}`, where the bytes of
-    its weights may be added, or `{"error": text}`.
+    """A rank that was started. It reports in lines of JSON: `{"ready": facts, "pid": number}` or `{"error": text}`.
+
+    With the first of them or later it reports what it holds: `"weight_bytes"` and `"kv_bytes"`.
     """
 
     def fileno(self) -> int:
@@ -91,6 +92,7 @@ class _StartedRank:
     facts: Mapping[str, Any] | None = None
     pid: int = 0
     weight_bytes: int = 0
+    kv_bytes: int = 0
     stopped_since_s: float | None = None
     """Since when it was found stopped while it starts, on the monotonic clock."""
 
@@ -102,6 +104,31 @@ class _StartedRank:
         now_s = time.monotonic()
         self.stopped_since_s = self.stopped_since_s or now_s
         return now_s - self.stopped_since_s
+
+
+class _StepClock:
+    """Counts steps, and the time in which at least one of them runs."""
+
+    def __init__(self) -> None:
+        self.num_ended = 0
+        self.ran_s = 0.0
+        self._num_running = 0
+        self._begun_s = 0.0
+
+    def begin(self) -> None:
+        """Note that a step begins."""
+        if not self._num_running:
+            self._begun_s = time.monotonic()
+        self._num_running += 1
+
+    def end(self) -> None:
+        """Note that a step has ended. One that began before this clock did does not count."""
+        if not self._num_running:
+            return
+        self._num_running -= 1
+        self.num_ended += 1
+        if not self._num_running:
+            self.ran_s += time.monotonic() - self._begun_s
 
 
 class RankGroup(Generic[Words]):
@@ -135,6 +162,7 @@ class RankGroup(Generic[Words]):
         """Why the ranks have to be started, until they are ready."""
         self._is_closing = False
         self._num_messages = 0
+        self._clock = _StepClock()
         self.num_starts = 0
         """How often the ranks were started: once, and again each time after one was lost."""
         self.memory: GroupMemory | None = None
@@ -147,6 +175,7 @@ class RankGroup(Generic[Words]):
         """
         self.close()
         self._lost, self._is_closing, self._num_messages = "", False, 0
+        self._clock = _StepClock()
         self.memory = memory = GroupMemory.create()
         self.exchange = self._words(memory)
         self.num_starts += 1
@@ -189,6 +218,11 @@ class RankGroup(Generic[Words]):
         memory.rows.grow(row_bytes)
         write_step(memory.messages, plan, returns_logits=returns_logits, all_sample=all_sample)
         self._hand_out(Kind.STEP)
+        self._clock.begin()
+
+    def note_step_end(self) -> None:
+        """Note that a step which was handed out has ended, or failed."""
+        self._clock.end()
 
     def hand_out_masks(self, masks: TokenMasks) -> None:
         """Hand out the masks of the last step. Raises MemoryError and RanksLostError."""
@@ -220,10 +254,28 @@ class RankGroup(Generic[Words]):
             states = [self.exchange.state_of(rank) for rank in range(self.size)]
             waited_s = tuple(state.waited_ns / 1e9 for state in states)
             exchanged_s = tuple(state.exchanged_ns / 1e9 for state in states)
-            sizes = tuple(member.weight_bytes for member in self._started.values())
-            num_meetings = int(states[0].meetings)
-            known = sizes if all(sizes) else ()
-            return RankStats(self.size, self.num_starts, waited_s, exchanged_s, num_meetings, weight_bytes=known)
+            clock = self._clock
+            return RankStats(
+                self.size,
+                self.num_starts,
+                waited_s,
+                exchanged_s,
+                int(states[0].meetings),
+                num_steps=clock.num_ended,
+                stepped_s=clock.ran_s,
+            )
+
+    def with_bytes(self, stats: RankStats, own: RankBytes) -> RankStats:
+        """Add what each rank holds, as far as all have told it; own: what rank 0 holds."""
+        with self._changed:
+            others = [RankBytes(member.weight_bytes, member.kv_bytes) for member in self._started.values()]
+        weights, kv_blocks = zip(own, *others, strict=True)
+        is_known = 1 + len(others) == self.size
+        return replace(
+            stats,
+            weight_bytes=weights if is_known and all(weights) else (),
+            kv_bytes=kv_blocks if is_known and all(kv_blocks) else (),
+        )
 
     @property
     def is_lost(self) -> bool:
@@ -301,6 +353,7 @@ class RankGroup(Generic[Words]):
             with self._changed:
                 member.facts, member.pid = event.get("ready", member.facts), event.get("pid", member.pid)
                 member.weight_bytes = event.get("weight_bytes", member.weight_bytes)
+                member.kv_bytes = event.get("kv_bytes", member.kv_bytes)
                 self._changed.notify_all()
 
     def lose(self, why: str) -> None:

@@ -30,8 +30,8 @@ _LOOK_S = 0.25
 _HELLO_PATIENCE_S = 2.0
 """How long a connection may take to prove that it is a rank. Others wait meanwhile."""
 _BACKLOG = 64
-_STATE = struct.Struct("<QqqI")
-"""Meetings, nanoseconds at exchanges, the last message done, and whether it waits."""
+_STATE = struct.Struct("<QqqqI")
+"""Meetings, nanoseconds of waiting for stages and at exchanges, the last message done, and whether it waits."""
 _ANY = ("0.0.0.0", "::", "")
 
 
@@ -173,7 +173,7 @@ class RemoteRank:
             os.write(self._report, content + b"\n")
         elif frame is FrameKind.STATE:
             state = self._state
-            state.meetings, state.exchanged_ns, done, state.is_waiting = _STATE.unpack(content)
+            state.meetings, state.waited_ns, state.exchanged_ns, done, state.is_waiting = _STATE.unpack(content)
             self._memory.done[self._rank] = done
             self._memory.pulses[self._rank] += 1
 
@@ -228,4 +228,5 @@ class CopiedMemory:
     def _show(self) -> None:
         state = self.exchange.state_of(self._rank)
         done = int(self.memory.done[self._rank])
-        self._connection.send(FrameKind.STATE, _STATE.pack(state.meetings, state.exchanged_ns, done, state.is_waiting))
+        times = state.waited_ns, state.exchanged_ns
+        self._connection.send(FrameKind.STATE, _STATE.pack(state.meetings, *times, done, state.is_waiting))

@@ -58,6 +58,8 @@ class PlainExchange:
         """Called with the number of each message that is handed out, for ranks on other hosts."""
         self.waiting = ExchangeWait(self._state.ranks[rank], memory)
         """A context in which this rank shows that it waits for others."""
+        self.waiting_for_stages = ExchangeWait(self._state.ranks[rank], memory, is_idle=True)
+        """The same for what other stages compute. None of this time is an exchange's."""
 
     @property
     def num_messages(self) -> int:
@@ -110,7 +112,10 @@ class PlainExchange:
         return bool(self._state.aborted.value)
 
     def state_of(self, rank: int) -> RankState:
-        """Return what a rank shows of itself, as it changes; its `exchanged_ns` are those in which it waited too."""
+        """Return what a rank shows of itself, as it changes.
+
+        Its `exchanged_ns` are those in which it waited for ranks of its stage too.
+        """
         state: RankState = self._state.ranks[rank]
         return state
 
@@ -133,8 +138,10 @@ class PlainExchange:
 class ExchangeWait(AbstractContextManager[None]):
     """Counts the exchanges of a rank and the time that they take, and shows that it waits. One thread uses it."""
 
-    def __init__(self, state: RankState, memory: GroupMemory) -> None:
+    def __init__(self, state: RankState, memory: GroupMemory, *, is_idle: bool = False) -> None:
+        """is_idle: whether the time counts as `waited_ns`, not as `exchanged_ns`."""
         self._state = state
+        self._is_idle = is_idle
         self._memory = memory  # Keeps the state mapped.
         self._begun_ns = 0
 
@@ -145,7 +152,11 @@ class ExchangeWait(AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         self._state.is_waiting = 0
-        self._state.exchanged_ns += time.monotonic_ns() - self._begun_ns
+        took_ns = time.monotonic_ns() - self._begun_ns
+        if self._is_idle:
+            self._state.waited_ns += took_ns
+        else:
+            self._state.exchanged_ns += took_ns
 
 
 _PULSE_S = 1.0

@@ -23,6 +23,7 @@ from penstock.gpu_node.model.protocol import (
     Adapter,
     CacheSizes,
     Placement,
+    RankBytes,
     RanksLostError,
     RankStats,
     StepHandle,
@@ -55,6 +56,10 @@ class PartRunner(StepRunner, Protocol):
     @property
     def all_sample(self) -> bool:
         """Whether every rank samples, so that each needs to know what the rows sample by."""
+
+    @property
+    def held(self) -> RankBytes:
+        """What this rank holds."""
 
     def start_logits(self, plan: StepPlan) -> Future[NDArray[np.float32]]:
         """Run a step that samples nothing; the result is the logits after each of its tokens, [num_tokens, vocab]."""
@@ -186,15 +191,23 @@ class RankedRunner:
         try:
             step = own.submit(plan)
         except BrokenExchangeError as error:
+            self.note_step_end()
             raise self._lost(error) from error
         return _RankedStep(self, step)
+
+    def note_step_end(self) -> None:
+        """Note that a step has ended, or failed."""
+        self._group.note_step_end()
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
         own = self._own
         self._hand_out_masks()
         self._hand_out(plan, returns_logits=True)
-        return self.wait(own.start_logits(plan))
+        try:
+            return self.wait(own.start_logits(plan))
+        finally:
+            self.note_step_end()
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot of all ranks. Raises RequestError if one cannot."""
@@ -222,18 +235,26 @@ class RankedRunner:
 
     @property
     def ranks(self) -> RankStats:
-        """The ranks, and what they have spent at exchanges.
+        """The ranks, what they hold, and what they have spent at exchanges.
 
-        An exchange takes at least as long as the rank spends at it that waits least. The rest counts as waiting.
+        An exchange within a stage takes at least as long as the rank of the stage spends at it that waits least. The
+        rest counts as waiting. So does all of the time until another stage has computed something, and sent it.
+        On GPUs exchanges are parts of graphs, and nobody measures them.
         """
-        stats = replace(self._group.stats, num_stages=self._host.num_stages)
-        if self._part is None and not stats.lost:
+        part, stats = self._part, replace(self._group.stats, num_stages=self._host.num_stages)
+        if part is None and not stats.lost:
             return replace(stats, lost=self._why_loading)
-        if not stats.exchanged_s:
+        if part is None or stats.lost:
             return stats
-        least_s = min(stats.exchanged_s)
-        waited_s = tuple(spent_s - least_s for spent_s in stats.exchanged_s)
-        return replace(stats, waited_s=waited_s, exchanged_s=(least_s,) * stats.num_ranks)
+        stats = self._group.with_bytes(stats, part.held)
+        if part.all_sample:
+            return replace(stats, waited_s=(), exchanged_s=(), num_meetings=0)
+        each = stats.num_ranks // stats.num_stages
+        firsts = (rank - rank % each for rank in range(stats.num_ranks))
+        least_s = tuple(min(stats.exchanged_s[first : first + each]) for first in firsts)
+        spent_s = zip(stats.waited_s, stats.exchanged_s, least_s, strict=True)
+        waited_s = tuple(for_stages_s + at_exchanges_s - own_s for for_stages_s, at_exchanges_s, own_s in spent_s)
+        return replace(stats, waited_s=waited_s, exchanged_s=least_s)
 
     @property
     def rank_pids(self) -> list[int]:
@@ -333,7 +354,10 @@ class _RankedStep:
     def result(self) -> StepResult:
         """Wait for the step. Raises its error, RanksLostError among them."""
         step = self._step
-        return self._runner.wait(step) if isinstance(step, Future) else self._runner.wait_for_device(step)
+        try:
+            return self._runner.wait(step) if isinstance(step, Future) else self._runner.wait_for_device(step)
+        finally:
+            self._runner.note_step_end()
 
 
 def _end(host: RankHost) -> None:

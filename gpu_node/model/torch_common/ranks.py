@@ -237,15 +237,21 @@ def open_store(address: str, size: int) -> tuple[Any, int]:
     return store, port
 
 
-def join(joining: Joining, waiting: AbstractContextManager[None], store: Any = None) -> RankLinks:
+def join(
+    joining: Joining,
+    waiting: AbstractContextManager[None],
+    store: Any = None,
+    waiting_for_stages: AbstractContextManager[None] | None = None,
+) -> RankLinks:
     """Join the other ranks, for tensors in host memory.
 
-    waiting: entered while this rank waits for others. store: of rank 0, if it has opened one. Raises
-    BrokenExchangeError if a rank does not come in time.
+    waiting: entered while this rank waits for others; waiting_for_stages: in its place where the others are of several
+    stages. store: of rank 0, if it has opened one. Raises BrokenExchangeError if a rank does not come in time.
     """
     with waiting, _translate_losses():
         store = _store_of(joining, store)
-        world = HostRanks(_gloo("world", store, joining.rank, joining.size, joining.address), waiting)
+        of_world = waiting if joining.num_stages == 1 else waiting_for_stages or waiting
+        world = HostRanks(_gloo("world", store, joining.rank, joining.size, joining.address), of_world)
         if joining.num_stages == 1:
             return RankLinks(world, world, joining.num_here)
         stage, rank = divmod(joining.rank, joining.tensor_size)

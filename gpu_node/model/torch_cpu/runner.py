@@ -21,6 +21,7 @@ from penstock.gpu_node.model.protocol import (
     CacheSizes,
     Logprobs,
     Placement,
+    RankBytes,
     SamplingRows,
     StepPlan,
     StepResult,
@@ -67,6 +68,7 @@ class TorchRunner:
         """part: of the model, as the decoder and the attention have it."""
         spec = part.spec
         self._block_size = block_size
+        self._dtype = dtype
         self._part = part
         self._sizes = sizes
         self._decoder = decoder
@@ -88,6 +90,12 @@ class TorchRunner:
     def placement(self) -> Placement:
         """On the CPU. Layers are read from the checkpoint at the first step."""
         return Placement(leaves_core_free=torch.get_num_threads() < usable_cores())
+
+    @property
+    def held(self) -> RankBytes:
+        """The matrices as they are computed with, also those that are still to be read, and the KV blocks."""
+        num_kv = sum(2 * cache.k.nbytes for cache in self._caches)
+        return RankBytes(self._part.num_weights * self._dtype.itemsize, num_kv)
 
     @property
     def verifies_drafts(self) -> bool:

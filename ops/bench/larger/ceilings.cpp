@@ -32,9 +32,7 @@ constexpr int kLine = 64;
 constexpr double kBf16Operations = 64;
 constexpr double kInt8Operations = 128;
 
-double seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // Runs `work` on all cores at once, `passes` times; the seconds of the fastest pass.
 double fastest(const std::vector<int>& cores, int passes, const std::function<void(size_t)>& work) {

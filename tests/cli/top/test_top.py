@@ -99,7 +99,8 @@ def test_json_has_every_number_of_the_view(busy: str) -> None:
         *("node_id", "state", "reason", "silent_ms", "num_jobs", "num_running", "num_waiting"),
         *("kv_blocks_used", "kv_blocks_cached", "kv_blocks_total", "tokens_in_per_s", "tokens_out_per_s"),
         *("mean_batch", "num_preemptions", "step_ms_p50", "step_ms_p99", "process_bytes", "arithmetic"),
-        *("num_ranks", "num_rank_losses"),
+        *("num_ranks", "num_rank_losses", "stage_idle", "rank_exchange_ms", "rank_wait_ms"),
+        *("rank_weight_bytes", "rank_kv_bytes"),
         *("prefix_hit_rate", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"),
     }
     assert (node["state"], node["num_running"]) == ("ok", 3)
@@ -160,13 +161,25 @@ async def test_a_node_that_falls_silent_is_dead_although_no_process_sweeps(redis
 async def test_ranks_and_why_a_node_waits_for_them_are_shown(redis: Redis) -> None:
     queue = Queue(redis)
     node = await queue.node("n1")
-    waiting = NodePressure("n1", num_ranks=2, num_rank_losses=3, troubles={RANKS_PART: "are being started again"})
+    waiting = NodePressure(
+        "n1",
+        num_ranks=2,
+        num_rank_losses=3,
+        troubles={RANKS_PART: "are being started again"},
+        stage_idle=(0.25, 0.5),
+        rank_exchange_ms=1.25,
+        rank_wait_ms=12.0,
+        rank_weight_bytes=(600 << 20, 500 << 20),
+        rank_kv_bytes=(40 << 20, 30 << 20),
+    )
     await node.broker.heartbeat(waiting, free=10, answered_call=0, held=None)
     console = Console(width=120, file=StringIO())
     console.print(screen_of(await TopReader(ActivityBroker(redis), ProducerBroker(redis)).read(), console))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "2 ranks a node  ranks lost 3 times" in text
     assert "n1: ranks: are being started again" in text
+    spent, held = "stages idle 25%, 50% · a step: exchange 1.2ms, wait 12ms", "weights 600+500M · KV 40+30M"
+    assert f"n1: {spent} · {held}" in text
 
 
 async def test_rates_are_those_between_two_heartbeats(redis: Redis) -> None:

@@ -208,6 +208,13 @@ async def keep_working(redis_url: str) -> None:
             prefix_lookup_tokens=200,
             prefix_hit_tokens=50,
             prefix_hit_rate=0.75,
+            num_ranks=2,
+            num_rank_losses=1,
+            stage_idle=(0.25, 0.5),
+            rank_exchange_ms=1.5,
+            rank_wait_ms=12.0,
+            rank_weight_bytes=(600 << 20, 500 << 20),
+            rank_kv_bytes=(40 << 20, 30 << 20),
             gpu_utilization=0.5,
             gpu_memory_used_bytes=20 << 30,
             gpu_memory_total_bytes=80 << 30,
@@ -245,7 +252,9 @@ def test_page_shows_states_waits_backlog_and_shares_of_engine_time(page: Page, s
         expect(times.get_by_role("row", name="ITL")).to_have_text("Time between tokens (ITL)–––")
         expect(pool.locator(".node .load")).to_have_text(
             "3 jobs running · 2 of 16 sequences in the batch, 1 waiting · step 0 ms · 75 % of prompt tokens from the "
-            "cache in the last minute · 5 preemptions, 4 by swap · GPU 50 % busy · 20 of 80 GiB GPU memory"
+            "cache in the last minute · 5 preemptions, 4 by swap · 2 ranks, lost 1 time · stages idle 25 %, 50 % · "
+            "a step exchanges for 1.5 ms and waits for 12 ms · weights by rank: 600 + 500 MiB · "
+            "KV blocks by rank: 40 + 30 MiB · GPU 50 % busy · 20 of 80 GiB GPU memory"
         )
         waits.get_by_text("What these numbers mean").click()
         expect(waits.get_by_role("term").filter(has_text="Scheduled")).to_be_visible()

@@ -94,8 +94,9 @@ def engines(make_engine: MakeEngine) -> dict[Shape, Engine]:
         {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
         {"temperature": 0.8, "seed": 1, "structured_outputs": {"regex": "[a-c]{2,5}-[0-9]{1,9}x"}},
         {"temperature": 0.0, "use_beam_search": True, "n": 3},
+        {"temperature": 1.0, "seed": 2, "logit_bias": {"6": 60.0, "7": 60.0, "8": 60.0}, "ignore_eos": True},
     ],
-    ids=["sampled", "logprobs", "structured", "beams"],
+    ids=["sampled", "logprobs", "structured", "beams", "drafts"],
 )
 def test_requests_of_each_kind_have_the_choices_of_one_rank(
     engines: dict[Shape, Engine], params: dict[str, Any], shape: Shape
@@ -107,6 +108,8 @@ def test_requests_of_each_kind_have_the_choices_of_one_rank(
         assert [choice.token_ids for choice in mine] == [choice.token_ids for choice in theirs]
         values = [[entry.logprob or 0.0 for choice in some for entry in choice.logprobs] for some in (mine, theirs)]
         np.testing.assert_allclose(values[0], values[1], atol=1e-4)
+    if "logit_bias" in params:
+        assert engines[shape].stats().accepted_tokens > 0, "texts of three tokens repeat themselves"
 
 
 @pytest.mark.parametrize("shape", SHAPES)

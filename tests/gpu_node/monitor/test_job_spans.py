@@ -20,8 +20,15 @@ from penstock.queue.wire import Request
 from penstock.runtime.tracing.export import Tracing
 
 TRACE = ("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",)
-BEFORE = RankStats(4, 1, (0.5, 0.25, 3.0, 3.5), (0.125, 0.25, 0.25, 0.5), 1000, num_stages=2)
-AFTER = RankStats(4, 1, (1.0, 0.25, 5.0, 4.5), (0.25, 0.5, 0.25, 0.5), 1400, num_stages=2)
+BEFORE = RankStats(
+    *(4, 1, (0.5, 0.25, 3.0, 3.5), (0.125, 0.25, 0.25, 0.5), 1000), num_stages=2, num_steps=70, stepped_s=6.0
+)
+AFTER = RankStats(
+    *(4, 1, (1.0, 0.25, 5.0, 4.5), (0.25, 0.5, 0.25, 0.5), 1400, (7, 8, 9, 10)),
+    num_stages=2,
+    num_steps=90,
+    stepped_s=10.0,
+)
 ENDED = EndedJob(Outcome("succeeded"), "stop", Usage(100, 50, 20), max_tokens=64, num_choices=1, longest_output=50)
 
 
@@ -50,6 +57,9 @@ async def test_a_lease_has_what_the_ranks_spent_meanwhile() -> None:
         "penstock.ranks": 4,
         "penstock.stages": 2,
         "penstock.ranks.meetings": 400,
+        "penstock.ranks.steps": 20,
+        "penstock.ranks.stage_idle": (0.0625, 0.375),
+        "penstock.ranks.weight_bytes": (7, 8, 9, 10),
         "penstock.ranks.waited_s": (0.5, 0.0, 2.0, 1.0),
         "penstock.ranks.exchanged_s": (0.125, 0.25, 0.0, 0.0),
     }

@@ -238,7 +238,14 @@ async def test_takeovers_returns_and_lost_jobs_are_counted(redis_url: str) -> No
 
 
 def test_metrics_of_ranks_have_their_number_and_stage() -> None:
-    ranks = RankStats(4, 2, (0.5, 0.25, 3.0, 3.5), (0.125,) * 4, 1000, weight_bytes=(10, 20, 30, 40), num_stages=2)
+    ranks = RankStats(
+        *(4, 2, (0.5, 0.25, 3.0, 3.5), (0.125,) * 4, 1000),
+        weight_bytes=(10, 20, 30, 40),
+        kv_bytes=(1, 2, 3, 4),
+        num_stages=2,
+        num_steps=7,
+        stepped_s=6.5,
+    )
     stats = EngineStats(steps=1, ranks=ranks, num_ranks=4, num_rank_losses=1)
     found = {
         ":".join([sample.name, *sample.labels.values()]): sample.value
@@ -251,7 +258,9 @@ def test_metrics_of_ranks_have_their_number_and_stage() -> None:
     assert found["penstock_engine_rank_waited_seconds:1:0"] == 0.25
     assert found["penstock_engine_rank_waited_seconds:3:1"] == 3.5
     assert found["penstock_engine_rank_exchanged_seconds:2:1"] == 0.125
-    assert found["penstock_engine_rank_weight_bytes:3"] == 40
+    assert found["penstock_engine_rank_weight_bytes:3:1"] == 40
+    assert found["penstock_engine_rank_kv_bytes:1:0"] == 2
+    assert (found["penstock_engine_rank_steps"], found["penstock_engine_rank_step_seconds"]) == (7, 6.5)
     assert not [family.name for family in engine_metrics(EngineStats(steps=1)) if "rank" in family.name]
 
 

@@ -9,8 +9,9 @@ import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import PATIENCE_S, running_node
 
+from penstock.gpu_node.engine import RankStats
 from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.service.heartbeat import RateEstimator, RecentGains
+from penstock.gpu_node.service.heartbeat import RateEstimator, RecentGains, RecentRanks
 
 
 def test_a_rate_follows_the_counter_and_survives_idle_times() -> None:
@@ -35,6 +36,26 @@ def test_engine_time_of_the_last_minute_forgets_what_is_older() -> None:
     assert recent.update((1.0, 3.0), 62.0) == (0.0, 3.0)
     assert recent.update((1.0, 3.0), 90.0) == (0.0, 0.0)
     assert RecentGains(0.0).update((), 2.0) == (), "an engine that does not count it"
+
+
+def _ranks(num_starts: int, num_steps: int, *, lost: str = "") -> RankStats:
+    """Two stages of a rank each, after steps of 0.1 s, of which they wait 0.02 s and 0.05 s."""
+    times = (0.02 * num_steps, 0.05 * num_steps), (0.001 * num_steps, 0.003 * num_steps)
+    steps = {"num_steps": num_steps, "stepped_s": 0.1 * num_steps}
+    return RankStats(2, num_starts, *times, 9, (5, 6), 2, lost=lost, **steps, kv_bytes=(1, 2))
+
+
+def test_what_ranks_spend_is_that_of_the_last_minute_and_of_ranks_that_live() -> None:
+    recent, held = RecentRanks(), {"rank_weight_bytes": (5, 6), "rank_kv_bytes": (1, 2)}
+    assert recent.update(_ranks(1, 10), 2.0) == held
+    spent = {"rank_exchange_ms": pytest.approx(2.0), "rank_wait_ms": pytest.approx(35.0), "stage_idle": (0.2, 0.5)}
+    assert recent.update(_ranks(1, 20), 30.0) == held | spent
+    assert recent.update(_ranks(1, 20), 62.0) == held | spent
+    assert recent.update(_ranks(1, 20), 92.0) == held, "no step in the last minute"
+    assert recent.update(_ranks(1, 20, lost="rank 1 ended"), 94.0) == held
+    assert recent.update(_ranks(2, 3), 96.0) == held, "they count anew"
+    assert recent.update(_ranks(2, 5), 98.0) == held | spent
+    assert RecentRanks().update(RankStats(), 2.0) == {}
 
 
 class SilentEngine(ReferenceEngine):

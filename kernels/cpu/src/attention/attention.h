@@ -18,17 +18,17 @@ struct Context {
 };
 
 struct QueryRows {
-  const float* queries;       // [count][head_dim], after RoPE
-  const int* limits;          // [count]: end of the tokens that a row sees, exclusive
-  const int* firsts;          // [count]: first token that a row sees
-  const float* const* biases; // [count]: added to the scores of a row, by token, up to whole chunks; may be null
-  int count;                  // at most kMaxQueryRows
-  const int32_t* block_table; // of the sequence
-  int layer, head;            // key/value head
-  float scale;                // of the scores
-  float cap;                  // of the scores: s becomes cap * tanh(s / cap); 0: none
-  int first_chunk;            // start of the first chunk with a token that some row sees; nothing before it is read
-  Context next;               // context to prefetch meanwhile: the likely next one of this layer; may be empty
+  const float* queries;        // [count][head_dim], after RoPE
+  const int* limits;           // [count]: end of the tokens that a row sees, exclusive
+  const int* firsts;           // [count]: first token that a row sees
+  const float* const* biases;  // [count]: added to the scores of a row, by token, up to whole chunks; may be null
+  int count;                   // at most kMaxQueryRows
+  const int32_t* block_table;  // of the sequence
+  int layer, head;             // key/value head
+  float scale;                 // of the scores
+  float cap;                   // of the scores: s becomes cap * tanh(s / cap); 0: none
+  int first_chunk;             // start of the first chunk with a token that some row sees; nothing before it is read
+  Context next;                // context to prefetch meanwhile: the likely next one of this layer; may be empty
 };
 
 // Partial result of a row: weighted values, their total weight, and the largest score as a power of two. Total is 0

@@ -40,8 +40,7 @@ float quantize_row(const float* values, int count, int8_t* q, int32_t* total) {
   return quantize_runs(values, count, q, kGroup, total);
 }
 
-void quantize_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums,
-                     int32_t* half_sums) {
+void quantize_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums, int32_t* half_sums) {
   constexpr int kBatch = kLanes;
   const Floats infinity = broadcast(std::numeric_limits<float>::infinity());
   Floats poison = zeros();
@@ -150,8 +149,11 @@ void Activations::set_row(int row, const float* values) {
 
 Tile Activations::tile(int i) const {
   const size_t first = tiling_.first(i);
-  return {tiling_.size(i), data_.data() + first * words_, scales_.data() + first * groups_,
-          biases_.data() + first * groups_, offsets_.data() + first * groups_,
+  return {tiling_.size(i),
+          data_.data() + first * words_,
+          scales_.data() + first * groups_,
+          biases_.data() + first * groups_,
+          offsets_.data() + first * groups_,
           has_halves_ ? half_biases_.data() + first * 2 * groups_ : nullptr,
           has_halves_ ? half_offsets_.data() + first * 2 * groups_ : nullptr};
 }

@@ -39,7 +39,9 @@ class Tiling {
   int tiles() const { return (int)firsts_.size() - 1; }
   int first(int tile) const { return firsts_[tile]; }
   int size(int tile) const { return firsts_[tile + 1] - firsts_[tile]; }
-  int tile_of(int row) const { return (int)(std::upper_bound(firsts_.begin(), firsts_.end(), row) - firsts_.begin()) - 1; }
+  int tile_of(int row) const {
+    return (int)(std::upper_bound(firsts_.begin(), firsts_.end(), row) - firsts_.begin()) - 1;
+  }
 
  private:
   std::vector<int> firsts_{0};  // the first row of each tile, then the number of rows
@@ -54,12 +56,12 @@ constexpr int kMemoryBoundRows = 12;
 
 struct Tile {
   int rows;
-  const uint32_t* words;    // [columns / 32][rows][run_words]
-  const float* scales;           // [groups][rows]; one group per row for kByRow.
-  const int32_t* biases;         // [groups][rows]: -128 * sum of the quantized values, for weights stored as 128 + q.
-  const float* offsets;          // [groups][rows]: scale * sum.
-  const int32_t* half_biases;    // [2 * groups][rows]: -32 * sum of half a group, for weights stored as 32 + q
-  const float* half_offsets;     // [2 * groups][rows]: scale * sum of half a group
+  const uint32_t* words;       // [columns / 32][rows][run_words]
+  const float* scales;         // [groups][rows]; one group per row for kByRow.
+  const int32_t* biases;       // [groups][rows]: -128 * sum of the quantized values, for weights stored as 128 + q.
+  const float* offsets;        // [groups][rows]: scale * sum.
+  const int32_t* half_biases;  // [2 * groups][rows]: -32 * sum of half a group, for weights stored as 32 + q
+  const float* half_offsets;   // [2 * groups][rows]: scale * sum of half a group
   // What to prefetch while the tile is computed.
   Fetch fetch = Fetch::kNothing;
   const uint8_t* ahead[2] = {nullptr, nullptr};  // for kNextPanel: where two streams of cache lines begin

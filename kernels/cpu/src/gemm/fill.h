@@ -1,7 +1,7 @@
 // Packs rows of a checkpoint into a matrix.
 #pragma once
-#include "threads/team.h"
 #include "gemm/hadamard.h"
+#include "threads/team.h"
 #include "weights/weights.h"
 
 namespace penstock {

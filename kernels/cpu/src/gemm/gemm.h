@@ -66,7 +66,8 @@ struct AllPanels {
 // Computes the outputs of `panels` and passes them to `finish(first_row, num_rows, panel, out)`, out:
 // [num_rows][kPanel]. `panels`: has `count()`, and `at(i)` for each of them.
 template <class Panels, class Finish>
-void multiply(Worker& worker, const Activations& left, const Matrix& right, const Panels& panels, const Finish& finish) {
+void multiply(Worker& worker, const Activations& left, const Matrix& right, const Panels& panels,
+              const Finish& finish) {
   const int num_tiles = left.tiling().tiles();
   // A panel that is packed on reading is packed once, for all rows.
   const int tiles_per_pass =

@@ -69,7 +69,7 @@ struct UnpackedGroup {
   static constexpr bool kHasMinima = HasMinima;
   static constexpr Bias kBias = B;
   static constexpr Near kNear = Near::kNothing;  // only products with many rows unpack panels
-  static constexpr int kPrefetches = 4;  // of the next packed panel, which has about half as many bytes
+  static constexpr int kPrefetches = 4;          // of the next packed panel, which has about half as many bytes
   static constexpr int kArrays = Parts * (1 + HasMinima);
   static constexpr int kCodes = kArrays * kPanel * sizeof(float);
   static constexpr int kBytes = kCodes + kPanel * kGroup;
@@ -78,9 +78,7 @@ struct UnpackedGroup {
   const float* scales;
 
   UnpackedGroup(const uint8_t* panel, int in_row)
-      : begin(panel + (size_t)in_row * kBytes),
-        codes(begin + kCodes),
-        scales(reinterpret_cast<const float*>(begin)) {}
+      : begin(panel + (size_t)in_row * kBytes), codes(begin + kCodes), scales(reinterpret_cast<const float*>(begin)) {}
 
   template <int Word>
   PENSTOCK_INLINE Bytes word(const UnpackedGroup& at, int half) {

@@ -233,7 +233,8 @@ PENSTOCK_API void penstock_exchange_abort(ExchangeState* state) {
 }
 
 // Runs `count` meetings of a rank, to measure them. Returns whether the group has not been aborted meanwhile.
-PENSTOCK_API int penstock_exchange_repeat(ExchangeState* state, int rank, int size, int count, float* rows, int floats) {
+PENSTOCK_API int penstock_exchange_repeat(ExchangeState* state, int rank, int size, int count, float* rows,
+                                          int floats) {
   Exchange exchange(rank, size);
   exchange.use(state);
   const int begin = (int)((int64_t)floats * rank / size), end = (int)((int64_t)floats * (rank + 1) / size);

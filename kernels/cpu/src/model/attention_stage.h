@@ -1,11 +1,12 @@
 // The attention of a layer: its query, key and value products, the attention itself, and its output product.
 #pragma once
 #include "attention/attention.h"
+#include "gemm/hadamard.h"
 #include "model/attention_plan.h"
-#include "weights/decoder_weights.h"
 #include "model/layer_products.h"
 #include "model/step.h"
 #include "model/step_buffers.h"
+#include "weights/decoder_weights.h"
 
 namespace penstock {
 
@@ -20,7 +21,8 @@ class AttentionStage {
         positions_(positions),
         cache_(cache),
         step_(step),
-        buffers_(buffers) {}
+        buffers_(buffers),
+        rotation_(spec.head_dim) {}
 
   // Plans the step, and reserves memory for it.
   void prepare(const Team& team);
@@ -40,7 +42,9 @@ class AttentionStage {
   };
   // The key/value heads of this rank. They are counted from 0, as in its cache.
   int num_heads() const { return share_.kv_heads().count(); }
-  int query_of(int head, int row) const { return (share_.kv_heads().begin + head) * spec_.group() + row % spec_.group(); }
+  int query_of(int head, int row) const {
+    return (share_.kv_heads().begin + head) * spec_.group() + row % spec_.group();
+  }
   int num_items() const { return (int)plan_.tiles.size() * num_heads(); }
   Item item(int i) const { return item_of(i, (int)plan_.tiles.size()); }
   Item item_of(int i, int count) const {
@@ -68,6 +72,8 @@ class AttentionStage {
   const KvCache& cache_;
   const Step& step_;
   const StepBuffers& buffers_;
+  // Of queries and keys whose cache is int8: a few channels of a key are far larger than the others.
+  const HadamardRotation rotation_;
   AttentionPlan plan_;
   bool by_head_ = false;
   Buffer<RowState> partials_;  // [spans][key/value heads][kMaxQueryRows]

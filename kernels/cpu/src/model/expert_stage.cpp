@@ -44,11 +44,12 @@ void ExpertStage::run(Worker& worker, const Layer& layer, const std::vector<int>
   }
   group_.meet(worker);
   worker.for_each(entries, [&](int i) { gated_input_.rows.set_row(i, gated_.row(i)); });
-  multiply_groups(worker, gated_input_, layer, Slot::kMlpOut, [&](int first, int count, int panel, const float* product) {
-    for (int r = 0; r < count; ++r) {
-      std::copy_n(product + r * kPanel, kPanel, outputs_.row(first + r) + panel * kPanel);
-    }
-  });
+  multiply_groups(worker, gated_input_, layer, Slot::kMlpOut,
+                  [&](int first, int count, int panel, const float* product) {
+                    for (int r = 0; r < count; ++r) {
+                      std::copy_n(product + r * kPanel, kPanel, outputs_.row(first + r) + panel * kPanel);
+                    }
+                  });
   worker.for_each(rows, [&](int i) { add_outputs(i, buffers_.hidden.row(tokens[i])); });
 }
 
@@ -123,10 +124,9 @@ void ExpertStage::multiply_groups(Worker& worker, const Input& input, const Laye
   worker.for_each((int)input.groups.size() * panels, [&](int i) {
     const Group& group = input.groups[i / panels];
     const int first_panel = group.expert * panels_of_expert;
-    multiply_panel(input.rows, group.begin, group.end, group.end - group.begin, matrix, first_panel + own.at(i % panels),
-                   [&](int first, int count, int panel, const float* out) {
-                     finish(first, count, panel - first_panel, out);
-                   });
+    multiply_panel(
+        input.rows, group.begin, group.end, group.end - group.begin, matrix, first_panel + own.at(i % panels),
+        [&](int first, int count, int panel, const float* out) { finish(first, count, panel - first_panel, out); });
   });
 }
 

@@ -3,12 +3,12 @@
 #include <vector>
 
 #include "gemm/activations.h"
-#include "ranks/group.h"
-#include "ranks/share.h"
-#include "weights/decoder_weights.h"
 #include "model/step.h"
 #include "model/step_buffers.h"
+#include "ranks/group.h"
+#include "ranks/share.h"
 #include "sampling/best_logits.h"
+#include "weights/decoder_weights.h"
 
 namespace penstock {
 
@@ -23,8 +23,8 @@ inline void finish_logits(const Spec& spec, float* logits) {
 
 class HeadStage {
  public:
-  HeadStage(const Spec& spec, const Share& share, RankGroup& group, const Norm& norm, const Matrix& head, const Step& step,
-            const StepBuffers& buffers)
+  HeadStage(const Spec& spec, const Share& share, RankGroup& group, const Norm& norm, const Matrix& head,
+            const Step& step, const StepBuffers& buffers)
       : spec_(spec),
         share_(share),
         group_(group),
@@ -65,9 +65,9 @@ class HeadStage {
   const Step& step_;
   const StepBuffers& buffers_;
   Activations inputs_;
-  std::vector<char> poisoned_;   // by row: whether its hidden state is not finite
-  int num_kept_ = 0;             // rows that keep all of their logits
-  Buffer<int> logits_row_;       // by row: its row of logits_; -1 if only the best logit is kept
+  std::vector<char> poisoned_;  // by row: whether its hidden state is not finite
+  int num_kept_ = 0;            // rows that keep all of their logits
+  Buffer<int> logits_row_;      // by row: its row of logits_; -1 if only the best logit is kept
   RowBuffer logits_;
   BestLogits bests_;
   Buffer<BestLogit> bests_of_ranks_;  // [ranks][rows]

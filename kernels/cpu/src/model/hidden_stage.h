@@ -1,9 +1,9 @@
 // The hidden states of pooled tokens after the final norm.
 #pragma once
-#include "weights/decoder_weights.h"
 #include "model/step.h"
 #include "model/step_buffers.h"
 #include "threads/team.h"
+#include "weights/decoder_weights.h"
 
 namespace penstock {
 

@@ -5,20 +5,20 @@
 #include <vector>
 
 #include "gemm/gemm.h"
+#include "model/step.h"
+#include "model/step_buffers.h"
 #include "ranks/group.h"
 #include "ranks/share.h"
 #include "weights/adapters.h"
 #include "weights/decoder_weights.h"
-#include "model/step.h"
-#include "model/step_buffers.h"
 
 namespace penstock {
 
 class LayerProducts {
  public:
   // `tokens`: the token of each row, which may change between steps.
-  LayerProducts(const std::vector<int>& tokens, const Spec& spec, const Share& share, RankGroup& group, const Step& step,
-                const Adapters& adapters, const StepBuffers& buffers, int num_threads)
+  LayerProducts(const std::vector<int>& tokens, const Spec& spec, const Share& share, RankGroup& group,
+                const Step& step, const Adapters& adapters, const StepBuffers& buffers, int num_threads)
       : tokens_(tokens),
         spec_(spec),
         share_(share),

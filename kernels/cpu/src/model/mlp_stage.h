@@ -2,8 +2,8 @@
 #pragma once
 #include "gemm/hadamard.h"
 #include "model/layer_products.h"
-#include "weights/spec.h"
 #include "model/step_buffers.h"
+#include "weights/spec.h"
 
 namespace penstock {
 

@@ -1,21 +1,21 @@
 // A decoder: its weights, its KV cache and its steps.
 #pragma once
 #include "attention/kv_cache.h"
-#include "weights/adapters.h"
 #include "model/attention_stage.h"
 #include "model/expert_stage.h"
-#include "weights/decoder_weights.h"
 #include "model/head_stage.h"
 #include "model/hidden_stage.h"
 #include "model/layer_products.h"
 #include "model/mlp_stage.h"
 #include "model/score_stage.h"
-#include "weights/spec.h"
-#include "ranks/group.h"
-#include "ranks/share.h"
 #include "model/step.h"
 #include "model/step_buffers.h"
+#include "ranks/group.h"
+#include "ranks/share.h"
 #include "threads/team.h"
+#include "weights/adapters.h"
+#include "weights/decoder_weights.h"
+#include "weights/spec.h"
 
 namespace penstock {
 

@@ -23,8 +23,8 @@ struct Plan {
   const int32_t* masks_written;  // not 0 once all masks are written; other threads write them during the step
   const int32_t* adapters;       // by sequence: the slot of its adapter, -1 for none; null if none has one
   int32_t num_copies;
-  const int32_t* copies;        // [num_copies, 2]: block copies, run in order before everything else
-  int32_t* tokens;              // out: [num_samples]
+  const int32_t* copies;  // [num_copies, 2]: block copies, run in order before everything else
+  int32_t* tokens;        // out: [num_samples]
   // Out, may be null: [num_tokens, vocab]; if set, no token is sampled. On a rank that does not lead it only tells that
   // the rank that leads has one.
   float* logits;

@@ -1,18 +1,18 @@
 // The log-probabilities of the tokens that follow scored tokens of prompts.
 #pragma once
 #include "gemm/activations.h"
+#include "model/step.h"
+#include "model/step_buffers.h"
 #include "ranks/group.h"
 #include "ranks/share.h"
 #include "weights/decoder_weights.h"
-#include "model/step.h"
-#include "model/step_buffers.h"
 
 namespace penstock {
 
 class ScoreStage {
  public:
-  ScoreStage(const Spec& spec, const Share& share, RankGroup& group, const Norm& norm, const Matrix& head, const Step& step,
-             const StepBuffers& buffers)
+  ScoreStage(const Spec& spec, const Share& share, RankGroup& group, const Norm& norm, const Matrix& head,
+             const Step& step, const StepBuffers& buffers)
       : spec_(spec),
         share_(share),
         group_(group),

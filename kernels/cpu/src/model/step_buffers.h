@@ -1,9 +1,9 @@
 // The rows of numbers that the stages of a step hand to each other.
 #pragma once
 #include "ranks/group.h"
+#include "threads/memory.h"
 #include "weights/spec.h"
 #include "weights/weights.h"
-#include "threads/memory.h"
 
 #include <algorithm>
 

@@ -60,10 +60,10 @@ struct alignas(64) SharedWord {
 
 // What one rank shows to the others. Only that rank writes it.
 struct alignas(64) RankState {
-  std::atomic<uint64_t> meetings;      // it has arrived at
-  std::atomic<int64_t> waited_ns;      // at meetings, for the slowest rank
-  std::atomic<int64_t> exchanged_ns;   // from the arrival of the slowest rank until this one went on
-  std::atomic<uint32_t> is_waiting;    // whether it waits at a meeting
+  std::atomic<uint64_t> meetings;     // it has arrived at
+  std::atomic<int64_t> waited_ns;     // at meetings, for the slowest rank
+  std::atomic<int64_t> exchanged_ns;  // from the arrival of the slowest rank until this one went on
+  std::atomic<uint32_t> is_waiting;   // whether it waits at a meeting
 };
 
 // All zeros at first. `penstock.gpu_node.model.ranks.control` reads and writes the same words.
@@ -71,8 +71,8 @@ struct ExchangeState {
   SharedWord step;        // number of the messages that rank 0 has handed out
   SharedWord generation;  // of the meetings
   alignas(64) std::atomic<uint32_t> arrived;
-  alignas(64) std::atomic<uint32_t> aborted;  // not 0: the group ends
-  alignas(64) std::atomic<uint32_t> refused;  // not 0: a rank lacks memory for this step
+  alignas(64) std::atomic<uint32_t> aborted;      // not 0: the group ends
+  alignas(64) std::atomic<uint32_t> refused;      // not 0: a rank lacks memory for this step
   alignas(64) std::atomic<int64_t> completed_ns;  // when the last rank arrived at the last meeting
   RankState ranks[kMaxRanks];
 };

@@ -64,12 +64,14 @@ class RankGroup {
   void meet_then(Worker& worker, const Then& then) {
     if (is_alone()) return;
     // One thread meets the other ranks while those beside it wait at the barrier.
-    worker.for_each(0, [](int) {}, [&] {
-      int64_t slept_ns = 0;
-      if (!exchange_.meet(slept_ns)) ending_ = Ending::kAborted;
-      worker.note_slept(slept_ns);
-      then();
-    });
+    worker.for_each(
+        0, [](int) {},
+        [&] {
+          int64_t slept_ns = 0;
+          if (!exchange_.meet(slept_ns)) ending_ = Ending::kAborted;
+          worker.note_slept(slept_ns);
+          then();
+        });
   }
 
   Exchange exchange_;

@@ -6,9 +6,9 @@
 #include <tuple>
 #include <vector>
 
-#include "weights/weights.h"
 #include "sampling/sampler.h"
 #include "simd/simd.h"
+#include "weights/weights.h"
 
 namespace penstock {
 

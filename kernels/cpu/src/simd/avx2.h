@@ -85,7 +85,8 @@ PENSTOCK_INLINE void store_bf16(uint16_t* p, Floats x) {
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
 }
 PENSTOCK_INLINE Floats load_f16(const uint16_t* p) {
-  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+          _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
 PENSTOCK_INLINE void store_f16(uint16_t* p, Floats x) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
@@ -104,8 +105,12 @@ PENSTOCK_INLINE Ints operator+(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y
 PENSTOCK_INLINE Ints operator&(Ints x, Ints y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 PENSTOCK_INLINE Ints operator|(Ints x, Ints y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 PENSTOCK_INLINE Ints operator^(Ints x, Ints y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
-PENSTOCK_INLINE Ints shift_left(Ints x, int bits) { return {_mm256_slli_epi32(x.a, bits), _mm256_slli_epi32(x.b, bits)}; }
-PENSTOCK_INLINE Ints shift_right(Ints x, int bits) { return {_mm256_srli_epi32(x.a, bits), _mm256_srli_epi32(x.b, bits)}; }
+PENSTOCK_INLINE Ints shift_left(Ints x, int bits) {
+  return {_mm256_slli_epi32(x.a, bits), _mm256_slli_epi32(x.b, bits)};
+}
+PENSTOCK_INLINE Ints shift_right(Ints x, int bits) {
+  return {_mm256_srli_epi32(x.a, bits), _mm256_srli_epi32(x.b, bits)};
+}
 PENSTOCK_INLINE Ints widen_s8(const void* p) {
   const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
   return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
@@ -211,8 +216,8 @@ PENSTOCK_INLINE __m256 dot_bf16(__m256 acc, __m256i x, __m256i y) {
   const __m256i high = _mm256_set1_epi32((int)0xffff0000);
   const __m256 even = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)),
                                       _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)), acc);
-  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(x, high)),
-                         _mm256_castsi256_ps(_mm256_and_si256(y, high)), even);
+  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(x, high)), _mm256_castsi256_ps(_mm256_and_si256(y, high)),
+                         even);
 }
 // acc + a0 * b0 + a1 * b1 per lane.
 PENSTOCK_INLINE Floats dot_bf16(Floats acc, Bytes x, Bytes y) {

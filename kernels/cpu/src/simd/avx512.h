@@ -49,9 +49,7 @@ PENSTOCK_INLINE float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 PENSTOCK_INLINE void store_bf16(uint16_t* p, Floats a) {
   _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v));
 }
-PENSTOCK_INLINE Floats load_f16(const uint16_t* p) {
-  return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
-}
+PENSTOCK_INLINE Floats load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 PENSTOCK_INLINE void store_f16(uint16_t* p, Floats a) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }

@@ -135,7 +135,7 @@ class Team {
   friend class Worker;
   static constexpr int kCounters = 4;
   static constexpr int kProbe = -1;
-  static constexpr int64_t kWindowNs = 300'000'000;         // program time between two checks of the shares
+  static constexpr int64_t kWindowNs = 300'000'000;        // program time between two checks of the shares
   static constexpr int64_t kProbeEveryNs = 2'000'000'000;  // between probes of inactive threads
   static constexpr double kCrowded = 0.75, kQuiet = 0.92;  // below: short time slices; above: long
   static constexpr double kRegained = 0.8;                 // share at which an inactive thread rejoins
@@ -146,8 +146,8 @@ class Team {
   };
 
   struct ThreadSlot {
-    WaitWord launched;         // number of programs and probes this thread was told to run
-    std::atomic<int> rank{0};  // its index in the next program, or kProbe
+    WaitWord launched;             // number of programs and probes this thread was told to run
+    std::atomic<int> rank{0};      // its index in the next program, or kProbe
     std::atomic<pid_t> thread{0};  // 0 until known
     CoreUse use;
     std::atomic<bool> is_probing{false};
@@ -324,7 +324,8 @@ void Worker::for_each(int count, const Body& body, const Finish& finish) {
   const int num_threads = team_.active();
   for (int k = 0; k < num_threads; ++k) {
     const int owner = team_.victim(index_, k);
-    const int begin = (int)((int64_t)count * owner / num_threads), end = (int)((int64_t)count * (owner + 1) / num_threads);
+    const int begin = (int)((int64_t)count * owner / num_threads),
+              end = (int)((int64_t)count * (owner + 1) / num_threads);
     auto& taken = team_.counter(loop_, owner).taken;
     for (;;) {
       const int left = end - begin - taken.load(std::memory_order_relaxed);

@@ -5,9 +5,9 @@
 
 #include "gemm/fill.h"
 #include "gemm/hadamard.h"
+#include "threads/team.h"
 #include "weights/spec.h"
 #include "weights/weights.h"
-#include "threads/team.h"
 
 namespace penstock {
 

@@ -83,7 +83,9 @@ struct CodeBits {
 };
 
 PENSTOCK_INLINE f16& half_at(uint8_t* at, int i) { return reinterpret_cast<f16*>(at)[i]; }
-PENSTOCK_INLINE Floats halves_at(const uint8_t* at, int row) { return load_f16(reinterpret_cast<const f16*>(at) + row); }
+PENSTOCK_INLINE Floats halves_at(const uint8_t* at, int row) {
+  return load_f16(reinterpret_cast<const f16*>(at) + row);
+}
 
 // The scales of a block. `scale` and `minimum` return those of 16 rows from `row` on, for part `part` of group `group`.
 //   w = scale * (code - zero) - minimum

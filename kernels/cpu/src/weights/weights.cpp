@@ -259,7 +259,8 @@ size_t bytes_of_panel(Format format, int columns) {
   if (format == Format::kBf16) return padded * kPanel * sizeof(bf16);
   if (format == Format::kInt8) return padded * kPanel + kPanel * sizeof(float);
   return with_panel(format, [&]<class P>(P) {
-    if (is_stored(format) && columns % P::kColumns) throw std::invalid_argument("the columns do not fill GGUF's blocks");
+    if (is_stored(format) && columns % P::kColumns)
+      throw std::invalid_argument("the columns do not fill GGUF's blocks");
     return padded / P::kColumns * P::kBytes;
   });
 }

@@ -18,8 +18,20 @@
 namespace penstock {
 
 enum class Format : int {
-  kBf16 = 0, kInt8 = 1, kInt8Group = 2, kInt4Group = 3, kQ4_K = 4, kQ5_K = 5, kQ6_K = 6, kQ2_K = 7, kQ3_K = 8,
-  kIQ4_NL = 9, kIQ4_XS = 10, kQ4_0 = 11, kQ5_0 = 12, kQ5_1 = 13
+  kBf16 = 0,
+  kInt8 = 1,
+  kInt8Group = 2,
+  kInt4Group = 3,
+  kQ4_K = 4,
+  kQ5_K = 5,
+  kQ6_K = 6,
+  kQ2_K = 7,
+  kQ3_K = 8,
+  kIQ4_NL = 9,
+  kIQ4_XS = 10,
+  kQ4_0 = 11,
+  kQ5_0 = 12,
+  kQ5_1 = 13
 };
 
 // Whether a format holds only rows that are stored in it.
@@ -67,8 +79,21 @@ constexpr Encoding encoding_of(Format format) {
 
 // Format of a checkpoint's rows: plain numbers, or GGUF's blocks of 32 or 256 weights.
 enum class Source : int {
-  kFloat32 = 0, kBf16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4_K = 5, kQ5_K = 6, kQ6_K = 7, kF16 = 8, kQ2_K = 9,
-  kQ3_K = 10, kIQ4_NL = 11, kIQ4_XS = 12, kQ5_0 = 13, kQ5_1 = 14
+  kFloat32 = 0,
+  kBf16 = 1,
+  kQ4_0 = 2,
+  kQ4_1 = 3,
+  kQ8_0 = 4,
+  kQ4_K = 5,
+  kQ5_K = 6,
+  kQ6_K = 7,
+  kF16 = 8,
+  kQ2_K = 9,
+  kQ3_K = 10,
+  kIQ4_NL = 11,
+  kIQ4_XS = 12,
+  kQ5_0 = 13,
+  kQ5_1 = 14
 };
 
 // The format that keeps rows of a source to the bit.

@@ -76,13 +76,18 @@ def test_quantized_checkpoints_are_cut(layout: str, quantized: Quantized) -> Non
     np.testing.assert_allclose(logits_alone(_runner(folder, 2), TOKEN_IDS), want, rtol=0, atol=MAX_ERROR)
 
 
+GGUF_FILES = [("llama", "llama", "q8_0"), ("phi3 with windows", "phi3", "q4_1"), ("qwen3 moe", "qwen3moe", "f16")]
+OTHER_KINDS = ("q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "bf16", "f32")
+
+
 @pytest.mark.parametrize(
     ("family", "architecture", "kind"),
-    [("llama", "llama", "q8_0"), ("phi3 with windows", "phi3", "q4_1"), ("qwen3 moe", "qwen3moe", "f16")],
+    [*GGUF_FILES, *(pytest.param("llama", "llama", kind, marks=pytest.mark.slow) for kind in OTHER_KINDS)],
 )
 def test_gguf_files_are_cut_inside_of_blocks_too(family: str, architecture: str, kind: str, tmp_path: Path) -> None:
-    """48 of 96 columns end in the middle of a block of 32."""
-    folder = make_family_model(tmp_path / "model", family)
+    """48 of 96 columns end in the middle of a block of 32, 128 of 256 in that of a larger one."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256} if kind.endswith(("_k", "_xs")) else {}
+    folder = make_family_model(tmp_path / "model", family, **sizes)
     write_gguf(folder, folder / "model.gguf", architecture, kind)
     got, want = (_logits(_runner(folder / "model.gguf", size)) for size in (2, 1))
     np.testing.assert_allclose(got, want, rtol=0, atol=MAX_ERROR)
@@ -120,6 +125,33 @@ def test_all_ranks_have_the_blocks_of_one_and_a_part_of_their_bytes(tiny_model: 
     assert [cache.nbytes for cache in caches] == [one._caches[0].k.nbytes / 2] * 2
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("name", ["llama", "qwen3 moe"])
+def test_ranks_know_the_bytes_of_their_matrices(
+    name: str, sizes: tuple[int, int], family_folder: Callable[[str], Path]
+) -> None:
+    runner = _runner(family_folder(name), sizes[0], pipeline_parallel_size=sizes[1])
+    for rank in getattr(runner, "_ranks", [runner]):
+        weights, part = rank._decoder._weights, rank._part
+        matrices = [weights.head] if part.is_last else []
+        for layer in weights.layers:
+            matrices += [
+                layer.qkv,
+                layer.out,
+                *(one for pair in map(layer.expert, range(_num_experts(part))) for one in pair),
+            ]
+            matrices += [] if layer.router is None else [layer.router]
+        parts = [one for matrix in matrices for one in getattr(matrix, "parts", (matrix,))]
+        table = 0 if not part.is_first or (part.is_last and part.whole.tied_head) else len(part.vocab)
+        own = sum(one._weight.nbytes for one in parts) + 4 * table * part.whole.hidden_size
+        assert rank.held.weights == own
+        assert rank.held.kv_blocks == sum(cache.k.nbytes + cache.v.nbytes for cache in rank._caches)
+
+
+def _num_experts(part: Any) -> int:
+    return 1 if part.spec.experts is None else int(part.spec.experts.count)
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -148,7 +180,7 @@ def test_another_runner_refuses_stages_by_name(tiny_model: Path) -> None:
 PLACES = ("before the first exchange", "in the first layer", "in the last layer", "at the end")
 FAILURES = [
     (sizes, rank, at)
-    for sizes in ((2, 1), (2, 2))
+    for sizes in ((2, 1), (1, 2), (2, 2))
     for rank in range(sizes[0] * sizes[1])
     for at in PLACES
     # Only the last stage has a head.
