@@ -77,7 +77,9 @@ class Told:
 
     def now(self) -> Told:
         """Return what was told until now."""
-        sets = {name: set(getattr(self, name)) for name in ("cancelled", "deleted", "revoked", "replicated")}
+        sets: dict[str, Any] = {
+            name: set(getattr(self, name)) for name in ("cancelled", "deleted", "revoked", "replicated")
+        }
         return replace(self, works=dict(self.works), at_ms=dict(self.at_ms), **sets)
 
 
@@ -162,7 +164,7 @@ class Load:
         lacking = range(NUM_RESPONSES - len(self._responses))
         self._responses += await asyncio.gather(*(self._submit(response=_RECORD) for _ in lacking))
 
-    def settle(self, seen: Seen) -> None:
+    def drop_ended(self, seen: Seen) -> None:
         """Watch jobs that have ended no more, except those with responses."""
         stored = {work.id for work in self._responses} | self.told.deleted
         self._settled |= {job_id for job_id in seen.states if seen.has_ended(job_id)} - stored
