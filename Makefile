@@ -27,7 +27,7 @@
 #   make gpu-venv    what a bare GPU machine has (Python 3.12, torch 2.11, Triton 3.6.0; 3 GB), for the slow tests
 #   make wheels      the wheels of a release, of this commit, in dist/ (minutes); docs/RELEASE.md
 #   make sbom        the software bill of materials of those wheels
-#   make lock        choose the versions in requirements.lock anew
+#   make lock        bring requirements.lock in line with pyproject.toml (a minute); LOCK=--upgrade chooses all anew
 #   make clean       remove what was built
 #
 # WORKERS=6 runs the tests in so many processes, each with a Redis of its own. Five fill two cores: many tests wait.
@@ -46,6 +46,8 @@ VALIDATOR := jsonschema==4.26.0 jsonschema-specifications==2025.9.1 referencing=
 TORCH := torch==2.13.0
 # What that torch's CUDA build asks for.
 TRITON := triton==3.7.1
+# True wherever penstock runs (`environments` in pyproject.toml), so the lock does not repeat it.
+ALWAYS := python_full_version < '3.15'|platform_python_implementation == 'CPython'|sys_platform == 'linux'
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.penstock-installed
@@ -183,15 +185,20 @@ $(SLOW_STAMP): $(STAMP)
 	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[slow]'
 	@touch $@
 
-# Local versions (torch's +cpu) are dropped, and torch pins its CUDA libraries itself: the lock serves both builds. Two
-# packages of slow tests are large, and pinned in pyproject.toml.
+# Keeps what still fits; LOCK=--upgrade chooses the newest of each. pip does not end: aiobotocore and boto3 each allow few
+# versions of botocore, of which there is one a day, and pip tries release after release. torch pins its CUDA libraries
+# itself, so the lock serves its build for CPUs too; for that reason it has no hashes either. Two packages of slow tests
+# are large, and pinned in pyproject.toml.
 lock:
 	rm -rf build/lock
 	$(PYTHON) -m venv build/lock
-	build/lock/bin/pip install --quiet '.[all,dev,bench,slow]' '$(TORCH)' '$(TRITON)'
-	{ echo "# Everything that [all,dev,bench,slow] needs, for Python 3.11 and later. Made by: make lock"; \
-	  build/lock/bin/pip freeze --all --exclude penstock --exclude pip \
-	  | grep -Ev '^(nvidia-[^m]|cuda-|kubernetes-validate|zensical)' | sed -E 's/\+[a-z0-9.]+$$//'; } > requirements.lock
+	build/lock/bin/pip install --quiet uv==0.13.8
+	cp requirements.lock build/lock/chosen
+	printf '%s\n' '$(TORCH)' '$(TRITON)' | build/lock/bin/uv pip compile --quiet pyproject.toml - --all-extras \
+	  --universal --fork-strategy fewest --python-version 3.11 --no-annotate --no-header $(LOCK) --output-file build/lock/chosen
+	{ echo "# Everything that [all,dev,bench,slow] needs, for Python 3.11 to 3.14 on Linux. Made by: make lock"; \
+	  grep -Ev '^(nvidia-[^m]|cuda-|kubernetes-validate|zensical)' build/lock/chosen \
+	  | sed -E "s/($(ALWAYS))( and )?//g; s/ and (\)|$$)/\1/g; s/ ; $$//"; } > requirements.lock
 	rm -rf build/lock
 
 clean:

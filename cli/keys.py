@@ -210,13 +210,13 @@ def add(
         raise request_error(error) from error
     pepper, scopes = KeySettings.load().key_pepper, scope or ["infer"]
 
-    async def create(brokers: Brokers) -> tuple[str, ApiKey]:
+    async def create(store: KeyStore) -> tuple[str, ApiKey]:
         names = _models_of(models) or ()
-        return await brokers.keys.add(
+        return await store.add(
             tenant, scopes, terms, highest_class=highest_class, label=label, models=names, pepper=pepper
         )
 
-    key, record = _run(redis_url, create)
+    key, record = _with_keys(redis_url, create)
     if as_json:
         print_object({"key": key, **record_object(record)}, as_json=True)
     else:
@@ -249,10 +249,10 @@ def set_key(
     if not terms and not changes:
         raise RequestError("nothing to change: give at least one option, such as --tokens-per-minute", param="name")
 
-    async def change(brokers: Brokers) -> ApiKey:
-        return await brokers.keys.change((await brokers.keys.find(name)).key_id, changes, terms)
+    async def change(store: KeyStore) -> ApiKey:
+        return await store.change((await store.find(name)).key_id, changes, terms)
 
-    print(line_of(_run(redis_url, change), None, None))
+    print(line_of(_with_keys(redis_url, change), None, None))
 
 
 @app.command()
@@ -349,15 +349,18 @@ def revoke(
 ) -> None:
     """Revoke a key. Every gateway refuses it within two seconds.
 
+    Where PENSTOCK_POOLS names several Redis, only the directory has keys: the key is refused for all pools, also while
+    the Redis of a pool is away. If the command fails, repeat it: to revoke a revoked key changes nothing.
+
     Examples:
         penstock keys revoke acme
         penstock keys revoke 4f2c9b0d1e8a7c63 --durability replicated
     """
 
-    async def end(brokers: Brokers) -> None:
-        await brokers.keys.revoke((await brokers.keys.find(name)).key_id, durability)
+    async def end(store: KeyStore) -> None:
+        await store.revoke((await store.find(name, or_revoked=True)).key_id, durability)
 
-    _run(redis_url, end)
+    _with_keys(redis_url, end)
 
 
 def _models_of(given: list[str] | None) -> frozenset[str] | None:
@@ -367,6 +370,19 @@ def _models_of(given: list[str] | None) -> frozenset[str] | None:
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _with_keys(redis_url: str | None, work: Callable[[KeyStore], Awaitable[T]]) -> T:
+    """Run what needs the directory alone, so that no other Redis can hinder it."""
+
+    async def run() -> T:
+        from penstock.queue.broker.connection import connect
+        from penstock.queue.tenants.key_store import KeyStore
+
+        async with connect(redis_url_of(redis_url)) as redis:
+            return await work(KeyStore(redis))
+
+    return asyncio.run(run())
 
 
 def _run(redis_url: str | None, work: Callable[[Brokers], Awaitable[T]]) -> T:

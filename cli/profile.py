@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from penstock.cli.options import RedisUrl
-from penstock.contract.errors import NotFoundError, RequestError
-from penstock.runtime.settings import redis_url_of
+from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
+from penstock.runtime.settings import redis_names_of, without_password
 
 if TYPE_CHECKING:
-    from penstock.contract.pool import PoolStats
     from penstock.queue.broker.profiles import ProfileSummary
 
 
@@ -36,11 +36,12 @@ def profile(
 ) -> None:
     """Record a running node for some seconds: print where its steps' time went, and write Chrome traces.
 
-    The node may be on another machine; its answer comes through Redis. trace.json.gz has the engine's steps and the
-    node's Python stacks. operations.json.gz has the operations of torch, if the runner uses torch. That recording ends
-    after 50 steps. With Redis users (ops/acl), only the admin may profile.
+    The node may be on another machine; its answer comes through Redis. Where PENSTOCK_POOLS names several Redis, it is
+    looked for in each; with --redis-url, in that one. trace.json.gz has the engine's steps and the node's Python
+    stacks. operations.json.gz has the operations of torch, if the runner uses torch. That recording ends after 50
+    steps. With Redis users (ops/acl), only the admin may profile.
     """
-    summary, files = asyncio.run(_profile(redis_url_of(redis_url), node, seconds))
+    found, summary, files = asyncio.run(_profile(redis_names_of(redis_url), node, seconds))
     folder = output or Path(f"penstock-profile-{summary.node_id}")
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in files]
@@ -49,6 +50,7 @@ def profile(
     if as_json:
         facts = {name: getattr(summary, name) for name in ("node_id", "seconds", "steps", "prefill_tokens")}
         facts |= {"decode_tokens": summary.decode_tokens, "part_seconds": dict(summary.part_seconds)}
+        facts |= {"pool": found.pool, "redis": without_password(found.url)}
         print(json.dumps(facts | {"files": [str(path) for path in paths]}))
         return
     _print_table(summary)
@@ -56,32 +58,61 @@ def profile(
         print(f"{path}  ({path.stat().st_size / 1e3:.0f} kB; open it in {VIEWERS})")
 
 
-async def _profile(redis_url: str, node: str | None, seconds: float) -> tuple[ProfileSummary, dict[str, bytes]]:
+class FoundNode(NamedTuple):
+    """A live node, and where it is."""
+
+    url: str
+    pool: str
+    node_id: str
+
+
+async def _profile(
+    names: Mapping[str, str], node: str | None, seconds: float
+) -> tuple[FoundNode, ProfileSummary, dict[str, bytes]]:
     from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.pools import StatsBroker
     from penstock.queue.broker.profiles import ProfileBroker
 
-    async with connect(redis_url) as redis:
-        pool, node_id = node_named(await StatsBroker(redis).all(), node)
+    found = await _node_named(names, node)
+    where = f" of pool {found.pool} in {without_password(found.url)}" if len(names) > 1 else ""
+    async with connect(found.url) as redis:
         broker = ProfileBroker(redis)
-        print(f"recording {node_id} for {seconds:g} s", file=sys.stderr)
-        summary, files = await broker.answer(pool, await broker.ask(pool, node_id, seconds))
+        print(f"recording {found.node_id}{where} for {seconds:g} s", file=sys.stderr)
+        summary, files = await broker.answer(found.pool, await broker.ask(found.pool, found.node_id, seconds))
     if summary.problem:
         raise RequestError(summary.problem)
-    return summary, files
+    return found, summary, files
 
 
-def node_named(pools: list[PoolStats], name: str | None) -> tuple[str, str]:
-    """Return the pool and the id of the only live node whose id begins with `name`. None: of the only live node."""
-    found = [(pool.pool, one.node_id) for pool in pools for one in pool.nodes if one.node_id.startswith(name or "")]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        ids = ", ".join(node_id for _, node_id in found)
-        raise RequestError(f"node must be one of these: {ids}", param="node")
-    raise NotFoundError(
-        f"no live node has an id that begins with {name!r}" if name else "no node is alive", param="node"
-    )
+async def _node_named(names: Mapping[str, str], name: str | None) -> FoundNode:
+    """Return the only live node whose id begins with `name`; None: the only live node.
+
+    `names`: what each Redis is called. One that is away is named, and the node is looked for in the others.
+    """
+    from penstock.queue.broker.connection import connect
+    from penstock.queue.broker.pools import StatsBroker
+
+    found, away = list[FoundNode](), list[str]()
+    for url, of_url in names.items():
+        try:
+            async with connect(url) as redis:
+                pools = await StatsBroker(redis).all()
+        except UnavailableError as error:
+            if len(names) == 1:
+                raise
+            away.append(f"{of_url}, at {without_password(url)}: {error.message}")
+            continue
+        found += [FoundNode(url, pool.pool, one.node_id) for pool in pools for one in pool.nodes]
+    found = [one for one in found if one.node_id.startswith(name or "")]
+    if len(found) > 1:
+        raise RequestError(f"node must be one of these: {', '.join(one.node_id for one in found)}", param="node")
+    missing = f"no live node has an id that begins with {name!r}" if name else "no node is alive"
+    if not found and away:
+        raise UnavailableError(f"{missing} in the Redis that answer; not asked: {'; '.join(away)}", code="redis_away")
+    if not found:
+        raise NotFoundError(missing, param="node")
+    for one in away:
+        print(f"not asked: {one}", file=sys.stderr)
+    return found[0]
 
 
 def _print_table(summary: ProfileSummary) -> None:

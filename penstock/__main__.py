@@ -2,7 +2,7 @@
 
 import sys
 
-from penstock.contract.errors import EXIT_INTERRUPTED
+from penstock.contract.errors import EXIT_INTERRUPTED, EXIT_WRONG_USE
 
 
 def main() -> None:
@@ -13,6 +13,11 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except ModuleNotFoundError as error:
+        if error.name not in ("rich", "typer"):
+            raise
+        sys.stderr.write("penstock: the commands need packages that are not installed: pip install 'penstock[cli]'\n")
+        sys.exit(EXIT_WRONG_USE)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import _pytest.logging
 import pytest
 import redis as sync_redis
 from _pytest.logging import catching_logs
+from _pytest.runner import runtestprotocol
 from fakes.cover import examples
 from fakes.processes.child_process import ChildProcess
 from fakes.processes.forked_process import ForkServer
@@ -120,10 +121,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = _waiting_beside_computing(items, config.workerinput["workercount"])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a test in a worker as pytest does, and send the reports that are shown: two messages instead of six."""
+    if not hasattr(item.config, "workerinput") or item.config.option.durations is not None:
+        return None
+    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    all_passed = all(report.passed for report in reports)
+    for report in reports[1:2] if all_passed else reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    return True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Leave out of a report what is not shown of a step that passed. Workers send three reports of each test."""
     report = yield
+    # Those of a teardown are shown of a test that has failed.
     if report.passed and not {"A", "P"} & set(item.config.option.reportchars):
         report.keywords = {}
         report.sections = [section for section in report.sections if section[0].endswith("teardown")]

@@ -267,7 +267,7 @@ def test_import_penstock_loads_nothing_else() -> None:
 def test_client_starts_without_torch_or_web_framework() -> None:
     code = "import sys; from penstock import Client; print(*sorted({n.split('.')[0] for n in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not set(done.stdout.split()) & (TORCH | WEB | {"numpy", "celery"})
+    assert not set(done.stdout.split()) & (TORCH | WEB | {"numpy", "celery", "typer", "rich"})
 
 
 @pytest.mark.parametrize(

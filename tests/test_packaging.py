@@ -75,6 +75,14 @@ def test_package_kernels_of_the_registry_is_found_before_our_folder(tmp_path: Pa
     assert done.stdout.startswith(str(tmp_path)), done.stderr
 
 
+def test_without_the_extra_cli_the_command_says_what_to_install() -> None:
+    done = run(
+        "import sys; sys.modules['typer'] = None; from penstock.__main__ import main; main()", PYTHONSAFEPATH="1"
+    )
+    assert done.returncode == 2
+    assert done.stderr == ("penstock: the commands need packages that are not installed: pip install 'penstock[cli]'\n")
+
+
 @pytest.mark.slow
 def test_transformers_finds_the_real_kernels_package(tmp_path: Path) -> None:
     from transformers.utils.import_utils import KERNELS_MIN_VERSION
@@ -118,8 +126,9 @@ def test_lock_satisfies_the_declared_bounds() -> None:
 
     done = run("import importlib.metadata as m; print(*m.requires('penstock'), sep='\\n')", PYTHONSAFEPATH="1")
     lines = (ROOT / "requirements.lock").read_text().splitlines()
-    locked = dict(line.split("==") for line in lines if not line.startswith("#"))
-    locked = {name.lower().replace("_", "-"): version for name, version in locked.items()}
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    locked = {pin.name.lower().replace("_", "-"): str(pin.specifier).removeprefix("==") for pin in pins}
+    assert len(locked) == len(pins), "a package is pinned once, for all versions of Python"
     for requirement in map(Requirement, done.stdout.splitlines()):
         if requirement.name in LARGE:
             assert str(requirement.specifier).startswith("=="), "it is pinned in pyproject.toml"

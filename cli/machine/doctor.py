@@ -8,8 +8,10 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import starmap
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import typer
@@ -18,7 +20,7 @@ from penstock.cli.demo_model import REMEDY, SIZE_MB, demo_model
 from penstock.cli.machine.plan import planned, summary
 from penstock.cli.output import AsJson, JsonArray
 from penstock.cli.services import missing_packages
-from penstock.contract.errors import ConfigError, PenstockError
+from penstock.contract.errors import ConfigError, PenstockError, UnavailableError
 from penstock.contract.pool import NodePressure, PoolStats
 from penstock.gpu_node.gpus import FLOAT8_COMPUTE_CAPABILITY, ON_CPU, GpuMachine, gpu_problems, this_machine
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, origin_of
@@ -34,7 +36,7 @@ from penstock.kernels.cpu.probe import (
     usable_cores,
 )
 from penstock.runtime.local_redis import running_url
-from penstock.runtime.settings import RedisSettings, without_password
+from penstock.runtime.settings import RedisSettings, pool_urls, redis_names_of, without_password
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Check:
     finding: str
     advice: str = ""
     """What the operator should do. Empty: nothing."""
+    redis: str = ""
+    """Which of several Redis it is about (`redis_names_of`). Empty: the only one, or this machine."""
 
 
 MIN_REDIS = (6, 2)
@@ -86,12 +90,14 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check Redis, nodes, CPU, GPU, model files and optional packages. Exit code 1 if something must be repaired."""
+    """Check Redis, nodes, CPU, GPU, model files and optional packages. Exit code 1 if something must be repaired.
+
+    Where PENSTOCK_POOLS names several Redis, each is checked, with its nodes; with --redis-url, that one alone. One
+    that is away is named, and the others are checked all the same.
+    """
     settings = RedisSettings.load(redis_url=redis_url)
     url = settings.redis_url or running_url(settings.runtime_dir)
-    checks = asyncio.run(check_redis(url))
-    if url and all(check.level != "fail" for check in checks):
-        checks += asyncio.run(check_nodes(url))
+    checks = asyncio.run(check_each(redis_names_of(redis_url))) if url else [_check_embedded()]
     checks += check_machine()
     checks += [check_demo_model(), *check_plan(), *check_extras()]
     if as_json:
@@ -110,7 +116,7 @@ def _print(checks: list[Check]) -> None:
     for check in checks:
         style = _STYLES[check.level]
         console.print(f"[{style}]{check.level:4}[/{style}]  {check.subject:10} ", end="")
-        console.print(check.finding, markup=False)
+        console.print(f"{check.redis}: {check.finding}" if check.redis else check.finding, markup=False)
         if check.advice:
             console.print(f"{'':18}{check.advice}", markup=False, style="dim")
 
@@ -137,10 +143,20 @@ def judge_gpus(machine: GpuMachine) -> Iterator[Check]:
     )
 
 
-async def check_redis(url: str | None) -> list[Check]:
-    """Check the Redis at `url`. Without a URL, check the Redis that would be started."""
-    if not url:
-        return [_check_embedded()]
+async def check_each(names: Mapping[str, str]) -> list[Check]:
+    """Check each Redis and its nodes at the same time. `names`: what each URL's Redis is called."""
+
+    async def check_one(url: str, name: str) -> list[Check]:
+        checks = await check_redis(url)
+        if all(check.level != "fail" for check in checks):
+            checks += await check_nodes(url, names if len(names) > 1 else {})
+        return [replace(check, redis=name) for check in checks] if len(names) > 1 else checks
+
+    return [check for some in await asyncio.gather(*starmap(check_one, names.items())) for check in some]
+
+
+async def check_redis(url: str) -> list[Check]:
+    """Check the Redis at `url`."""
     from penstock.queue.broker.connection import connect, translated
 
     try:
@@ -148,24 +164,46 @@ async def check_redis(url: str | None) -> list[Check]:
             with translated():
                 info = await redis.info("everything")
     except PenstockError as error:
-        return [
-            Check(
-                "fail",
-                "Redis",
-                error.message,
-                "start it (`penstock serve` brings its own), or correct --redis-url or PENSTOCK_REDIS_URL",
-            )
-        ]
+        return [_unusable(url, error)]
     return [Check("ok", "Redis", f"at {without_password(url)}"), *judge_redis(info)]
 
 
-async def check_nodes(url: str) -> list[Check]:
-    """Check the pools: which ones have no node, and what the live nodes of the others report."""
+def _unusable(url: str, error: PenstockError) -> Check:
+    finding = f"{error.message} (at {without_password(url)})"
+    advice = "start it (`penstock serve` brings its own), or correct --redis-url, PENSTOCK_REDIS_URL or PENSTOCK_POOLS"
+    return Check("fail", "Redis", finding, advice)
+
+
+async def check_nodes(url: str, names: Mapping[str, str] = MappingProxyType({})) -> list[Check]:
+    """Check the pools: which ones have no node, and what the live nodes of the others report.
+
+    `names`: what each of several Redis is called; then a pool with nodes in another Redis than it belongs to is found.
+    """
     from penstock.producer.client import AsyncClient
 
-    async with AsyncClient(url) as client:
-        pools, _ = await client.pool_stats()
-    return [check for pool in pools for check in judge_pool(pool)]
+    try:
+        async with AsyncClient(url, pools={}) as client:
+            pools, _ = await client.pool_stats()
+    except UnavailableError as error:
+        return [_unusable(url, error)]
+    own = pool_urls() if names else {}
+    checks = list[Check]()
+    for pool in pools:
+        right = own.get(pool.pool, next(iter(names), url))
+        checks += judge_pool(pool) if right == url else judge_stray(pool, names[right])
+    absent = [name for name, of_pool in own.items() if of_pool == url and name not in {pool.pool for pool in pools}]
+    advice = "start a node of it, with this PENSTOCK_POOLS; or correct the name (penstock pools list)"
+    return checks + [Check("warn", "pool", f"{name}: no node has joined it here", advice) for name in absent]
+
+
+def judge_stray(pool: PoolStats, right: str) -> Iterator[Check]:
+    """Yield a warning if nodes of a pool are in another Redis than the setting says, so that no caller reaches them."""
+    if pool.nodes:
+        finding = (
+            f"{pool.pool}: {len(pool.nodes)} live nodes here, but callers look for the pool in another Redis ({right})"
+        )
+        advice = "give its nodes the PENSTOCK_POOLS that gateways and clients have"
+        yield Check("warn", "pool", finding, advice)
 
 
 def judge_pool(pool: PoolStats) -> Iterator[Check]:

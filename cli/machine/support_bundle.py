@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -23,9 +24,9 @@ import typer
 
 from penstock import __version__
 from penstock.cli.audit import audit_pools
-from penstock.cli.machine.doctor import check_extras, check_machine, check_nodes, check_redis
+from penstock.cli.machine.doctor import check_each, check_extras, check_machine
 from penstock.cli.options import RedisUrl
-from penstock.contract.errors import ConfigError, RequestError
+from penstock.contract.errors import ConfigError, PenstockError, RequestError
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.batch.settings import CelerySettings
@@ -33,7 +34,7 @@ from penstock.producer.client.settings import ClientSettings
 from penstock.producer.files.storage import FilesSettings
 from penstock.runtime.local_redis import running_url
 from penstock.runtime.logging import LogSettings
-from penstock.runtime.settings import KeySettings, RedisSettings, Settings
+from penstock.runtime.settings import KeySettings, RedisSettings, Settings, redis_names_of
 from penstock.runtime.stack_dump import offering_processes, stacks_of
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ _ABOUT = """penstock support bundle, {time}
 versions.json   penstock, Python, system, and installed packages
 settings.json   effective settings of each part on this machine, and where each came from
 doctor.json     what `penstock doctor` finds
-redis.json      INFO of Redis
+redis.json      INFO of Redis; of several (PENSTOCK_POOLS), the INFO of each
 pools.json      the pools with their nodes
 audit.json      what `penstock audit` finds
 metrics/        what processes on this machine measure
@@ -98,9 +99,10 @@ def support_bundle(
     target = output or Path(f"penstock-support-{now:%Y%m%dT%H%M%SZ}.tar.gz")
     settings = RedisSettings.load(redis_url=redis_url)
     url = settings.redis_url or running_url(settings.runtime_dir)
+    names = redis_names_of(redis_url) if url else {}
     try:
         with open(target, "xb", opener=_private) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-            for name, text in _members(url, log or [], metrics or METRICS, now):
+            for name, text in _members(names, log or [], metrics or METRICS, now):
                 _add(archive, name, without_secrets(text), now)
     except OSError as error:
         raise ConfigError(f"output: {target}: {error.strerror}", param="output") from error
@@ -125,15 +127,16 @@ def without_secrets(text: str) -> str:
     return text
 
 
-def _members(url: str | None, logs: Iterable[Path], metrics: Iterable[str], now: datetime) -> Iterator[tuple[str, str]]:
-    """Yield each file of the archive as its name and its text."""
+def _members(
+    names: Mapping[str, str], logs: Iterable[Path], metrics: Iterable[str], now: datetime
+) -> Iterator[tuple[str, str]]:
+    """Yield each file of the archive as its name and its text. `names`: what each URL's Redis is called."""
     yield "README.txt", _ABOUT.format(time=now.isoformat(timespec="seconds"), hidden=HIDDEN)
     yield "versions.json", _part(_versions)
     yield "settings.json", _part(effective_settings)
-    yield "doctor.json", _part(lambda: _checks(url))
-    yield "redis.json", _part(lambda: asyncio.run(_in_time(_redis_info(url))))
-    yield "pools.json", _part(lambda: asyncio.run(_in_time(_pools(url))))
-    yield "audit.json", _part(lambda: asyncio.run(_in_time(_audit(url))))
+    yield "doctor.json", _part(lambda: _checks(names))
+    for name, read in (("redis", _redis_info), ("pools", _pools), ("audit", _audit)):
+        yield f"{name}.json", _part(partial(_of_each, names, read))
     for number, source in enumerate(metrics):
         yield f"metrics/{number}.txt", f"# {source}\n{_scraped(source)}"
     yield "logs/journal.txt", _journal()
@@ -209,40 +212,46 @@ def _shown(name: str, value: Any) -> Any:
     return HIDDEN if value and _SECRET_NAME.search(name) else value
 
 
-def _checks(url: str | None) -> list[dict[str, Any]]:
-    checks = asyncio.run(_in_time(check_redis(url)))
-    if url and all(check.level != "fail" for check in checks):
-        checks += asyncio.run(_in_time(check_nodes(url)))
+def _checks(names: Mapping[str, str]) -> list[dict[str, Any]]:
+    checks = asyncio.run(_in_time(check_each(names)))
     return [asdict(check) for check in [*checks, *check_machine(), *check_extras()]]
 
 
-async def _redis_info(url: str | None) -> Any:
+def _of_each(names: Mapping[str, str], read: Callable[[str], Coroutine[Any, Any, Any]]) -> Any:
+    """Return what `read` finds in the only Redis; of several, by name, with the error of one that is away."""
+    if not names:
+        raise ConfigError("no Redis: set PENSTOCK_REDIS_URL or --redis-url")
+    if len(names) == 1:
+        return asyncio.run(_in_time(read(*names)))
+    found = dict[str, Any]()
+    for url, name in names.items():
+        try:
+            found[name] = asyncio.run(_in_time(read(url)))
+        except (PenstockError, TimeoutError) as error:
+            found[name] = {"error": getattr(error, "message", None) or "no answer in time"}
+    return found
+
+
+async def _redis_info(url: str) -> Any:
     from penstock.queue.broker.connection import connect, translated
 
-    async with connect(_needed(url)) as redis:
+    async with connect(url) as redis:
         with translated():
             return await redis.info("everything")
 
 
-async def _pools(url: str | None) -> Any:
+async def _pools(url: str) -> Any:
     from penstock.producer.client import AsyncClient
 
-    async with AsyncClient(_needed(url)) as client:
+    async with AsyncClient(url, pools={}) as client:
         pools, _ = await client.pool_stats()
     return [asdict(pool) for pool in pools]
 
 
-async def _audit(url: str | None) -> Any:
+async def _audit(url: str) -> Any:
     return [
-        {"pool": one.pool, "found": [asdict(finding) for finding in one.found]}
-        async for one in audit_pools(_needed(url), None)
+        {"pool": one.pool, "found": [asdict(finding) for finding in one.found]} async for one in audit_pools(url, None)
     ]
-
-
-def _needed(url: str | None) -> str:
-    if url is None:
-        raise ConfigError("no Redis: set PENSTOCK_REDIS_URL or --redis-url")
-    return url
 
 
 def _scraped(source: str) -> str:

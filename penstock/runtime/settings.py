@@ -241,6 +241,17 @@ def redis_urls_of(given: str | None = None) -> list[str]:
     return [given] if given else list(dict.fromkeys((redis_url_of(), *pool_urls().values())))
 
 
+DIRECTORY = "directory"
+"""What the Redis of PENSTOCK_REDIS_URL is called."""
+
+
+def redis_names_of(given: str | None = None) -> dict[str, str]:
+    """Return the URLs of all Redis, each with its name: `directory`, or the pools that PENSTOCK_POOLS puts there."""
+    own = {} if given else pool_urls()
+    names = {url: ", ".join(pool for pool, of_pool in own.items() if of_pool == url) for url in redis_urls_of(given)}
+    return names | {redis_url_of(given): DIRECTORY}
+
+
 def without_password(redis_url: str) -> str:
     """The URL as it may be shown."""
     shown = re.sub(r"(://[^:/?#@]*):.*@", r"\1:***@", redis_url)

@@ -59,15 +59,19 @@ class TracedModules:
         return run
 
     def _hook(self, frame: FrameType, event: str, _: Any) -> None:
-        run, code = self._run, frame.f_code
-        if run is None or event not in ("call", "return") or code.co_name == "<module>":
+        run = self._run
+        if run is None or event not in ("call", "return"):
+            return
+        code = frame.f_code
+        name = self._name_of(code.co_filename)
+        if not name or code.co_name == "<module>":  # Most calls are those of libraries.
             return
         on_engine_thread = threading.current_thread().name == ENGINE_THREAD
         if on_engine_thread and code.co_name in COMPUTING and code.co_filename.endswith(ENGINE_FILE):
             self._is_computing = event == "call"
             if self._is_computing and code.co_name == "step":
                 run.steps.append(set())
-        if event == "call" and (name := self._name_of(code.co_filename)):
+        if event == "call":
             if on_engine_thread and run.steps:
                 run.steps[-1].add(name)
             if not (on_engine_thread and self._is_computing):

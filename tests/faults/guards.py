@@ -42,6 +42,7 @@ MUTANTS = (
         "deadlines while the time is in doubt", "prelude", " <= now and not pool_time.is_in_doubt()", " <= now", CLOCK
     ),
     Mutant("deadlines of taken jobs", "take", "pool_time.is_in_doubt() and config.lease_ms or 1", "1", CLOCK),
+    Mutant("who knows the time goes first", "sweep", "if in_doubt and seen == 0 then", "if false then", CLOCK),
     Mutant("a clock that comes back", "sweep", "nearer(math.floor((now - last) / SLOWDOWN))", "ahead", CLOCK),
     Mutant("an outage is no jump", "sweep", "then now, by = now + by, 0 end", "then by = 1 end", CLOCK),
     Mutant("ids by either clock", "submit", "math.min(now, pool_time.of_redis()), math.max(now", "now, (now", CLOCK),

@@ -118,7 +118,7 @@ async def test_a_result_that_another_reader_has_freed_is_noticed(redis_url: str,
         jobs = LargeJobs(backlog.POOL, 3, num_chars=20, max_tokens=300)
         await jobs.submit(redis_url)
         while await ended_jobs(redis, backlog.POOL) < 3:
-            pass
+            await asyncio.sleep(0.01)
         await redis.delete(keys.result(jobs.ids[1]), keys.log(jobs.ids[1]))
         with pytest.raises(NotFoundError):
             await jobs.read_and_free(redis_url)

@@ -114,7 +114,7 @@ def test_a_stop_past_its_drain_ends_answers_with_an_error_and_logs_no_traceback(
         stopped_s = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
-        assert 1 <= time.monotonic() - stopped_s < 4
+        assert 1 <= time.monotonic() - stopped_s < 8  # The stream would last for ten.
         for kind, caller in callers.items():
             answers[kind] = answers.get(kind, b"") + b"".join(iter(lambda c=caller: c.recv(65536), b""))
     lines = [json.loads(line) for line in log.splitlines()]

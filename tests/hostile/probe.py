@@ -2,7 +2,8 @@
 
 If a timer of a loop fires late, a callback held the loop, or native code held the interpreter lock. Each hold becomes
 one JSON line of the file LOOP_PROBE. If another thread gets the lock meanwhile, the line has the innermost frames of
-the loop's stack. Times are of the monotonic clock, which all processes share.
+the loop's stack. Times are of the monotonic clock, which all processes share. A variable MAX_RENDER_CPU_S is a node's
+limit of that name.
 
 A thread must not measure: a busy loop whose timers run on time can still keep the lock from it for 100 ms. A busy
 machine makes timers late too. So the time that the loop's thread waited for a core, as the kernel counts it, is
@@ -114,4 +115,8 @@ if __name__ == "__main__":
     armed["end_with_parent"]()
     if os.environ.get("LOOP_PROBE"):
         watch_loops(os.environ["LOOP_PROBE"])
+    if os.environ.get("MAX_RENDER_CPU_S") and "node" in sys.argv:
+        from penstock.gpu_node.engine.text import chat
+
+        chat.MAX_RENDER_CPU_S = float(os.environ["MAX_RENDER_CPU_S"])
     armed["run"](sys.argv[1:])

@@ -1,6 +1,6 @@
 """Generated bodies: each gets a documented answer, and every accepted job ends once.
 
-Every run sends a few of them to the stack of test_attacks.py.
+Every run sends a few of them to a tiny model (test_attacks.py).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fixtures.tiny_model import make_tiny_model
@@ -45,12 +46,12 @@ TEMPLATE = """\
 
 
 @contextmanager
-def tiny_stack(folder: Path) -> Iterator[Stack]:
+def tiny_stack(folder: Path, **settings: Any) -> Iterator[Stack]:
     """The real engine around a model of two layers."""
     model = make_tiny_model(folder / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    settings = {"dtype": "float32", "runner": "torch", "num_kv_blocks": 2048, "num_threads": 1}
-    with running_stack(model=model, **settings) as stack:
+    usual: dict[str, Any] = {"dtype": "float32", "runner": "torch", "num_kv_blocks": 2048}
+    with running_stack(model=model, **usual | settings) as stack:
         yield stack
 
 

@@ -44,7 +44,14 @@ HOSTILE = {
     "a file": "{% include '/etc/passwd' %}",
 }
 """`n` is 1, which Jinja does not know when it compiles the template: it would evaluate constants there."""
-LIMITS = ("5 s of CPU time", "1024 MiB of memory", "33554432 characters", "the model's chat template refuses")
+MAX_RENDER_CPU_S = 1
+"""Five times less than usual: some of the templates reach it."""
+LIMITS = (
+    f"{MAX_RENDER_CPU_S} s of CPU time",
+    "1024 MiB of memory",
+    "33554432 characters",
+    "the model's chat template refuses",
+)
 MAX_HOLD_S = 1.0
 """Of a crowded machine."""
 MAX_GROWTH = 128 << 20
@@ -61,8 +68,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     template += "{% else %}{{ asked }}{% endif %}"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    with running_stack(model=folder, dtype="bfloat16", num_threads=1) as stack:
-        yield stack
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MAX_RENDER_CPU_S", str(MAX_RENDER_CPU_S))
+        with running_stack(model=folder, dtype="bfloat16") as stack:
+            yield stack
 
 
 async def chat(http: httpx.AsyncClient, text: str) -> httpx.Response:

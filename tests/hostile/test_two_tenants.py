@@ -17,19 +17,22 @@ from hostile.stack import POOL, Stack, running_stack
 
 from penstock.contract.tenant import Terms
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 AT_ONCE = 16
 LIMIT_PER_MINUTE = 1000
+WORD = " water"
+"""One token."""
 MAX_GROWTH = 128 << 20
 """Bytes by which a gateway, its parser process and a node may grow together."""
 
 
 @pytest.fixture(scope="module")
-def stack(demo_file: Path) -> Iterator[Stack]:
+def stack(tiny_model: Path) -> Iterator[Stack]:
     """A small Redis. The attacker has a limit on tokens; each `flood` tenant has none."""
     terms = Terms(tokens_per_minute=LIMIT_PER_MINUTE)
-    with running_stack(model=demo_file, maxmemory="64mb", terms=terms, tenants=3, is_probed=False) as stack:
+    options: dict[str, Any] = {"maxmemory": "64mb", "terms": terms, "tenants": 3, "is_probed": False}
+    with running_stack(model=tiny_model, dtype="bfloat16", **options) as stack:
         yield stack
 
 
@@ -78,8 +81,8 @@ async def test_stored_delayed_jobs_of_one_tenant_refuse_no_other(stack: Stack) -
     ("path", "body", "accepted"),
     [
         ("/v1/jobs", {"tokens": [200] * 7000, "params": {"max_tokens": 2}, "background": False}, "202"),
-        ("/v1/jobs", {"prompt": "word " * 7000, "params": {"max_tokens": 2}, "background": False}, "202"),
-        ("/tokenize", {"prompt": "word " * 7000}, "200"),
+        ("/v1/jobs", {"prompt": WORD * 7000, "params": {"max_tokens": 2}, "background": False}, "202"),
+        ("/tokenize", {"prompt": WORD * 7000}, "200"),
     ],
     ids=["tokens", "text", "tokenization"],
 )
@@ -99,9 +102,9 @@ async def test_large_texts_to_tokenize_take_little_memory_and_refuse_no_other(st
     watching = asyncio.create_task(watch.run())
     async with stack.client("flood-2", timeout=180.0, limits=httpx.Limits(max_connections=None)) as http:
         # The large body starts the gateway's parser process, once for all that follow.
-        await send_all(http, "/tokenize", [{"prompt": "warm"}, {"prompt": "word " * 60_000}])
+        await send_all(http, "/tokenize", [{"prompt": "warm"}, {"prompt": WORD * 60_000}])
         watch.start_anew()
-        text = json.dumps({"model": POOL, "prompt": "word " * 320_000, "return_token_strs": True}).encode()
+        text = json.dumps({"model": POOL, "prompt": WORD * 320_000, "return_token_strs": True}).encode()
         headers = {"content-type": "application/json"}
         posts = [asyncio.create_task(http.post("/tokenize", content=text, headers=headers)) for _ in range(12)]
         while not all(post.done() for post in posts):

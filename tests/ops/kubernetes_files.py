@@ -65,13 +65,16 @@ def _strict(schema: Any) -> Any:
     return made
 
 
-def pod_of(one: Resource) -> Resource | None:
-    """Return the template of the pods of a workload, None for another resource."""
-    template = one.get("spec", {}).get("template")
-    return template if isinstance(template, dict) and "spec" in template else None
+def pods_of(one: Resource) -> Iterator[Resource]:
+    """Yield the templates of the pods of a workload, none for another resource."""
+    spec = one.get("spec", {})
+    groups = spec.get("leaderWorkerTemplate", {})
+    for template in (spec.get("template"), groups.get("leaderTemplate"), groups.get("workerTemplate")):
+        if isinstance(template, dict) and "spec" in template:
+            yield template
 
 
 def containers_of(one: Resource) -> Iterator[Resource]:
     """Yield the containers of a workload."""
-    if (pod := pod_of(one)) is not None:
+    for pod in pods_of(one):
         yield from pod["spec"]["containers"]

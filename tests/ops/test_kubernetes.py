@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from typer.main import get_command
 
 from penstock.cli.main import app
 from penstock.gateway.settings import GatewaySettings
+from penstock.gpu_node.rank import RankSettings
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.client.settings import ClientSettings
@@ -24,18 +29,19 @@ from tests.ops.kubernetes_files import (
     Resource,
     containers_of,
     definitions,
-    pod_of,
+    pods_of,
     rendered,
     resource,
 )
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(KUBECTL is None, reason="needs kubectl (kubectl kustomize)")]
-KINDS_OF_OTHERS = {"ScaledObject", "ServiceMonitor", "PodMonitor", "HTTPRoute"}
+KINDS_OF_OTHERS = {"ScaledObject", "ServiceMonitor", "PodMonitor", "HTTPRoute", "LeaderWorkerSet"}
 SETTINGS: dict[str, type[Settings]] = {
     "NODE": NodeSettings,
     "GATEWAY": GatewaySettings,
     "CELERY": CelerySettings,
     "CLIENT": ClientSettings,
+    "RANK": RankSettings,
 }
 PLAIN = {"PENSTOCK_REDIS_URL", "PENSTOCK_KEY_PEPPER", "PENSTOCK_FILES_URL"}
 
@@ -98,10 +104,7 @@ def test_each_variable_is_a_setting_with_an_allowed_value(overlay: str, monkeypa
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_containers_run_without_rights_and_read_secrets_from_files(overlay: str) -> None:
-    for one in rendered(overlay):
-        if (pod := pod_of(one)) is None:
-            continue
-        spec = pod["spec"]
+    for spec in [pod["spec"] for one in rendered(overlay) for pod in pods_of(one)]:
         assert spec["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
@@ -113,7 +116,8 @@ def test_containers_run_without_rights_and_read_secrets_from_files(overlay: str)
             assert container["image"].startswith("registry.example.com/")
             assert not any("secretKeyRef" in variable.get("valueFrom", {}) for variable in container.get("env", ()))
         (secrets,) = [volume for volume in spec["volumes"] if "secret" in volume]
-        assert len([item["key"] for item in secrets["secret"]["items"] if item["key"].endswith("_url")]) == 1
+        urls = [item["key"] for item in secrets["secret"]["items"] if item["key"].endswith("_url")]
+        assert len(urls) == (0 if spec["containers"][0]["name"] == "rank" else 1)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -121,7 +125,8 @@ def test_pods_have_longer_to_stop_than_their_drain(overlay: str) -> None:
     drains = {}
     for one in rendered(overlay):
         for name, value in variables_of(overlay, one):
-            if name.endswith("_DRAIN_S") and (pod := pod_of(one)) is not None:
+            if name.endswith("_DRAIN_S"):
+                pod = next(pods_of(one))
                 hook = pod["spec"]["containers"][0].get("lifecycle", {}).get("preStop", {}).get("sleep", {})
                 spare_s = pod["spec"]["terminationGracePeriodSeconds"] - int(value) - hook.get("seconds", 0)
                 drains[one["metadata"]["name"]] = spare_s
@@ -151,9 +156,9 @@ def test_commands_and_ports_exist(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_selectors_find_pods_and_targets_exist(overlay: str) -> None:
     resources = rendered(overlay)
-    pods = [pod["metadata"]["labels"] for one in resources if (pod := pod_of(one)) is not None]
+    pods = [pod["metadata"]["labels"] for one in resources for pod in pods_of(one)]
     services = [one["metadata"]["labels"] for one in resources if one["kind"] == "Service"]
-    workloads = {(one["kind"], one["metadata"]["name"]) for one in resources if pod_of(one) is not None}
+    workloads = {(one["kind"], one["metadata"]["name"]) for one in resources if list(pods_of(one))}
     for one in resources:
         spec = one.get("spec", {})
         if (target := spec.get("scaleTargetRef")) is not None:
@@ -175,6 +180,29 @@ def test_nodes_are_replaced_without_a_second_one_beside_them() -> None:
     assert node["spec"]["replicas"] == 0
 
 
+def test_a_group_of_hosts_is_one_node_whose_ranks_find_and_reach_their_leader() -> None:
+    group = resource("gpu-two-hosts", "LeaderWorkerSet", "large-node")
+    leader, worker = pods_of(group)
+    variables = dict(variables_of("gpu-two-hosts", group))
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    assert int(variables["PENSTOCK_NODE_REMOTE_RANKS"]) == size - 1
+    assert int(variables["PENSTOCK_NODE_TENSOR_PARALLEL_SIZE"]) == size
+    # The leader waits for its ranks before it is ready.
+    assert group["spec"]["startupPolicy"] == "LeaderCreated"
+    words = worker["spec"]["containers"][0]["args"]
+    port = words[words.index("--join") + 1].partition(":")[2]
+    assert variables["PENSTOCK_NODE_RANK_ADDRESS"] == f"$(POD_IP):{port}"
+    secrets = [variables[f"PENSTOCK_{part}_RANK_SECRET_FILE"] for part in ("NODE", "RANK")]
+    mounted = [mount["mountPath"] for mount in worker["spec"]["containers"][0]["volumeMounts"]]
+    assert secrets[0] == secrets[1] == f"{mounted[0]}/rank_secret"
+    policy = resource("gpu-two-hosts", "NetworkPolicy", "large-ranks")["spec"]
+    for pod in (leader, worker):
+        labels = pod["metadata"]["labels"]
+        assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+        assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"].items() <= labels.items()
+        assert pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
 def test_a_route_replaces_the_ingress_and_neither_buffers_or_cuts_streams() -> None:
     kinds = {one["kind"] for one in rendered("gpu-from-zero")}
     assert "HTTPRoute" in kinds and "Ingress" not in kinds
@@ -184,6 +212,47 @@ def test_a_route_replaces_the_ingress_and_neither_buffers_or_cuts_streams() -> N
     settings = {name.rpartition("/")[2]: value for name, value in notes.items()}
     assert settings["proxy-buffering"] == "off"
     assert int(settings["proxy-read-timeout"]) >= 3600
+
+
+KUBECTL_STAND_IN = """#!/bin/sh
+shift 2
+case "$1 $2" in
+"get deployments")
+    case $4 in
+    */component=node) echo deployment.apps/smollm-node; echo deployment.apps/new-node;;
+    *) echo "deployment.apps/${4##*=}";;
+    esac;;
+"rollout history") echo "1 <none>"; [ "$3" = deployment.apps/new-node ] || echo "2 <none>";;
+"get leaderworkersets"*) echo "$GROUPS_OF_HOSTS";;
+*) echo "$*" >> "$0.log";;
+esac
+"""
+
+
+@pytest.mark.parametrize(("groups", "status"), [("", 0), ("leaderworkerset/large-node", 1)])
+def test_a_rollback_takes_back_worker_gateway_and_then_nodes(tmp_path: Path, groups: str, status: int) -> None:
+    program = tmp_path / "kubectl"
+    program.write_text(KUBECTL_STAND_IN)
+    program.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GROUPS_OF_HOSTS": groups}
+    done = subprocess.run([FOLDER / "rollback.sh"], env=env, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, groups in done.stderr) == (status, True), done.stderr
+    parts = [f"deployment.apps/{part}" for part in ("worker", "gateway", "smollm-node")]
+    wanted = [[f"rollout undo {part}", f"rollout status {part} --timeout 40m"] for part in parts]
+    assert program.with_name("kubectl.log").read_text().splitlines() == [line for lines in wanted for line in lines]
+    assert "new-node has one revision" in done.stdout
+
+
+def test_another_release_changes_nothing_but_images(tmp_path: Path) -> None:
+    copy = tmp_path / "kubernetes"
+    shutil.copytree(FOLDER, copy)
+    for path in copy.glob("overlays/*/kustomization.yaml"):
+        path.write_text(path.read_text().replace("newTag: 0.1.0", "newTag: 0.1.1"))
+    for overlay in OVERLAYS:
+        command = ["kubectl", "kustomize", str(copy / "overlays" / overlay)]
+        later = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        assert ":0.1.0" not in later
+        assert tuple(yaml.safe_load_all(later.replace(":0.1.1", ":0.1.0"))) == rendered(overlay)
 
 
 def test_every_folder_of_the_page_exists_and_the_other_way_round() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -34,10 +35,13 @@ def name() -> str:
 def test_a_node_is_healthy_also_while_redis_is_away(tmp_path: Path, name: str) -> None:
     assert check(name) == (1, f"no node called {name} serves in this container, or it hangs\n")
     with RedisProcess(tmp_path / "redis") as server, NodeProcess(server.url, name=name, lease_ms=3000) as node:
-        status, said = check(name)
-        assert status == 0
-        (state,) = json.loads(said)
-        assert state["node_id"].startswith(f"{name}-") and state["redis_silent_s"] < 2
+        silent_s = math.inf
+        while silent_s >= 2:  # On a busy machine, some time may pass between two heartbeats.
+            status, said = check(name)
+            assert status == 0
+            (state,) = json.loads(said)
+            assert state["node_id"].startswith(f"{name}-")
+            silent_s = state["redis_silent_s"]
         server.kill()
         time.sleep(3)
         status, said = check(name)

@@ -129,6 +129,57 @@ def test_systemd_accepts_the_unit_and_rates_its_sandbox(unit: str, root: Path) -
     assert float(exposure[1]) <= MAX_EXPOSURE, rated.stdout
 
 
+SYSTEMCTL = """#!/bin/sh
+if [ "$1" = list-units ]; then
+    for pattern; do
+        case $pattern in penstock*) sed -n "\\,^${pattern%%@*},s/$/ loaded active running/p" "$0.units";; esac
+    done
+else
+    echo "$(readlink "$PENSTOCK_LINK") $*" >> "$0.log"
+    [ "$2" != "$FAILS" ]
+fi
+"""
+RUNNING = [
+    "penstock-node@one.service",
+    "penstock-node@two.service",
+    "penstock-gateway.service",
+    "penstock-worker.service",
+]
+
+
+@pytest.mark.parametrize(
+    ("start", "to", "first"), [("1.9", "1.10", RUNNING), ("1.10", "1.9", RUNNING[:1:-1] + RUNNING[:2])]
+)
+def test_a_switch_of_the_release_restarts_units_in_the_order_of_its_direction(
+    tmp_path: Path, start: str, to: str, first: list[str]
+) -> None:
+    program, link = tmp_path / "bin/systemctl", tmp_path / "penstock"
+    program.parent.mkdir()
+    program.write_text(SYSTEMCTL)
+    program.chmod(0o755)
+    program.with_name("systemctl.units").write_text("".join(f"{unit}\n" for unit in RUNNING))
+    for version in ("1.9", "1.10"):
+        command = tmp_path / version / "bin/penstock"
+        command.parent.mkdir(parents=True)
+        command.write_text(f"#!/bin/sh\necho penstock {version}\n")
+        command.chmod(0o755)
+    link.symlink_to(tmp_path / start)
+    env = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PENSTOCK_LINK": str(link), "FAILS": ""}
+    switch = [str(FOLDER / "switch_release.sh"), str(tmp_path / to)]
+
+    done = subprocess.run(switch, env=env, capture_output=True, text=True, timeout=20)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    log = program.with_name("systemctl.log")
+    assert log.read_text().splitlines() == [f"{tmp_path / to} restart {unit}" for unit in first]
+    log.unlink()
+    done = subprocess.run(switch, env=env | {"FAILS": RUNNING[2]}, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, len(log.read_text().splitlines())) == (1, 3)
+    assert f"{RUNNING[2]} does not start" in done.stderr
+    done = subprocess.run([switch[0], str(tmp_path)], env=env, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, "has no bin/penstock" in done.stderr) == (2, True)
+
+
 class Manager:
     """Stands in for systemd: a socket that gets the datagrams of a process."""
 

@@ -43,6 +43,8 @@ log = logging.getLogger(__package__)
 
 PAGE_TOKENS = 16
 MAX_HEAD_DIM = 256
+_KEY_GROUP = 32
+"""Channels of a key in int8 that share a scale."""
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu": Activation.GELU, "gelu_tanh": Activation.GELU_TANH}
 _KV_FORMATS = {"auto": KvFormat.BF16, "float16": KvFormat.F16, "bfloat16": KvFormat.BF16, "int8": KvFormat.INT8}
 
@@ -91,7 +93,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
             formats, packing = weights.load(model, cache, progress)
         positions.result()
     names = "+".join(weights.name.lower() for weights in sorted(formats))
-    arithmetic = f"native-{isa}-{names}{'-rotated' if rotated else ''}-kv-{kv_format.name.lower()}"
+    kv_name = "int8-rotated" if kv_format is KvFormat.INT8 else kv_format.name.lower()
+    arithmetic = f"native-{isa}-{names}{'-rotated' if rotated else ''}-kv-{kv_name}"
     facts = {"arithmetic": arithmetic, "num_threads": threads}
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     log.info("native runner", extra=facts)
@@ -274,8 +277,13 @@ def _check_sizes(spec: ModelSpec) -> None:
 
 
 def kv_head_bytes(spec: ModelSpec, kv_cache_dtype: str) -> int:
-    """Return the bytes of the key and the value of one token, layer and KV head; int8 includes two float32 scales."""
-    return 2 * (spec.head_dim + 4 if _KV_FORMATS[kv_cache_dtype] is KvFormat.INT8 else 2 * spec.head_dim)
+    """Return the bytes of the key and the value of one token, layer and KV head.
+
+    int8 includes float32 scales: one of the value, and one of each group of the key's channels.
+    """
+    if _KV_FORMATS[kv_cache_dtype] is not KvFormat.INT8:
+        return 4 * spec.head_dim
+    return 2 * spec.head_dim + 4 * (1 + -(-spec.head_dim // _KEY_GROUP))
 
 
 def _native_spec(

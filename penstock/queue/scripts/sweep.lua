@@ -2,10 +2,10 @@
 -- are due. Every process calls it; it runs at most once per lease_ms / 15.
 -- If the last run is missing, too old or in the future, Redis was unreachable or its clock jumped, and heartbeats may
 -- have been lost. Then this run only resets the heartbeats of all nodes, readers and revisions to now, and corrects the
--- pool's clock (RESET): it goes on from what the caller knows. A caller that knows nothing takes Redis's clock, but none
--- before the last run.
+-- pool's clock (RESET): it goes on from what the caller knows. A caller that knows nothing first waits for one that does
+-- (asked_ms of P:config, in Redis's time). After a third of a lease it takes Redis's clock, but none before the last run.
 -- ARGV: seen_ms: the pool's time as the caller knows it, 0 if it does not
--- Answer: {SKIPPED, the pool's time} | {RESET, time, by how many ms Redis's clock has jumped; 0 for no jump}
+-- Answer: {SKIPPED, the pool's time, 0 if it is in doubt} | {RESET, time, by how many ms Redis's clock has jumped; 0 for no jump}
 --   | {OK, time, {lost node, …}, jobs requeued, jobs ended}
 local MAX_JOBS, MIN_JUMP_MS, SLOWDOWN = 128, 1000, 100
 local MAX_READER_SILENCE_MS, MAX_RELEASED = 600000, 4096
@@ -15,6 +15,11 @@ local now, ahead, last = clock(seen)
 if not config then return {'SKIPPED', 0} end
 local in_doubt = pool_time.is_in_doubt()
 if last and not in_doubt and now - last < config.lease_ms / 15 then return {'SKIPPED', now} end
+if in_doubt and seen == 0 then
+  local waited_ms = pool_time.of_redis() - (tonumber(redis.call('HGET', KEYS[1], 'asked_ms') or '') or 0)
+  if waited_ms < 0 or waited_ms > config.lease_ms then redis.call('HSET', KEYS[1], 'asked_ms', pool_time.of_redis()) end
+  if waited_ms < config.lease_ms / 3 or waited_ms > config.lease_ms then return {'SKIPPED', 0} end
+end
 
 if not last or in_doubt then
   redis.call('ZREM', P .. ':free', '')

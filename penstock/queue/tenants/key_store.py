@@ -86,15 +86,17 @@ class KeyStore:
             await self._redis.hset(keys.API_KEYS, key_id, record.model_dump_json())
         return key, record
 
-    async def find(self, name: str) -> ApiKey:
+    async def find(self, name: str, *, or_revoked: bool = False) -> ApiKey:
         """Return the key with this id, or the only key in use with this label or tenant.
 
-        Raises NotFoundError, and RequestError if several keys have the name.
+        With `or_revoked`, if no key in use has the name, the only revoked one that has it. Raises NotFoundError, and
+        RequestError if several keys have the name.
         """
         known = await self.all()
         if name in known:
             return known[name]
-        found = [key for key in known.values() if name and name in (key.label, key.tenant) and not key.is_revoked]
+        named = [key for key in known.values() if name and name in (key.label, key.tenant)]
+        found = [key for key in named if not key.is_revoked] or (named if or_revoked else [])
         if not found:
             raise NotFoundError(f"no API key in use has the id, label or tenant {name[:MAX_SHOWN]!r}", param="name")
         if len(found) > 1:

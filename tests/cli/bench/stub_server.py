@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 Fault = Literal["", "429", "drop", "cut", "error_event", "no_end", "not_json", "hang", "until_closed"]
@@ -34,6 +35,8 @@ class StubServer:
     port: int = 0
     times_s: list[tuple[float, float]] = field(default_factory=list)
     """When the first and the last event of each answer really left, after the request came."""
+    gaps_s: list[float] = field(default_factory=list)
+    """Between two events of an answer, as they really left."""
 
     @property
     def url(self) -> str:
@@ -99,16 +102,17 @@ class _Stream:
         framing = "Transfer-Encoding: chunked\r\n" if self._is_chunked else "Connection: close\r\n"
         self._writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{framing}\r\n".encode())
         start_s = loop.time()
-        at_s, first_s, num_sent = start_s + server.ttft_s, 0.0, 0
+        at_s, left_s, num_sent = start_s + server.ttft_s, list[float](), 0
         while num_sent < num_tokens:
             await asyncio.sleep(max(0.0, at_s - loop.time()))
             at_s += server.itl_s
-            first_s = first_s or loop.time() - start_s
+            left_s.append(loop.time() - start_s)
             num_sent = min(num_tokens, num_sent + server.tokens_per_event)
             self._event(self._token_event(num_sent, num_sent == num_tokens))
             if num_sent >= 2 and self._fault in ("cut", "error_event", "not_json"):
                 return self._break()
-        server.times_s.append((first_s, loop.time() - start_s))
+        server.times_s.append((left_s[0], loop.time() - start_s))
+        server.gaps_s += [later - earlier for earlier, later in pairwise(left_s)]
         if self._fault == "no_end":
             self._chunk(b"")
             return True

@@ -218,7 +218,7 @@ def test_command_without_redis_names_the_server_that_it_would_start() -> None:
 def test_report_as_json_has_every_check() -> None:
     checks = json.loads(run_command("doctor", "--json").stdout)
     assert {"Redis", "processor", "GPU", "model", "extra"} <= {check["subject"] for check in checks}
-    assert all(set(check) == {"level", "subject", "finding", "advice"} for check in checks)
+    assert all(set(check) == {"level", "subject", "finding", "advice", "redis"} for check in checks)
 
 
 def test_command_reports_an_unreachable_redis(tmp_path: Path) -> None:

@@ -109,19 +109,25 @@ class HttpReading:
 class HttpStreams:
     """Streams that a gateway serves. A caller whose stream breaks continues it, with its idempotency key."""
 
-    def __init__(self, redis_url: str, key: str, works: Sequence[Work]) -> None:
+    def __init__(self, redis_url: str) -> None:
         self._gateway = GatewayProcess(redis_url)
-        self._key = key
-        self._works = works
-        self.readings = [HttpReading() for _ in works]
+        self._works: list[Work] = []
+        self.readings: list[HttpReading] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        """Start the gateway and the streams."""
+        """Start the gateway."""
         await asyncio.to_thread(self._gateway.__enter__)
-        self._http = httpx.AsyncClient(headers={"Authorization": f"Bearer {self._key}"}, timeout=TIMEOUT_S)
-        self._tasks = [asyncio.create_task(self._read(*one)) for one in zip(self.readings, self._works, strict=True)]
+        self._http = http_client()
         return self
+
+    def begin(self, key: str, works: Sequence[Work]) -> None:
+        """Start more streams, with an API key."""
+        self._http.headers["Authorization"] = f"Bearer {key}"
+        readings = [HttpReading() for _ in works]
+        self._tasks += [asyncio.create_task(self._read(*one)) for one in zip(readings, works, strict=True)]
+        self._works += works
+        self.readings += readings
 
     async def __aexit__(self, *exc: object) -> None:
         for task in self._tasks:
@@ -139,15 +145,16 @@ class HttpStreams:
         async with asyncio.timeout(patience_s):
             await asyncio.gather(*self._tasks)
         both = zip(self.readings, self._works, strict=True)
-        return errors_of(partial(reading.check, work) for reading, work in both)
+        return await errors_of(partial(reading.check, work) for reading, work in both)
 
 
-def errors_of(checks: Iterable[Callable[[], None]]) -> list[str]:
-    """Return what is wrong with streams."""
+async def errors_of(checks: Iterable[Callable[[], None]]) -> list[str]:
+    """Return what is wrong with streams. Other tasks run meanwhile, such as the heartbeats of nodes."""
     errors = list[str]()
     for check in checks:
         try:
             check()
         except AssertionError as error:
             errors.append(f"stream: {error}"[:200])
+        await asyncio.sleep(0)
     return errors

@@ -99,6 +99,14 @@ class RedisProcess:
         self._process.terminate()
         self._process.wait()
 
+    def start_empty(self, **options: Any) -> Self:
+        """Kill the server if it runs, and start it with further options and without its data."""
+        self.kill()
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
+        self._options |= options
+        return self.start()
+
     def pause(self) -> None:
         """Send SIGSTOP; connections stay open."""
         assert self._process is not None

@@ -19,6 +19,7 @@ from penstock.runtime.embedded_redis import find_redis_server
 
 NAME = "m"
 DOWN_AFTER_MS = 1000
+FAILOVER_TIMEOUT_MS = 900_000
 _READ_BYTES = 1 << 20
 _POLL_S = 0.005
 
@@ -94,18 +95,14 @@ class Replicated:
     ) -> None:
         self._folder = folder
         self._down_after_ms = down_after_ms
+        self._stays_primary = stays_primary
         self._ports = [free_port() for _ in range(num_sentinels)]
         port = free_port()
         self.link = ReplicationLink(("127.0.0.1", port))
-        options: dict[str, Any] = {"rename-command": ("SLAVEOF", "NOT-FOR-SENTINELS")} if stays_primary else {}
-        self.master = RedisProcess(folder / "master", port=port, **options)
+        self.master = RedisProcess(folder / "master", port=port)
         own_port = free_port()
         self._announced = announced or (port, own_port)
-        follows: dict[str, Any] = {
-            "replicaof": ("127.0.0.1", self.link.port),
-            "replica-announce-port": self._announced[1],
-        }
-        self.replica = RedisProcess(folder / "replica", port=own_port, clock_s=clock_s, **follows)
+        self.replica = RedisProcess(folder / "replica", port=own_port, clock_s=clock_s, **self._following())
         self.sentinels: list[subprocess.Popen[bytes]] = []
         self._stack = ExitStack()
 
@@ -143,13 +140,42 @@ class Replicated:
             _wait_until(lambda: client.role()[0] == b"master")
         return "127.0.0.1", self.replica.port
 
+    def rejoin(self) -> None:
+        """Make the old primary an empty replica of the new one, behind a new link."""
+        self._cut()
+        self.master, self.replica = self.replica, self.master
+        self._announced = self._announced[::-1]
+        self.link = ReplicationLink(("127.0.0.1", self.master.port))
+        self.replica.start_empty(**self._following())
+        self._wait_until_followed()
+
+    def wait_until_known(self) -> None:
+        """Wait until each sentinel knows both servers by their present roles."""
+        for port in self._ports:
+            with redis.Redis(port=port) as sentinel:
+                _wait_until(lambda known=sentinel: _knows_roles(known, *self._announced))  # type: ignore[misc]
+
+    def _cut(self) -> None:
+        self.link.cut()
+
+    def _following(self) -> dict[str, Any]:
+        """Return the options of the replica."""
+        return {"replicaof": ("127.0.0.1", self.link.port), "replica-announce-port": self._announced[1]}
+
+    def _wait_until_followed(self) -> None:
+        with self.replica.client() as client:
+            _wait_until(lambda: client.info("replication")["master_link_status"] == "up")
+        if self._stays_primary:
+            # Sentinel promotes and demotes by this command. The tests use REPLICAOF.
+            with self.master.client() as client:
+                client.execute_command("ACL", "SETUSER", "default", "-slaveof")
+
     def __enter__(self) -> Self:
         with self._stack:
-            self._stack.callback(self.link.cut)
+            self._stack.callback(self._cut)
             self._stack.enter_context(self.master)
             self._stack.enter_context(self.replica)
-            with self.replica.client() as client:
-                _wait_until(lambda: client.info("replication")["master_link_status"] == "up")
+            self._wait_until_followed()
             for port in self._ports:
                 self._start_sentinel(port)
             for port in self._ports:
@@ -165,6 +191,8 @@ class Replicated:
             f"port {port}",
             f"sentinel monitor {NAME} 127.0.0.1 {self._announced[0]} {len(self._ports) // 2 + 1}",
             f"sentinel down-after-milliseconds {NAME} {self._down_after_ms}",
+            # After this time a sentinel would let the replica follow the primary directly, without the link.
+            f"sentinel failover-timeout {NAME} {FAILOVER_TIMEOUT_MS}",
             f"dir {folder}",
             f"logfile {folder / 'sentinel.log'}",
         )
@@ -181,6 +209,18 @@ class Replicated:
 def _knows(sentinel: redis.Redis, num_others: int) -> bool:
     state = cast(dict[str, Any], sentinel.sentinel_master(NAME))
     return bool(state["num-slaves"] == 1 and state["num-other-sentinels"] == num_others)
+
+
+def _knows_roles(sentinel: redis.Redis, primary_port: int, replica_port: int) -> bool:
+    state = cast(dict[str, Any], sentinel.sentinel_master(NAME))
+    replicas = cast(list[dict[str, Any]], sentinel.sentinel_slaves(NAME))
+    return bool(
+        state["port"] == primary_port
+        and [one["port"] for one in replicas] == [replica_port]
+        and replicas[0]["flags"] == "slave"
+        and replicas[0]["role-reported"] == "slave"
+        and replicas[0]["master-link-status"] == "ok"
+    )
 
 
 def _wait_until(holds: Callable[[], bool]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -103,7 +104,7 @@ def test_a_running_batch_is_paused_read_resumed_and_canceled(engine: EchoEngine)
     assert batch("list").stdout.splitlines()[1].split()[1] == "paused"
     assert batch("resume", batch_id).stdout.split()[1] in ("validating", "in_progress")
     while "3 answered" not in (some := batch("results", batch_id, "out.jsonl", status=75)).stderr:
-        pass
+        time.sleep(0.05)
     assert "the batch still runs" in some.stderr
     assert batch("wait", batch_id, "--timeout", "0.2", status=75).stderr.endswith("within --timeout\n")
     assert batch("cancel", batch_id).stdout == f"{batch_id} cancelling\n"

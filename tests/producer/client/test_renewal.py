@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from fakes.fake_node import FakeNode
+from fakes.fake_node import POOL, FakeNode
 from fakes.queue.older_history import saved, set_back
 from redis.asyncio import Redis
 from uuid_utils import uuid7
@@ -69,6 +69,21 @@ async def test_lost_jobs_are_submitted_again_under_their_ids(
 
     await until(is_queued)
     assert looked.stats.resubmits == 1
+
+
+async def test_a_lost_job_whose_key_names_another_job_by_now_is_given_up(
+    redis: Redis, looked: AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = await saved(redis)
+    await ProducerBroker(redis).submit(
+        Submission(JobDef(id=f"{POOL}.{uuid7()}", prompt="Ho", idempotency_key="key"), 10)
+    )
+    before = await saved(redis)
+    await set_back(redis, empty)
+    job_id = (await looked.submit_unread("Hi", max_tokens=5, idempotency_key="key")).job_id
+    await set_back(redis, before)
+    await until(lambda: _value("a lost job cannot be submitted again" in caplog.text))
+    assert await state_of(redis, job_id) == ""
 
 
 @pytest.mark.parametrize("lost", ["submission", "cancellation"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, cast
 
 import pytest
@@ -57,7 +56,7 @@ async def test_predecessor_that_sends_heartbeats_is_not_declared_dead(queue: Que
         answer = await after.broker.declare_dead(["seat"], has_joined=True)
         assert answer.num_left == 1 and 0 < answer.wait_ms <= SILENCE_MS
         await after.broker.sweep()
-        await asyncio.sleep(SILENCE_MS / 3000)
+        await be_silent_for(queue, living, SILENCE_MS / 2)
     assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) > 0
     assert await seats_of(queue) == {"seat": "n-1 n-2"}
 
@@ -75,7 +74,7 @@ async def test_heartbeat_revives_a_node_that_was_declared_dead_by_mistake(queue:
 async def test_holder_of_another_seat_is_not_declared_dead(queue: Queue) -> None:
     one, other = await queue.node("n-1"), await queue.node("n-2")
     await one.broker.declare_dead(["seat"], has_joined=True)
-    await be_silent_for(queue, one, LEASE_MS - 200)
+    await be_silent_for(queue, one, LEASE_MS * 3 / 4)
     assert (await other.broker.declare_dead(["another"], has_joined=True)).num_left == 0
     assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) > 0
 

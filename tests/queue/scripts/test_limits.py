@@ -74,13 +74,13 @@ async def test_job_above_a_tenants_cap_is_accepted_when_nothing_of_it_waits(queu
 
 async def test_rate_allows_a_burst_and_then_says_when_to_retry(queue: Queue) -> None:
     await queue.node()
-    terms = Terms(jobs_per_minute=60, burst_s=5)
+    terms = Terms(jobs_per_minute=2, burst_s=150)
     for _ in range(5):
         await submit(queue, terms)
     error = await refusal(queue, terms)
     assert error.code == "rate_limit_exceeded"
-    assert "60 jobs per minute" in error.message
-    assert error.retry_after_ms == 1000
+    assert "2 jobs per minute" in error.message
+    assert error.retry_after_ms == pytest.approx(30_000, abs=TOLERANCE_MS)
     await submit(queue, terms, tenant="other")
 
     await queue.pass_time("acme", error.retry_after_ms)
@@ -115,7 +115,7 @@ async def test_rate_of_a_quiet_tenant_is_forgotten(queue: Queue) -> None:
     assert life_ms == pytest.approx(10_000, abs=TOLERANCE_MS)
 
 
-@pytest.mark.parametrize(("old", "new", "wait_ms"), [(60, 6000, 1900), (6000, 60, 200_000), (60, 60, 200_000)])
+@pytest.mark.parametrize(("old", "new", "wait_ms"), [(60, 6000, 1900), (240, 60, 200_000), (60, 60, 200_000)])
 async def test_debt_is_the_same_number_of_tokens_at_another_rate(
     queue: Queue, old: int, new: int, wait_ms: int
 ) -> None:

@@ -110,8 +110,8 @@ async def test_a_repeated_call_is_harmless(queue: Queue) -> None:
     [
         (Terms(max_open_jobs=3), 3),
         (Terms(max_queued_cost=250), 2),
-        (Terms(jobs_per_minute=60, burst_s=4), 4),
-        (Terms(tokens_per_minute=6000, burst_s=3), 3),
+        (Terms(jobs_per_minute=6, burst_s=40), 4),
+        (Terms(tokens_per_minute=600, burst_s=30), 3),
     ],
     ids=["open jobs", "queued cost", "jobs per minute", "tokens per minute"],
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from fakes.queue.older_history import saved, set_back
 from redis.asyncio import Redis
 
 from penstock.contract.tenant import Terms
+from penstock.queue.broker.connection import connect
 from penstock.queue.tenants.key_store import KeyStore, SeenKeys
 
 
@@ -30,3 +32,23 @@ async def test_a_revocation_that_no_gateway_saw_is_lost_with_it(redis: Redis) ->
     await store.revoke(kept.key_id)
     await set_back(redis, before)
     assert not (await seen.all())[kept.key_id].is_revoked
+
+
+async def test_a_key_stays_refused_although_its_revocation_cannot_be_repeated(
+    redis: Redis, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = KeyStore(redis)
+    _, kept = await store.add("acme", ("infer",), Terms())
+    before = await saved(redis)
+    await redis.execute_command("ACL", "SETUSER", "reader", "reset", "on", ">reader", "~*", "+hgetall", "+hget")
+    try:
+        async with connect(redis_url.replace("://", "://reader:reader@")) as reader:
+            seen = SeenKeys(reader)
+            await store.revoke(kept.key_id)
+            await seen.all()
+            await set_back(redis, before)
+            assert (await seen.all())[kept.key_id].is_revoked
+    finally:
+        await redis.execute_command("ACL", "DELUSER", "reader")
+    assert "a revocation cannot be repeated" in caplog.text
+    assert not (await store.all())[kept.key_id].is_revoked

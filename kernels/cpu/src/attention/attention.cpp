@@ -77,13 +77,28 @@ class Span {
   // Computes the scores of all rows against the pages [first, first + P), sixteen tokens a vector.
   template <int P>
   void scores(const Chunk& chunk, Fetcher& fetcher, int first, Floats (&s)[R][kChunkPages]) {
+    if constexpr (Own::kGroup == 0) {
+      add_scores<P>(chunk, fetcher, first, 0, 0, dim_, s);
+    } else {
+      for (int r = 0; r < R; ++r)
+        for (int i = 0; i < P; ++i) s[r][first + i] = zeros();
+      for (int g = 0, d = 0; d < dim_; ++g, d += Own::kGroup) {
+        add_scores<P>(chunk, fetcher, first, g, d, std::min(d + Own::kGroup, dim_), s);
+      }
+    }
+  }
+
+  // Adds what a group of channels, [begin, end), contributes to the scores.
+  template <int P>
+  void add_scores(const Chunk& chunk, Fetcher& fetcher, int first, int group, int begin, int end,
+                  Floats (&s)[R][kChunkPages]) {
     const uint8_t* keys[P];
     for (int i = 0; i < P; ++i) keys[i] = chunk.cells[first + i];
     Sums acc[R][P];
     for (int r = 0; r < R; ++r)
-      for (int i = 0; i < P; ++i) acc[r][i] = own_.first_score(r);
+      for (int i = 0; i < P; ++i) acc[r][i] = own_.first_score(r, group);
 #pragma GCC unroll 1
-    for (int k = 0; k < dim_ / kPerLine; ++k) {
+    for (int k = begin / kPerLine; k < end / kPerLine; ++k) {
       Fetcher::ask(fetcher, Fetcher::kWithKeys);
       for (int h = 0; h < Own::kParts; ++h) {
         Part page[P];
@@ -94,8 +109,10 @@ class Span {
         }
       }
     }
-    for (int i = 0; i < P; ++i)
-      for (int r = 0; r < R; ++r) s[r][first + i] = own_.score(acc[r][i], r, kv_.key_scales(chunk.cells[first + i]));
+    for (int i = 0; i < P; ++i) {
+      const Floats scales = own_.scales_of(kv_, chunk.cells[first + i], group);
+      for (int r = 0; r < R; ++r) s[r][first + i] = own_.score(acc[r][i], r, group, scales, s[r][first + i]);
+    }
   }
 
   // Scores are logarithms to base 2 of the weights.

@@ -62,14 +62,15 @@ class Fetcher {
   const uint8_t *at_, *end_;
 };
 
-// Products of rows with cells of bf16.
+// Products of rows with cells of bf16. Scores are sums over groups of channels with a scale of their own: kGroup, or 0
+// where all channels are one group.
 template <int R, int D>
 struct Bf16Cache {
   using Number = bf16;
   using Weight = bf16;
   using Sums = Floats;
   // A line of 64 bytes is multiplied in this many parts; a factor has as many elements as a part has for each lane.
-  static constexpr int kParts = 1, kPerPart = 2;
+  static constexpr int kParts = 1, kPerPart = 2, kGroup = 0;
   float scale;
   alignas(64) Number q[R][D ? D : kMaxHeadDim];
   alignas(64) Weight p[R][kChunk];
@@ -86,8 +87,9 @@ struct Bf16Cache {
   }
   static Sums dot_keys(Sums sums, Bytes keys, Bytes query) { return dot_bf16(sums, keys, query); }
   static Sums dot_values(Sums sums, Bytes values, Bytes weights) { return dot_bf16(sums, values, weights); }
-  Sums first_score(int) const { return zeros(); }
-  Floats score(Sums sums, int, const float*) const { return sums * broadcast(scale); }
+  Sums first_score(int, int) const { return zeros(); }
+  Floats scales_of(const KvCache&, uint8_t*, int) const { return broadcast(scale); }
+  Floats score(Sums sums, int, int, Floats scale, Floats) const { return sums * scale; }
 
   void set_weights(const KvCache&, const Chunk&, const Floats (&weights)[R][kChunkPages]) {
     for (int r = 0; r < R; ++r)
@@ -103,7 +105,7 @@ struct F16Cache {
   using Number = float;
   using Weight = float;
   using Sums = Floats;
-  static constexpr int kParts = 2, kPerPart = 1;
+  static constexpr int kParts = 2, kPerPart = 1, kGroup = 0;
   float scale;
   alignas(64) Number q[R][D ? D : kMaxHeadDim];
   alignas(64) Weight p[R][kChunk];
@@ -117,8 +119,9 @@ struct F16Cache {
   static Floats factor(const float* at) { return broadcast(*at); }
   static Sums dot_keys(Sums sums, Floats keys, Floats query) { return fma(keys, query, sums); }
   static Sums dot_values(Sums sums, Floats values, Floats weights) { return fma(values, weights, sums); }
-  Sums first_score(int) const { return zeros(); }
-  Floats score(Sums sums, int, const float*) const { return sums * broadcast(scale); }
+  Sums first_score(int, int) const { return zeros(); }
+  Floats scales_of(const KvCache&, uint8_t*, int) const { return broadcast(scale); }
+  Floats score(Sums sums, int, int, Floats scale, Floats) const { return sums * scale; }
 
   void set_weights(const KvCache&, const Chunk&, const Floats (&weights)[R][kChunkPages]) {
     for (int r = 0; r < R; ++r)
@@ -134,15 +137,20 @@ struct Int8Cache {
   using Number = int8_t;
   using Weight = uint8_t;
   using Sums = Ints;
-  static constexpr int kParts = 1, kPerPart = 4;
+  static constexpr int kParts = 1, kPerPart = 4, kGroup = kKeyGroup;
+  static constexpr int kGroups = ((D ? D : kMaxHeadDim) + kGroup - 1) / kGroup;
   alignas(64) Number q[R][D ? D : kMaxHeadDim];
   alignas(64) Weight p[R][kChunk];
-  alignas(64) float q_scale[kLanes], p_scale[kLanes];
-  int32_t q_sum[R];
+  alignas(64) float p_scale[kLanes];
+  float q_scale[kGroups][R];
+  int32_t q_sum[kGroups][R];
 
   Int8Cache(const QueryRows& rows, int dim) {
     for (int r = 0; r < R; ++r) {
-      q_scale[r] = rows.scale * kLog2E * quantize_row(rows.queries + r * dim, dim, q[r], &q_sum[r]);
+      for (int g = 0, d = 0; d < dim; ++g, d += kGroup) {
+        const float* query = rows.queries + r * dim + d;
+        q_scale[g][r] = rows.scale * kLog2E * quantize_row(query, std::min(kGroup, dim - d), q[r] + d, &q_sum[g][r]);
+      }
     }
   }
 
@@ -153,9 +161,10 @@ struct Int8Cache {
   }
   static Sums dot_keys(Sums sums, Bytes keys, Bytes query) { return dot_u8s8(sums, keys, query); }
   static Sums dot_values(Sums sums, Bytes values, Bytes weights) { return dot_u8s8(sums, weights, values); }
-  Sums first_score(int r) const { return broadcast_int(-128 * q_sum[r]); }
-  Floats score(Sums sums, int r, const float* scales) const {
-    return to_floats(sums) * load(scales) * broadcast(q_scale[r]);
+  Sums first_score(int r, int group) const { return broadcast_int(-128 * q_sum[group][r]); }
+  Floats scales_of(const KvCache& cache, uint8_t* cell, int group) const { return load(cache.key_scales(cell, group)); }
+  Floats score(Sums sums, int r, int group, Floats scales, Floats others) const {
+    return fma(to_floats(sums) * scales, broadcast(q_scale[group][r]), others);
   }
 
   // Multiplies the weights by the scales of the values, then quantizes them over the chunk.

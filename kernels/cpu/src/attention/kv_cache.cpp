@@ -57,8 +57,10 @@ void KvCache::set(int layer, int slot, int head, const float* key, const float* 
   int32_t unused;
   const float value_scale = quantize_row(value, dim, v, &unused);
   value_scales(keys)[t] = value_scale;
-  // A non-finite value makes the key's scale NaN, so that it shows in the scores: quantized weights cannot hold NaN.
-  key_scales(keys)[t] = quantize_row(key, dim, k, &unused) + 0 * value_scale;
+  // A non-finite value makes the key's scales NaN, so that it shows in the scores: quantized weights cannot hold NaN.
+  for (int group = 0, d = 0; d < dim; ++group, d += kKeyGroup) {
+    key_scales(keys, group)[t] = quantize_row(key + d, std::min(kKeyGroup, dim - d), k + d, &unused) + 0 * value_scale;
+  }
   for (int d = 0; d < dim; d += 4) {
     uint32_t word;
     std::memcpy(&word, k + d, sizeof word);
@@ -101,7 +103,7 @@ void KvCache::get(int layer, int slot, int head, float* key, float* value) const
       key[d] = widen_f16(reinterpret_cast<const f16*>(k)[key_at(d, t, 1)]);
       value[d] = widen_f16(reinterpret_cast<const f16*>(v)[value_at(d, t, 1, dim)]);
     } else {
-      key[d] = key_scales(k)[t] * (k[key_at(d, t, 4)] - 128);
+      key[d] = key_scales(k, d / kKeyGroup)[t] * (k[key_at(d, t, 4)] - 128);
       value[d] = value_scales(k)[t] * (int8_t)v[value_at(d, t, 4, dim)];
     }
   }

@@ -6,7 +6,7 @@
 //   bf16   keys [head_dim / 2][16 tokens][2], values [8 token pairs][head_dim][2]
 //   f16    keys [head_dim][16 tokens], values [16 tokens][head_dim]
 //   int8   keys [head_dim / 4][16 tokens][4] u8 (128 + q), values [4 token quadruples][head_dim][4] s8,
-//          and one float scale per token, for keys and for values
+//          and float scales: values [16 tokens], keys [groups of 32 channels][16 tokens]
 #pragma once
 #include <bit>
 
@@ -19,6 +19,8 @@ constexpr int kPage = kLanes;
 // Tokens whose positions have the same quotient by this may share words of the values, so one thread must store them.
 constexpr int kTokensPerWord = 4;
 constexpr int kMaxHeadDim = 256;
+// Channels of a key in int8 that share a scale. The last group of a head may be smaller.
+constexpr int kKeyGroup = 32;
 
 enum class KvFormat : int { kBf16 = 0, kInt8 = 1, kF16 = 2 };
 
@@ -27,9 +29,12 @@ struct KvShape {
   int num_layers, num_heads, head_dim, block_size, num_blocks;
 
   int pages_per_block() const { return block_size / kPage; }
+  int key_groups() const { return (head_dim + kKeyGroup - 1) / kKeyGroup; }
   // Bytes of a cell's keys; its values take as many.
   size_t half_bytes() const { return (size_t)kPage * head_dim * (format == KvFormat::kInt8 ? 1 : 2); }
-  size_t cell_bytes() const { return 2 * half_bytes() + (format == KvFormat::kInt8 ? 2 * kPage * sizeof(float) : 0); }
+  size_t cell_bytes() const {
+    return 2 * half_bytes() + (format == KvFormat::kInt8 ? (key_groups() + 1) * kPage * sizeof(float) : 0);
+  }
   size_t layer_bytes() const { return pages_per_block() * num_heads * cell_bytes(); }
   size_t block_bytes() const { return num_layers * layer_bytes(); }
 };
@@ -75,8 +80,8 @@ class KvCache {
     return cell_of_block(layer, slot / shape_.block_size, slot % shape_.block_size / kPage, head);
   }
   uint8_t* values(uint8_t* cell) const { return cell + half_bytes_; }
-  float* key_scales(uint8_t* cell) const { return reinterpret_cast<float*>(cell + 2 * half_bytes_); }
-  float* value_scales(uint8_t* cell) const { return key_scales(cell) + kPage; }
+  float* value_scales(uint8_t* cell) const { return reinterpret_cast<float*>(cell + 2 * half_bytes_); }
+  float* key_scales(uint8_t* cell, int group) const { return value_scales(cell) + (group + 1) * kPage; }
   const KvShape& shape() const { return shape_; }
 
  private:

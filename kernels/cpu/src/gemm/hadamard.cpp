@@ -99,7 +99,9 @@ void HadamardRotation::transform_runs(const float* row, float* out) const {
 }
 
 void HadamardRotation::mix_runs(float* row, const std::vector<float>& matrix) const {
-  if (run_ % (4 * kLanes) == 0) {
+  if (num_runs_ == 1 && run_ % kLanes == 0) {
+    for (int i = 0; i < run_; i += kLanes) store(row + i, load(row + i) * broadcast(matrix[0]));
+  } else if (run_ % (4 * kLanes) == 0) {
     mix_runs_by<Floats, 4>(row, matrix.data());
   } else if (run_ % kLanes == 0) {
     mix_runs_by<Floats, 1>(row, matrix.data());

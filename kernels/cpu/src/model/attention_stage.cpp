@@ -117,7 +117,8 @@ void AttentionStage::store_key_value(const Layer& layer, int token, int head) co
   if (begins_last_page(token)) cache_.clear_behind(layer.index, slot, head);
 }
 
-// Writes a head's query or key as the scores need it: normed if the model norms heads, and rotated by RoPE.
+// Writes a head's query or key as the scores need it: normed if the model norms heads, rotated by RoPE, and rotated again
+// for a cache in int8. Both are rotated, which leaves their product unchanged.
 void AttentionStage::prepare_head(const Layer& layer, const float* x, const Buffer<float>& norm, int position,
                                   float* out) const {
   const int dim = spec_.head_dim, rotary = layer.rope < 0 ? 0 : spec_.rotary_dim;
@@ -132,6 +133,7 @@ void AttentionStage::prepare_head(const Layer& layer, const float* x, const Buff
     rotate(x, table.cos.data() + angles, table.sin.data() + angles, rotary, out);
   }
   std::copy(x + rotary, x + dim, out + rotary);
+  if (cache_.shape().format == KvFormat::kInt8) rotation_.apply(out, out);
 }
 
 // The slot of a token's key and value in the cache.

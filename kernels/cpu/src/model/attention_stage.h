@@ -1,6 +1,7 @@
 // The attention of a layer: its query, key and value products, the attention itself, and its output product.
 #pragma once
 #include "attention/attention.h"
+#include "gemm/hadamard.h"
 #include "model/attention_plan.h"
 #include "model/layer_products.h"
 #include "model/step.h"
@@ -20,7 +21,8 @@ class AttentionStage {
         positions_(positions),
         cache_(cache),
         step_(step),
-        buffers_(buffers) {}
+        buffers_(buffers),
+        rotation_(spec.head_dim) {}
 
   // Plans the step, and reserves memory for it.
   void prepare(const Team& team);
@@ -70,6 +72,8 @@ class AttentionStage {
   const KvCache& cache_;
   const Step& step_;
   const StepBuffers& buffers_;
+  // Of queries and keys whose cache is int8: a few channels of a key are far larger than the others.
+  const HadamardRotation rotation_;
   AttentionPlan plan_;
   bool by_head_ = false;
   Buffer<RowState> partials_;  // [spans][key/value heads][kMaxQueryRows]

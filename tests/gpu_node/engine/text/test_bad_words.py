@@ -31,7 +31,7 @@ def test_many_long_sequences_cost_a_step_a_few_microseconds() -> None:
         text[-1] = newest
         bad_words = BadWords((i, *[7] * 200, 8) for i in range(128))
         took_s = min(_time_of(bad_words, text) for _ in range(20))
-        assert took_s < 40e-6  # Each of them compared as a tuple took 500 µs.
+        assert took_s < 200e-6  # Each of them compared as a tuple took 500 µs; it takes ten.
 
 
 def _time_of(bad_words: BadWords, text: np.ndarray) -> float:

@@ -72,7 +72,7 @@ def this_isa(isa: Isa, monkeypatch: pytest.MonkeyPatch) -> Isa:
         ({}, "bf16-kv-bf16"),
         ({"quantization": "none", "kv_cache_dtype": "bfloat16"}, "bf16-kv-bf16"),
         ({"kv_cache_dtype": "float16"}, "bf16-kv-f16"),
-        ({"quantization": "int8", "kv_cache_dtype": "int8"}, "int8-rotated-kv-int8"),
+        ({"quantization": "int8", "kv_cache_dtype": "int8"}, "int8-rotated-kv-int8-rotated"),
         ({"quantization": "int8_group"}, "int8_group-kv-bf16"),
         ({"quantization": "int4", "block_size": 32}, "int4_group-kv-bf16"),
     ],
