@@ -85,7 +85,7 @@ def test_a_batch_with_chunks_prefixes_preemption_and_adapters_has_the_tokens_of_
 def engines(make_engine: MakeEngine) -> dict[Shape, Engine]:
     """Engines of one rank and of several."""
     # Three sequences with eight drafted tokens each are more than a usual step has.
-    settings = {**TORCH, "speculative": "ngram", "max_num_batched_tokens": 16}
+    settings = {**TORCH, "speculative": "ngram", "max_num_batched_tokens": 16, "max_num_seqs": 8}
     return {shape: make_engine(**settings, **_sizes(shape)) for shape in ((1, 1), *SHAPES)}
 
 
