@@ -61,7 +61,7 @@ LEASE_MS = 7000
 """Half of it is less than a fail-over takes, so the pool's time is in doubt after it. The least, 3 s, is too short for
 nodes of a busy machine.
 """
-WAIT_MS = 500
+WAIT_MS, MAX_WAIT_MS = 500, 3_600_000
 WARM_UP_S = 3.0
 CLOCKS_LAG_S, DOWN_AFTER_MS = 0.1, 3000
 DELIVERED_S = 0.2
@@ -283,7 +283,11 @@ async def running(args: argparse.Namespace, kind: Kind, servers: Replicated) -> 
     """Run nodes, a gateway and clients of the servers. Yield them and an API key."""
     # The first sentinel is on the clients' side of a split: it names the old primary until the split ends.
     url = servers.url_of([0]) if kind.splits else servers.url
-    options = SETTINGS | {"lease_ms": LEASE_MS} | ({"failover_keep_s": 0.0} if args.forgetful else {})
+    options = (
+        SETTINGS
+        | {"lease_ms": LEASE_MS, "max_wait_ms": MAX_WAIT_MS}
+        | ({"failover_keep_s": 0.0} if args.forgetful else {})
+    )
     async with AsyncExitStack() as stack:
         nodes: list[Node] = []
         for number in range(NUM_NODES):

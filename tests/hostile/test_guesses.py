@@ -123,7 +123,9 @@ def cached_of_usage_report(http: httpx.Client, text: str, **fields: Any) -> int:
 
 
 def _cached_of_key(http: httpx.Client) -> int:
-    return sum(int(row["cached_tokens"]) for row in http.get("/v1/usage").json()["data"])
+    answer = http.get("/v1/usage")
+    assert answer.status_code == 200, answer.text
+    return sum(int(row["cached_tokens"]) for row in answer.json()["data"])
 
 
 GUESSES = {

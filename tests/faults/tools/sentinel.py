@@ -213,7 +213,7 @@ def _knows(sentinel: redis.Redis, num_others: int) -> bool:
 
 def _knows_roles(sentinel: redis.Redis, primary_port: int, replica_port: int) -> bool:
     state = cast(dict[str, Any], sentinel.sentinel_master(NAME))
-    replicas = cast(list[dict[str, Any]], sentinel.sentinel_slaves(NAME))
+    replicas = sentinel.sentinel_slaves(NAME)
     return bool(
         state["port"] == primary_port
         and [one["port"] for one in replicas] == [replica_port]

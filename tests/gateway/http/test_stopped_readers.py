@@ -98,7 +98,8 @@ def test_slow_reader_of_a_whole_answer_returns_the_memory_of_its_result(
 ) -> None:
     monkeypatch.setattr("penstock.gateway.stream.event_stream.MAX_KEPT_BYTES", 0)
     monkeypatch.setattr("penstock.gateway.stream.writer.MIN_BYTES_PER_S", 1 << 20)
-    url = stack.start_gateway(send_timeout_s=0.2)
+    # For so long the result is kept, and must be seen.
+    url = stack.start_gateway(send_timeout_s=1.0)
     with stopped_reader(url, stream=False, n=2) as connection:
         until_s = time.monotonic() + 60
         while not result_bytes(url):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes.queue.harness import POOL, P, Queue, ids_of, new_job
+from fakes.queue.harness import LEASE_MS, POOL, P, Queue, ids_of, new_job
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Priority, SamplingParams
@@ -225,7 +225,7 @@ async def test_log_of_a_revision_that_nobody_serves_ends_failed(queue: Queue) ->
     taken = await queue.running(old)
     await old.emit(taken, 0, 5)
     await old.give_back(taken)
-    await queue.age("revisions", "r1", 3001)
+    await queue.age("revisions", "r1", LEASE_MS + 1)
 
     assert ids_of(await new.take()) == [], "no sweep has run since Redis came up, so nobody is judged"
     assert (await queue.producer.status(taken.job_id, "default")).state == "queued"
