@@ -374,8 +374,10 @@ async def run(runner: Runner, campaign: Campaign) -> None:
         async with AsyncClient(redis.url, settings=ClientSettings(outage_s=PATIENCE_S)) as client:
             readers = Readers(client, [answer.token_ids for answer in answers], runner)
             async with asyncio.TaskGroup() as group:
-                for number in range(NUM_READERS):
+                tasks = [
                     group.create_task(readers.run(random.Random(campaign.seed + number)))
+                    for number in range(NUM_READERS)
+                ]
                 await readers.until_one_more()
                 for fault in campaign.faults(rng):
                     if (spent_s := time.monotonic() - began_s) > 60 * campaign.minutes:
@@ -389,6 +391,12 @@ async def run(runner: Runner, campaign: Campaign) -> None:
                     sys.stdout.write(said)
                     sys.stdout.flush()
                 readers.is_over = True
+                # A fault during a start may have ended both nodes, and readers wait for the rest of their jobs.
+                while not all(task.done() for task in tasks):
+                    for node in nodes:
+                        if node.has_ended:
+                            node.start()
+                    await asyncio.sleep(0.2)
             minutes = (time.monotonic() - began_s) / 60
             *others, last = nodes
             for node in others:
