@@ -37,9 +37,9 @@ def profile(
     """Record a running node for some seconds: print where its steps' time went, and write Chrome traces.
 
     The node may be on another machine; its answer comes through Redis. Where PENSTOCK_POOLS names several Redis, it is
-    looked for in each; with --redis-url, in that Redis. trace.json.gz has the engine's steps and the node's Python
-    stacks. operations.json.gz has the operations of torch, if the runner uses torch. That recording ends after 50
-    steps. With Redis users (ops/acl), only the admin may profile.
+    looked for in each. With --redis-url it is looked for only there. trace.json.gz has the engine's steps and the
+    node's Python stacks. operations.json.gz has the operations of torch, if the runner uses torch. That recording ends
+    after 50 steps. With Redis users (ops/acl), only the admin may profile.
     """
     found, summary, files = asyncio.run(_profile(redis_names_of(redis_url), node, seconds))
     folder = output or Path(f"penstock-profile-{summary.node_id}")

@@ -227,7 +227,7 @@ class System:
         self.load.told.revoked -= unrevoked
         if not (self.kind.lag_s or self.kind.splits) and any(gone.values()):
             made.problems.append(f"lost without lag: {gone}")
-        self.load.drop_ended(seen)
+        self.load.forget_ended(seen)
 
     async def prepare(self, key: str, num_http: int, *, is_first: bool) -> None:
         """Fill the queue, start streams, and wait until the next fail-over may begin."""

@@ -219,10 +219,10 @@ async def _until_gone(processes: list[psutil.Process], within_s: float) -> float
 async def _check_that_nothing_is_gained(node: RankedNode, readers: Readers) -> None:
     """Kill a rank of the only node. Assert that rank 0 has no more descriptors and ports with the next ranks."""
     await _read_from(node, readers)
-    before = await _settled(node)
+    before = await _quiet(node)
     await kill_another_rank(node)
     await _read_from(node, readers)
-    after = await _settled(node)
+    after = await _quiet(node)
     assert after[0] <= before[0], f"{after[0] - before[0]} descriptors more"
     assert after[1] <= before[1], f"{after[1] - before[1]} ports more"
 
@@ -237,7 +237,7 @@ async def _read_from(node: RankedNode, readers: Readers) -> None:
     await job
 
 
-async def _settled(node: RankedNode) -> tuple[int, int]:
+async def _quiet(node: RankedNode) -> tuple[int, int]:
     """Return what a node holds once that has not changed for two seconds, such as while its ranks load."""
     held, since_s = node.held(), time.monotonic()
     while time.monotonic() - since_s < 2.0:
@@ -374,8 +374,10 @@ async def run(runner: Runner, campaign: Campaign) -> None:
         async with AsyncClient(redis.url, settings=ClientSettings(outage_s=PATIENCE_S)) as client:
             readers = Readers(client, [answer.token_ids for answer in answers], runner)
             async with asyncio.TaskGroup() as group:
-                for number in range(NUM_READERS):
+                tasks = [
                     group.create_task(readers.run(random.Random(campaign.seed + number)))
+                    for number in range(NUM_READERS)
+                ]
                 await readers.until_one_more()
                 for fault in campaign.faults(rng):
                     if (spent_s := time.monotonic() - began_s) > 60 * campaign.minutes:
@@ -389,6 +391,12 @@ async def run(runner: Runner, campaign: Campaign) -> None:
                     sys.stdout.write(said)
                     sys.stdout.flush()
                 readers.is_over = True
+                # A fault during a start may have ended both nodes, and readers wait for the rest of their jobs.
+                while not all(task.done() for task in tasks):
+                    for node in nodes:
+                        if node.has_ended:
+                            node.start()
+                    await asyncio.sleep(0.2)
             minutes = (time.monotonic() - began_s) / 60
             *others, last = nodes
             for node in others:

@@ -54,7 +54,7 @@ class Exchanges:
     """
 
     def __init__(self, links: RankLinks = ALONE, max_numbers: int = 0) -> None:
-        """max_numbers: of the largest exchange of a step. Their memory is allocated now."""
+        """max_numbers: of the largest exchange of a usual step. Their memory is allocated now."""
         self._tensor, self._world = links.tensor, links.world
         self._last = links.world.size - links.tensor.size
         """The first rank of the last stage."""
@@ -111,8 +111,7 @@ class Exchanges:
         if self.is_alone:
             return work()
         planned = [one for one in planned if one.rows * one.columns and self._is_made(one)]
-        if any(one.rows * one.columns > len(self._spare) for one in planned):
-            raise InvariantError(f"an exchange is larger than the {len(self._spare)} numbers that there is memory for")
+        self._reserve(max((one.rows * one.columns for one in planned), default=0))
         self._num_made = 0
         failure: Exception | None = None
         try:
@@ -171,6 +170,17 @@ class Exchanges:
 
     def _is_made(self, one: PlannedExchange) -> bool:
         return one.kind in ("send", "receive") or self._tensor.size > 1
+
+    def _reserve(self, max_numbers: int) -> None:
+        """Have the memory for an exchange of zeros. A step with drafts may have more tokens than a usual one."""
+        if max_numbers <= len(self._spare):
+            return
+        try:
+            with translate_out_of_memory():
+                self._spare = torch.zeros(max_numbers)
+        except MemoryError as error:
+            # Without it, this rank could not vote that the step failed.
+            raise BrokenExchangeError(f"no memory for an exchange of {max_numbers} numbers") from error
 
     def _make_the_rest(self, planned: Sequence[PlannedExchange]) -> None:
         for kind, rows, columns in planned:

@@ -239,7 +239,7 @@ class RankedRunner:
 
         An exchange within a stage takes at least as long as the rank of the stage spends at it that waits least. The
         rest counts as waiting. So does all of the time until another stage has computed something, and sent it.
-        On GPUs exchanges are parts of graphs, and nobody measures them.
+        On GPUs exchanges are parts of graphs and are not measured.
         """
         part, stats = self._part, replace(self._group.stats, num_stages=self._host.num_stages)
         if part is None and not stats.lost:

@@ -4,9 +4,10 @@
 -- have been lost. Then this run only resets the heartbeats of all nodes, readers and revisions to now, and corrects the
 -- pool's clock (RESET): it goes on from what the caller knows. A caller that knows nothing first waits for one that does
 -- (asked_ms of P:config, in Redis's time). After a third of a lease it takes Redis's clock, but none before the last run.
--- ARGV: seen_ms: the pool's time as the caller knows it, 0 if it does not. The answer's time is 0 while it is in doubt.
--- Answer: {SKIPPED, the pool's time} | {RESET, time, by how many ms Redis's clock has jumped; 0 for no jump}
+-- ARGV: seen_ms: the pool's time as the caller knows it, 0 if it does not
+-- Answer: {SKIPPED, the pool's time, 0 if it is in doubt} | {RESET, time, jump}
 --   | {OK, time, {lost node, …}, jobs requeued, jobs ended}
+-- jump: by how many ms Redis's clock has jumped; 0 if it has not.
 local MAX_JOBS, MIN_JUMP_MS, SLOWDOWN = 128, 1000, 100
 local MAX_READER_SILENCE_MS, MAX_RELEASED = 600000, 4096
 local MAX_TRIMMED, TRIM_EVERY_MS = 16, 10000

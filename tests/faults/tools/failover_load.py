@@ -77,10 +77,15 @@ class Told:
 
     def now(self) -> Told:
         """Return what was told until now."""
-        sets: dict[str, Any] = {
-            name: set(getattr(self, name)) for name in ("cancelled", "deleted", "revoked", "replicated")
-        }
-        return replace(self, works=dict(self.works), at_ms=dict(self.at_ms), **sets)
+        return replace(
+            self,
+            works=dict(self.works),
+            cancelled=set(self.cancelled),
+            deleted=set(self.deleted),
+            revoked=set(self.revoked),
+            replicated=set(self.replicated),
+            at_ms=dict(self.at_ms),
+        )
 
 
 @dataclass
@@ -134,7 +139,7 @@ class Load:
         self._store = store
         self._args = args
         self.told = Told()
-        self._settled = set[str]()
+        self._ended = set[str]()
         self._responses: list[Work] = []
         self._key_ids: list[str] = []
         self._candidates: list[str] = []
@@ -144,7 +149,7 @@ class Load:
     @property
     def watched(self) -> list[str]:
         """The jobs that the next fail-over may change: all that had not ended before the last one was repaired."""
-        return [job_id for job_id in self.told.works if job_id not in self._settled]
+        return [job_id for job_id in self.told.works if job_id not in self._ended]
 
     async def begin(self) -> None:
         """Start the streams and the operator."""
@@ -164,10 +169,10 @@ class Load:
         lacking = range(NUM_RESPONSES - len(self._responses))
         self._responses += await asyncio.gather(*(self._submit(response=_RECORD) for _ in lacking))
 
-    def drop_ended(self, seen: Seen) -> None:
+    def forget_ended(self, seen: Seen) -> None:
         """Watch jobs that have ended no more, except those with responses."""
         stored = {work.id for work in self._responses} | self.told.deleted
-        self._settled |= {job_id for job_id in seen.states if seen.has_ended(job_id)} - stored
+        self._ended |= {job_id for job_id in seen.states if seen.has_ended(job_id)} - stored
 
     async def end(self) -> None:
         """Let all streams end, and wait until all jobs have."""
