@@ -219,10 +219,12 @@ class System:
         await asyncio.sleep(max(0.0, began_s + KEYS_SEEN_S - time.monotonic()))
         again = await computed_again(new, gone["finish"], after, kill_ms)
         made.problems += [f"{job_id} had ended and was computed again" for job_id in again]
-        deleted = set(self.load.told.deleted)
+        deleted, revoked = set(self.load.told.deleted), set(self.load.told.revoked)
         seen = await Seen.read(new, self.load.watched)
         made.problems += [f"the response {job_id} is back" for job_id in deleted & seen.responses]
-        unrevoked = gone["key revoked"] - seen.revoked
+        # Also those of which the dead primary's answer came after the kill.
+        unrevoked = revoked - seen.revoked
+        gone["key revoked"] |= unrevoked
         made.num_unrevoked = len(unrevoked)
         self.load.told.revoked -= unrevoked
         if not (self.kind.lag_s or self.kind.splits) and any(gone.values()):
