@@ -13,6 +13,8 @@ import httpx
 import pytest
 from hostile.stack import POOL, Stack, running_stack
 
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("demo_file")]
+
 SECRET = "The board sells the northern mill to its founders on the ninth of May, and no newspaper may hear of it. " * 8
 """Long enough for several cached blocks."""
 OF_TEMPLATE = 31
@@ -33,8 +35,9 @@ def client_of(stack: Stack, tenant: str) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def stack(tiny_model: Path) -> Iterator[Stack]:
-    with running_stack(model=tiny_model, dtype="bfloat16", is_probed=False) as stack:
+def stack(demo_file: Path) -> Iterator[Stack]:
+    """A model that takes a while for a prompt: reports on it reach only those who listen then."""
+    with running_stack(model=demo_file, max_model_len=1024, is_probed=False) as stack:
         yield stack
 
 

@@ -22,6 +22,8 @@ CONTEXTS = (1, 15, 16, 17, 511, 512, 513, 1030)
 HEAD_DIMS = (16, 32, 48, 64, 80, 128, 256)
 CHUNK = 64
 """Tokens whose weights are quantized together over an int8 cache."""
+KEY_GROUP = 32
+"""Channels of keys and queries that are quantized together for an int8 cache."""
 
 
 @dataclass
@@ -104,7 +106,7 @@ def _expected(filled: Filled, queries: Floats, limits: Sequence[int], head: int,
     if filled.kept is KvFormat.BF16:
         queries = to_bf16(queries)
     elif filled.kept is KvFormat.INT8:
-        queries = quantize_activations(queries, dim).values()
+        queries = _quantized(queries, KEY_GROUP)
     wants, bounds = [], []
     for i, (query, first, limit) in enumerate(zip(queries.astype(np.float64), firsts, limits, strict=True)):
         keys, values = (x[head, first:limit].astype(np.float64) for x in (filled.keys, filled.values))
@@ -152,18 +154,20 @@ def test_a_cell_keeps_what_was_set(new_cache: NewCache, kept: KvFormat, head_dim
     for (slot, head), key, value in zip(cells, keys, values, strict=True):
         cache.set(slot, head, key, value)
     for (slot, head), *both in zip(cells, keys, values, strict=True):
-        for got, put in zip(cache.get(slot, head), both, strict=True):
-            np.testing.assert_array_equal(got, _as_kept(kept, put))
+        for got, put, group in zip(cache.get(slot, head), both, (KEY_GROUP, head_dim), strict=True):
+            np.testing.assert_array_equal(got, _as_kept(kept, put, group))
 
 
-def _as_kept(kept: KvFormat, row: Floats) -> Floats:
+def _as_kept(kept: KvFormat, row: Floats, group: int) -> Floats:
     if kept is KvFormat.BF16:
         return to_bf16(row)
-    return (
-        row.astype(np.float16).astype(np.float32)
-        if kept is KvFormat.F16
-        else quantize_activations(row[None], len(row)).values()[0]
-    )
+    return row.astype(np.float16).astype(np.float32) if kept is KvFormat.F16 else _quantized(row[None], group)[0]
+
+
+def _quantized(rows: Floats, group: int) -> Floats:
+    """Rows with a scale for each `group` numbers; the last group of a row may be smaller."""
+    groups = np.split(rows, range(group, rows.shape[1], group), axis=1)
+    return np.hstack([quantize_activations(numbers, numbers.shape[1]).values() for numbers in groups])
 
 
 def test_float16_keeps_numbers_beyond_its_range_as_its_largest(new_cache: NewCache) -> None:
