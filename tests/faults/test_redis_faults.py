@@ -224,7 +224,7 @@ async def forgets_all_it_knew_of_scripts(server: RedisProcess, proxy: FaultProxy
 
 async def is_set_back(server: RedisProcess, proxy: FaultProxy) -> None:
     log = server.copy_log()
-    # Less than half of what the shortest job takes: a job that ends before Redis is set back would be forgotten.
+    # Far less than what the shortest job takes: one that ends, and is read, before Redis is set back would be forgotten.
     await asyncio.sleep(0.4)
     server.kill()
     await asyncio.to_thread(server.restart_from, log)
@@ -242,7 +242,7 @@ async def test_streams_stay_whole_during_an_outage_of_redis(server: RedisProcess
         works = new_works(150)
         async with served(proxy.url), AsyncClient(proxy.url, settings=QUICK) as client:
             reading = await under_way(client, works, works[0])
-            later = new_works(150)
+            later = new_works(400 if trouble is is_set_back else 150)
             troubled = asyncio.create_task(trouble(server, proxy))
             reading += [asyncio.create_task(read(client, work)) for work in later]
             await asyncio.gather(troubled, *reading)
