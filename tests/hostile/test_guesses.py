@@ -36,7 +36,7 @@ def client_of(stack: Stack, tenant: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def stack(demo_file: Path) -> Iterator[Stack]:
-    """A model that takes a while for a prompt: reports on it reach only those who listen then."""
+    """A model that takes a while for a prompt, because a report on it reaches only a stream that is open then."""
     with running_stack(model=demo_file, max_model_len=1024, is_probed=False) as stack:
         yield stack
 
