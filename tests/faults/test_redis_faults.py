@@ -242,7 +242,7 @@ async def test_streams_stay_whole_during_an_outage_of_redis(server: RedisProcess
         works = new_works(150)
         async with served(proxy.url), AsyncClient(proxy.url, settings=QUICK) as client:
             reading = await under_way(client, works, works[0])
-            later = new_works(400 if trouble is is_set_back else 150)
+            later = new_works(150)
             troubled = asyncio.create_task(trouble(server, proxy))
             reading += [asyncio.create_task(read(client, work)) for work in later]
             await asyncio.gather(troubled, *reading)
