@@ -325,14 +325,16 @@ class NodePressure(EngineLoad):
     """Milliseconds of the engine's steps in the last minute, per level of the jobs; empty if it is not known."""
     stage_idle: tuple[float, ...] = ()
     """By stage of several ranks: the share of the time of steps in which its ranks waited, on average in the last
-    minute. Empty if no step ran, or if it is not known. Likewise the next two."""
+    minute. Empty if no step ran, or if it is not known."""
     rank_exchange_ms: float | None = None
-    """Milliseconds of a step that ranks spent at exchanges, on average, without waiting for a slower rank."""
+    """Milliseconds of a step that ranks spent at exchanges, on average in the last minute, without waiting for a slower
+    rank. None if no step ran, or if it is not known."""
     rank_wait_ms: float | None = None
-    """Milliseconds of a step that they waited: for a slower rank, or for another stage."""
+    """Milliseconds of a step that ranks waited for a slower rank or for another stage; else as above."""
     rank_weight_bytes: tuple[int, ...] = ()
-    """By rank: its part of the weights; empty if it is not known. Likewise its part of the KV blocks."""
+    """By rank: bytes of its part of the weights; empty if it is not known."""
     rank_kv_bytes: tuple[int, ...] = ()
+    """By rank: bytes of its part of the KV blocks; empty if it is not known."""
     num_steps: int = 0
     mean_batch: float = 0.0
     """Sequences per step, over the steps since the last record."""

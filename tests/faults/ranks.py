@@ -169,9 +169,7 @@ async def _ranks_of(node: RankedNode) -> list[psutil.Process]:
 
 async def kill_another_rank(node: RankedNode) -> float:
     """Return the seconds after which all further ranks had ended. So does each fault."""
-    ranks = await _ranks_of(node)
-    random.choice(ranks).kill()
-    return await _until_gone(ranks, PATIENCE_S)
+    return await _harm_another_rank(node, psutil.Process.kill)
 
 
 async def kill_rank_0(node: RankedNode) -> float:
@@ -183,8 +181,12 @@ async def kill_rank_0(node: RankedNode) -> float:
 
 
 async def stop_another_rank(node: RankedNode) -> float:
+    return await _harm_another_rank(node, psutil.Process.suspend)
+
+
+async def _harm_another_rank(node: RankedNode, harm: Callable[[psutil.Process], None]) -> float:
     ranks = await _ranks_of(node)
-    random.choice(ranks).suspend()
+    harm(random.choice(ranks))
     return await _until_gone(ranks, PATIENCE_S)
 
 

@@ -224,7 +224,7 @@ async def forgets_all_it_knew_of_scripts(server: RedisProcess, proxy: FaultProxy
 
 async def is_set_back(server: RedisProcess, proxy: FaultProxy) -> None:
     log = server.copy_log()
-    # Far less than what the shortest job takes: one that ends and is read before that would be forgotten.
+    # Less than a third of what the shortest job takes. A job that ends and is read before Redis is set back stays lost.
     await asyncio.sleep(0.4)
     server.kill()
     await asyncio.to_thread(server.restart_from, log)

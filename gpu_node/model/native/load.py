@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_r
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path
 from penstock.kernels.cpu.library import Activation, NativeModel, Slot, Vector
 from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
-from penstock.kernels.cpu.structs import PANEL, AbiError, KernelError, KvFormat, NativeSpec
+from penstock.kernels.cpu.structs import PANEL, AbiError, Format, KernelError, KvFormat, NativeSpec
 from penstock.runtime.cache_folders import private_folder
 
 log = logging.getLogger(__package__)
@@ -92,9 +93,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         else:
             formats, packing = weights.load(model, cache, progress)
         positions.result()
-    names = "+".join(weights.name.lower() for weights in sorted(formats))
-    kv_name = "int8-rotated" if kv_format is KvFormat.INT8 else kv_format.name.lower()
-    arithmetic = f"native-{isa}-{names}{'-rotated' if rotated else ''}-kv-{kv_name}"
+    arithmetic = _arithmetic_of(isa, formats, kv_format, rotated=rotated)
     facts = {"arithmetic": arithmetic, "num_threads": threads}
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     log.info("native runner", extra=facts)
@@ -150,6 +149,15 @@ def load_rank(
     named = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     held = _held_by(described, options, place, num_blocks, packed.rank_bytes(model.rank_panels))
     return NativeRank(model, adapters, named, held), facts_of(library, spec), library
+
+
+def _arithmetic_of(isa: Isa, formats: Iterable[Format], kv_format: KvFormat, *, rotated: bool) -> str:
+    weights = "+".join(one.name.lower() for one in sorted(formats))
+    if rotated:
+        weights += "-rotated"
+    # Keys in int8 are always rotated.
+    kv = "int8-rotated" if kv_format is KvFormat.INT8 else kv_format.name.lower()
+    return f"native-{isa}-{weights}-kv-{kv}"
 
 
 def _held_by(

@@ -88,7 +88,7 @@ class Span {
     }
   }
 
-  // Adds what a group of channels, [begin, end), contributes to the scores.
+  // Computes the scores over the channels [begin, end). Those of a group are added to `s`; without groups, `s` is set.
   template <int P>
   void add_scores(const Chunk& chunk, Fetcher& fetcher, int first, int group, int begin, int end,
                   Floats (&s)[R][kChunkPages]) {

@@ -62,15 +62,16 @@ class Fetcher {
   const uint8_t *at_, *end_;
 };
 
-// Products of rows with cells of bf16. Scores are sums over groups of channels with a scale of their own: kGroup, or 0
-// where all channels are one group.
+// Products of rows with cells of bf16.
 template <int R, int D>
 struct Bf16Cache {
   using Number = bf16;
   using Weight = bf16;
   using Sums = Floats;
   // A line of 64 bytes is multiplied in this many parts; a factor has as many elements as a part has for each lane.
-  static constexpr int kParts = 1, kPerPart = 2, kGroup = 0;
+  static constexpr int kParts = 1, kPerPart = 2;
+  // How many channels of a key share a scale; 0: keys have no scales.
+  static constexpr int kGroup = 0;
   float scale;
   alignas(64) Number q[R][D ? D : kMaxHeadDim];
   alignas(64) Weight p[R][kChunk];
