@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -30,6 +31,8 @@ NUM_ENDPOINTS = 4
 REBOUND_SHARE = 20
 """Of so many jobs, one names the endpoint whose name resolves by turns to an address inside."""
 SUBMITTED_AT_ONCE = 64
+MOST_QUIET_S = 60.0
+"""Seconds within which deliveries that were accepted must be known as delivered."""
 
 
 class RebindingGateway(GatewayProcess):
@@ -166,10 +169,13 @@ async def _until_told(receiver: WebhookReceiver, wanted: set[tuple[str, str]], n
 
 
 async def _until_quiet(client: AsyncClient) -> int:
-    """Wait until only the refused delivery is pending, or long enough. Return how many are."""
-    for _ in range(100):
-        if (left := sum((await client.webhooks.queue.stats()).pending.values())) == 1:
-            break
+    """Wait until only the refused delivery is pending, or long enough. Return how many are.
+
+    One that was accepted is pending as long as its gateway was killed before it could say so: until its lease ends,
+    and until a further attempt is accepted. The pauses between attempts double, up to about 10 s here.
+    """
+    until_s = time.monotonic() + MOST_QUIET_S
+    while (left := sum((await client.webhooks.queue.stats()).pending.values())) != 1 and time.monotonic() < until_s:
         await asyncio.sleep(0.1)
     return left
 
