@@ -46,7 +46,7 @@ def say(terminal: TerminalProcess, text: str) -> None:
 
 def newest(redis_url: str, tenant: str, state: str) -> JobStatus:
     """Wait until the newest job of this tenant is in this state, and return it."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     with Client(redis_url, tenant=tenant) as client:
         while True:
             (job, *_) = client.jobs(limit=1).jobs

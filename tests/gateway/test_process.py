@@ -282,7 +282,7 @@ def test_reads_are_refused_within_seconds_while_redis_is_away() -> None:
         job_id = "echo.00000000-0000-7000-8000-000000000000"
         assert http.get("/v1/models").status_code == 200
         server.stop()
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + 60
         while http.get("/v1/models", timeout=READ_TIMEOUT_S + 4).status_code == 200:  # from the cached copy
             assert time.monotonic() < until_s
             time.sleep(0.05)  # The log is not read here, and its pipe must not fill.
@@ -306,7 +306,7 @@ def test_connections_beyond_the_limit_are_answered_503_and_closed(redis_url: str
         error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
         assert error["code"] == "too_many_connections" and "max_connections" in error["message"]
         first[0].close()
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + 60
         while True:
             with suppress(httpx.TransportError):
                 if httpx.get(f"{url}/health").status_code == 200:
@@ -360,7 +360,7 @@ def test_a_gateway_without_free_file_descriptors_says_so_once_and_recovers(redis
         refused = kept.get("/v1/jobs").json()["error"]
         assert refused["code"] == "redis_away"
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + 60
         while kept.get("/v1/jobs").status_code != 200:
             assert time.monotonic() < until_s
         process.send_signal(signal.SIGTERM)

@@ -107,7 +107,7 @@ def complete(http: httpx.Client, model: str) -> httpx.Response:
     return http.post("/v1/completions", json={"model": model, "prompt": "abc", "max_tokens": 3})
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 20) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
     until_s = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < until_s
@@ -452,7 +452,7 @@ async def test_a_client_opens_without_a_pools_redis_and_uses_it_once_it_is_there
         with pytest.raises(Exception, match="the Redis of pool two is unreachable"):
             await client.submit("abc", model=TWO)
         mortal.other.start()
-        wait_s = time.monotonic() + 20
+        wait_s = time.monotonic() + 60
         while client.servers.named["two"].is_away:
             assert time.monotonic() < wait_s
             await client.pools()

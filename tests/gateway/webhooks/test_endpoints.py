@@ -74,7 +74,7 @@ def deliveries(http: httpx.Client, endpoint_id: str, status: str) -> list[dict[s
 
 
 def wait_for(http: httpx.Client, endpoint_id: str, status: str, count: int = 1) -> list[dict[str, Any]]:
-    until_s = time.monotonic() + 15
+    until_s = time.monotonic() + 60
     while len(found := deliveries(http, endpoint_id, status)) < count:
         assert time.monotonic() < until_s, found
         time.sleep(0.05)

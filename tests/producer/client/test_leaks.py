@@ -25,7 +25,7 @@ JOBS_A_ROUND = 300
 OBJECTS_OF_A_JOB = 3
 """Fewer than the handle of a job alone holds; thousands of jobs lie between the counts that are compared."""
 OF_A_JOB = (b":job:", b":log:", b":request:")
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 CONNECTIONS_WITHOUT_CLIENT = 3
 """Ours, and two of the fake node, for its steps and its heartbeats."""
 
