@@ -66,8 +66,9 @@ def test_the_setting_overrides_what_stderr_is(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_process_that_another_one_starts_logs_as_that_one_does() -> None:
-    root, penstock = logging.getLogger(), logging.getLogger("penstock")
-    before, level = root.handlers[:], penstock.level
+    root = logging.getLogger()
+    loggers = [root, *(one for one in root.manager.loggerDict.values() if isinstance(one, logging.Logger))]
+    before, levels = root.handlers[:], [one.level for one in loggers]
     try:
         root.handlers[:] = [logging.NullHandler()]
         assert inherited_log_variables() == {"PENSTOCK_LOG_LEVEL": "warning"}
@@ -77,7 +78,9 @@ def test_a_process_that_another_one_starts_logs_as_that_one_does() -> None:
             assert inherited_log_variables() == {"PENSTOCK_LOG_LEVEL": "error", "PENSTOCK_LOG_FORMAT": name}
     finally:
         root.handlers[:] = before
-        penstock.setLevel(level)
+        for one, level in zip(loggers, levels, strict=True):
+            if one.level != level:
+                one.setLevel(level)
 
 
 def test_fields_of_a_process_are_in_each_of_its_lines() -> None:

@@ -114,9 +114,9 @@ def test_200_rows_through_a_worker_that_is_killed_once(app: Celery, served_url: 
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("lease", "within_s"), [({"PENSTOCK_CELERY_TASK_LEASE_S": "1"}, 10), slow(({}, 20))])
+@pytest.mark.parametrize("lease", [{"PENSTOCK_CELERY_TASK_LEASE_S": "1"}, slow(({},))])
 def test_batch_of_a_killed_worker_continues_in_a_healthy_one(
-    app: Celery, served_url: str, tmp_path: Path, lease: dict[str, str], within_s: int
+    app: Celery, served_url: str, tmp_path: Path, lease: dict[str, str]
 ) -> None:
     rows = [chat_row(f"row-{i}", max_tokens=100) for i in range(200)]
     partial, log = tmp_path / "out.jsonl.partial", tmp_path / "healthy.log"
@@ -129,7 +129,7 @@ def test_batch_of_a_killed_worker_continues_in_a_healthy_one(
             killed_s, written = time.monotonic(), num_lines(partial)
             assert written < 200
             wait_for_lines(partial, written + 1, healthy)
-            assert time.monotonic() - killed_s < within_s
+            assert time.monotonic() - killed_s < 60  # the visibility lasts for 300 s
             assert task.get(timeout=60, interval=0.05)["num_answered"] == 200
             wait_until(lambda: not has_tasks(served_url))
     assert "the task is queued again" in log.read_text() and "Traceback" not in log.read_text()

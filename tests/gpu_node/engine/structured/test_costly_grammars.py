@@ -153,7 +153,7 @@ def test_late_mask_delays_no_other_row(engine: Engine) -> None:
     for name in ("guided", "free"):
         assert tokens_of(beside, name) == tokens_of(whole, name)
     assert 0 < engine.stats().late_masks - late_before < 20  # held back, it is computed in no step in vain
-    assert longest_s < 5.0  # of a loaded machine; the worker is stopped for all of these 34 steps
+    assert longest_s < 20.0  # of a loaded machine; the worker is stopped for all of these 34 steps
     check_idle(engine)
 
 

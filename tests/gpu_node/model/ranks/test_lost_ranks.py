@@ -133,7 +133,7 @@ def test_a_rank_that_is_killed_between_two_steps_costs_no_step(engine: Engine, e
     os.kill(_runner(engine).rank_pids[0], signal.SIGKILL)
     began_s = time.monotonic()
     while not engine.has_work():
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 60
         time.sleep(0.01)
     assert engine.step() == []
     assert not engine.has_work()
@@ -282,6 +282,6 @@ def test_ranks_end_without_a_sign_of_life_of_rank_0(make_engine: Callable[..., E
 def _answers_after_loss(engine: Engine) -> bool:
     runner = _runner(engine)
     pid, began_s = runner.rank_pids[0], time.monotonic()
-    while Path(f"/proc/{pid}").exists() and time.monotonic() - began_s < 10:
+    while Path(f"/proc/{pid}").exists() and time.monotonic() - began_s < 60:
         time.sleep(0.02)
     return not Path(f"/proc/{pid}").exists()
