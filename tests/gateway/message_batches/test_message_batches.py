@@ -36,8 +36,7 @@ def url(stack: Stack, shared_engine: EchoEngine, folder: Path) -> str:
         patched.setenv("PENSTOCK_FILES_MAX_MESSAGE_BATCH_ROWS", "300")
         patched.setenv("PENSTOCK_FILES_MAX_MESSAGE_BATCH_MIB", "1")
         patched.setenv("PENSTOCK_FILES_MAX_TENANT_BATCHES", "3")
-        patched.setenv("PENSTOCK_FILES_MIN_UPLOAD_KIB_PER_S", "500")
-        return str(stack.start_gateway(body_timeout_s=1.0))
+        return str(stack.start_gateway())
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +183,12 @@ def test_wrong_bodies_are_refused_in_anthropics_shape(http: httpx.Client, body: 
     assert http.post(PATH, content=body, headers={"content-type": "text/plain"}).status_code == 400
 
 
-def test_interrupted_and_slow_bodies_leave_nothing(url: str, http: httpx.Client, folder: Path, redis_url: str) -> None:
+def test_interrupted_and_slow_bodies_leave_nothing(
+    stack: Stack, url: str, folder: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_FILES_URL", str(folder))
+    monkeypatch.setenv("PENSTOCK_FILES_MIN_UPLOAD_KIB_PER_S", "500")
+    url = stack.start_gateway(body_timeout_s=1.0)
     host, port = str(urlsplit(url).hostname), int(urlsplit(url).port or 0)
     head = f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 900000\r\n\r\n"
     start = f'{{"requests":[{json.dumps(request("a", "t" * 100_000))}'.encode()
@@ -196,7 +200,7 @@ def test_interrupted_and_slow_bodies_leave_nothing(url: str, http: httpx.Client,
             assert time.monotonic() < until_s
             time.sleep(0.02)
         gone.close()
-        slow.settimeout(20)
+        slow.settimeout(60)
         answer = b""
         while b"arrives too slowly" not in answer:
             piece = slow.recv(65536)
