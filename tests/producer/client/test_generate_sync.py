@@ -135,8 +135,14 @@ async def test_what_ctrl_c_leaves_running(redis_url: str, call: str, ends: set[s
         assert errors.count("Traceback") == 1
         assert errors.rstrip().endswith("KeyboardInterrupt")
         await asyncio.sleep(0.5)
+        async with asyncio.timeout(60):
+            while {(await client.status(job_id)).state for job_id in others or {submitted}} != ends:
+                await asyncio.sleep(0.05)
+        outcomes = [(await client.status(job_id)).outcome for job_id in others]
+        assert {one.code for one in outcomes if one} <= {"cancelled"}, (
+            "they were canceled, not only left by their reader"
+        )
         assert (await client.status(submitted)).state == "running", "a submitted job outlives its reader"
-        assert {(await client.status(job_id)).state for job_id in others or {submitted}} == ends
 
 
 async def test_a_stream_by_one_call_ends_with_its_reader(client: AsyncClient, redis_url: str) -> None:
