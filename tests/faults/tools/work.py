@@ -112,7 +112,7 @@ def new_work(pool: str, num_tokens: int, *, stops_at: float = 0.0, **options: An
 
 
 STOP_CHARS = 3
-SETTLE_ATTEMPTS = 50
+SETTLE_ATTEMPTS = 600
 SETTLE_PAUSE_S = 0.1
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
