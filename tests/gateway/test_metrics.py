@@ -239,7 +239,7 @@ async def test_a_replica_and_another_redis_are_seen(tmp_path: Path) -> None:
         with RedisProcess(tmp_path / "replica", port=free_port(), replicaof=("127.0.0.1", master.port)) as replica:
             while not (copied := await found(master.url))["penstock_redis_replicas"]:
                 await asyncio.sleep(0.05)
-            assert copied["penstock_redis_replica_lag_seconds"] < 5
+            assert copied["penstock_redis_replica_lag_seconds"] < 60
             assert copied["penstock_redis_replica_lag_bytes"] >= 0
             assert copied["penstock_redis_changes_total"] == 0
             assert (await found(replica.url))["penstock_redis_changes_total"] == 1
