@@ -46,8 +46,6 @@ from penstock.queue.tenants.key_store import KeyStore
 from penstock.runtime.event_loop import cancel_until_done
 from tests.producer.batch.conftest import process
 
-pytestmark = pytest.mark.timeout(240)
-
 NUM_ROWS = 600
 TIMEOUT_S = 90.0
 F = "penstock:{.files}"

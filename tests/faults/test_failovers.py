@@ -23,7 +23,6 @@ from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.connection import connect
 
-pytestmark = pytest.mark.timeout(300)
 LAG_S = 0.3
 
 

@@ -9,15 +9,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import httpx
-import pytest
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from faults.tools.processes import GatewayProcess
 from faults.tools.work import check_settled
 
 from penstock.queue.broker.connection import connect
-
-pytestmark = pytest.mark.timeout(120)
 
 POOL = "ledger"
 LEASE_MS = 3000

@@ -172,7 +172,6 @@ def host(tmp_path: Path) -> Iterator[Host]:
     host.kill_all()
 
 
-@pytest.mark.timeout(150)
 def test_the_services_serve_a_stream_and_a_batch_each_as_its_own_user_of_redis(host: Host) -> None:
     host.run_once("secrets")
     host.start("redis")
