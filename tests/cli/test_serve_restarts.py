@@ -61,7 +61,7 @@ class Serving:
     def answers(self) -> bool:
         body = {"model": "tiny", "prompt": "the gate", "max_tokens": 4, "ignore_eos": True}
         try:
-            return httpx.post(f"{self.url}/v1/completions", json=body, timeout=20).status_code == 200
+            return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).status_code == 200
         except httpx.TransportError:
             return False
 

@@ -308,7 +308,7 @@ def clients_with(url: str, made: Mapping[Name, str]) -> Iterator[dict[Name, http
     with ExitStack() as opened:
         yield {
             name: opened.enter_context(
-                httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30)
+                httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=60)
             )
             for name, key in made.items()
         }
@@ -380,5 +380,5 @@ def api(url: str, engine: EchoEngine) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def http(url: str, engine: EchoEngine) -> Iterator[httpx.Client]:
     """A plain HTTP client, for requests that OpenAI's client would not send."""
-    with httpx.Client(base_url=url, timeout=30) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         yield client
