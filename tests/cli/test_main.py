@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes.command import restored_process, run_command
+from fakes.command import call_command, run_command
 
 import penstock
 from penstock.cli.demo_model import ON_HUB, default_model, demo_model
-from penstock.cli.main import app, exit_code_of
+from penstock.cli.main import exit_code_of
 from penstock.cli.options import docstrings_of
 from penstock.contract.errors import (
     EXIT_INTERRUPTED,
@@ -163,8 +163,7 @@ def test_options_reach_the_node_and_others_come_from_the_environment(monkeypatch
     line = ["node", "m", "--redis-url", "unix://x", "--swap-space", "0.5", "--block-size", "8", "--aging-ms", "7"]
     line += ["--no-enable-prefix-caching", "--prefix-cache-salt", "pool"]
     for aliases in ([], ["--alias", "a", "--alias", "b"]):
-        with restored_process():
-            app([*line, *aliases], standalone_mode=False)
+        call_command(*line, *aliases)
     first, second = served
     assert (first.aliases, second.aliases) == (("env",), ("a", "b"))
     assert (first.swap_space_gib, first.block_size, first.aging_ms) == (0.5, 8, 7)

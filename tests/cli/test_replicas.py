@@ -14,12 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
-from fakes.command import run_command
+from fakes.command import call_command, run_command
 from fakes.processes.python_process import PythonProcess, run_python
 from fixtures.tiny_model import make_tiny_model
 
 from penstock.cli import replicas
-from penstock.cli.main import app
 from penstock.cli.options import words_of
 from penstock.cli.processes import ChildCommand
 from penstock.cli.replicas import replica_commands, replicas_of
@@ -147,7 +146,7 @@ def test_serve_starts_the_same_replicas_and_one_gateway(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("penstock.cli.serve.start_all", start_all)
     for options in (["--replicas", "2", "--device", "cpu"], ["--replicas", "auto", "--device", "cuda"], []):
-        app(["serve", "m", "--redis-url", "unix://x", *options], standalone_mode=False)
+        call_command("serve", "m", "--redis-url", "unix://x", *options)
     cores, gpus, one = started
     assert [(node.name, node.cpus) for node in cores] == [("node-0", (0, 1, 2, 3)), ("node-1", (4, 5, 6, 7))]
     assert [(node.name, node.env[VISIBLE]) for node in gpus] == [(f"node-{at}", f"GPU-{at}") for at in range(4)]

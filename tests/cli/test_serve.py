@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from fakes.command import run_command
+from fakes.command import call_command, run_command
 
-from penstock.cli.main import app
 from penstock.cli.processes import ChildCommand
 from penstock.contract.errors import PenstockError
 from penstock.gateway.settings import GatewaySettings
@@ -68,10 +67,10 @@ def test_options_of_serve_reach_node_and_gateway_and_others_come_from_the_enviro
     given += ["--alias", "a", "--served-model-name", "b", "--lora-modules", adapter, "--num-threads", "3"]
     given += ["--device", "cuda"]
     for options in ([], given):
-        app(["serve", "--redis-url", "unix://x", *options], standalone_mode=False)
+        call_command("serve", "--redis-url", "unix://x", *options)
     for of_node, of_gateway in started:
-        app(["node", "m", "--redis-url", "unix://x", *of_node], standalone_mode=False)
-        app(["gateway", "--redis-url", "unix://x", *of_gateway], standalone_mode=False)
+        call_command("node", "m", "--redis-url", "unix://x", *of_node)
+        call_command("gateway", "--redis-url", "unix://x", *of_gateway)
 
     assert [(one.kv_cache_gib, one.kv_cache_dtype, one.max_num_seqs) for one in nodes] == [
         (4, "auto", 9),

@@ -28,6 +28,12 @@ def restored_process() -> Iterator[None]:
                 one.setLevel(level)
 
 
+def call_command(*arguments: str) -> None:
+    """Call `penstock <arguments>`, whose functions a test has replaced. Their errors are raised."""
+    with restored_process():
+        app(arguments, standalone_mode=False)
+
+
 def run_command(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     """Return exit status, stdout and stderr of `penstock <arguments>`.
 
