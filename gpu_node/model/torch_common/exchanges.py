@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -102,6 +103,19 @@ class Exchanges:
         self._world.receive(x, self._world.rank - self._tensor.size)
         return x
 
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """A context for what comes before `run`. Raises BrokenExchangeError for MemoryError, unless there is one rank.
+
+        A rank that cannot even plan the exchanges of a step can neither make them nor vote.
+        """
+        try:
+            yield
+        except MemoryError as error:
+            if self.is_alone:
+                raise
+            raise BrokenExchangeError(f"rank {self._world.rank} has no memory to prepare a step: {error}") from error
+
     def run(self, planned: Sequence[PlannedExchange], work: Callable[[], Result]) -> Result:
         """Do `work`, which makes the planned exchanges in order, without those of no numbers.
 
@@ -175,12 +189,8 @@ class Exchanges:
         """Have the memory for an exchange of zeros. A step with drafts may have more tokens than a usual one."""
         if max_numbers <= len(self._spare):
             return
-        try:
-            with translate_out_of_memory():
-                self._spare = torch.zeros(max_numbers)
-        except MemoryError as error:
-            # Without it, this rank could not vote that the step failed.
-            raise BrokenExchangeError(f"no memory for an exchange of {max_numbers} numbers") from error
+        with self.preparing(), translate_out_of_memory():
+            self._spare = torch.zeros(max_numbers)
 
     def _make_the_rest(self, planned: Sequence[PlannedExchange]) -> None:
         for kind, rows, columns in planned:
@@ -208,14 +218,14 @@ class Exchanges:
             raise failure or MemoryError("another rank has no memory for the step")
 
 
-def find_together(ranks: Communicator, find: Callable[[], Result]) -> Result:
-    """Return what `find` returns at this rank, if it succeeds at all of them.
+def done_together(ranks: Communicator, work: Callable[[], Result]) -> Result:
+    """Do work at all ranks. Return what it returns at this one, if it succeeds at all of them.
 
     Raises this rank's own error, or RankFailedError if it failed at another one.
     """
     failure: Exception | None = None
     try:
-        found = find()
+        done = work()
     except Exception as error:
         failure = error
     (num_failed,) = ranks.sum(torch.tensor([float(failure is not None)])).tolist()
@@ -223,7 +233,7 @@ def find_together(ranks: Communicator, find: Callable[[], Result]) -> Result:
         raise failure
     if num_failed:
         raise RankFailedError("another rank failed; its log has the error")
-    return found
+    return done
 
 
 class Agreement:

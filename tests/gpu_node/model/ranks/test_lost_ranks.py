@@ -7,7 +7,9 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from threading import Timer
 from typing import Any
 from unittest import mock
 
@@ -27,6 +29,7 @@ from penstock.gpu_node.model.protocol import StepHandle, StepPlan
 from penstock.gpu_node.model.ranks import group as ranks_group
 from penstock.gpu_node.model.ranks.control import GroupMemory
 from penstock.gpu_node.model.ranks.processes import RankProcess
+from penstock.kernels.cpu.structs import NativePlan
 
 PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 23 + i)] for i in range(4)]
 PARAMS = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=3, n=2, logprobs=2)
@@ -90,7 +93,7 @@ def _answers(engine: Engine, disturb: Callable[[Engine, int], None]) -> Answers:
     while engine.has_work():
         try:
             outputs += engine.step()
-        except StepLostError:
+        except (StepLostError, MemoryError):
             engine.check_integrity()
         num_steps += 1
         disturb(engine, num_steps)
@@ -105,6 +108,9 @@ def test_two_ranks_answer_as_one(engine: Engine, expected: Answers) -> None:
     assert _answers(engine, lambda engine, done: None) == expected
     runner = _runner(engine)
     assert runner.ranks.num_meetings > 100
+    # The extra [cpu] has no torch.
+    maps = Path(f"/proc/{runner.rank_pids[0]}/maps").read_text()
+    assert "penstock-cpu-" in maps and "torch" not in maps
     # The parts of a matrix may meet inside a panel, which both ranks then have.
     whole, parts = runner.placement.weight_bytes, runner.ranks.weight_bytes
     assert len(parts) == 2 and max(parts) < 0.6 * whole <= 0.6 * sum(parts)
@@ -194,6 +200,56 @@ def test_memory_that_a_rank_lacks_fails_the_step_everywhere(engine: Engine) -> N
     tokens = runner.submit(_plan(blocks, 500)).result().tokens
     assert (tokens == runner.submit(_plan(blocks, 500)).result().tokens).all()
     assert runner.ranks.num_starts == 1
+
+
+def test_a_step_that_rank_0_has_no_memory_for_costs_no_token_though_the_others_hear_of_it_late(
+    engine: Engine, expected: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is stopped when the vote ends, and goes on later. Rank 0 must not begin the next step before."""
+    runner = _runner(engine)
+    model, ranks, (pid,) = runner._model, runner._ranks, runner.rank_pids
+    assert ranks is not None and (memory := ranks._group.memory) is not None
+    start, numbers, state = model.start, count(), ranks._group.exchange.state_of(1)
+
+    def lacking(native: NativePlan) -> None:
+        if (number := next(numbers)) in (0, 6, 7, 15):
+            _until(lambda: state.is_waiting == 1)
+            os.kill(pid, signal.SIGSTOP)
+            Timer(0.1, os.kill, (pid, signal.SIGCONT)).start()
+            model.use_shared(ranks._group.exchange.address, memory.rows.address, 64 * (number % 2))
+        start(native)
+
+    monkeypatch.setattr(model, "start", lacking)
+    assert _answers(engine, lambda engine, done: None) == expected
+    stats = engine.stats()
+    assert (stats.num_failed_steps, stats.num_memory_failures, stats.ranks.num_starts) == (4, 4, 1)
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+
+
+def test_an_engine_with_a_rank_that_lacks_memory_makes_smaller_steps(
+    engine: Engine, make_engine: Callable[..., Engine]
+) -> None:
+    (pid,), params = _runner(engine).rank_pids, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompt: list[Any] = [[3 + i % 90 for i in range(480)]]
+    (want,) = make_engine().generate(prompt, params)
+    engine.generate([[1]], params)
+    limits, own = resource.prlimit(pid, resource.RLIMIT_AS), Path(f"/proc/{pid}/statm").read_text().split()
+    resource.prlimit(pid, resource.RLIMIT_AS, (int(own[0]) * resource.getpagesize(), limits[1]))
+    request, tokens, num_failures = engine.add_request(prompt[0], params), list[int](), 0
+    while engine.has_work():
+        try:
+            tokens += [token for output in engine.step() for token in output.token_ids]
+        except MemoryError as error:
+            assert "a rank ran out of memory" in str(error)
+            num_failures += 1
+    assert (num_failures > 0, tuple(tokens)) == (True, want.choices[0].token_ids), request
+    assert _runner(engine).ranks.num_starts == 1
 
 
 def _plan(blocks: list[int], length: int) -> StepPlan:
