@@ -1,4 +1,4 @@
-"""A node with real ranks, through the client and a gateway: jobs that kill a rank, and what is said while ranks start."""
+"""A node with ranks: a job that kills one each time, and what heartbeat and gateway say while the ranks are started."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class TorchRunner:
         tokens: indices of the wanted tokens; num_logits: of how many of them, the first ones, logits are wanted.
         """
         decoder, exchanges, part = self._decoder, self._decoder.exchanges, self._part
-        with exchanges.preparing():
+        with exchanges.needed_to_vote():
             batches = micro_batches(plan, tokens, self._block_size, part.num_stages)
             planned = [
                 one
@@ -204,7 +204,8 @@ class TorchRunner:
         begun_s = time.perf_counter()
         num_samples, scored, pooled = len(plan.sample_tokens), plan.scored, plan.pooled
         parts = plan.sample_tokens, *(some.tokens for some in (scored, pooled) if some is not None)
-        wanted, num_pooled = np.concatenate(parts).astype(np.int64), 0 if pooled is None else len(pooled.tokens)
+        with self._decoder.exchanges.needed_to_vote():
+            wanted, num_pooled = np.concatenate(parts).astype(np.int64), 0 if pooled is None else len(pooled.tokens)
         computed = self._computed(plan, wanted, len(wanted) - num_pooled)
         if computed is None:
             return StepResult(np.empty(0, np.int32), 0.0, 0.0)

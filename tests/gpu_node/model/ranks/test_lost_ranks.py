@@ -208,15 +208,17 @@ def test_a_step_that_rank_0_has_no_memory_for_costs_no_token_though_the_others_h
     """Rank 1 is stopped when the vote ends, and goes on later. Rank 0 must not begin the next step before."""
     runner = _runner(engine)
     model, ranks, (pid,) = runner._model, runner._ranks, runner.rank_pids
-    assert ranks is not None and (memory := ranks._group.memory) is not None
-    start, numbers, state = model.start, count(), ranks._group.exchange.state_of(1)
+    assert ranks is not None
+    memory, exchange = ranks._group.memory, ranks._group.exchange
+    assert memory is not None
+    start, numbers, state = model.start, count(), exchange.state_of(1)
 
     def lacking(native: NativePlan) -> None:
         if (number := next(numbers)) in (0, 6, 7, 15):
             _until(lambda: state.is_waiting == 1)
             os.kill(pid, signal.SIGSTOP)
             Timer(0.1, os.kill, (pid, signal.SIGCONT)).start()
-            model.use_shared(ranks._group.exchange.address, memory.rows.address, 64 * (number % 2))
+            model.use_shared(exchange.address, memory.rows.address, 64 * (number % 2))
         start(native)
 
     monkeypatch.setattr(model, "start", lacking)
