@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -29,7 +30,7 @@ from penstock.gpu_node.model.protocol import StepHandle, StepPlan
 from penstock.gpu_node.model.ranks import group as ranks_group
 from penstock.gpu_node.model.ranks.control import GroupMemory
 from penstock.gpu_node.model.ranks.processes import RankProcess
-from penstock.kernels.cpu.structs import NativePlan
+from penstock.kernels.cpu.structs import NativePlan, RankState
 
 PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 23 + i)] for i in range(4)]
 PARAMS = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=3, n=2, logprobs=2)
@@ -159,6 +160,31 @@ def test_a_stopped_rank_costs_no_token(engine: Engine, expected: Answers) -> Non
     assert _answers(engine, stop) == expected
     assert _runner(engine).ranks.num_starts == 2
     assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def test_a_rank_hangs_only_while_all_others_wait_at_a_later_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, now = [RankState() for _ in range(3)], [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    words = SimpleNamespace(state_of=states.__getitem__)
+    watch = ranks_group._StillRank(cast(Any, SimpleNamespace(exchange=words, size=3)))
+
+    def after_10_s(*meetings: int) -> float:
+        """Return for how long a rank has stood still; below 0: it has gone on by so many meetings."""
+        for _ in range(40):
+            now[0] += 0.25
+            for state, number in zip(states, meetings, strict=True):
+                state.meetings = max(state.meetings, number) if number >= 0 else state.meetings + 1
+            watch.look()
+        return watch.for_s
+
+    states[0].is_waiting = 1
+    assert after_10_s(5, 4, 4) == 0, "two are slow together"
+    states[1].is_waiting = 1
+    assert after_10_s(5, 5, -1) == 0, "one is slow, and counts on"
+    states[0].meetings = states[1].meetings = states[2].meetings + 1
+    assert after_10_s(0, 0, 0) > 9
+    states[0].is_waiting = 0
+    assert after_10_s(0, 0, 0) == 0, "rank 0 has something else to do"
 
 
 def test_a_request_that_ends_the_ranks_each_time_fails_alone(
@@ -331,15 +357,21 @@ def test_ranks_end_without_a_sign_of_life_of_rank_0(make_engine: Callable[..., E
     """As when rank 0 is stopped: nothing shows the other ranks that it lives. They sleep meanwhile."""
     engine = make_engine(**RANKS | {"lease_ms": 600})
     runner = _runner(engine)
+    (pid,) = runner.rank_pids
     with mock.patch.object(GroupMemory, "show_life"):
-        assert _answers_after_loss(engine)
+        time.sleep(0.1)  # What it does at its start is over.
+        before_s = used_s = _cpu_s(pid)
+        began_s = time.monotonic()
+        while now_s := _cpu_s(pid):
+            assert time.monotonic() - began_s < 10
+            used_s = now_s
+            time.sleep(0.02)
+    assert used_s - before_s < 0.15
     runner.close()
     assert _children() == []
 
 
-def _answers_after_loss(engine: Engine) -> bool:
-    runner = _runner(engine)
-    pid, began_s = runner.rank_pids[0], time.monotonic()
-    while Path(f"/proc/{pid}").exists() and time.monotonic() - began_s < 10:
-        time.sleep(0.02)
-    return not Path(f"/proc/{pid}").exists()
+def _cpu_s(pid: int) -> float:
+    """The seconds that a process has computed; 0 if it has ended."""
+    stat = _read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+    return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK") if stat else 0.0

@@ -157,6 +157,7 @@ def _tokens_with(engine: Engine, disturb: Callable[[], None]) -> Tokens:
     return [found[request_id] for request_id in ids]
 
 
+@pytest.mark.slow
 def test_ranks_that_lack_memory_cost_no_token(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, params = {"max_num_batched_tokens": 1536}, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     prompts: list[Any] = [[first + i % 90 for i in range(480)] for first in (3, 4, 5)]
@@ -286,8 +287,10 @@ def test_a_step_with_what_its_rows_sample_by_is_read_as_it_was_written() -> None
     memory = SharedMemory.create("test", 64)
     write_step(memory, plan, returns_logits=False, all_sample=True)
     step = copied(read_step(memory))
+    num_reserved = memory.num_bytes
     masks.words[:] = np.arange(masks.words.size, dtype=np.uint32).reshape(masks.words.shape)
     write_masks(memory, masks)
+    assert memory.num_bytes == num_reserved
     assert step.sampling is not None and step.sampling.masks is not None
     read_masks(memory, step.sampling.masks)
     for name in SamplingRows.__slots__:
