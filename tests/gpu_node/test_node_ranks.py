@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,15 +25,17 @@ from penstock.gpu_node.model.native import ranks as native_ranks
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import StepHandle, StepPlan
 from penstock.gpu_node.model.ranks.processes import RankProcess
+from penstock.gpu_node.service import heartbeat
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 
 POOL = "ranks"
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
+INTERVAL_S = 40.0
 POISON = 6
 """A token that no other prompt has."""
-SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=150, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=80, ignore_eos=True)
 
 
 @pytest.fixture
@@ -70,7 +73,7 @@ async def test_a_job_that_kills_a_rank_each_time_is_a_dead_letter_and_its_neighb
         assert caught.value.code == "node_lost"
         found = [(await asyncio.wait_for(job.result(), PATIENCE_S)).choices[0].token_ids for job in others]
         assert found == wanted
-        assert runner.ranks.num_starts == 4
+        assert runner.ranks.num_starts >= 3
         assert await audit(AdminBroker(redis), POOL) == []
 
 
@@ -85,7 +88,11 @@ async def test_heartbeat_and_ready_tell_the_truth_while_ranks_are_lost(
 
     (wanted,) = (one.choices[0].token_ids for one in make_engine().generate([[20, 30, 40]], SAMPLED))
     monkeypatch.setattr(native_ranks, "RankProcess", start)
-    async with running_node(redis_url, engine, pool=POOL, avoid_ms=0), AsyncClient(redis_url) as client:
+    monkeypatch.setattr(heartbeat, "MAX_INTERVAL_S", INTERVAL_S)
+    async with (
+        running_node(redis_url, engine, pool=POOL, avoid_ms=0, lease_ms=240_000),
+        AsyncClient(redis_url) as client,
+    ):
         transport = httpx.ASGITransport(create_app(GatewaySettings(), client))
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as gateway:
 
@@ -101,9 +108,11 @@ async def test_heartbeat_and_ready_tell_the_truth_while_ranks_are_lost(
             async for chunk in job.chunks():
                 tokens += chunk.token_ids
                 if len(tokens) > 20 and not statuses:
+                    began_s = time.monotonic()
                     os.kill(_runner(engine).rank_pids[0], signal.SIGKILL)
                     statuses.append(await until_ready_is(503))
                     may_start.set()
+                    await until_ready_is(200)
+                    assert time.monotonic() - began_s < INTERVAL_S / 2, "it is told before a heartbeat is due"
             assert statuses == [["are being started again: rank 1 ended"]]
             assert tuple(tokens) == wanted
-            assert await until_ready_is(200) == []
