@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -259,6 +260,27 @@ def test_a_rank_hangs_only_while_all_others_wait(monkeypatch: pytest.MonkeyPatch
         others[1].note_done(1)
         assert after(5, 1, 2) is None
         assert after(5, 2) == 1  # It waits for a message, but its process is stopped.
+
+
+def test_a_rank_that_is_stopped_after_the_last_exchange_of_a_step_hangs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits until it has done the message, and at no exchange."""
+    group, now = _group(2), [0.0]
+    words = group.exchange
+    words.hand_out(1)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(words.await_done)
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        watch, found = StoppedRank(group), list[int | None]()
+        while not words.is_idle(0):
+            time.sleep(0.001)
+        for _ in range(24):
+            now[0] += 0.25
+            found.append(watch.look())
+        assert (found[-1], watch.for_s >= 5) == (1, True)
+        words.abort()
+        with pytest.raises(RanksLostError):
+            waiting.result()
+    assert not words.is_idle(0)
 
 
 def test_a_message_is_not_written_over_before_it_is_read() -> None:
