@@ -79,6 +79,32 @@ def _quantized(folder: Path, quantization: str, size: int) -> Any:
     return _one(folder, **options) if size == 1 else TurnTakingRunner(folder, size, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("llama", "int8"),
+        ("llama", "fp8"),
+        # Both ranks have the only key/value head.
+        ("falcon 7b", "int8"),
+        pytest.param("olmo2", "fp8", marks=pytest.mark.slow),
+        pytest.param("gemma2", "int8", marks=pytest.mark.slow),
+        pytest.param("gpt-neox", "fp8", marks=pytest.mark.slow),
+    ],
+)
+def test_a_kv_cache_of_fewer_bits_is_that_of_one_rank(name: str, kept: str, tmp_path: Path) -> None:
+    """Its scales are those of a key/value head, which no cut divides."""
+    folder = make_family_model(tmp_path, name, num_hidden_layers=2)
+    exact, options = _logits(_one(folder)), OPTIONS | {"kv_cache_dtype": kept}
+    alone, ranks = _one(folder, **options), TurnTakingRunner(folder, 2, **options)
+    one, two = _logits(alone), _logits(ranks)
+    error, difference = (float(np.sqrt(np.square(one - other).mean())) for other in (exact, two))
+    # A number at the middle between two of the cache may be rounded to the other one.
+    assert difference < 0.1 * error
+    held = [runner.held.kv_blocks for runner in (alone, *ranks.runners)]
+    assert held[1:] == [held[0] // (1 if name == "falcon 7b" else 2)] * 2
+    assert f"-kv-{kept}-tp2" in ranks.arithmetic
+
+
 def test_adapters_are_cut(tiny_model: Path, tmp_path: Path) -> None:
     make_adapter(tmp_path / "a", AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
     options: dict[str, Any] = {"lora_dir": tmp_path, "max_loras": 1, **OPTIONS}
