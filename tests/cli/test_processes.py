@@ -70,7 +70,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until_dead(pids: list[int], timeout_s: float = 10) -> None:
+def wait_until_dead(pids: list[int], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "still alive"

@@ -97,7 +97,7 @@ async def _until_idle(redis_url: str) -> None:
     from penstock.queue.broker.connection import connect
 
     async with connect(redis_url) as redis:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while await redis.scard("penstock:{reference}:open"):
             assert time.monotonic() < deadline, "the job still runs"
             await asyncio.sleep(0.05)

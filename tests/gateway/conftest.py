@@ -43,7 +43,7 @@ DIGEST = "0123456789abcdef" * 2
 MAX_PROMPT_TOKENS = 256
 MAX_MODEL_LEN = 2 * MAX_PROMPT_TOKENS
 """Of the echoing engine: a prompt that it accepts leaves enough tokens for its echo."""
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
 
 
 class ByteTokenizer:

@@ -38,7 +38,7 @@ from tests.gateway.conftest import MAX_MODEL_LEN
 MODEL = "acme/echo"
 
 
-def scrape(url: str, *, timeout_s: float = 30) -> dict[tuple[str, ...], float]:
+def scrape(url: str, *, timeout_s: float = 60) -> dict[tuple[str, ...], float]:
     """Return values by (name, label values in the order of the labels' names)."""
     answer = httpx.get(f"{url}/metrics", timeout=timeout_s)
     assert answer.status_code == 200
@@ -52,7 +52,7 @@ def scrape(url: str, *, timeout_s: float = 30) -> dict[tuple[str, ...], float]:
 
 def scrape_until(url: str, reached: Callable[[dict[tuple[str, ...], float]], bool]) -> dict[tuple[str, ...], float]:
     """Scrape until the condition holds: a request is counted after its answer."""
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not reached(found := scrape(url)):
         assert time.monotonic() < deadline_s, found
     return found

@@ -54,7 +54,7 @@ def open_jobs(stack, pool: str) -> set[bytes]:
         return client.smembers(f"penstock:{{{pool}}}:open")
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "timed out"

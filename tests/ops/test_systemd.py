@@ -188,7 +188,7 @@ class Manager:
         self._socket.bind(str(path))
         self.env = {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": "300000"}
 
-    def wait_for(self, text: str, within_s: float = 20.0) -> list[str]:
+    def wait_for(self, text: str, within_s: float = 60.0) -> list[str]:
         """Return the messages up to the one that begins with `text`."""
         until_s, got = time.monotonic() + within_s, list[str]()
         while not got or not got[-1].startswith(text):

@@ -219,7 +219,7 @@ def test_client_that_disconnects_with_two_open_requests_causes_no_error(url, eng
     with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
         connection.sendall(GOOD + MODELS)
         time.sleep(0.03)
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while engine.has_work() and time.monotonic() < deadline_s:
         time.sleep(0.01)
     time.sleep(0.1)

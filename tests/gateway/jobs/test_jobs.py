@@ -35,7 +35,7 @@ def shown(http: httpx.Client, job_id: str) -> dict[str, Any]:
 
 def ended(http: httpx.Client, job_id: str) -> dict[str, Any]:
     """Wait for a job's end and return the job."""
-    until_s = time.monotonic() + 20
+    until_s = time.monotonic() + 60
     while (job := shown(http, job_id))["outcome"] is None:
         assert time.monotonic() < until_s
         time.sleep(0.02)

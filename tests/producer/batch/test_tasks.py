@@ -26,14 +26,14 @@ def test_progress_that_cannot_be_stored_neither_fails_nor_blocks_the_run() -> No
 
     def store(progress: BatchProgress) -> None:
         stored.append(progress)
-        release.wait(10)
+        release.wait(60)
         raise UnavailableError("Redis is unreachable")
 
     started_s = time.monotonic()
     with reporting(store) as report:
         for num_rows in range(1000):
             report(BatchProgress(num_rows))
-        assert time.monotonic() - started_s < 5
+        assert time.monotonic() - started_s < 30
         release.set()
     assert stored == [BatchProgress(0)]
 

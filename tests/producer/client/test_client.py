@@ -142,7 +142,7 @@ async def test_cancel_ends_a_running_job(client: AsyncClient, node: FakeNode) ->
     await read_some(stream, 3)
     assert await job.cancel() == "cancelling"
     with pytest.raises(JobCancelledError):
-        await asyncio.wait_for(read_all(stream), 5)
+        await asyncio.wait_for(read_all(stream), 60)
     assert (await job.status()).state == "cancelled"
     assert await client.cancel(job.id) == "cancelled"
 
@@ -311,7 +311,7 @@ async def test_pressure_is_what_the_nodes_report(client: AsyncClient, told_node:
     await client.submit("hello", max_tokens=10)
     pressure = await client.pressure(POOL)
     assert pressure.nodes == (told_node.pressure,)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while sum((await client.pressure(POOL)).backlog_cost) <= 10:
             await asyncio.sleep(0.01)
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from fakes.engine_runs import TORCH, check_idle
+from faults.tools.redis_process import free_port
 from torch import distributed
 
 from penstock.contract.adapters import AdapterRef
@@ -164,6 +165,8 @@ def test_a_frame_that_is_too_long_or_unknown_ends_the_connection(listener: RankL
 def test_a_port_in_use_is_named(listener: RankListener) -> None:
     with pytest.raises(ConfigError, match=rf"rank_address 127\.0\.0\.2:{listener.port}: the port is in use"):
         RankListener(HERE, listener.port, SECRET)
+    with pytest.raises(ConfigError, match="no interface of this host has the address"):
+        RankListener("192.0.2.1", 7700, SECRET)
 
 
 @pytest.mark.parametrize(
@@ -279,24 +282,14 @@ class RankCommand:
 
 
 @pytest.fixture
-def hosts(
-    make_engine: Callable[..., Engine], tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Any]:
+def hosts(make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings of a node whose second stage is on another host."""
     (tmp_path / "secret").write_bytes(SECRET)
     settings: dict[str, Any] = {**TORCH, "pipeline_parallel_size": 2, "num_threads": 1, "num_kv_blocks": 64}
     monkeypatch.setattr(rank_host, "START_PATIENCE_S", 90.0)
-    settings |= {"remote_ranks": 1, "rank_address": f"{HERE}:{free_port}", "rank_secret_file": tmp_path / "secret"}
+    settings |= {"remote_ranks": 1, "rank_address": f"{HERE}:{free_port()}", "rank_secret_file": tmp_path / "secret"}
     settings["rank_stall_s"] = STALL_S
     return settings
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A port that no process has."""
-    with socket.socket() as free:
-        free.bind((HERE, 0))
-        return int(free.getsockname()[1])
 
 
 def test_two_hosts_answer_as_one_and_a_rank_that_is_killed_joins_again(

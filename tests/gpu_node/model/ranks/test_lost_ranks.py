@@ -140,7 +140,7 @@ def test_a_rank_that_is_killed_between_two_steps_costs_no_step(engine: Engine, e
     os.kill(_runner(engine).rank_pids[0], signal.SIGKILL)
     began_s = time.monotonic()
     while not engine.has_work():
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 60
         time.sleep(0.01)
     assert engine.step() == []
     assert not engine.has_work()
@@ -311,7 +311,7 @@ def test_a_rank_that_is_stopped_at_its_start_is_named(
     with pytest.raises(ConfigError, match="rank 1 cannot start: a signal has stopped it for 0"):
         make_engine(**RANKS)
     assert _children() == []
-    ends_s = time.monotonic() + 5
+    ends_s = time.monotonic() + 60
     while Path(f"/proc/{stopped[0]}").exists():
         assert time.monotonic() < ends_s
         time.sleep(0.01)
