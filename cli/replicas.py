@@ -56,11 +56,6 @@ def replicas_of(settings: NodeSettings, *, ranks: int = 1) -> tuple[Replica, ...
     """
     if settings.replicas == "1":
         return ()
-    if settings.remote_ranks:
-        reason = "ranks of other hosts could not tell the replicas apart; start each node by itself"
-        raise ConfigError(
-            f"replicas {settings.replicas} with remote_ranks {settings.remote_ranks}: {reason}", param="replicas"
-        )
     devices = _devices_for(settings)
     most = len(devices) // ranks if devices else 1
     count = most if settings.replicas == "auto" else int(settings.replicas)
@@ -73,6 +68,11 @@ def replicas_of(settings: NodeSettings, *, ranks: int = 1) -> tuple[Replica, ...
         raise ConfigError(f"replicas {settings.replicas}: {len(devices)} GPUs are visible{need}", param="replicas")
     if count == 1:
         return ()
+    if settings.remote_ranks:
+        reason = "ranks of other hosts could not tell the replicas apart; start each node by itself"
+        raise ConfigError(
+            f"replicas {settings.replicas} with remote_ranks {settings.remote_ranks}: {reason}", param="replicas"
+        )
     own = list(_on_gpus(settings, devices, count, ranks) if devices else _on_cpus(settings, count, ranks))
     return tuple(replace(one, arguments=(*_identity(settings, one.number), *one.arguments)) for one in own)
 

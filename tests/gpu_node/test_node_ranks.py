@@ -80,11 +80,11 @@ async def test_a_job_that_kills_a_rank_each_time_is_a_dead_letter_and_its_neighb
 async def test_heartbeat_and_ready_tell_the_truth_while_ranks_are_lost(
     redis_url: str, engine: Engine, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_start, started = threading.Event(), native_ranks.RankProcess
+    may_start = threading.Event()
 
     def start(*given: Any) -> RankProcess:
         assert may_start.wait(PATIENCE_S)
-        return started(*given)
+        return RankProcess(*given)
 
     (wanted,) = (one.choices[0].token_ids for one in make_engine().generate([[20, 30, 40]], SAMPLED))
     monkeypatch.setattr(native_ranks, "RankProcess", start)
@@ -104,7 +104,8 @@ async def test_heartbeat_and_ready_tell_the_truth_while_ranks_are_lost(
                 return [node.troubles[RANKS_PART]] if RANKS_PART in node.troubles else []
 
             assert await until_ready_is(200) == []
-            job, tokens, statuses = await client.submit([20, 30, 40], model=POOL, params=SAMPLED), [], list[Any]()
+            job = await client.submit([20, 30, 40], model=POOL, params=SAMPLED)
+            tokens, statuses = list[int](), list[list[str]]()
             async for chunk in job.chunks():
                 tokens += chunk.token_ids
                 if len(tokens) > 20 and not statuses:
@@ -116,3 +117,21 @@ async def test_heartbeat_and_ready_tell_the_truth_while_ranks_are_lost(
                     assert time.monotonic() - began_s < INTERVAL_S / 2, "it is told before a heartbeat is due"
             assert statuses == [["are being started again: rank 1 ended"]]
             assert tuple(tokens) == wanted
+
+
+async def test_a_node_of_another_shape_continues_a_job_to_the_bit(
+    redis_url: str, engine: Engine, make_engine: Callable[..., Engine]
+) -> None:
+    alone, tokens = make_engine(), list[int]()
+    (wanted,) = (one.choices[0].token_ids for one in alone.generate([[20, 30, 40]], SAMPLED))
+    async with AsyncClient(redis_url) as client, running_node(redis_url, engine, pool=POOL, drain_s=0) as first:
+        job = await client.submit([20, 30, 40], model=POOL, params=SAMPLED)
+        chunks = job.chunks()
+        while len(tokens) < 20:
+            tokens += (await anext(chunks)).token_ids
+        async with running_node(redis_url, alone, pool=POOL):
+            first.stop()
+            async for chunk in chunks:
+                tokens += chunk.token_ids
+            assert len(first.ledger) == 0 and engine.stats().decode_tokens < len(tokens), "the other one made the rest"
+    assert tuple(tokens) == wanted

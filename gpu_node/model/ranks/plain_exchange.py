@@ -92,7 +92,7 @@ class PlainExchange:
         begun_s, state = time.monotonic(), self._state.ranks[self.rank]
         try:
             while any(self._done[rank] < self.num_messages for rank in self._readers):
-                # Otherwise nobody would notice that a rank was stopped after the last exchange of a step.
+                # The watch looks only at ranks for which all others wait. One may be stopped after the last exchange.
                 state.is_waiting = 1
                 if self.is_aborted:
                     raise RanksLostError("the ranks were ended")

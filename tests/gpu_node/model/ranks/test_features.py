@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +123,11 @@ def test_an_adapter_that_one_rank_refuses_fails_its_own_requests_alone(
     load, params = NativeRank.load_adapter, SamplingParams(**SAMPLED)
 
     def refusing(rank: NativeRank, slot: int, adapter: AdapterRef) -> None:
-        load(rank, slot, replace(adapter, digest="0" * 32) if adapter.name == "b" else adapter)
+        load(rank, slot, AdapterRef(name="b", digest="0" * 32) if adapter.name == "b" else adapter)
 
     monkeypatch.setattr(NativeRank, "load_adapter", refusing)
-    found = []
-    for engine, names in ((one, (None, "a")), (ranks, (None, "a", "b"))):
+    found, wanted = [], (None, "a", "b")
+    for engine, names in ((one, wanted[:2]), (ranks, wanted)):
         for i, name in enumerate(names):
             adapter = None if name is None else AdapterRef(name=name)
             engine.add(EngineRequest(str(i), PROMPTS[i], params, seed=i, adapter=adapter))
