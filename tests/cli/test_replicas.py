@@ -109,6 +109,7 @@ def test_little_host_memory_is_divided_before_gpu_replicas_take_it(monkeypatch: 
         ({"replicas": "2", "swap_space_gib": 40}, "replicas: .* take 81 GiB, but 64 GiB", "replicas"),
         ({"replicas": "5", "runner": "gpu"}, "replicas 5: 4 GPUs are visible", "replicas"),
         ({"replicas": "2", "runner": "cuda:1"}, "runner cuda:1 is one GPU; give cuda", "replicas"),
+        ({"replicas": "2", "remote_ranks": 1}, "replicas 2 with remote_ranks 1: ranks of other hosts", "replicas"),
         ({"replicas": "2", "metrics_port": 65_535}, "metrics_port 65535: replica 1 would need 65536", "metrics_port"),
     ],
 )
@@ -116,6 +117,14 @@ def test_more_than_the_machine_has_is_refused_by_name(given: dict[str, Any], rea
     with pytest.raises(ConfigError, match=reason) as refused:
         replicas_of(settings_of(**given))
     assert refused.value.param == name
+
+
+def test_ranks_of_replicas_without_a_core_each_are_refused_before_any_starts() -> None:
+    assert len(replicas_of(settings_of(replicas="2"), ranks=4)) == 2
+    with pytest.raises(ConfigError, match="replicas 2: its 5 ranks need a thread each, and one of 2 replicas has 4"):
+        replicas_of(settings_of(replicas="2"), ranks=5)
+    with pytest.raises(ConfigError, match="its 3 ranks need a thread each, and one of 2 replicas has 2"):
+        replicas_of(settings_of(replicas="2", num_threads=2), ranks=3)
 
 
 def test_gpus_that_are_wanted_and_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
