@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from fakes.cover import FULL
-from fakes.processes.node_process import NodeProcess
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import running_node
 from faults.tools.http_reader import HttpReading, http_client
@@ -23,22 +23,35 @@ POOL = "http"
 NUM_CALLERS = 100 if FULL else 40
 
 
+def held_engine() -> ReferenceEngine:
+    """An engine that ends no choice of these jobs before it is let go on."""
+    engine = ReferenceEngine(step_s=0.01)
+    engine.holds_at = 40
+    return engine
+
+
+async def under_way(readings: Sequence[HttpReading]) -> None:
+    """Wait until each reader has some tokens, of which each one is a character."""
+    while min(len(one.texts.get(0, "")) for one in readings) < 20:
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("outage_s", [2, pytest.param(25, marks=pytest.mark.slow)])
 async def test_streams_stay_open_while_redis_is_unreachable(tmp_path: Path, outage_s: float) -> None:
     works = [new_work(POOL, 200, **kind) for kind in KINDS]
     readings = [HttpReading() for _ in works]
+    engine = held_engine()
     with ExitStack() as stack:
         server = stack.enter_context(RedisProcess(tmp_path / "redis"))
-        stack.enter_context(NodeProcess(server.url, step_s=0.01, pool=POOL))
-        async with http_client() as http:
+        async with running_node(server.url, engine, pool=POOL), http_client() as http:
             gateway = stack.enter_context(GatewayProcess(server.url, keep_alive_s=1))
             reading = [
                 asyncio.create_task(one.read(http, gateway.url, work, key=work.id))
                 for one, work in zip(readings, works, strict=True)
             ]
-            while min(one.num_events for one in readings) < 10:
-                await asyncio.sleep(0.01)
+            await under_way(readings)
             server.kill()
+            engine.holds_at = None
             await asyncio.sleep(outage_s)
             assert not any(task.done() for task in reading)
             await asyncio.to_thread(server.start)
@@ -74,12 +87,13 @@ async def test_streams_of_a_killed_gateway_continue_at_another_one(redis: Redis,
         both = zip(readings, works, strict=True)
         await asyncio.gather(*(reading.read(http, url, work, key=work.id) for reading, work in both))
 
-    async with running_node(redis_url, ReferenceEngine(step_s=0.01), pool=POOL), http_client() as http:
+    engine = held_engine()
+    async with running_node(redis_url, engine, pool=POOL), http_client() as http:
         with GatewayProcess(redis_url) as first, GatewayProcess(redis_url) as second:
             reading = asyncio.create_task(read_all(first.url))
-            while min(one.num_events for one in readings) < 20:
-                await asyncio.sleep(0.01)
+            await under_way(readings)
             first.kill()
+            engine.holds_at = None
             await reading
             assert not any(one.is_whole for one in readings)
             await read_all(second.url)

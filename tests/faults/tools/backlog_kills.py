@@ -23,7 +23,7 @@ FEED = str(Path(__file__).parent / "feed_reader.py")
 PARTS = ("python", "python", "http", "batch")
 """The kind of each client. They share the requests."""
 _PAUSE_S = 0.5
-_SILENT_S = 15.0
+_SILENT_S = 60.0
 
 
 class BacklogClient:
