@@ -148,9 +148,10 @@ async def test_requests_of_a_message_batch_go_on_token_by_token_though_node_and_
     params = {"model": "durable", "max_tokens": num_tokens, "messages": [{"role": "user", "content": PROMPT}]}
     asked = [{"custom_id": "short", "params": {**params, "max_tokens": 5}}]
     asked += [{"custom_id": f"r{number}", "params": params} for number in range(num_rows - 1)]
-    node: dict[str, Any] = {"pool": "durable", "lease_ms": 3000, "stream_interval_ms": 0, "step_s": 0.02}
+    node: dict[str, Any] = {"pool": "durable", "lease_ms": 3000, "stream_interval_ms": 0}
     redis, gateways = cast(Any, connect(redis_url)), [GatewayProcess(redis_url) for _ in range(2)]
-    with gateways[0], gateways[1], NodeProcess(redis_url, **node) as mortal:
+    # Requests take longer than the first answer takes to be noticed.
+    with gateways[0], gateways[1], NodeProcess(redis_url, step_s=0.05, **node) as mortal:
         async with httpx.AsyncClient(timeout=60) as http, asyncio.timeout(TIMEOUT_S):
             batch = (await http.post(f"{gateways[0].url}{path}", json={"requests": asked})).json()
             token = await until_done(redis, batch["id"], 1)
@@ -158,7 +159,7 @@ async def test_requests_of_a_message_batch_go_on_token_by_token_though_node_and_
             holder = holder_of(gateways, token)
             holder.kill()
             url = next(one.url for one in gateways if one is not holder)
-            with NodeProcess(redis_url, **node):
+            with NodeProcess(redis_url, step_s=0.005, **node):
                 while (batch := (await http.get(f"{url}{path}/{batch['id']}")).json())["processing_status"] != "ended":
                     assert batch["request_counts"]["processing"] == num_rows
                     await asyncio.sleep(0.1)

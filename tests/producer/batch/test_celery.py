@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,19 +118,21 @@ def test_batch_of_a_killed_worker_continues_in_a_healthy_one(
     app: Celery, served_url: str, tmp_path: Path, lease: dict[str, str]
 ) -> None:
     rows = [chat_row(f"row-{i}", max_tokens=100) for i in range(200)]
-    partial, log = tmp_path / "out.jsonl.partial", tmp_path / "healthy.log"
-    with worker(served_url, visibility_timeout_s=300, **lease) as first:
+    partial, logs = tmp_path / "out.jsonl.partial", [tmp_path / f"{number}.log" for number in range(2)]
+    with ExitStack() as stack:
+        workers = [stack.enter_context(worker(served_url, visibility_timeout_s=300, log=log, **lease)) for log in logs]
+        wait_until(lambda: all("ready." in log.read_text() for log in logs))
         task = send_file(app, tmp_path, rows)
-        wait_for_lines(partial, 1, first)
-        with worker(served_url, visibility_timeout_s=300, log=log, **lease) as healthy:
-            wait_until(lambda: "ready." in log.read_text())
-            kill_group(first)
-            killed_s, written = time.monotonic(), num_lines(partial)
-            assert written < 200
-            wait_for_lines(partial, written + 1, healthy)
-            assert time.monotonic() - killed_s < 60  # the visibility lasts for 300 s
-            assert task.get(timeout=60, interval=0.05)["num_answered"] == 200
-            wait_until(lambda: not has_tasks(served_url))
+        wait_until(lambda: num_lines(partial) > 0)
+        killed = next(number for number, log in enumerate(logs) if f"[{task.id}] received" in log.read_text())
+        healthy, log = workers[1 - killed], logs[1 - killed]
+        kill_group(workers[killed])
+        killed_s, written = time.monotonic(), num_lines(partial)
+        assert written < 200
+        wait_for_lines(partial, written + 1, healthy)
+        assert time.monotonic() - killed_s < 60  # the visibility lasts for 300 s
+        assert task.get(timeout=60, interval=0.05)["num_answered"] == 200
+        wait_until(lambda: not has_tasks(served_url))
     assert "the task is queued again" in log.read_text() and "Traceback" not in log.read_text()
     assert_whole(tmp_path, rows)
 
