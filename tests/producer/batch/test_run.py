@@ -235,7 +235,7 @@ async def test_a_batch_waits_for_its_first_node(redis_url: str, tmp_path: Path) 
             waits.set()
 
     running = asyncio.create_task(run_batch(redis_url, batch_of(tmp_path, [chat_row("a")]), note))
-    await asyncio.wait_for(waits.wait(), 10)
+    await asyncio.wait_for(waits.wait(), 60)
     with contextlib.ExitStack() as stack:
         await asyncio.to_thread(stack.enter_context, reference_node(redis_url))
         assert (await running).num_answered == 1
