@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fakes.queue.harness import POOL, TENANT, FakeNode, P, Queue
@@ -48,7 +48,7 @@ async def pass_ms(redis: Redis, endpoint: WebhookEndpoint, ms: int) -> None:
     """Let this time pass for the deliveries of an endpoint."""
     await redis.zincrby(f"{keys.WEBHOOKS}:next", -ms, endpoint.id)
     for name in (keys.webhook_list("due", endpoint.id), keys.webhook_list("leased", endpoint.id)):
-        for one in await redis.zrange(name, 0, -1):
+        for one in cast(list[bytes], await redis.zrange(name, 0, -1)):
             await redis.zincrby(name, -ms, one)
 
 
