@@ -117,8 +117,8 @@ def test_an_adapter_that_one_rank_refuses_fails_its_own_requests_alone(
 ) -> None:
     """As when another digest lies in that rank's folder."""
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    for seed, name in enumerate("ab"):
-        make_adapter(tmp_path / name, base, seed=seed)
+    for seed, folder in enumerate("ab"):
+        make_adapter(tmp_path / folder, base, seed=seed)
     one, ranks = _both(make_engine, lora_dir=tmp_path, max_loras=2)
     load, params = NativeRank.load_adapter, SamplingParams(**SAMPLED)
 
