@@ -64,6 +64,33 @@ def test_a_reload_in_mid_answer_loses_nothing(page: Page, url: str, engine: Echo
     assert len(jobs_of(http) - others) == 1
 
 
+SLOW_READS = """
+const getAll = IDBObjectStore.prototype.getAll;
+IDBObjectStore.prototype.getAll = function (...given) {
+    const asked = getAll.apply(this, given);
+    if (this.name !== "turns") return asked;
+    const late = { get result() { return asked.result; } };
+    asked.onsuccess = () => setTimeout(() => late.onsuccess(), 700);
+    return late;
+};"""
+"""What is read of the browser's database is as old as a busy machine makes it."""
+
+
+def test_an_answer_that_ends_while_its_page_opens_is_shown_whole(page: Page, url: str, engine: EchoEngine) -> None:
+    first, second = (page.context.new_page() for _ in range(2))
+    second.add_init_script(SLOW_READS)
+    chat = choose(first, url)
+    engine.may_go_on.clear()
+    chat.ask(LONG)
+    expect(chat.answer.locator(".said")).to_have_text("a")
+    first.close()
+    engine.may_go_on.set()
+    chat = Playground(second, url)
+    assert chat.wait_end() == LONG.strip()
+    expect(second.locator("#conversation-list a")).to_have_count(1)
+    second.close()
+
+
 def test_an_answer_outlives_its_tab_its_gateway_and_its_node(page: Page, redis_url: str) -> None:
     settings: dict[str, Any] = {"pool": POOL, "lease_ms": 3000, "reattach_grace_ms": 100}
     settings["aliases"] = '["lasting-model"]'
