@@ -26,7 +26,8 @@ from tests.gateway.test_streams import wait_until
 from tests.gateway.web.conftest import Playground
 
 LONG = "a long prompt that the model says back " * 4
-STEP_S = 0.05
+NUM_FIRST = 8
+"""Tokens that the page shows of each answer before the engine goes on."""
 POOL = "lasting"
 PARAMS = SamplingParams(seed=5, max_tokens=300)
 
@@ -48,14 +49,15 @@ def choose(page: Page, url: str) -> Playground:
 
 def test_a_reload_in_mid_answer_loses_nothing(page: Page, url: str, engine: EchoEngine, http: httpx.Client) -> None:
     chat, others = choose(page, url), jobs_of(http)
-    engine.step_s = STEP_S
+    engine.waits_after = NUM_FIRST
+    engine.may_go_on.clear()
     chat.ask(LONG)
     said = chat.answer.locator(".said")
     expect(said).to_contain_text("a long")
     page.reload()
     expect(said).to_contain_text("a long")
     expect(said).to_have_attribute("aria-busy", "true")
-    engine.step_s = 0.0
+    engine.may_go_on.set()
     assert chat.wait_end() == LONG.strip()
     expect(chat.answer.locator(".figures")).to_have_text(re.compile(rf"TTFT .* · {len(LONG.strip())} tokens · .*"))
     page.reload()
@@ -191,14 +193,15 @@ def test_another_tab_shows_what_this_one_says(page: Page, url: str, engine: Echo
 
 def test_answers_of_two_conversations_stream_at_the_same_time(page: Page, url: str, engine: EchoEngine) -> None:
     chat = choose(page, url)
-    engine.step_s = STEP_S
+    engine.waits_after = NUM_FIRST
+    engine.may_go_on.clear()
     chat.ask(LONG)
     expect(chat.answer.locator(".said")).to_contain_text("a long")
     page.get_by_role("link", name="New chat").click()
     chat.ask("another question")
     expect(chat.answer.locator(".said")).to_contain_text("another")
     expect(entries(page).locator(".badge")).to_have_count(2)
-    engine.step_s = 0.0
+    engine.may_go_on.set()
     assert chat.wait_end() == "another question"
     entries(page).filter(has_text="a long").click()
     expect(chat.answer).to_contain_text("a long")
