@@ -257,7 +257,6 @@ def _ended(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
-@pytest.mark.timeout(180)
 def test_replicas_are_told_apart_restarted_alone_and_drain_together(started: Replicas) -> None:
     assert started.numbers() == [f"{started.name}-0", f"{started.name}-1"]
     cores = [os.sched_getaffinity(started.pid_of(number)) for number in (0, 1)]
@@ -279,7 +278,6 @@ def test_replicas_are_told_apart_restarted_alone_and_drain_together(started: Rep
     assert sum('"message": "left"' in line for line in started.said) == 2, started.said
 
 
-@pytest.mark.timeout(180)
 def test_a_second_signal_gives_the_jobs_back(started: Replicas, redis_url: str) -> None:
     async def submit() -> None:
         async with AsyncClient(redis_url) as client:
@@ -297,7 +295,6 @@ def test_a_second_signal_gives_the_jobs_back(started: Replicas, redis_url: str) 
     assert len(left) == 2 and sum(one["num_given_back"] for one in left) > 0, started.said
 
 
-@pytest.mark.timeout(180)
 def test_no_replica_outlives_its_supervisor(started: Replicas) -> None:
     processes = started.processes()
     assert len(processes) >= 4

@@ -86,7 +86,7 @@ def test_ctrl_c_cancels_the_job(pool: str) -> None:
     assert running.stdout.read(1)
 
     running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=30)
+    _, errors = running.communicate(timeout=60)
 
     assert running.returncode == 130
     assert "Traceback" not in errors

@@ -25,8 +25,6 @@ from penstock.producer.client import AsyncClient
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.producer import ProducerBroker, Submission
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @asynccontextmanager
 async def proxied(server: RedisProcess) -> AsyncIterator[tuple[FaultProxy, Redis]]:

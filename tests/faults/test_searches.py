@@ -39,7 +39,7 @@ def redis_of_node(model: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def http(redis_of_node: str) -> Iterator[httpx.Client]:
-    with GatewayProcess(redis_of_node) as gateway, httpx.Client(base_url=gateway.url, timeout=30) as client:
+    with GatewayProcess(redis_of_node) as gateway, httpx.Client(base_url=gateway.url, timeout=60) as client:
         yield client
 
 

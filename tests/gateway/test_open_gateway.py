@@ -42,8 +42,8 @@ def add(redis_url: str, tenant: str = "acme") -> str:
 def ask(url: str, path: str = "/v1/completions", key: str = "", **headers: str) -> httpx.Response:
     sent = {"authorization": f"Bearer {key}"} if key else {}
     if path == "/v1/completions":
-        return httpx.post(url + path, json=BODY, headers=sent | headers, timeout=30)
-    return httpx.get(url + path, headers=sent | headers, timeout=30)
+        return httpx.post(url + path, json=BODY, headers=sent | headers, timeout=60)
+    return httpx.get(url + path, headers=sent | headers, timeout=60)
 
 
 def message_of(answer: httpx.Response) -> str:

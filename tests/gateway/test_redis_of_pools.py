@@ -49,7 +49,7 @@ class Split:
             return bool(client.exists(key))
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30, **options)
+        return httpx.Client(base_url=self.url, timeout=60, **options)
 
 
 def split_in(folder: Path) -> Iterator[Split]:
@@ -276,7 +276,7 @@ def test_the_python_clients_route_by_model(split: Split) -> None:
     with Client(split.directory.url, pools=split.pools) as client:
         jobs = [client.submit("abc", model=model, max_tokens=2) for model in (ONE, TWO)]
         assert [job.pool for job in jobs] == ["one", "two"]
-        assert {result.text for result in client.as_completed(jobs, timeout=20)} == {"ab"}
+        assert {result.text for result in client.as_completed(jobs, timeout=60)} == {"ab"}
         assert client.attach(jobs[1].id).result().text == "ab"
         assert client.ack(*(job.id for job in jobs)) == 2
         assert [result.text for result in client.generate(["ab", "cd"], model=TWO)] == ["ab", "cd"]

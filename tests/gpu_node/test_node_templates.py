@@ -34,7 +34,6 @@ async def longest_hold_s(ended: asyncio.Event) -> float:
     return longest
 
 
-@pytest.mark.timeout(120)
 async def test_an_endless_template_fails_its_chats_and_holds_no_loop(
     redis_url: str, model_copy: Path, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ def test_ctrl_c_shows_what_was_answered_so_far(tmp_path: Path) -> None:
                 assert time.monotonic() < deadline_s
                 time.sleep(0.05)
             process.send_signal(signal.SIGINT)
-            shown, _ = process.communicate(timeout=30)
+            shown, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Interrupted: 5 requests that were not answered yet are left out." in " ".join(
         shown.replace("│", "").split()

@@ -162,7 +162,7 @@ def test_wrong_batches_are_refused(api: openai.OpenAI, http: httpx.Client) -> No
 def test_cancel_keeps_answers_and_names_the_other_rows(api: openai.OpenAI, engine: EchoEngine) -> None:
     fast = [row(f"fast{i}", "x") for i in range(5)]
     slow = [row(f"slow{i}", "y" * 200) for i in range(250)]
-    engine.step_s = 0.02
+    engine.may_go_on.clear()
     batch = make(api, fast + slow)
     wait_for(api, batch.id, lambda one: one.request_counts is not None and one.request_counts.completed >= 5)
     with pytest.raises(openai.ConflictError, match="open batch"):
@@ -182,7 +182,7 @@ def test_cancel_keeps_answers_and_names_the_other_rows(api: openai.OpenAI, engin
 
 def test_rows_of_a_running_batch_can_be_read(api: openai.OpenAI, http: httpx.Client, engine: EchoEngine) -> None:
     rows = [row(f"fast{i}", "x") for i in range(5)] + [row("wrong", "x", temperature=-1)]
-    engine.step_s = 0.03
+    engine.may_go_on.clear()
     batch = make(api, [*rows[:3], "", *rows[3:], row("slow", "y" * 200)])
     path = f"/v1/batches/{batch.id}"
     assert http.get(f"{path}/output").content == b""
@@ -194,7 +194,7 @@ def test_rows_of_a_running_batch_can_be_read(api: openai.OpenAI, http: httpx.Cli
     nothing = http.get(f"{path}/output", headers=start)
     assert (nothing.status_code, nothing.json()["error"]["code"]) == (416, "range_not_satisfiable")
     assert http.get(f"{path}/output", headers={"range": "bytes=3-9"}).content == some.content[3:10]
-    engine.step_s = 0.0
+    engine.may_go_on.set()
     done = ended(api, batch.id)
     rest = http.get(f"{path}/output", headers=start)
     whole = api.files.content(str(done.output_file_id)).content
@@ -211,7 +211,7 @@ def test_a_lost_input_fails_its_batch_and_keeps_its_answers(
         (path,) = folder.glob(f"*/files/{file_id}")
         path.unlink()
 
-    engine.step_s = 0.03
+    engine.may_go_on.clear()
     batch = make(api, [*(row(f"fast{i}", "x") for i in range(3)), row("slow", "y" * 200)])
     wait_for(api, batch.id, lambda one: (counts := one.request_counts) is not None and counts.completed == 3)
     lose(batch.input_file_id)
@@ -227,11 +227,11 @@ def test_a_lost_input_fails_its_batch_and_keeps_its_answers(
         assert [problem.code for problem in one.errors.data] == ["input_lost"]
     assert lines_of(api, api.batches.retrieve(batch.id).output_file_id).keys() == {f"fast{i}" for i in range(3)}
     # What runs of it ends before another test.
-    engine.step_s = 0.0
+    engine.may_go_on.set()
 
 
 def test_a_batch_expires(api: openai.OpenAI, engine: EchoEngine, redis_url: str) -> None:
-    engine.step_s = 0.02
+    engine.may_go_on.clear()
     batch = make(api, [row(f"r{i}", "y" * 200) for i in range(80)])
     wait_for(api, batch.id, lambda one: one.status == "in_progress")
     http_pause(api, batch.id)
@@ -306,11 +306,11 @@ def test_a_key_makes_one_batch_and_pages_list_all(api: openai.OpenAI) -> None:
 
 
 def test_open_batches_are_limited(api: openai.OpenAI, engine: EchoEngine) -> None:
-    engine.step_s = 0.05
+    engine.may_go_on.clear()
     made = [make(api, [row("a", "y" * 100)]).id for _ in range(3)]
     with pytest.raises(openai.RateLimitError, match="PENSTOCK_FILES_MAX_TENANT_BATCHES"):
         make(api, [row("a", "x")])
-    engine.step_s = 0.0
+    engine.may_go_on.set()
     for one in made:
         ended(api, one)
 

@@ -41,7 +41,7 @@ def test_slow_bodies_hold_what_has_arrived_and_delay_no_other(url: str, engine: 
         while held_bytes(url) < NUM_SLOW * 2 * BODY_STEP_BYTES:
             assert time.monotonic() < until_s
         headers = {"content-type": "application/json"}
-        answer = httpx.post(f"{url}/v1/completions", content=in_chunks(), headers=headers, timeout=20)
+        answer = httpx.post(f"{url}/v1/completions", content=in_chunks(), headers=headers, timeout=60)
         assert answer.json()["choices"][0]["text"] == "hello"
         assert held_bytes(url) == NUM_SLOW * 2 * BODY_STEP_BYTES
     while held_bytes(url):
@@ -71,7 +71,7 @@ def test_many_small_bodies_of_one_tenant_take_bounded_memory_and_further_ones_ar
         assert refused.startswith(b"HTTP/1.1 503 ") and b'"body_memory_full"' in refused
         assert held_bytes(url) == most * num_bytes
         headers = {"content-type": "application/json"}
-        answer = httpx.post(f"{url}/v1/completions", content=BODY, headers=headers, timeout=20)
+        answer = httpx.post(f"{url}/v1/completions", content=BODY, headers=headers, timeout=60)
         assert answer.json()["choices"][0]["text"] == "hello"
     while held_bytes(url):
         assert time.monotonic() < until_s

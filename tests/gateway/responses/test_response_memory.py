@@ -57,7 +57,7 @@ def slow_reader(url: str, path: str, body: dict[str, Any] | None = None) -> sock
 
 
 def created(url: str, **fields: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{url}/v1/responses", json={"model": MODEL, "input": "hi", **fields}, timeout=30)
+    answer = httpx.post(f"{url}/v1/responses", json={"model": MODEL, "input": "hi", **fields}, timeout=60)
     assert answer.status_code == 200, answer.text
     response: dict[str, Any] = answer.json()
     return response
@@ -92,7 +92,7 @@ def test_record_without_memory_for_it_is_refused_with_a_time_to_retry(narrow: st
         assert httpx.get(f"{narrow}/v1/responses/{small['id']}").json() == small
     assert refused.json()["error"]["code"] == "answer_memory_full"
     assert int(refused.headers["retry-after"]) > 0
-    while (answer := httpx.get(narrow + path, timeout=30)).status_code == 503:
+    while (answer := httpx.get(narrow + path, timeout=60)).status_code == 503:
         assert time.monotonic() < until_s
     assert answer.json() == stored
 
@@ -167,7 +167,7 @@ def test_items_that_are_named_often_are_limited_before_they_are_copied(
     named = created(url, input="t" * 200)["output"][0]["id"]
     references = [{"type": "item_reference", "id": named}] * 250
     monkeypatch.setattr("penstock.gateway.responses.create._packed_message", None)
-    answer = httpx.post(f"{url}/v1/responses", json={"model": MODEL, "input": references}, timeout=30)
+    answer = httpx.post(f"{url}/v1/responses", json={"model": MODEL, "input": references}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "conversation_too_large")
 
 

@@ -60,7 +60,7 @@ async def test_a_job_that_is_done_has_one_line(redis_url: str, caplog: pytest.Lo
         "preemptions": 0,
     }
     assert {name: line[name] for name in expected} == expected
-    assert 0 <= line["queue_s"] <= line["ttft_s"] < line["total_s"] < 10
+    assert 0 <= line["queue_s"] <= line["ttft_s"] < line["total_s"] < 60
     assert "code" not in line and "trace_id" not in line
 
 

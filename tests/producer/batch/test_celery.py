@@ -113,7 +113,6 @@ def test_200_rows_through_a_worker_that_is_killed_once(app: Celery, served_url: 
     assert rows_in(tmp_path / "out.jsonl")[: len(written)] == written
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("lease", [{"PENSTOCK_CELERY_TASK_LEASE_S": "1"}, slow(({},))])
 def test_batch_of_a_killed_worker_continues_in_a_healthy_one(
     app: Celery, served_url: str, tmp_path: Path, lease: dict[str, str]

@@ -290,7 +290,7 @@ def test_a_closed_channel_with_taken_tasks_has_lost_its_connection(tmp_path: Pat
         connection = app.connection_for_read()
         consumer = app.amqp.TaskConsumer(connection, accept=["json"], on_message=taken.append)
         consumer.consume()
-        connection.drain_events(timeout=10)
+        connection.drain_events(timeout=60)
         survive_lost_broker(consumer.channel)
         server.kill()
         # As Celery closes it when it notices.

@@ -69,7 +69,7 @@ def test_task_whose_retry_celerys_redis_cannot_store_continues_in_its_worker(
             done = thread.submit(run)
             while "task.retries_in_place" not in caplog.text and not done.done():
                 time.sleep(0.01)
-        assert done.result(timeout=30)["num_answered"] == 1
+        assert done.result(timeout=60)["num_answered"] == 1
     # A worker's end closes the client that its tasks share.
     worker_shutdown.send(sender=app)
     app.close()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 
 
 def scrape(port: int) -> dict[tuple[str, ...], float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return {
         (sample.name.removeprefix("penstock_batch_"), *(sample.labels[name] for name in sorted(sample.labels))): (

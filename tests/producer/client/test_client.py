@@ -260,7 +260,7 @@ async def test_own_channel_carries_one_chunk_a_message(client: AsyncClient, told
     [run] = await told_node.take()
     await run.say(3)
     await run.finish()
-    messages = [await pubsub.get_message(timeout=5) for _ in range(5)]
+    messages = [await pubsub.get_message(timeout=60) for _ in range(5)]
     await pubsub.aclose()  # type: ignore[no-untyped-call]
     assert [decode_chunks(m["data"])[0].index for m in messages[1:] if m] == [0, 1, 2, 3]
 

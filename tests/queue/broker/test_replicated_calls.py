@@ -22,8 +22,8 @@ from penstock.queue.broker.jobs import ResponseBroker
 from penstock.queue.broker.producer import ProducerBroker, Submission, Submitted
 from penstock.queue.tenants.key_store import KeyStore
 
-QUICK_S = 0.3
-"""The time-out of a confirmation in these tests."""
+QUICK_S, LONG_S = 0.3, 60.0
+"""Time-outs of a confirmation in these tests."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what waits for a confirmation wait for as long as a test lasts."""
-    monkeypatch.setattr(durable_calls, "CONFIRM_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(durable_calls, "CONFIRM_TIMEOUT_S", LONG_S)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ async def test_an_accepted_job_is_on_the_replica_and_so_is_its_repetition(
 
 @pytest.mark.usefixtures("quick")
 async def test_a_replica_that_does_not_confirm_is_told_with_the_jobs_id(
-    paused: ReplicatedRedis, broker: ProducerBroker, redis: Redis
+    paused: ReplicatedRedis, broker: ProducerBroker, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await redis.script_flush()
     job = new_job(idempotency_key="k")
@@ -113,6 +113,7 @@ async def test_a_replica_that_does_not_confirm_is_told_with_the_jobs_id(
         assert QUICK_S <= time.monotonic() - started_s < 5  # by default, it waits for 5 s
         assert (caught.value.job_id, caught.value.code, caught.value.status) == (job.id, "not_replicated", 503)
     paused.replica.resume()
+    monkeypatch.setattr(durable_calls, "CONFIRM_TIMEOUT_S", LONG_S)
     assert (await submit(broker, again)).job_id == job.id
     assert paused.replica_has(keys.job(job.id))
 
@@ -213,7 +214,7 @@ async def test_a_user_without_the_right_is_told_the_rule(pair: ReplicatedRedis, 
 
 @pytest.mark.usefixtures("quick")
 async def test_a_revocation_is_on_the_replica_or_is_told_and_may_be_repeated(
-    paused: ReplicatedRedis, redis: Redis
+    paused: ReplicatedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = KeyStore(redis)
     _, key = await store.add("acme", ["infer"], UNLIMITED)
@@ -221,6 +222,7 @@ async def test_a_revocation_is_on_the_replica_or_is_told_and_may_be_repeated(
         await store.revoke(key.key_id, REPLICATED)
     assert (await store.all())[key.key_id].is_revoked
     paused.replica.resume()
+    monkeypatch.setattr(durable_calls, "CONFIRM_TIMEOUT_S", LONG_S)
     await store.revoke(key.key_id, REPLICATED)
     replica = connect(paused.replica.url)
     assert (await KeyStore(replica).all())[key.key_id].is_revoked
@@ -231,7 +233,7 @@ async def test_a_revocation_is_on_the_replica_or_is_told_and_may_be_repeated(
 
 @pytest.mark.usefixtures("quick")
 async def test_a_deleted_response_is_gone_from_the_replica_or_that_is_told_and_may_be_repeated(
-    paused: ReplicatedRedis, broker: ProducerBroker, redis: Redis
+    paused: ReplicatedRedis, broker: ProducerBroker, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, other = new_job(tenant="acme"), new_job(tenant="acme")
     await broker.submit(Submission(job, 10, response=ResponseRecord(b"record", keep_ms=600_000)))
@@ -242,6 +244,7 @@ async def test_a_deleted_response_is_gone_from_the_replica_or_that_is_told_and_m
     with pytest.raises(NotFoundError):
         await responses.read(job.id, "acme")
     paused.replica.resume()
+    monkeypatch.setattr(durable_calls, "CONFIRM_TIMEOUT_S", LONG_S)
     await responses.delete(job.id, "acme", REPLICATED)
     assert not paused.replica_has(keys.response(job.id))
     assert paused.replica_has(keys.job(job.id))

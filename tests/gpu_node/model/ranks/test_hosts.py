@@ -274,7 +274,7 @@ class RankCommand:
     def end(self) -> str:
         """End it. Return what it wrote."""
         self._process.terminate()
-        return self._process.communicate(timeout=30)[1]
+        return self._process.communicate(timeout=60)[1]
 
     def wait(self) -> tuple[int, str]:
         """Wait until it has ended. Return its status, and what it wrote."""

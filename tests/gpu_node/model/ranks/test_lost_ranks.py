@@ -128,7 +128,7 @@ def test_a_killed_rank_costs_no_token(engine: Engine, expected: Answers, at: int
 
     began_s, num_descriptors = time.monotonic(), len(os.listdir("/proc/self/fd"))
     assert _answers(engine, kill) == expected
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 60
     assert _runner(engine).ranks.num_starts == 2
     assert _runner(engine).rank_pids != pids
     # Garbage of other tests may have been collected meanwhile.
