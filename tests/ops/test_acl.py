@@ -418,6 +418,11 @@ async def test_only_the_operator_asks_for_a_profile_and_the_node_answers(clients
             await ProfileBroker(clients[role]).ask(POOL, "n1", 1.0)
 
 
+async def test_a_script_that_a_role_may_not_run_is_refused_as_a_call_is(clients: dict[str, Redis]) -> None:
+    with pytest.raises(ConfigError, match=r"Redis refuses this user: .*no permissions.*; each role has a user"):
+        await FakeNode(clients["gateway"], "n1", "r1").join(**CONFIG)
+
+
 async def test_roles_may_still_do_what_no_acl_rule_can_prevent(server: Path, clients: dict[str, Redis]) -> None:
     """Rules see commands, keys and channels, not which script runs: processes with a role trust each other."""
     await FakeNode(clients["node"], "n1", "r1").join(**CONFIG)
