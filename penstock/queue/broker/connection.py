@@ -195,7 +195,7 @@ _SIGNS_OF_TLS = ("\\x15", "reset by peer", "Connection closed by server")
 """How a TLS server ends a connection without TLS: with an alert, whose first byte hiredis shows, or without."""
 _CREDENTIALS = re.compile(r"^(?:NOAUTH|WRONGPASS|Authentication required|invalid username-password)")
 _NO_RIGHT = re.compile(
-    r"(?:^-?NOPERM |ACL failure in script: )(.+?)(?: script: \w+, on .+)?$|(The user executing the script can't run this)"
+    r"(?:^-?NOPERM |ACL failure in script: )(.+?)(?: script: \w+, on .+)?$|The user executing the script can't run this"
 )
 """A call that the rules of Redis's user do not allow, in a script too. The first group says which one."""
 _NO_DATABASE = "DB index is out of range"
