@@ -130,7 +130,9 @@ def _require_free_port(settings: NodeSettings) -> None:
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        raise ConfigError(f"metrics_port {port} on {host}: {error.strerror}", param="metrics_port") from None
+        # Python adds the address in brackets.
+        why = str(error.strerror).partition(" (")[0]
+        raise ConfigError(f"metrics_port {port} on {host}: {why}", param="metrics_port") from None
 
 
 async def _with_config_of_pool(settings: NodeSettings) -> NodeSettings:

@@ -177,7 +177,7 @@ def _converted(path: Path) -> tuple[str, set[Path]]:
         title, _, rest = text.partition("\n")
         there = os.path.relpath(OPERATORS_FILES, _name(path).parent)
         shown = f"[{OPERATORS_FILES.name}]({there})"
-        text = f"{title}\n\nAll files of this page are in {shown}, in the folder `ops` that it has.\n{rest}"
+        text = f"{title}\n\nAll files of this page are in the archive {shown}, in its folder `ops`.\n{rest}"
     return text, targets
 
 
