@@ -51,8 +51,8 @@ class Replica:
 def replicas_of(settings: NodeSettings, *, ranks: int = 1) -> tuple[Replica, ...]:
     """Return the replicas that a node's settings ask for; none if it is one node, without a supervisor.
 
-    `ranks`: GPUs of one replica. Raises ConfigError, which names the setting, if this machine has not as many GPUs,
-    cores or bytes.
+    `ranks`: processes of one replica that compute, each on a GPU or on threads of its own. Raises ConfigError, which
+    names the setting, if this machine has not as many GPUs, cores or bytes.
     """
     if settings.replicas == "1":
         return ()
@@ -68,7 +68,12 @@ def replicas_of(settings: NodeSettings, *, ranks: int = 1) -> tuple[Replica, ...
         raise ConfigError(f"replicas {settings.replicas}: {len(devices)} GPUs are visible{need}", param="replicas")
     if count == 1:
         return ()
-    own = list(_on_gpus(settings, devices, count, ranks) if devices else _on_cpus(settings, count))
+    if settings.remote_ranks:
+        reason = "ranks of other hosts could not tell the replicas apart; start each node by itself"
+        raise ConfigError(
+            f"replicas {settings.replicas} with remote_ranks {settings.remote_ranks}: {reason}", param="replicas"
+        )
+    own = list(_on_gpus(settings, devices, count, ranks) if devices else _on_cpus(settings, count, ranks))
     return tuple(replace(one, arguments=(*_identity(settings, one.number), *one.arguments)) for one in own)
 
 
@@ -111,22 +116,23 @@ def _on_gpus(settings: NodeSettings, devices: Sequence[GpuDevice], count: int, r
         yield Replica(number, ("--runner", "gpu", *memory), {VISIBLE: visible})
 
 
-def _on_cpus(settings: NodeSettings, count: int) -> Iterator[Replica]:
+def _on_cpus(settings: NodeSettings, count: int, ranks: int) -> Iterator[Replica]:
     try:
         shares = cpu_shares(count, reserved=settings.reserved_cores)
     except ValueError as error:
         raise ConfigError(f"replicas: {error}", param="replicas") from None
-    if (
-        settings.num_threads is not None
-        and (least := min(share.num_threads for share in shares)) < settings.num_threads
-    ):
+    least = min(share.num_threads for share in shares)
+    if settings.num_threads is not None and least < settings.num_threads:
         reason = f"each of {count} replicas has {least} of this machine's cores"
         raise ConfigError(f"num_threads {settings.num_threads}: {reason}", param="num_threads")
+    if ranks > (threads := settings.num_threads or least):
+        reason = f"its {ranks} ranks need a thread each, and one of {count} replicas has {threads}"
+        raise ConfigError(f"replicas {settings.replicas}: {reason}", param="replicas")
     memory = _kv_memory(settings, count)
     runner = ("--runner", "cpu") if settings.runner == "auto" else ()
     for number, share in enumerate(shares):
-        threads = ("--num-threads", str(settings.num_threads or share.num_threads), "--reserved-cores", "0")
-        yield Replica(number, (*runner, *threads, *memory), cpus=share.cpus)
+        own = ("--num-threads", str(settings.num_threads or share.num_threads), "--reserved-cores", "0")
+        yield Replica(number, (*runner, *own, *memory), cpus=share.cpus)
 
 
 def _kv_memory(settings: NodeSettings, count: int) -> tuple[str, ...]:

@@ -403,6 +403,7 @@ class Node:
             base=base,
             drain=self.ledger.drain,
             interval_s=interval_s,
+            pause=self._watch.pause,
             is_compared=lambda: self._history.is_compared,
         )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import _pytest.logging
+import httpx
 import pytest
 import redis as sync_redis
 from _pytest.logging import catching_logs
@@ -50,6 +51,10 @@ if not HAS_GPU:
 # As in the node's loading of a model: workers share their processors. OpenMP reads these when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+# By default, httpx waits for five seconds. A machine with other work may hold up an answer for longer.
+for _wait in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _wait, 60.0)
 
 SERVICES = pytest.StashKey[ForkServer]()
 """The server of services that xdist's workers share."""

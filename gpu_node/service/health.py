@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,6 +19,10 @@ log = logging.getLogger(__package__)
 
 _INTERVALS_A_LOOK = 3
 """Longest time between two looks at the engine: its answer, the heartbeat and the pause each take one interval."""
+
+
+_RANKS_LOOK_S = 0.25
+"""A node tells within this time that its ranks are lost, or live again: gateways should not wait for a heartbeat."""
 
 
 class EngineWatch:
@@ -46,10 +49,8 @@ class EngineWatch:
 
         Raises UnavailableError before the first ones, EngineStalledError if the engine hangs.
         """
-        answer: EngineStats | None = None
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._interval_s):
-                self.stats = answer = await asyncio.wrap_future(self._worker.stats())
+        if (answer := await self._answer()) is not None:
+            self.stats = answer
         self.lost_ranks = self._worker.ranks.lost
         may_step = not self._worker.is_paused
         self._watchdog.look(answer, may_step=may_step, now_s=time.monotonic(), starts_ranks=bool(self.lost_ranks))
@@ -58,6 +59,26 @@ class EngineWatch:
             log.warning("the engine has not answered yet", extra={"waited_s": round(self.stalled_s, 1)})
             raise UnavailableError("the engine has not answered yet")
         return self.stats
+
+    async def pause(self, seconds: float) -> None:
+        """Wait for so long, or until a look would find that ranks are lost, or that they live again."""
+        one_look_s = _RANKS_LOOK_S if self._worker.ranks.num_ranks > 1 else seconds
+        left_s = seconds
+        while left_s > 0 and bool(self._worker.ranks.lost) == bool(self.lost_ranks):
+            await asyncio.sleep(min(left_s, one_look_s))
+            left_s -= one_look_s
+
+    async def _answer(self) -> EngineStats | None:
+        """Return the engine's statistics; None if it takes longer than an interval, or while it starts its ranks."""
+        asked, ends_s = asyncio.wrap_future(self._worker.stats()), time.monotonic() + self._interval_s
+        try:
+            while not self._worker.ranks.lost and (left_s := ends_s - time.monotonic()) > 0:
+                await asyncio.wait([asked], timeout=min(left_s, _RANKS_LOOK_S))
+                if asked.done():
+                    return asked.result()
+            return None
+        finally:
+            asked.cancel()
 
 
 class EngineStalledError(InvariantError):

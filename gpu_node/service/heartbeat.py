@@ -175,10 +175,12 @@ class Heartbeat:
         base: NodePressure,
         drain: DrainEstimator,
         interval_s: float,
+        pause: Callable[[float], Awaitable[None]],
         is_compared: Callable[[], bool],
     ) -> None:
         """`base`: the part of the pressure that stays the same. `outbox` ends the jobs that Redis names.
 
+        `pause` waits for an interval, or until something happens that a heartbeat should tell at once.
         `drain` knows what the jobs have computed when a snapshot has been taken. `is_compared`: whether the history of
         Redis is the known one. In a new one, jobs that ended here may seem to run here, until their ends are repeated.
         """
@@ -187,6 +189,7 @@ class Heartbeat:
         self._snapshot = snapshot
         self._base = base
         self._interval_s = interval_s
+        self._pause = pause
         self._drain = drain
         self._prefill, self._decode, self._steps = (RateEstimator(time.monotonic()) for _ in range(3))
         self._preemptions = RateEstimator(time.monotonic(), keeps=False)
@@ -211,8 +214,8 @@ class Heartbeat:
                 log.warning("redis is unreachable", extra={"reason": error.message})
             self._attempted_s = time.monotonic()
             wake_s = self._attempted_s + self._interval_s
-            await asyncio.sleep(self._interval_s)
-            self._late_s = time.monotonic() - wake_s
+            await self._pause(self._interval_s)
+            self._late_s = max(0.0, time.monotonic() - wake_s)
 
     def state(self) -> dict[str, float | bool]:
         """Return the state for health checks: times in seconds, since the last attempt and the last success to send."""

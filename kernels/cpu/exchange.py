@@ -22,7 +22,6 @@ class Exchange:
 
     def hand_out(self, number: int) -> None:
         """Tell the other ranks that there is message `number`. They count from 1."""
-        self._state.refused.value = 0
         self._library.penstock_exchange_hand_out(self.address, number)
 
     def next_message(self, seen: int, patience_s: float) -> int:
@@ -31,9 +30,7 @@ class Exchange:
 
     def meet(self, *, is_refused: bool = False) -> bool:
         """Wait for all ranks, outside a step. Return whether none refused. After an abort it returns at once."""
-        if is_refused:
-            self._state.refused.value = 1
-        return bool(self._library.penstock_exchange_meet(self.address, self.rank, self.size)) and not self.is_refused
+        return bool(self._library.penstock_exchange_vote(self.address, self.rank, self.size, is_refused))
 
     def abort(self) -> None:
         """End the group: no rank waits at a meeting from now on. Any rank may call it, and any thread."""
@@ -43,11 +40,6 @@ class Exchange:
     def is_aborted(self) -> bool:
         """Whether the group has ended."""
         return bool(self._state.aborted.value)
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether a rank could not do what the last message asked for."""
-        return bool(self._state.refused.value)
 
     def state_of(self, rank: int) -> RankState:
         """Return what a rank shows of itself, as it changes."""

@@ -313,7 +313,7 @@ def open_library(path: Path) -> Any:
         "penstock_group_use": (None, [pointer, pointer, pointer, c.c_size_t]),
         "penstock_exchange_hand_out": (None, [pointer, c.c_uint32]),
         "penstock_exchange_await": (c.c_uint32, [pointer, c.c_uint32, c.c_int64]),
-        "penstock_exchange_meet": (number, [pointer, number, number]),
+        "penstock_exchange_vote": (number, [pointer, number, number, number]),
         "penstock_exchange_abort": (None, [pointer]),
         "penstock_exchange_repeat": (number, [pointer, number, number, number, pointer, number]),
     }

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes.command import run_command
+from fakes.command import restored_process, run_command
 
 import penstock
 from penstock.cli.demo_model import ON_HUB, default_model, demo_model
@@ -163,7 +163,8 @@ def test_options_reach_the_node_and_others_come_from_the_environment(monkeypatch
     line = ["node", "m", "--redis-url", "unix://x", "--swap-space", "0.5", "--block-size", "8", "--aging-ms", "7"]
     line += ["--no-enable-prefix-caching", "--prefix-cache-salt", "pool"]
     for aliases in ([], ["--alias", "a", "--alias", "b"]):
-        app([*line, *aliases], standalone_mode=False)
+        with restored_process():
+            app([*line, *aliases], standalone_mode=False)
     first, second = served
     assert (first.aliases, second.aliases) == (("env",), ("a", "b"))
     assert (first.swap_space_gib, first.block_size, first.aging_ms) == (0.5, 8, 7)

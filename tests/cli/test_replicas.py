@@ -110,6 +110,7 @@ def test_little_host_memory_is_divided_before_gpu_replicas_take_it(monkeypatch: 
         ({"replicas": "2", "swap_space_gib": 40}, "replicas: .* take 81 GiB, but 64 GiB", "replicas"),
         ({"replicas": "5", "runner": "gpu"}, "replicas 5: 4 GPUs are visible", "replicas"),
         ({"replicas": "2", "runner": "cuda:1"}, "runner cuda:1 is one GPU; give cuda", "replicas"),
+        ({"replicas": "2", "remote_ranks": 1}, "replicas 2 with remote_ranks 1: ranks of other hosts", "replicas"),
         ({"replicas": "2", "metrics_port": 65_535}, "metrics_port 65535: replica 1 would need 65536", "metrics_port"),
     ],
 )
@@ -117,6 +118,14 @@ def test_more_than_the_machine_has_is_refused_by_name(given: dict[str, Any], rea
     with pytest.raises(ConfigError, match=reason) as refused:
         replicas_of(settings_of(**given))
     assert refused.value.param == name
+
+
+def test_ranks_of_replicas_without_a_core_each_are_refused_before_any_starts() -> None:
+    assert len(replicas_of(settings_of(replicas="2"), ranks=4)) == 2
+    with pytest.raises(ConfigError, match="replicas 2: its 5 ranks need a thread each, and one of 2 replicas has 4"):
+        replicas_of(settings_of(replicas="2"), ranks=5)
+    with pytest.raises(ConfigError, match="its 3 ranks need a thread each, and one of 2 replicas has 2"):
+        replicas_of(settings_of(replicas="2", num_threads=2), ranks=3)
 
 
 def test_gpus_that_are_wanted_and_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +257,6 @@ def _ended(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
-@pytest.mark.timeout(180)
 def test_replicas_are_told_apart_restarted_alone_and_drain_together(started: Replicas) -> None:
     assert started.numbers() == [f"{started.name}-0", f"{started.name}-1"]
     cores = [os.sched_getaffinity(started.pid_of(number)) for number in (0, 1)]
@@ -270,7 +278,6 @@ def test_replicas_are_told_apart_restarted_alone_and_drain_together(started: Rep
     assert sum('"message": "left"' in line for line in started.said) == 2, started.said
 
 
-@pytest.mark.timeout(180)
 def test_a_second_signal_gives_the_jobs_back(started: Replicas, redis_url: str) -> None:
     async def submit() -> None:
         async with AsyncClient(redis_url) as client:
@@ -288,7 +295,6 @@ def test_a_second_signal_gives_the_jobs_back(started: Replicas, redis_url: str) 
     assert len(left) == 2 and sum(one["num_given_back"] for one in left) > 0, started.said
 
 
-@pytest.mark.timeout(180)
 def test_no_replica_outlives_its_supervisor(started: Replicas) -> None:
     processes = started.processes()
     assert len(processes) >= 4

@@ -61,7 +61,7 @@ class Serving:
     def answers(self) -> bool:
         body = {"model": "tiny", "prompt": "the gate", "max_tokens": 4, "ignore_eos": True}
         try:
-            return httpx.post(f"{self.url}/v1/completions", json=body, timeout=20).status_code == 200
+            return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -99,7 +99,6 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
     assert not any("Traceback" in line for line in one.said), one.said
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "part", ["node", *(pytest.param(part, marks=pytest.mark.slow) for part in ("gateway", "redis"))]
 )
@@ -121,7 +120,6 @@ def test_a_part_that_is_killed_starts_again_at_its_address(serving: Serving, par
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_second_serve_joins_the_first_and_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -172,7 +170,6 @@ def test_accepted_jobs_end_after_every_process_was_killed(
     second.close()
 
 
-@pytest.mark.timeout(180)
 def test_a_serve_of_another_model_tells_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -186,7 +183,6 @@ def test_a_serve_of_another_model_tells_what_waits(tmp_path: Path, monkeypatch: 
     second.close()
 
 
-@pytest.mark.timeout(180)
 def test_an_ephemeral_queue_tells_how_many_jobs_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

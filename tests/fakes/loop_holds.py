@@ -18,7 +18,7 @@ LINE = re.compile(r'^penstock_(?:gateway|node)_loop_hold_seconds\{clock="(\w+)"\
 def loop_holds(metrics_url: str, key: str = "") -> dict[str, float]:
     """Return the longest holds of the last 30 to 60 seconds, in seconds, by clock."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    text = httpx.get(metrics_url, headers=headers, timeout=30).raise_for_status().text
+    text = httpx.get(metrics_url, headers=headers, timeout=60).raise_for_status().text
     holds = {clock: float(value) for clock, value in LINE.findall(text)}
     assert holds.keys() == {"wall", "runnable", "cpu"}
     return holds

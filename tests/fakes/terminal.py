@@ -31,16 +31,16 @@ class TerminalProcess:
         """Press these keys."""
         os.write(self._terminal, text.encode())
 
-    def wait_for(self, text: str, timeout_s: float = 30.0) -> str:
+    def wait_for(self, text: str, timeout_s: float = 60.0) -> str:
         """Return what follows on the screen up to this text, which must come."""
         return self._read_until(lambda new: new.find(text) + len(text) if text in new else 0, repr(text), timeout_s)
 
-    def wait_for_more(self, num_characters: int, timeout_s: float = 30.0) -> str:
+    def wait_for_more(self, num_characters: int, timeout_s: float = 60.0) -> str:
         """Return the next characters on the screen, this many."""
         wanted = f"{num_characters} characters"
         return self._read_until(lambda new: num_characters * (len(new) >= num_characters), wanted, timeout_s)
 
-    def wait(self, timeout_s: float = 30.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
         """Return the program's exit status."""
         return self._process.wait(timeout_s)
 

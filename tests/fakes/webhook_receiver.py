@@ -110,7 +110,7 @@ class WebhookReceiver:
         self._server = self._make()
         self._thread = self._start()
 
-    def wait_for(self, count: int, timeout_s: float = 15.0, path: str | None = None) -> list[Received]:
+    def wait_for(self, count: int, timeout_s: float = 60.0, path: str | None = None) -> list[Received]:
         """Wait until that many requests arrived (on a path), and return them."""
         until_s = time.monotonic() + timeout_s
         while True:

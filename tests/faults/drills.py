@@ -232,8 +232,8 @@ def _key(redis_url: str, tenant: str) -> str:
 
 def _status(url: str, key: str = "") -> int:
     if not key:
-        return httpx.get(f"{url}/health", timeout=30).status_code
-    return httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=30).status_code
+        return httpx.get(f"{url}/health", timeout=60).status_code
+    return httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=60).status_code
 
 
 async def _state(client: AsyncClient, job_id: str) -> str:

@@ -21,8 +21,6 @@ from penstock.kernels.cpu.probe import best_isa, cpu_flags
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
 
-pytestmark = pytest.mark.timeout(300)
-
 POOL = "adapted"
 NUM_TOKENS = 1500
 KILLED_AT = 200

@@ -46,12 +46,10 @@ async def test_delayed_jobs_that_fall_due_together_do_not_hurt_chats() -> None:
     )
 
 
-@pytest.mark.timeout(120)
 async def test_kills_neither_lose_nor_double_jobs_of_a_backlog() -> None:
     assert await violations("kills", "--requests", "400", "--kills", "4", "--every", "1", "--seed", "7") == []
 
 
-@pytest.mark.timeout(120)
 async def test_results_that_fill_redis_wait_for_their_reader() -> None:
     assert await violations("memory", "--requests", "3000", "--redis-mib", "16", "--still-s", "2") == []
 

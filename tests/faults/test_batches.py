@@ -46,8 +46,6 @@ from penstock.queue.tenants.key_store import KeyStore
 from penstock.runtime.event_loop import cancel_until_done
 from tests.producer.batch.conftest import process
 
-pytestmark = pytest.mark.timeout(240)
-
 NUM_ROWS = 600
 TIMEOUT_S = 90.0
 F = "penstock:{.files}"
@@ -112,7 +110,7 @@ async def test_each_row_is_answered_once_whatever_becomes_of_the_holders(
     redis = cast(Any, connect(redis_url))
     gateways = [GatewayProcess(redis_url) for _ in range(3)]
     with gateways[0], gateways[1], gateways[2]:
-        async with FakeNode(redis_url, step_s=0.02), httpx.AsyncClient(timeout=30) as http, asyncio.timeout(TIMEOUT_S):
+        async with FakeNode(redis_url, step_s=0.02), httpx.AsyncClient(timeout=60) as http, asyncio.timeout(TIMEOUT_S):
             batch_id = await make(http, gateways[0].url)
             token = await until_done(redis, batch_id, 1)
             # The holder sleeps through its lease, wakes when another one goes on, and must change nothing.
@@ -153,7 +151,7 @@ async def test_requests_of_a_message_batch_go_on_token_by_token_though_node_and_
     node: dict[str, Any] = {"pool": "durable", "lease_ms": 3000, "stream_interval_ms": 0, "step_s": 0.02}
     redis, gateways = cast(Any, connect(redis_url)), [GatewayProcess(redis_url) for _ in range(2)]
     with gateways[0], gateways[1], NodeProcess(redis_url, **node) as mortal:
-        async with httpx.AsyncClient(timeout=30) as http, asyncio.timeout(TIMEOUT_S):
+        async with httpx.AsyncClient(timeout=60) as http, asyncio.timeout(TIMEOUT_S):
             batch = (await http.post(f"{gateways[0].url}{path}", json={"requests": asked})).json()
             token = await until_done(redis, batch["id"], 1)
             mortal.kill()
@@ -208,7 +206,7 @@ async def test_a_worker_goes_on_when_no_gateway_is_left(
         records = client.batches
         with GatewayProcess(redis_url, port=port) as gateway:
             for secret, _ in made:
-                async with httpx.AsyncClient(timeout=30, headers={"authorization": f"Bearer {secret}"}) as http:
+                async with httpx.AsyncClient(timeout=60, headers={"authorization": f"Bearer {secret}"}) as http:
                     batch_ids.append(await make(http, gateway.url, num_rows))
                 await records.pause(batch_ids[-1], "ann", paused=True)
             waiting = PythonProcess("-m", "penstock", "batch", "wait", batch_ids[0], env=env)
@@ -362,7 +360,7 @@ async def test_a_death_at_each_call_of_the_script_loses_no_row(
                 num_deaths += not survives
                 with GatewayProcess(redis_url) as other:
                     await ended(client, batch_id)
-                    async with httpx.AsyncClient(timeout=30) as http:
+                    async with httpx.AsyncClient(timeout=60) as http:
                         batch = (await http.get(f"{other.url}/v1/batches/{batch_id}")).json()
                         lines = await lines_of(http, other.url, batch["output_file_id"])
             assert sorted(line["custom_id"] for line in lines) == sorted(f"r{i}" for i in range(num_rows)), number

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any, cast
 
 import httpx
-import pytest
 from fakes.fake_node import POOL, FakeNode
 from faults.tools.processes import GatewayProcess
 
@@ -16,8 +15,6 @@ from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.connection import connect
-
-pytestmark = pytest.mark.timeout(300)
 
 NUM_JOBS = 400
 IN_FLIGHT = 32

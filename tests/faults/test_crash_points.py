@@ -19,8 +19,6 @@ from redis.asyncio import Redis
 
 from penstock.producer.client import AsyncClient
 
-pytestmark = pytest.mark.timeout(300)
-
 POOL = "crash"
 STEP_S = 0.01
 SETTINGS: dict[str, Any] = {"pool": POOL, "lease_ms": 3000, "drain_s": 0.1, "stream_interval_ms": 0}

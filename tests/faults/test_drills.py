@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from faults.drills import Certified, Replaced, Restored, Rotated, certificates, redis_with_tls, replace, restore, rotate
 
-pytestmark = pytest.mark.timeout(120)
-
 
 async def test_after_a_restored_backup_jobs_run_again_alike_and_later_ones_are_gone(tmp_path: Path) -> None:
     assert await restore(tmp_path) == Restored(

@@ -18,7 +18,7 @@ from penstock.queue.broker.audit import audit
 
 
 async def until_taken(job: AsyncJob) -> None:
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + 60
     while (await job.status()).state != "running":
         assert time.monotonic() < until_s
         await asyncio.sleep(0.02)

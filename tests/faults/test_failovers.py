@@ -23,7 +23,6 @@ from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.connection import connect
 
-pytestmark = pytest.mark.timeout(300)
 LAG_S = 0.3
 
 
@@ -57,7 +56,7 @@ def sent_by_celery(url: str) -> str:
         connection.ensure_connection(max_retries=1)
         app.send_task("any", task_id="one", connection=connection)
     app.backend.store_result("one", "stored", "SUCCESS")
-    return str(app.AsyncResult("one").get(timeout=10))
+    return str(app.AsyncResult("one").get(timeout=60))
 
 
 @pytest.mark.filterwarnings("ignore:Call to deprecated:DeprecationWarning")  # by Celery

@@ -9,15 +9,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import httpx
-import pytest
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from faults.tools.processes import GatewayProcess
 from faults.tools.work import check_settled
 
 from penstock.queue.broker.connection import connect
-
-pytestmark = pytest.mark.timeout(120)
 
 POOL = "ledger"
 LEASE_MS = 3000
@@ -52,7 +49,7 @@ def test_job_of_a_killed_node_and_gateway_is_moved_and_read_whole(redis_url: str
         nodes = {name: stack.enter_context(NodeProcess(redis_url, name=name, **settings)) for name in ("one", "two")}
         first = stack.enter_context(GatewayProcess(redis_url))
         second = stack.enter_context(GatewayProcess(redis_url))
-        with httpx.Client(base_url=first.url, timeout=30) as http:
+        with httpx.Client(base_url=first.url, timeout=60) as http:
             body = {"prompt": "x" * 20, "params": {"max_tokens": 120, "seed": 5, "ignore_eos": True}}
             job_id = http.post("/v1/jobs", json=body).json()["id"]
             running = until(http, job_id, "running", num_chunks=5)

@@ -27,8 +27,6 @@ from penstock.queue.broker.node import Capacity, GivenBackJob, NodeBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.wire import decode_request
 
-pytestmark = pytest.mark.timeout(300)
-
 POOL = "nodes"
 SETTINGS: dict[str, Any] = {"pool": POOL, "lease_ms": 3000}
 SLOW_STEP_S = 0.2

@@ -21,8 +21,6 @@ from penstock.cli.demo_model import demo_model
 from penstock.contract.job import SamplingParams
 from penstock.queue.broker.connection import connect
 
-pytestmark = pytest.mark.timeout(300)
-
 POOL = "durable"
 NUM_TOKENS = 150
 SEED = 11

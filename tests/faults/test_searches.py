@@ -39,7 +39,7 @@ def redis_of_node(model: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def http(redis_of_node: str) -> Iterator[httpx.Client]:
-    with GatewayProcess(redis_of_node) as gateway, httpx.Client(base_url=gateway.url, timeout=30) as client:
+    with GatewayProcess(redis_of_node) as gateway, httpx.Client(base_url=gateway.url, timeout=60) as client:
         yield client
 
 
@@ -91,7 +91,7 @@ async def test_python_clients_search_and_cannot_stream_it(redis_of_node: str, te
 
 
 async def until_taken(job: AsyncJob) -> None:
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + 60
     while (await job.status()).state != "running":
         assert time.monotonic() < until_s
         await asyncio.sleep(0.02)

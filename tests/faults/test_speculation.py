@@ -18,8 +18,6 @@ from penstock.kernels.cpu.probe import best_isa, cpu_flags
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.admin import AdminBroker
 
-pytestmark = pytest.mark.timeout(300)
-
 POOL = "drafting"
 PLAIN_POOL = "plain"
 NUM_TOKENS = 1800

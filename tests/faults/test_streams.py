@@ -19,8 +19,6 @@ from redis.asyncio import Redis
 
 from penstock.queue.broker.connection import connect
 
-pytestmark = pytest.mark.timeout(300)
-
 POOL = "http"
 NUM_CALLERS = 100 if FULL else 40
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 from faults.tools.webhook_kills import run_with_kills
-
-pytestmark = pytest.mark.timeout(180)
 
 
 async def test_every_end_is_told_although_gateways_are_killed(redis_url: str) -> None:

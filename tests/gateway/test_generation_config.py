@@ -30,7 +30,7 @@ def recommending(stack: Any, shared_engine: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def http(stack: Any, recommending: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.start_gateway(), timeout=30) as client:
+    with httpx.Client(base_url=stack.start_gateway(), timeout=60) as client:
         yield client
 
 

@@ -35,7 +35,7 @@ def caller(
     tenant = request.node.originalname[:60]
     key = run_command("keys", "add", tenant, "--label", "it", "--redis-url", redis_url).stdout.strip()
     headers = {"authorization": f"Bearer {key}"}
-    with httpx.Client(base_url=stack.start_gateway(), headers=headers, timeout=30) as client:
+    with httpx.Client(base_url=stack.start_gateway(), headers=headers, timeout=60) as client:
         assert ask(client).status_code == 200
         yield client
     with sync_redis.Redis.from_url(redis_url) as redis:

@@ -62,7 +62,7 @@ async def revoke(redis_url, key_id):
 
 def ask(url, key=None, *, path="/v1/completions", method="POST", headers=(), **body):
     sent = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.request(method, url + path, json={**BODY, **body}, headers={**sent, **dict(headers)}, timeout=30)
+    return httpx.request(method, url + path, json={**BODY, **body}, headers={**sent, **dict(headers)}, timeout=60)
 
 
 def test_key_acts_for_its_tenant(closed, redis_url):
@@ -184,7 +184,7 @@ async def test_client_of_redis_may_use_classes_up_to_its_setting(closed, redis_u
 
 
 def used(url, key, **query):
-    return httpx.get(f"{url}/v1/usage", params=query, headers={"authorization": f"Bearer {key}"}, timeout=30)
+    return httpx.get(f"{url}/v1/usage", params=query, headers={"authorization": f"Bearer {key}"}, timeout=60)
 
 
 def test_key_reads_its_own_usage_and_an_admin_that_of_all_keys(closed, redis_url):

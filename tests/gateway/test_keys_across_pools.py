@@ -36,7 +36,7 @@ def two_pools(stack: Any, shared_engine: Any, redis_url: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", CASES)
 def test_repeated_requests_with_one_key_are_one_job(two_pools: str, path: str) -> None:
-    with httpx.Client(base_url=two_pools, timeout=30) as http:
+    with httpx.Client(base_url=two_pools, timeout=60) as http:
         for key in (uuid4().hex for _ in range(3)):
             body, headers = {"model": MODEL, **CASES[path]}, {"Idempotency-Key": key}
             answers = [http.post(path, json=body, headers=headers) for _ in range(4)]
@@ -45,7 +45,7 @@ def test_repeated_requests_with_one_key_are_one_job(two_pools: str, path: str) -
 
 
 def test_repeated_request_with_many_prompts_gives_all_its_jobs_again(two_pools: str) -> None:
-    with httpx.Client(base_url=two_pools, timeout=30) as http:
+    with httpx.Client(base_url=two_pools, timeout=60) as http:
         body = {"model": MODEL, "prompt": ["a", "b", "c", "d"], "max_tokens": 2}
         headers = {"Idempotency-Key": uuid4().hex}
         answers = [http.post("/v1/completions", json=body, headers=headers) for _ in range(3)]

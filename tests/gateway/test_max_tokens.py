@@ -62,7 +62,7 @@ def strict_engine(stack: Stack) -> EchoEngine:
 
 @pytest.fixture
 def strict(url: str, strict_engine: EchoEngine) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=30) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         yield client
     strict_engine.waits_after = 1
     strict_engine.may_go_on.set()
@@ -147,7 +147,7 @@ def test_of_several_prompts_the_smallest_limit_is_shown(strict: httpx.Client) ->
 
 def test_many_logprobs_are_counted_up_to_the_context(stack: Stack, strict: httpx.Client) -> None:
     url = stack.start_gateway(max_logprobs=2 * MAX_MODEL_LEN)
-    with httpx.Client(base_url=url, timeout=30) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         answer = ask(client, "/v1/completions", 32_000, logprobs=0)
     assert answer.status_code == 200, answer.text
 
@@ -164,7 +164,7 @@ def test_a_prompt_that_does_not_fit_is_refused(strict: httpx.Client) -> None:
 @pytest.mark.parametrize("path", FORMS)
 def test_a_setting_restores_the_refusal(stack: Stack, strict: httpx.Client, path: str) -> None:
     url = stack.start_gateway(max_tokens_beyond_context="refuse")
-    with httpx.Client(base_url=url, timeout=30) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         answer = ask(client, path, LEFT + 1)
         assert answer.status_code == 400
         assert "max_tokens" in answer.json()["error"]["message"]

@@ -38,7 +38,7 @@ from tests.gateway.conftest import MAX_MODEL_LEN
 MODEL = "acme/echo"
 
 
-def scrape(url: str, *, timeout_s: float = 30) -> dict[tuple[str, ...], float]:
+def scrape(url: str, *, timeout_s: float = 60) -> dict[tuple[str, ...], float]:
     """Return values by (name, label values in the order of the labels' names)."""
     answer = httpx.get(f"{url}/metrics", timeout=timeout_s)
     assert answer.status_code == 200
@@ -52,7 +52,7 @@ def scrape(url: str, *, timeout_s: float = 30) -> dict[tuple[str, ...], float]:
 
 def scrape_until(url: str, reached: Callable[[dict[tuple[str, ...], float]], bool]) -> dict[tuple[str, ...], float]:
     """Scrape until the condition holds: a request is counted after its answer."""
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not reached(found := scrape(url)):
         assert time.monotonic() < deadline_s, found
     return found
@@ -65,7 +65,7 @@ def fresh(stack, engine):
 
 
 def test_requests_are_counted_by_route_and_errors_by_code(fresh):
-    http = httpx.Client(base_url=fresh, timeout=30)
+    http = httpx.Client(base_url=fresh, timeout=60)
     with http:
         assert http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}).status_code == 200
         assert http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", "bogus": 1}).status_code == 400
@@ -82,7 +82,7 @@ def test_requests_are_counted_by_route_and_errors_by_code(fresh):
 
 
 def test_submissions_are_counted_by_decision(fresh, redis_url, engine):
-    with httpx.Client(base_url=fresh, timeout=30) as http:
+    with httpx.Client(base_url=fresh, timeout=60) as http:
         before = scrape(fresh)
         assert http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}).status_code == 200
         assert http.post("/tokenize", json={"model": MODEL, "prompt": "hi"}).status_code == 200
@@ -119,7 +119,7 @@ def test_every_error_of_a_submission_is_one_of_the_decisions(error, decision):
 
 
 def test_metrics_of_vllms_router_have_its_names(fresh):
-    with httpx.Client(base_url=fresh, timeout=30) as http:
+    with httpx.Client(base_url=fresh, timeout=60) as http:
         for _ in range(30):
             assert http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", "max_tokens": 1}).is_success
     found = scrape_until(fresh, lambda found: found["vllm:current_qps", "gateway"] == pytest.approx(0.5))
@@ -133,7 +133,7 @@ def test_metrics_of_vllms_router_have_its_names(fresh):
 def test_streams_are_timed_once_each(fresh, engine):
     engine.step_s = 0.2
     body = {"model": MODEL, "prompt": "abcdefghij", "stream": True}
-    with httpx.stream("POST", f"{fresh}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{fresh}/v1/completions", json=body, timeout=60) as answer:
         events = answer.iter_lines()
         next(events)
         assert scrape(fresh)["penstock_http_open_streams",] == 1
@@ -151,7 +151,7 @@ def test_job_streams_are_timed_and_replayed_streams_are_not(fresh, engine):
         return float(found["penstock_time_to_first_token_seconds_count",])
 
     body = {"model": MODEL, "prompt": "abcdefghij", "stream": True}
-    with httpx.Client(base_url=fresh, timeout=30) as http:
+    with httpx.Client(base_url=fresh, timeout=60) as http:
         lines = http.post("/v1/completions", json=body, headers={"X-Penstock-Event-Ids": "true"}).text.splitlines()
         assert num_timed() == 1
         first_id = next(line for line in lines if line.startswith("id: ")).removeprefix("id: ")
@@ -169,7 +169,7 @@ def test_job_streams_are_timed_and_replayed_streams_are_not(fresh, engine):
 
 
 def test_metrics_of_pools_are_those_of_redis(fresh, redis_url, engine):
-    with httpx.Client(base_url=fresh, timeout=30) as http:
+    with httpx.Client(base_url=fresh, timeout=60) as http:
         before = scrape(fresh)
         http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"})
     with sync_redis.Redis.from_url(redis_url) as client:
@@ -239,7 +239,7 @@ async def test_a_replica_and_another_redis_are_seen(tmp_path: Path) -> None:
         with RedisProcess(tmp_path / "replica", port=free_port(), replicaof=("127.0.0.1", master.port)) as replica:
             while not (copied := await found(master.url))["penstock_redis_replicas"]:
                 await asyncio.sleep(0.05)
-            assert copied["penstock_redis_replica_lag_seconds"] < 5
+            assert copied["penstock_redis_replica_lag_seconds"] < 60
             assert copied["penstock_redis_replica_lag_bytes"] >= 0
             assert copied["penstock_redis_changes_total"] == 0
             assert (await found(replica.url))["penstock_redis_changes_total"] == 1

@@ -122,7 +122,7 @@ def test_silence_is_white_space_before_the_next_line(stack: Stack, shared_engine
     shared_engine.step_s = 0.5
     try:
         body = {"model": MODEL, "prompt": "abc", "stream": True}
-        answer = httpx.post(f"{url}/v1/completions", json=body, headers=ACCEPT, timeout=30)
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=ACCEPT, timeout=60)
     finally:
         shared_engine.step_s = 0.0
     assert answer.text.startswith(" ")

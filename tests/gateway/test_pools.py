@@ -33,7 +33,7 @@ def ghost(redis_url, url):
 
 
 def test_model_without_live_nodes_is_a_503_and_not_listed(stack, shared_engine, ghost):
-    with httpx.Client(base_url=stack.start_gateway(), timeout=30) as http:
+    with httpx.Client(base_url=stack.start_gateway(), timeout=60) as http:
         response = http.post("/v1/completions", json={"model": ghost, "prompt": "a"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "no_node")
         assert int(response.headers["retry-after"]) >= 1
@@ -45,7 +45,7 @@ def test_model_without_live_nodes_is_a_503_and_not_listed(stack, shared_engine, 
 
 def test_a_model_is_known_as_soon_as_it_is_announced(stack, shared_engine, redis_url, url):
     late = PoolRecord("late", "acme/late")
-    with httpx.Client(base_url=stack.start_gateway(), timeout=30) as http, redis.Redis.from_url(redis_url) as client:
+    with httpx.Client(base_url=stack.start_gateway(), timeout=60) as http, redis.Redis.from_url(redis_url) as client:
         assert http.get("/v1/models/acme/late").status_code == 404
         for command in announcing(late):
             client.execute_command(*command)
@@ -65,7 +65,7 @@ def test_a_model_of_an_older_pool_is_a_503_with_both_versions_and_not_listed(sta
             await make_older_pool(client, "old", "acme/older")
 
     stack.call(make())
-    with httpx.Client(base_url=stack.start_gateway(), timeout=30) as http, redis.Redis.from_url(redis_url) as client:
+    with httpx.Client(base_url=stack.start_gateway(), timeout=60) as http, redis.Redis.from_url(redis_url) as client:
         try:
             response = http.post("/v1/completions", json={"model": "acme/older", "prompt": "a"})
             error = response.json()["error"]

@@ -55,7 +55,7 @@ def test_gateway_reports_its_address_and_logs_no_prompts(redis_url, engine):
         assert httpx.post(f"{url}/v1/completions?q=s3cret", json=body).status_code == 200
         assert httpx.post(f"{url}/v1/completions", json={**body, "prompt": {"s3cret": 1}}).status_code == 400
         process.send_signal(signal.SIGTERM)
-        out, log = process.communicate(timeout=20)
+        out, log = process.communicate(timeout=60)
     lines = [json.loads(line) for line in log.splitlines() if '"request"' in line]
     requests = sorted(lines, key=lambda line: line["status"])  # A line may come after the next request's.
     assert [(r["method"], r["path"], r["status"]) for r in requests] == [
@@ -72,28 +72,26 @@ def test_sigterm_lets_an_open_answer_end(redis_url, engine):
     engine.step_s = 0.02
     with gateway_process(redis_url) as (process, url):
         body = {"model": MODEL, "prompt": "a" * 50, "max_tokens": 50, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             assert list(lines)[-2] == "data: [DONE]"
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=60) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
 
 
 def test_sigterm_ends_an_open_stream_of_completions_at_once(redis_url, engine):
     with (
-        gateway_process(redis_url) as (process, url),
-        httpx.stream("GET", f"{url}/v1/jobs/events", timeout=30) as response,
+        gateway_process(redis_url, PENSTOCK_GATEWAY_DRAIN_S="300") as (process, url),
+        httpx.stream("GET", f"{url}/v1/jobs/events", timeout=60) as response,
     ):
         lines = response.iter_lines()
         assert next(lines).startswith("id: ")
-        stopped_s = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert not [line for line in lines if "error" in line]
-        assert process.wait(timeout=20) == 0
-        assert time.monotonic() - stopped_s < 10, "it does not wait for the end of the drain"
+        assert process.wait(timeout=60) == 0, "it does not wait for the end of the drain"
 
 
 def test_a_stop_past_its_drain_ends_answers_with_an_error_and_logs_no_traceback(redis_url, engine):
@@ -103,7 +101,7 @@ def test_a_stop_past_its_drain_ends_answers_with_an_error_and_logs_no_traceback(
         callers = {}
         for kind in ("stream", "whole", "half a body"):
             body = json.dumps(
-                {"model": MODEL, "prompt": "a" * 50, "max_tokens": 50, "stream": kind == "stream"}
+                {"model": MODEL, "prompt": "a" * 250, "max_tokens": 250, "stream": kind == "stream"}
             ).encode()
             head = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
             sent = "\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode()
@@ -113,8 +111,8 @@ def test_a_stop_past_its_drain_ends_answers_with_an_error_and_logs_no_traceback(
         time.sleep(0.3)
         stopped_s = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=20)
-        assert 1 <= time.monotonic() - stopped_s < 8  # The stream would last for ten.
+        _, log = process.communicate(timeout=60)
+        assert 1 <= time.monotonic() - stopped_s < 40  # The stream would last for fifty.
         for kind, caller in callers.items():
             answers[kind] = answers.get(kind, b"") + b"".join(iter(lambda c=caller: c.recv(65536), b""))
     lines = [json.loads(line) for line in log.splitlines()]
@@ -282,31 +280,31 @@ def test_reads_are_refused_within_seconds_while_redis_is_away() -> None:
         job_id = "echo.00000000-0000-7000-8000-000000000000"
         assert http.get("/v1/models").status_code == 200
         server.stop()
-        until_s = time.monotonic() + 20
-        while http.get("/v1/models", timeout=READ_TIMEOUT_S + 4).status_code == 200:  # from the cached copy
+        until_s = time.monotonic() + 60
+        while http.get("/v1/models", timeout=60).status_code == 200:  # from the cached copy
             assert time.monotonic() < until_s
             time.sleep(0.05)  # The log is not read here, and its pipe must not fill.
         paths = ("/v1/models", "/v1/models/nope", "/v1/jobs", f"/v1/jobs/{job_id}", "/v1/usage", "/health/nodes")
         with ThreadPoolExecutor(len(paths)) as pool:
-            for path, answer in zip(paths, pool.map(partial(http.get, timeout=READ_TIMEOUT_S + 4), paths), strict=True):
+            for path, answer in zip(paths, pool.map(partial(http.get, timeout=60), paths), strict=True):
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_away"), path
-                assert answer.elapsed.total_seconds() < READ_TIMEOUT_S + 2, path
+                assert answer.elapsed.total_seconds() < READ_TIMEOUT_S + 10, path  # other calls wait for 30 s
 
 
 def test_connections_beyond_the_limit_are_answered_503_and_closed(redis_url: str) -> None:
     with gateway_process(redis_url, PENSTOCK_GATEWAY_MAX_CONNECTIONS="3") as (_, url), ExitStack() as stack:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
-        first = [stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(3)]
+        first = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(3)]
         for connection in first:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
-        with socket.create_connection(address, timeout=20) as refused:
+        with socket.create_connection(address, timeout=60) as refused:
             answer = b"".join(iter(lambda: refused.recv(1000), b""))
         assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 1\r\n" in answer
         error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
         assert error["code"] == "too_many_connections" and "max_connections" in error["message"]
         first[0].close()
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + 60
         while True:
             with suppress(httpx.TransportError):
                 if httpx.get(f"{url}/health").status_code == 200:
@@ -329,7 +327,7 @@ def test_a_gateway_without_free_file_descriptors_says_so_once_and_recovers(redis
     lasting = httpx.Limits(keepalive_expiry=None)
     with (
         gateway_process(redis_url, program=SOON_FREE) as (process, url),
-        httpx.Client(base_url=url, timeout=20, limits=lasting) as kept,
+        httpx.Client(base_url=url, timeout=60, limits=lasting) as kept,
     ):
         address, log = ("127.0.0.1", int(url.rpartition(":")[2])), []
         assert kept.get("/v1/models").status_code == 200
@@ -347,12 +345,12 @@ def test_a_gateway_without_free_file_descriptors_says_so_once_and_recovers(redis
         for _ in range(2):
             with ExitStack() as stack:
                 for _ in range(100):
-                    stack.enter_context(socket.create_connection(address, timeout=20))
+                    stack.enter_context(socket.create_connection(address, timeout=60))
                 reason = wait_for(short)["reason"]
                 assert f"may have {num_open + 20} open files" in reason and "LimitNOFILE=" in reason
                 assert kept.get("/health").status_code == 200
             wait_for(free)
-            assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
 
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
         with sync_redis.Redis.from_url(redis_url) as redis:
@@ -360,11 +358,11 @@ def test_a_gateway_without_free_file_descriptors_says_so_once_and_recovers(redis
         refused = kept.get("/v1/jobs").json()["error"]
         assert refused["code"] == "redis_away"
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + 60
         while kept.get("/v1/jobs").status_code != 200:
             assert time.monotonic() < until_s
         process.send_signal(signal.SIGTERM)
-        rest = process.communicate(timeout=20)[1]
+        rest = process.communicate(timeout=60)[1]
     assert process.returncode == 0
     assert log == 2 * [short, free] and rest.count(short) <= 1
 
@@ -405,7 +403,7 @@ def watcher_of(process: PythonProcess) -> int:
 
 def test_a_gateway_whose_loop_stands_still_ends_with_a_stack_dump(redis_url: str) -> None:
     with guarded_gateway(redis_url) as (process, url):
-        assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
         process.send_signal(signal.SIGUSR1)
         _, log = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGABRT
@@ -425,8 +423,8 @@ def test_a_gateway_that_is_stopped_and_continued_is_not_ended(redis_url: str, *,
             if stops_watcher:
                 os.kill(watcher, signal.SIGCONT)
             os.killpg(process.pid, signal.SIGCONT)
-            assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
         assert watcher_of(process) == watcher
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=20)
+        _, log = process.communicate(timeout=60)
     assert process.returncode == 0 and "stands still" not in log

@@ -49,7 +49,7 @@ class Split:
             return bool(client.exists(key))
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30, **options)
+        return httpx.Client(base_url=self.url, timeout=60, **options)
 
 
 def split_in(folder: Path) -> Iterator[Split]:
@@ -107,7 +107,7 @@ def complete(http: httpx.Client, model: str) -> httpx.Response:
     return http.post("/v1/completions", json={"model": model, "prompt": "abc", "max_tokens": 3})
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 20) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
     until_s = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < until_s
@@ -276,7 +276,7 @@ def test_the_python_clients_route_by_model(split: Split) -> None:
     with Client(split.directory.url, pools=split.pools) as client:
         jobs = [client.submit("abc", model=model, max_tokens=2) for model in (ONE, TWO)]
         assert [job.pool for job in jobs] == ["one", "two"]
-        assert {result.text for result in client.as_completed(jobs, timeout=20)} == {"ab"}
+        assert {result.text for result in client.as_completed(jobs, timeout=60)} == {"ab"}
         assert client.attach(jobs[1].id).result().text == "ab"
         assert client.ack(*(job.id for job in jobs)) == 2
         assert [result.text for result in client.generate(["ab", "cd"], model=TWO)] == ["ab", "cd"]
@@ -364,7 +364,7 @@ def test_while_the_redis_of_a_pool_is_away_other_pools_go_on(mortal: Split) -> N
         for _ in range(20):
             asked_s = time.monotonic()
             assert complete(http, ONE).status_code == 200
-            assert time.monotonic() - asked_s < 5.0
+            assert time.monotonic() - asked_s < 20.0  # a call of the other one waits for 30 s
         assert http.get("/health").json()["pools"] == {"two": "redis_away"}
         assert http.get("/ready").json()["pools"] == {"one": "ready", "two": "redis_away"}
         assert http.get("/dashboard").json()["away"] == ["two"]
@@ -431,7 +431,7 @@ def test_while_the_directory_is_away_known_keys_are_served_in_other_pools(mortal
         for _ in range(20):
             asked_s = time.monotonic()
             assert complete(http, TWO).status_code == 200
-            assert time.monotonic() - asked_s < 5.0
+            assert time.monotonic() - asked_s < 20.0  # a call of the other one waits for 30 s
         assert ended(http, submit(http, TWO))["state"] == "succeeded"
         assert http.get("/health").json() == {"status": "ok", "directory": "redis_away", "pools": {"two": "ok"}}
         assert http.get("/ready").json()["pools"] == {"one": "redis_away", "two": "ready"}
@@ -452,7 +452,7 @@ async def test_a_client_opens_without_a_pools_redis_and_uses_it_once_it_is_there
         with pytest.raises(Exception, match="the Redis of pool two is unreachable"):
             await client.submit("abc", model=TWO)
         mortal.other.start()
-        wait_s = time.monotonic() + 20
+        wait_s = time.monotonic() + 60
         while client.servers.named["two"].is_away:
             assert time.monotonic() < wait_s
             await client.pools()

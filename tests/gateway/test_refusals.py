@@ -251,7 +251,7 @@ def test_50_mb_are_refused_unread(http, declared):
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_caller_that_reads_only_after_sending_everything_sees_the_413(url, http, chunked):
     address = urlsplit(url)
-    connection = HTTPConnection(address.hostname, address.port, timeout=20)
+    connection = HTTPConnection(address.hostname, address.port, timeout=60)
     body = chunks_of(50 << 20) if chunked else b"x" * (50 << 20)
     connection.request("POST", "/v1/completions", body, JSON, encode_chunked=chunked)
     assert connection.getresponse().status == 413
@@ -260,7 +260,7 @@ def test_a_caller_that_reads_only_after_sending_everything_sees_the_413(url, htt
 
 def test_expect_100_continue_of_a_large_body_is_answered_with_413(url, http):
     address = urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=5) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b"Content-Length: 52428800\r\nExpect: 100-continue\r\n\r\n"
@@ -270,7 +270,7 @@ def test_expect_100_continue_of_a_large_body_is_answered_with_413(url, http):
 
 def test_body_that_does_not_arrive_in_time_is_refused(stack, shared_engine, http):
     address = urlsplit(stack.start_gateway(body_timeout_s=0.2))
-    with socket.create_connection((address.hostname, address.port), timeout=5) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
         answer = b""
         while b"body_timeout" not in answer:

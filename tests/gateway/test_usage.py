@@ -254,7 +254,7 @@ def test_report_of_many_keys_leaves_the_event_loop_free(callers: Callers, stack:
     query: dict[str, str | int] = {"start": day_of(80), "end": day_of(80), "limit": 10_000}
     with (
         sync_redis.Redis.from_url(redis_url) as redis,
-        httpx.Client(base_url=stack.start_gateway(), headers=callers["ops"].headers, timeout=30) as admin,
+        httpx.Client(base_url=stack.start_gateway(), headers=callers["ops"].headers, timeout=60) as admin,
     ):
         redis.hset(name, mapping=fields)
         # As a gateway's process does: a collection of all objects of this test process would hold the loop.
@@ -271,7 +271,7 @@ def test_open_gateway_reports_all_usage(stack: Stack, engine: EchoEngine, redis_
         kept = client.hgetall(keys.API_KEYS)
         client.delete(keys.API_KEYS)
         try:
-            with httpx.Client(base_url=stack.start_gateway(), timeout=30) as caller:
+            with httpx.Client(base_url=stack.start_gateway(), timeout=60) as caller:
                 assert caller.post("/v1/completions", json={"model": MODEL, "prompt": "x"}).status_code == 200
                 assert sums_of(rows_of(caller, days=1))["default"][0] >= 1
         finally:

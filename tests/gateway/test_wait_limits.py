@@ -32,7 +32,7 @@ def http(stack: Stack) -> Iterator[httpx.Client]:
     """A gateway in front of a pool of which the class batch has a limit of its own."""
     with EmbeddedRedis() as server:
         asyncio.run(start_full_node(server.url))
-        with httpx.Client(base_url=stack.start_gateway(redis_url=server.url), timeout=30) as http:
+        with httpx.Client(base_url=stack.start_gateway(redis_url=server.url), timeout=60) as http:
             yield http
 
 

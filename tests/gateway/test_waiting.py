@@ -115,7 +115,7 @@ def test_position_decreases_and_then_the_prompt_is_computed(
 ) -> None:
     events, positions = list[dict[str, Any]](), list[int]()
     body = body_of(path, return_progress=True, stream_options={"include_event_ids": True, "include_usage": True})
-    with httpx.stream("POST", f"{url}/v1/{path}", json=body, timeout=30) as response:
+    with httpx.stream("POST", f"{url}/v1/{path}", json=body, timeout=60) as response:
         lines = list[str]()
         for line in response.iter_lines():
             lines.append(line)
@@ -157,7 +157,7 @@ def test_openais_client_puts_an_answer_with_progress_together(url: str, queue_en
 
 def test_prompts_of_one_request_have_progress_of_their_own(url: str, queue_engine: EchoEngine) -> None:
     body = body_of("completions", return_progress=True) | {"prompt": ["ab", "cd"], "n": 2}
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     events = list(events_of(iter(response.text.splitlines())))
     indices = [event["choices"][0]["index"] for event in events if "prompt_progress" in event]
     assert set(indices) == {0, 2}
@@ -168,7 +168,7 @@ def test_stream_without_return_progress_is_byte_for_byte_the_same(
 ) -> None:
     timer = threading.Timer(0.8, lambda: [stack.call(job.cancel()) for job in jobs_ahead])
     timer.start()
-    response = httpx.post(f"{url}/v1/completions", json=body_of("completions", "a"), timeout=30)
+    response = httpx.post(f"{url}/v1/completions", json=body_of("completions", "a"), timeout=60)
     timer.join()
     assert response.elapsed.total_seconds() > 0.7
     choice = b'{"text":"a","index":0,"logprobs":null,"finish_reason":"stop"}'
@@ -188,9 +188,9 @@ def test_progress_needs_a_stream(http: httpx.Client) -> None:
 def test_a_stream_resumed_after_its_first_event_has_no_progress(url: str, queue_engine: EchoEngine) -> None:
     queue_engine.step_s = 0.02
     body = body_of("completions", return_progress=True, stream_options={"include_event_ids": True})
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
         last_id = next(line for line in response.iter_lines() if line.startswith("id: ")).removeprefix("id: ")
-    rest = httpx.post(f"{url}/v1/completions", json=body, headers={"Last-Event-ID": last_id}, timeout=30)
+    rest = httpx.post(f"{url}/v1/completions", json=body, headers={"Last-Event-ID": last_id}, timeout=60)
     queue_engine.step_s = 0.0
     assert "progress" not in rest.text
     said = "".join(event["choices"][0]["text"] for event in events_of(iter(rest.text.splitlines())))
@@ -198,7 +198,7 @@ def test_a_stream_resumed_after_its_first_event_has_no_progress(url: str, queue_
 
 
 def test_a_job_shows_its_position_and_its_stream_the_progress(stack: Stack, url: str, jobs_ahead: list[Any]) -> None:
-    with httpx.Client(base_url=url, timeout=30) as http:
+    with httpx.Client(base_url=url, timeout=60) as http:
         body = {"model": "acme/queue", "prompt": "abcdefgh", "return_progress": True}
         answer = http.post("/v1/jobs", json=body).json()
         job_id = answer["id"]
@@ -230,7 +230,7 @@ def test_a_refusal_by_a_full_queue_says_how_many_jobs_wait(stack: Stack, url: st
     engine = EchoEngine()
     engine.step_s = 0.05
     stack.start_node(engine, model="acme/full", pool="full", max_num_seqs=1, max_open_jobs=3)
-    with httpx.Client(base_url=url, timeout=30) as http:
+    with httpx.Client(base_url=url, timeout=60) as http:
         wait_until(lambda: "acme/full" in http.get("/v1/models").text)
         body = {"model": "acme/full", "prompt": "x" * 250}
         jobs = [http.post("/v1/jobs", json={**body, "background": False}).json()["id"] for _ in range(3)]
@@ -251,7 +251,7 @@ def test_progress_of_a_response_changes_no_number_of_its_stored_events(
     stack: Stack, url: str, jobs_ahead: list[Any]
 ) -> None:
     body = {"model": "acme/queue", "input": "abcdefgh", "background": True, "return_progress": True}
-    with httpx.Client(base_url=url, timeout=30) as http:
+    with httpx.Client(base_url=url, timeout=60) as http:
         path = "/v1/responses/" + http.post("/v1/responses", json=body).json()["id"]
         asked = {"stream": "true", "return_progress": "true"}
         with http.stream("GET", path, params={**asked, "starting_after": "0"}) as response:

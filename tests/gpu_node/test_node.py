@@ -508,13 +508,14 @@ async def test_a_hang_counts_as_a_loss_of_the_jobs_in_the_hung_step_alone(
 
     class HangingEngine(ReferenceEngine):
         def step(self) -> list[StepOutput]:
-            if len(self.batches) >= 10:
+            if len(self._live) == 2:
                 release.wait(PATIENCE_S)
             return super().step()
 
     hung, bystander = new_job(max_tokens=100), new_job(max_tokens=100)
     with pytest.raises(ExceptionGroup):
         engine = HangingEngine(step_s=0.005, max_num_seqs=1)
+        engine.holds_at = 50  # the first job has not ended when the second one comes
         async with running(redis_url, engine, stall_after_s=0.5, max_num_seqs=2) as node:
             await broker.submit(Submission(hung, 50))
             await until(broker, hung, lambda status: status.num_chunks >= 1)

@@ -34,7 +34,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until_served(broker: ProducerBroker, adapters: set[str]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while set((await broker.pools())[POOL].adapters) != adapters:
             await asyncio.sleep(0.01)
 
@@ -55,7 +55,7 @@ async def test_node_without_adapters_scans_no_folder(redis_url: str, tmp_path: P
         running_node(redis_url, plain, pool=POOL),
         running_node(redis_url, looking, pool=POOL, lora_dir=tmp_path),
     ):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while looking.num_looks < 5:
                 await asyncio.sleep(0.01)
         assert plain.num_looks == 1

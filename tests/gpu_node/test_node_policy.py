@@ -30,7 +30,7 @@ from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.queue.job_cost import HOLD_MS
 
 POOL = "ref"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 # Torch's last bits depend on the batch, which is enough for a drawn token to be another one now and then.
 NATIVE: dict[str, Any] = {"runner": "native", "dtype": "bfloat16"}
 

@@ -10,7 +10,6 @@ import socket
 import time
 from pathlib import Path
 
-import pytest
 import redis
 from fakes.processes.python_process import PythonProcess, run_python
 
@@ -104,7 +103,6 @@ def _open_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
-@pytest.mark.timeout(120)
 def test_a_node_without_free_file_descriptors_says_so_once_and_recovers(redis_url: str, tiny_model: Path) -> None:
     settings = {"model": tiny_model, "dtype": "bfloat16", "num_threads": 1, "progress": "json"}
     env = {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}

@@ -15,7 +15,6 @@ from hostile.stack import Stack, running_stack
 from penstock.cli.demo_model import demo_model
 from tests.hostile.test_fuzz import SEED, check, tiny_stack
 
-pytestmark = pytest.mark.timeout(300)
 QUICK = ("forged_places", "odd_heads")
 """They need no time of their own, and nothing of a model."""
 NUM_BODIES = 60

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,10 @@ def cached_of_ledger(http: httpx.Client, text: str, **params: Any) -> int:
     return in_ledger
 
 
+class TooLateError(Exception):
+    """A stream began behind the reports on its prompt, as on a machine with other work."""
+
+
 def progress_events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the reports on the prompt that a stream carries."""
     events = []
@@ -103,18 +107,18 @@ def progress_events(http: httpx.Client, path: str, body: dict[str, Any]) -> list
                 event = json.loads(line.removeprefix("data: "))
                 progress = event if event.get("type") == "penstock:prompt_progress" else event.get("prompt_progress")
                 events += [progress] if progress else []
+    if not events:
+        raise TooLateError
     return events
 
 
 def cached_of_progress(http: httpx.Client, text: str, **fields: Any) -> int:
     events = progress_events(http, "/v1/completions", {"prompt": text, "max_tokens": 2, **fields})
-    assert events
     return max(int(event["cache"]) for event in events)
 
 
 def cached_of_progress_of_response(http: httpx.Client, text: str, **fields: Any) -> int:
     events = progress_events(http, "/v1/responses", {"input": text, "max_output_tokens": 2, **fields})
-    assert events
     return max(int(event["cache"]) for event in events)
 
 
@@ -143,24 +147,40 @@ GUESSES = {
 }
 
 
+def with_a_secret(check: Callable[[str], None]) -> None:
+    """Call `check` with a new secret, and again with another one if a stream of it began too late."""
+    for _ in range(10):
+        with suppress(TooLateError):
+            return check(new_secret())
+    pytest.fail("no stream carries a report on its prompt")
+
+
 @pytest.mark.parametrize("place", GUESSES)
 def test_a_guess_finds_nothing_of_another_tenant(neighbor: httpx.Client, attacker: httpx.Client, place: str) -> None:
-    cached_of, secret = GUESSES[place], new_secret()
-    cached_of(neighbor, secret)
-    assert cached_of(neighbor, secret) > 100  # its own
-    assert cached_of(attacker, secret) <= OF_TEMPLATE
-    assert cached_of(attacker, secret) > 100
+    cached_of = GUESSES[place]
+
+    def check(secret: str) -> None:
+        cached_of(neighbor, secret)
+        assert cached_of(neighbor, secret) > 100  # its own
+        assert cached_of(attacker, secret) <= OF_TEMPLATE
+        assert cached_of(attacker, secret) > 100
+
+    with_a_secret(check)
 
 
 @pytest.mark.parametrize("place", GUESSES)
 def test_a_salt_divides_a_tenants_prefixes_and_never_leaves_the_tenant(
     neighbor: httpx.Client, attacker: httpx.Client, place: str
 ) -> None:
-    cached_of, secret = GUESSES[place], new_secret()
-    found = [cached_of(neighbor, secret, cache_salt=salt) > 100 for salt in ("a user", "a user", "another user")]
-    assert found == [False, True, False]
-    assert cached_of(attacker, secret, cache_salt="a user") <= OF_TEMPLATE
-    assert cached_of(neighbor, secret) <= OF_TEMPLATE
+    cached_of = GUESSES[place]
+
+    def check(secret: str) -> None:
+        found = [cached_of(neighbor, secret, cache_salt=salt) > 100 for salt in ("a user", "a user", "another user")]
+        assert found == [False, True, False]
+        assert cached_of(attacker, secret, cache_salt="a user") <= OF_TEMPLATE
+        assert cached_of(neighbor, secret) <= OF_TEMPLATE
+
+    with_a_secret(check)
 
 
 def test_tenant_and_salt_are_not_one_text(neighbor: httpx.Client, attacker: httpx.Client) -> None:

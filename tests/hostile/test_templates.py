@@ -13,8 +13,6 @@ from fixtures.tiny_model import make_tiny_model
 from hostile.costs import MemoryWatch
 from hostile.stack import POOL, Stack, running_stack
 
-pytestmark = pytest.mark.timeout(240)
-
 DOUBLED = (
     "{% set kept = namespace(it=start) %}{% for a in range(60 * n) %}{% set kept.it = kept.it + kept.it %}{% endfor %}"
 )

@@ -17,8 +17,6 @@ from hostile.stack import POOL, Stack, running_stack
 
 from penstock.contract.tenant import Terms
 
-pytestmark = pytest.mark.timeout(240)
-
 AT_ONCE = 16
 LIMIT_PER_MINUTE = 1000
 WORD = " water"

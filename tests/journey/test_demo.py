@@ -73,7 +73,7 @@ def is_node(process: psutil.Process) -> bool:
 
 
 def wait_for_children(process: subprocess.Popen[str], number: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while len(psutil.Process(process.pid).children(recursive=True)) < number:
         assert time.monotonic() < deadline
         time.sleep(0.02)

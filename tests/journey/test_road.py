@@ -59,7 +59,7 @@ def tokens_of(chunks: Sequence[Chunk]) -> list[int]:
 
 async def wait_for_idle(broker: ProducerBroker) -> int:
     """Wait until the node's statistics show an idle node with all KV blocks free. Return its number of steps."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             (node,) = (await broker.pressure(POOL)).nodes
             if node.num_steps and node.num_jobs == 0 and node.kv_blocks_free == node.kv_blocks_total:

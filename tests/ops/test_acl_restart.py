@@ -34,8 +34,6 @@ CELERY = ("celery", "-A", "penstock.producer.batch.app", "worker", "--concurrenc
 PENSTOCK = (sys.executable, "-m", "penstock")
 OF_OPERATORS = (("audit",), ("doctor",))
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def redis_with_users(folder: Path) -> RedisProcess:
     """A server with an append-only file, whose only users are the roles and the tests' own."""

@@ -235,7 +235,7 @@ def test_a_rollback_takes_back_worker_gateway_and_then_nodes(tmp_path: Path, gro
     program.write_text(KUBECTL_STAND_IN)
     program.chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GROUPS_OF_HOSTS": groups}
-    done = subprocess.run([FOLDER / "rollback.sh"], env=env, capture_output=True, text=True, timeout=20)
+    done = subprocess.run([FOLDER / "rollback.sh"], env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, groups in done.stderr) == (status, True), done.stderr
     parts = [f"deployment.apps/{part}" for part in ("worker", "gateway", "smollm-node")]
     wanted = [[f"rollout undo {part}", f"rollout status {part} --timeout 40m"] for part in parts]

@@ -26,7 +26,7 @@ def services(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_node_and_a_gateway_serve_beside_services_of_their_names(redis_url: str) -> None:
     with NodeProcess(redis_url, pool="served"), GatewayProcess(redis_url) as gateway:
-        models = httpx.get(f"{gateway.url}/v1/models", timeout=20).json()
+        models = httpx.get(f"{gateway.url}/v1/models", timeout=60).json()
         assert [model["id"] for model in models["data"]] == ["reference"]
 
 

@@ -167,16 +167,16 @@ def test_a_switch_of_the_release_restarts_units_in_the_order_of_its_direction(
     env = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PENSTOCK_LINK": str(link), "FAILS": ""}
     switch = [str(FOLDER / "switch_release.sh"), str(tmp_path / to)]
 
-    done = subprocess.run(switch, env=env, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(switch, env=env, capture_output=True, text=True, timeout=60)
 
     assert (done.returncode, done.stderr) == (0, "")
     log = program.with_name("systemctl.log")
     assert log.read_text().splitlines() == [f"{tmp_path / to} restart {unit}" for unit in first]
     log.unlink()
-    done = subprocess.run(switch, env=env | {"FAILS": RUNNING[2]}, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(switch, env=env | {"FAILS": RUNNING[2]}, capture_output=True, text=True, timeout=60)
     assert (done.returncode, len(log.read_text().splitlines())) == (1, 3)
     assert f"{RUNNING[2]} does not start" in done.stderr
-    done = subprocess.run([switch[0], str(tmp_path)], env=env, capture_output=True, text=True, timeout=20)
+    done = subprocess.run([switch[0], str(tmp_path)], env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, "has no bin/penstock" in done.stderr) == (2, True)
 
 
@@ -188,7 +188,7 @@ class Manager:
         self._socket.bind(str(path))
         self.env = {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": "300000"}
 
-    def wait_for(self, text: str, within_s: float = 20.0) -> list[str]:
+    def wait_for(self, text: str, within_s: float = 60.0) -> list[str]:
         """Return the messages up to the one that begins with `text`."""
         until_s, got = time.monotonic() + within_s, list[str]()
         while not got or not got[-1].startswith(text):

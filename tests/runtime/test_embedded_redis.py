@@ -55,7 +55,7 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "timed out"

@@ -54,10 +54,10 @@ def test_a_shortage_is_logged_once_with_limit_and_remedy_and_again_only_after_re
         for _ in range(2):
             with ExitStack() as stack:
                 for _ in range(60):
-                    stack.enter_context(socket.create_connection(address, timeout=20))
+                    stack.enter_context(socket.create_connection(address, timeout=60))
                 said.append(json.loads(process.stderr.readline()))
             said.append(json.loads(process.stderr.readline()))
-        _, rest = process.communicate("end\n", timeout=20)
+        _, rest = process.communicate("end\n", timeout=60)
     assert (process.returncode, rest) == (0, "")
     assert [line["message"] for line in said] == 2 * [SHORT, FREE]
     assert "may have 40 open files" in said[0]["reason"] and "ulimit -n" in said[0]["reason"]

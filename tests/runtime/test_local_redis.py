@@ -105,7 +105,7 @@ async def test_a_redis_whose_socket_was_deleted_starts_again(folder: Path, monke
         monkeypatch.setattr(server, "start_again", lambda: _fail(failures.pop()) if failures else start_again())
         keeper, heard = asyncio.create_task(keep_redis(server, said.put_nowait)), list[str]()
         (folder / "redis.sock").unlink()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not heard or heard[-1] != "redis serves again":
                 heard.append(await said.get())
         assert running_url(folder) == url
@@ -117,7 +117,7 @@ async def test_a_serve_that_joined_says_when_that_redis_ends_and_when_one_is_the
     other: subprocess.Popen[str],
 ) -> None:
     said: asyncio.Queue[str] = asyncio.Queue()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         with find_or_start_redis(None, data_dir=None, maxmemory_mib=64) as (_, joined):
             assert isinstance(joined, RunningRedis)
             watch = asyncio.create_task(watch_joined_redis(joined, said.put_nowait))

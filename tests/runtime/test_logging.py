@@ -11,6 +11,7 @@ import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from fakes.command import restored_process
 from fakes.processes.python_process import PythonProcess, run_python
 
 from penstock.contract.errors import ConfigError
@@ -67,18 +68,14 @@ def test_the_setting_overrides_what_stderr_is(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_process_that_another_one_starts_logs_as_that_one_does() -> None:
-    root, penstock = logging.getLogger(), logging.getLogger("penstock")
-    before, level = root.handlers[:], penstock.level
-    try:
+    root = logging.getLogger()
+    with restored_process():
         root.handlers[:] = [logging.NullHandler()]
         assert inherited_log_variables() == {"PENSTOCK_LOG_LEVEL": "warning"}
         for name in ("json", "console"):
             root.handlers[:] = []
             configure_logging(LogSettings.load(log_format=name, log_level="error"))
             assert inherited_log_variables() == {"PENSTOCK_LOG_LEVEL": "error", "PENSTOCK_LOG_FORMAT": name}
-    finally:
-        root.handlers[:] = before
-        penstock.setLevel(level)
 
 
 def test_fields_of_a_process_are_in_each_of_its_lines() -> None:

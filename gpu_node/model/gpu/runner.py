@@ -31,7 +31,7 @@ from penstock.gpu_node.model.protocol import (
     StepPlan,
     StepResult,
 )
-from penstock.gpu_node.model.torch_common.exchanges import Agreement, find_together
+from penstock.gpu_node.model.torch_common.exchanges import Agreement, done_together
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, BrokenExchangeError, Communicator
@@ -339,8 +339,8 @@ class GpuRunner:
         self._adapters.set(adapter_slot, adapter if part.size == 1 else RankAdapter(adapter, part))
 
     def start_adapter(self, adapter_slot: int, find: Callable[[], Adapter]) -> Future[None]:
-        """Load an adapter into a slot. If `find` fails at one rank, no rank loads it, and all of them fail."""
-        return _done(lambda: self.set_adapter(adapter_slot, find_together(self._host_ranks, find)))
+        """Load an adapter into a slot. If `find` or loading fails at one rank, it fails at all of them."""
+        return _done(lambda: done_together(self._host_ranks, lambda: self.set_adapter(adapter_slot, find())))
 
     def _packed(self, plan: StepPlan) -> StepInputs[Ints]:
         return pack_step(plan, self._limits.block_size, self._decoder.query_rows)

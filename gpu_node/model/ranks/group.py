@@ -225,7 +225,7 @@ class RankGroup(Generic[Words]):
         self._clock.end()
 
     def hand_out_masks(self, masks: TokenMasks) -> None:
-        """Hand out the masks of the last step. Raises MemoryError and RanksLostError."""
+        """Hand out the masks of the last step. Raises RanksLostError."""
         write_masks(self._memory().messages, masks)
         self._hand_out(Kind.MASKS)
 

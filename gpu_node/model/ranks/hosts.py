@@ -55,6 +55,9 @@ def own_address(host: str, setting: str) -> str:
     return sorted(found)[0]
 
 
+_PROBLEMS = {errno.EADDRINUSE: "the port is in use", errno.EADDRNOTAVAIL: "no interface of this host has the address"}
+
+
 class RankListener:
     """Listens at one address, as long as rank 0 lives. A rank that was lost joins again."""
 
@@ -70,7 +73,7 @@ class RankListener:
             self._socket.listen(_BACKLOG)
         except OSError as error:
             self._socket.close()
-            why = "the port is in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+            why = _PROBLEMS.get(error.errno or 0, str(error.strerror))
             raise ConfigError(f"rank_address {address}:{port}: {why}", param="rank_address") from error
         self.port = int(self._socket.getsockname()[1])
 

@@ -59,7 +59,10 @@ _COUNTS = (
 
 
 def write_step(memory: SharedMemory, plan: StepPlan, *, returns_logits: bool, all_sample: bool = False) -> None:
-    """Write a step; with `all_sample`, also what its rows sample by. Raises MemoryError if the memory is too small."""
+    """Write a step; with `all_sample`, also what its rows sample by. Raises MemoryError if the memory is too small.
+
+    Then there is memory for the masks of its rows, too.
+    """
     none = np.empty(0, np.int32)
     scored = none if plan.scored is None else plan.scored.tokens
     pooled = none if plan.pooled is None else plan.pooled.tokens
@@ -72,6 +75,9 @@ def write_step(memory: SharedMemory, plan: StepPlan, *, returns_logits: bool, al
         *(len(plan.token_ids), len(plan.context_lens), plan.block_tables.shape[1], len(plan.sample_tokens)),
         *(len(plan.copies), len(adapters), len(scored), len(pooled), int(returns_logits), int(all_sample)),
     )
+    if all_sample and plan.sampling.masks is not None:
+        # They follow while the step runs. If there were no memory for them then, the ranks would wait for ever.
+        memory.grow(_aligned(plan.sampling.masks.words.nbytes))
     _write(memory, [np.array(counts, np.int32), *arrays, *(_arrays_of(plan.sampling) if all_sample else ())])
 
 
@@ -151,7 +157,7 @@ def copied(step: RankStep) -> RankStep:
 
 
 def write_masks(memory: SharedMemory, masks: TokenMasks) -> None:
-    """Write the masks of the last step, once the engine has written them. Raises MemoryError."""
+    """Write the masks of the last step, once the engine has written them."""
     _write(memory, [masks.words])
 
 

@@ -89,13 +89,18 @@ class PlainExchange:
 
         Raises RanksLostError if the group ends meanwhile.
         """
-        begun_s = time.monotonic()
-        while any(self._done[rank] < self.num_messages for rank in self._readers):
-            if self.is_aborted:
-                raise RanksLostError("the ranks were ended")
-            if time.monotonic() - begun_s > _DONE_PATIENCE_S:
-                raise InvariantError(f"a rank has not done message {self.num_messages} for {_DONE_PATIENCE_S:g} s")
-            time.sleep(_DONE_LOOK_S)
+        begun_s, state = time.monotonic(), self._state.ranks[self.rank]
+        try:
+            while any(self._done[rank] < self.num_messages for rank in self._readers):
+                # The watch looks only at ranks for which all others wait. One may be stopped after the last exchange.
+                state.is_waiting = 1
+                if self.is_aborted:
+                    raise RanksLostError("the ranks were ended")
+                if time.monotonic() - begun_s > _DONE_PATIENCE_S:
+                    raise InvariantError(f"a rank has not done message {self.num_messages} for {_DONE_PATIENCE_S:g} s")
+                time.sleep(_DONE_LOOK_S)
+        finally:
+            state.is_waiting = 0
 
     def meet(self, *, is_refused: bool = False) -> bool:
         """Raise InvariantError: these ranks vote by an exchange of tensors."""

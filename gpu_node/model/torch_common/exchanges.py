@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -102,6 +103,21 @@ class Exchanges:
         self._world.receive(x, self._world.rank - self._tensor.size)
         return x
 
+    @contextmanager
+    def needed_to_vote(self) -> Iterator[None]:
+        """A context for what a rank must do before it can vote. If it fails, the other ranks would wait for the vote.
+
+        So an error in it becomes a BrokenExchangeError, unless there is one rank.
+        """
+        try:
+            yield
+        except BrokenExchangeError:
+            raise
+        except Exception as error:
+            if self.is_alone:
+                raise
+            raise BrokenExchangeError(f"rank {self._world.rank} cannot vote on a step: {error!r}") from error
+
     def run(self, planned: Sequence[PlannedExchange], work: Callable[[], Result]) -> Result:
         """Do `work`, which makes the planned exchanges in order, without those of no numbers.
 
@@ -123,8 +139,7 @@ class Exchanges:
             failure = error
             if self._world.rank:
                 log.warning("a step failed at a rank", extra={"rank": self._world.rank, "reason": repr(error)})
-            self._make_the_rest(planned[self._num_made :])
-        self._vote(failure)
+        self._vote(failure, planned[self._num_made :])
         return result
 
     def place_for_others(self, outcome: RankOutputs, shapes: Sequence[tuple[int, int]]) -> RankOutputs:
@@ -175,14 +190,11 @@ class Exchanges:
         """Have the memory for an exchange of zeros. A step with drafts may have more tokens than a usual one."""
         if max_numbers <= len(self._spare):
             return
-        try:
-            with translate_out_of_memory():
-                self._spare = torch.zeros(max_numbers)
-        except MemoryError as error:
-            # Without it, this rank could not vote that the step failed.
-            raise BrokenExchangeError(f"no memory for an exchange of {max_numbers} numbers") from error
+        with self.needed_to_vote():
+            self._spare = torch.zeros(max_numbers)
 
-    def _make_the_rest(self, planned: Sequence[PlannedExchange]) -> None:
+    def _make(self, planned: Sequence[PlannedExchange]) -> None:
+        """Make exchanges with zeros."""
         for kind, rows, columns in planned:
             # Sent tensors are not copied.
             x = self._spare[: rows * columns].view(rows, columns)
@@ -195,12 +207,14 @@ class Exchanges:
             else:
                 self._world.receive(x, self._world.rank - self._tensor.size)
 
-    def _vote(self, failure: Exception | None) -> None:
-        """Tell all ranks whether this one failed, and raise if any did."""
+    def _vote(self, failure: Exception | None, rest: Sequence[PlannedExchange]) -> None:
+        """Tell all ranks whether this one failed, and raise if any did. rest: exchanges that it has not made yet."""
         lacks_memory = isinstance(failure, MemoryError)
         is_other = failure is not None and not lacks_memory
-        votes = torch.tensor([lacks_memory, is_other], dtype=torch.float32)
-        num_without_memory, num_other = self._world.sum(votes).tolist()
+        with self.needed_to_vote():
+            self._make(rest)
+            votes = torch.tensor([lacks_memory, is_other], dtype=torch.float32)
+            num_without_memory, num_other = self._world.sum(votes).tolist()
         if num_other:
             own = failure if is_other else None
             raise own or RankFailedError("the step failed at another rank, whose log has the error")
@@ -208,14 +222,14 @@ class Exchanges:
             raise failure or MemoryError("another rank has no memory for the step")
 
 
-def find_together(ranks: Communicator, find: Callable[[], Result]) -> Result:
-    """Return what `find` returns at this rank, if it succeeds at all of them.
+def done_together(ranks: Communicator, work: Callable[[], Result]) -> Result:
+    """Do work at all ranks. Return what it returns at this one, if it succeeds at all of them.
 
     Raises this rank's own error, or RankFailedError if it failed at another one.
     """
     failure: Exception | None = None
     try:
-        found = find()
+        done = work()
     except Exception as error:
         failure = error
     (num_failed,) = ranks.sum(torch.tensor([float(failure is not None)])).tolist()
@@ -223,7 +237,7 @@ def find_together(ranks: Communicator, find: Callable[[], Result]) -> Result:
         raise failure
     if num_failed:
         raise RankFailedError("another rank failed; its log has the error")
-    return found
+    return done
 
 
 class Agreement:

@@ -313,5 +313,6 @@ def _interface_of(address: str) -> str:
 
 class _translate_losses(AbstractContextManager[None]):  # noqa: N801 a context manager is used like a function
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, BrokenExchangeError):
+        # gloo may have no memory either. Whether other ranks have got anything then is unknown.
+        if isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, BrokenExchangeError):
             raise BrokenExchangeError(f"an exchange between ranks failed: {error}") from error

@@ -161,7 +161,13 @@ class TorchRunner:
         tokens: indices of the wanted tokens; num_logits: of how many of them, the first ones, logits are wanted.
         """
         decoder, exchanges, part = self._decoder, self._decoder.exchanges, self._part
-        batches = micro_batches(plan, tokens, self._block_size, part.num_stages)
+        with exchanges.needed_to_vote():
+            batches = micro_batches(plan, tokens, self._block_size, part.num_stages)
+            planned = [
+                one
+                for batch in (() if exchanges.is_alone else batches)
+                for one in decoder.planned_exchanges(len(batch.plan.token_ids), len(batch.tokens))
+            ]
 
         def compute() -> tuple[RankOutputs, float]:
             if len(plan.copies):
@@ -171,11 +177,6 @@ class TorchRunner:
             shapes = (num_logits, part.vocab_width), (len(tokens) - num_logits, part.spec.hidden_size)
             return exchanges.place_for_others(outcome, shapes), copied_s
 
-        planned = [
-            one
-            for batch in (() if exchanges.is_alone else batches)
-            for one in decoder.planned_exchanges(len(batch.plan.token_ids), len(batch.tokens))
-        ]
         outcome, copied_s = exchanges.run(planned, compute)
         collected = exchanges.collected(outcome)
         return None if collected is None else _Computed(decoder.logits(collected[0]), collected[1], copied_s)
@@ -203,7 +204,8 @@ class TorchRunner:
         begun_s = time.perf_counter()
         num_samples, scored, pooled = len(plan.sample_tokens), plan.scored, plan.pooled
         parts = plan.sample_tokens, *(some.tokens for some in (scored, pooled) if some is not None)
-        wanted, num_pooled = np.concatenate(parts).astype(np.int64), 0 if pooled is None else len(pooled.tokens)
+        with self._decoder.exchanges.needed_to_vote():
+            wanted, num_pooled = np.concatenate(parts).astype(np.int64), 0 if pooled is None else len(pooled.tokens)
         computed = self._computed(plan, wanted, len(wanted) - num_pooled)
         if computed is None:
             return StepResult(np.empty(0, np.int32), 0.0, 0.0)

@@ -32,7 +32,7 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def top(redis_url: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

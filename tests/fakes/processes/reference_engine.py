@@ -194,6 +194,8 @@ class ReferenceEngine:
         self.revision = revision
         self.leaves_core_free = leaves_core_free
         self.background_due = False
+        self.holds_at: int | None = None
+        """A choice that has so many tokens gets no more before this is None."""
         self.sampling_defaults: dict[str, int | float] = {}
         self.batches: deque[int] = deque(maxlen=MAX_REMEMBERED)
         self.callers: deque[tuple[int, str, float]] = deque(maxlen=MAX_REMEMBERED)
@@ -248,7 +250,8 @@ class ReferenceEngine:
         """Generate one token for each of the first `max_num_seqs` choices."""
         if self._step_s:
             time.sleep(self._step_s)
-        batch = sorted(self._live, key=lambda live: live.background)[: self._max_num_seqs]
+        going_on = [live for live in self._live if self.holds_at is None or len(live.tokens) < self.holds_at]
+        batch = sorted(going_on, key=lambda live: live.background)[: self._max_num_seqs]
         self._num_steps += 1
         self.batches.append(len(batch))
         return [self._advance(live) for live in batch]

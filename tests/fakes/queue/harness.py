@@ -178,7 +178,7 @@ class Inbox:
         await self.redis.publish(self.channel, b"marker")
         found: list[bytes] = []
         while True:
-            message = await self.pubsub.get_message(ignore_subscribe_messages=True, timeout=5)
+            message = await self.pubsub.get_message(ignore_subscribe_messages=True, timeout=60)
             assert message is not None
             if message["data"] == b"marker":
                 return found
@@ -318,5 +318,5 @@ class Queue:
     async def listen(self, channel: str) -> Inbox:
         pubsub = self.redis.pubsub()
         await pubsub.subscribe(channel)
-        assert await pubsub.get_message(timeout=5) is not None
+        assert await pubsub.get_message(timeout=60) is not None
         return Inbox(self.redis, pubsub, channel)

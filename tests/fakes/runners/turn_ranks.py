@@ -21,6 +21,7 @@ Result = TypeVar("Result")
 class TurnTakingRunner:
     """Runs each step on all ranks. All of them must sample the same tokens."""
 
+    arithmetic = ""
     max_in_flight = 2
     verifies_drafts = False
 

@@ -93,7 +93,7 @@ async def _persistent(call: Any) -> Any:
 async def run_http(part: Part) -> None:
     """Post each job with its idempotency key, poll it to its end, write it, and acknowledge it."""
     limits, rng = httpx.Limits(max_connections=HTTP_AT_ONCE), random.Random()
-    async with httpx.AsyncClient(limits=limits, timeout=30) as http:
+    async with httpx.AsyncClient(limits=limits, timeout=60) as http:
 
         async def ask(method: str, path: str, **options: Any) -> dict[str, Any]:
             while True:

@@ -22,7 +22,7 @@ from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 
 _PAGE = 1000
-_SETTLE_ATTEMPTS = 20
+_SETTLE_ATTEMPTS = 120
 _SETTLE_PAUSE_S = 0.5
 _SHOWN = 5
 SLOW_US = 10_000

@@ -24,7 +24,7 @@ from penstock.producer.client import AsyncClient, ClientSettings
 
 GAP = "gap"
 _PAUSE_S = 0.1
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 60.0
 """Longer than the pause between two keep-alives. A gateway without a word is gone."""
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +19,9 @@ import redis
 from penstock.runtime.embedded_redis import find_redis_server
 
 START_TIMEOUT_S = 60.0
+_PORTS = range(10_000, 32_768)
+"""Linux gives higher ones to connections: another process may get one before the server of a test listens there."""
+_given_ports = set[int]()
 _LIBFAKETIME = "**/faketime/libfaketime.so.1"
 
 
@@ -177,7 +182,11 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 def free_port() -> int:
-    """Return a TCP port without a listener."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port without a listener, each one once."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _given_ports:
+                _given_ports.add(port)
+                return port

@@ -37,10 +37,10 @@ async def read(client: AsyncClient, work: Work) -> None:
     await work.read((await client.submit(PROMPT, **work.options)).chunks())
 
 
-async def under_way(client: AsyncClient, works: list[Work], watched: Work) -> list[asyncio.Task[None]]:
-    """Start readers of all jobs. Return once one reader has tokens."""
+async def under_way(client: AsyncClient, works: list[Work], *watched: Work) -> list[asyncio.Task[None]]:
+    """Start readers of all jobs. Return once the watched ones have tokens."""
     reading = [asyncio.create_task(read(client, work)) for work in works]
-    while watched.num_seen < 20:
+    while any(work.num_seen < 20 for work in watched):
         await asyncio.sleep(0.01)
     return reading
 
@@ -85,10 +85,11 @@ async def check_left(redis: Redis, works: list[Work]) -> None:
 
 
 @asynccontextmanager
-async def served(url: str) -> AsyncIterator[AsyncExitStack]:
+async def served(url: str, engine: ReferenceEngine | None = None) -> AsyncIterator[AsyncExitStack]:
     """Run a node until the stack closes."""
+    engine = engine or ReferenceEngine(step_s=STEP_S)
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(running_node(url, ReferenceEngine(step_s=STEP_S), pool=POOL, **SETTINGS))
+        await stack.enter_async_context(running_node(url, engine, pool=POOL, **SETTINGS))
         yield stack
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -178,14 +179,25 @@ class Replicated:
             self._wait_until_followed()
             for port in self._ports:
                 self._start_sentinel(port)
-            for port in self._ports:
+            for port, process in zip(self._ports, self.sentinels, strict=True):
                 with redis.Redis(port=port) as sentinel:
-                    _wait_until(lambda known=sentinel: _knows(known, len(self._ports) - 1))  # type: ignore[misc]
+                    try:
+                        _wait_until(partial(self._is_ready, sentinel, process))
+                    except AssertionError as error:
+                        error.add_note(self._log_of(port).read_text()[-2000:])
+                        raise
             self._stack = self._stack.pop_all()
         return self
 
+    def _is_ready(self, sentinel: redis.Redis, process: subprocess.Popen[bytes]) -> bool:
+        assert process.poll() is None, f"the sentinel ended with status {process.returncode}"
+        return _knows(sentinel, len(self._ports) - 1)
+
+    def _log_of(self, port: int) -> Path:
+        return self._folder / f"sentinel-{port}" / "sentinel.log"
+
     def _start_sentinel(self, port: int) -> None:
-        folder = self._folder / f"sentinel-{port}"
+        folder = self._log_of(port).parent
         folder.mkdir()
         lines = (
             f"port {port}",
@@ -194,7 +206,7 @@ class Replicated:
             # After this time a sentinel would let the replica follow the primary directly, without the link.
             f"sentinel failover-timeout {NAME} {FAILOVER_TIMEOUT_MS}",
             f"dir {folder}",
-            f"logfile {folder / 'sentinel.log'}",
+            f"logfile {self._log_of(port)}",
         )
         (folder / "sentinel.conf").write_text("\n".join(lines) + "\n")
         process = subprocess.Popen([str(find_redis_server()), str(folder / "sentinel.conf"), "--sentinel"])

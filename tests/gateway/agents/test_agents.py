@@ -52,7 +52,7 @@ def replayed(url: str, name: str, *answers: str, **more: Any) -> httpx.Response:
     request = recorded(name)
     body = request["body"] | {"model": MODEL} | more
     body["messages"] = [*body["messages"], {"role": "user", "content": script_of(*answers)}]
-    answer = httpx.post(url + request["path"], headers=request["headers"], content=json.dumps(body), timeout=30)
+    answer = httpx.post(url + request["path"], headers=request["headers"], content=json.dumps(body), timeout=60)
     assert answer.status_code == 200, answer.text
     return answer
 

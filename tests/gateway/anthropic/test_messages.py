@@ -27,7 +27,7 @@ def calling_engine(stack: Any, shared_engine: Any) -> Any:
 
 @pytest.fixture
 def calling(url: str, calling_engine: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=30) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 
@@ -165,7 +165,7 @@ def test_stream_tells_which_stop_sequence_matched_and_does_not_show_it(http: htt
 def test_silent_stream_sends_pings_before_its_first_token(stack: Any, engine: Any) -> None:
     url = stack.start_gateway(first_chunk_wait_s=0.05, keep_alive_s=1)
     engine.step_s = 0.4
-    with httpx.Client(base_url=url, timeout=30) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         text = client.post("/v1/messages", json=body("ab", stream=True)).text
     assert text.startswith('event: ping\ndata: {"type":"ping"}\n\nevent: message_start\n')
 

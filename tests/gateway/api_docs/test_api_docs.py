@@ -154,7 +154,7 @@ def test_every_example_of_the_page_runs(
 def answer_to(command: str, variables: dict[str, str]) -> httpx.Response:
     """Send what `curl` would send for a shell's command. The machine may have no curl."""
     words = ["sh", "-c", f"curl() {{ printf '%s\\0' \"$@\"; }}\n{command}"]
-    done = subprocess.run(words, env=os.environ | variables, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(words, env=os.environ | variables, capture_output=True, text=True, timeout=60, check=True)
     curl = argparse.ArgumentParser(exit_on_error=False)
     curl.add_argument("url")
     for flag in ("-s", "-S", "--fail-with-body"):
@@ -164,7 +164,7 @@ def answer_to(command: str, variables: dict[str, str]) -> httpx.Response:
     sent = curl.parse_args(done.stdout.split("\0")[:-1])
     headers = [tuple(header.split(": ", 1)) for header in sent.headers]
     method = "GET" if sent.body is None else "POST"
-    with httpx.stream(method, sent.url, headers=headers, content=sent.body, timeout=30) as answer:
+    with httpx.stream(method, sent.url, headers=headers, content=sent.body, timeout=60) as answer:
         if sent.url.endswith("/v1/jobs/events"):
             # It never ends.
             return httpx.Response(answer.status_code, text=next(answer.iter_text()))

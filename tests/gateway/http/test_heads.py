@@ -27,7 +27,7 @@ CHUNK = b"%x\r\n%b\r\n" % (len(BODY), BODY)
 @pytest.fixture
 def connection(url, engine) -> Iterator[socket.socket]:
     address = urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
         yield connection
 
 
@@ -119,7 +119,7 @@ UNKNOWN = b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\
 def test_connection_without_a_whole_head_in_time_is_closed(url, engine, monkeypatch, begin, on_and_on):
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
     address = urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
         connection.sendall(begin)
         connection.settimeout(0.02 if on_and_on else 20)
         with contextlib.suppress(ConnectionError):
@@ -216,10 +216,10 @@ def test_a_body_with_a_broken_chunk_is_refused(connection):
 def test_client_that_disconnects_with_two_open_requests_causes_no_error(url, engine):
     address = urlsplit(url)
     engine.step_s = 0.05
-    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
         connection.sendall(GOOD + MODELS)
         time.sleep(0.03)
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while engine.has_work() and time.monotonic() < deadline_s:
         time.sleep(0.01)
     time.sleep(0.1)

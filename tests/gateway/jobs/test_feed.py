@@ -85,7 +85,7 @@ def test_a_stream_continues_after_any_event_at_another_gateway(stack: Stack, htt
         submit(http)
     with reading(http, f"?after={cursor}") as events:
         found = [next(events) for _ in range(3)]
-    with httpx.Client(base_url=stack.start_gateway(), timeout=30) as other:
+    with httpx.Client(base_url=stack.start_gateway(), timeout=60) as other:
         for at, (event_id, _) in enumerate(found[:-1]):
             with reading(other, f"?after={event_id}") as events:
                 assert [next(events) for _ in found[at + 1 :]] == found[at + 1 :]

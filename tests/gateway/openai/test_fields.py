@@ -412,7 +412,7 @@ def test_a_gateway_may_ignore_unknown_names_and_lists_them(lenient_url: str, str
     """A large body is parsed in a process of its own."""
     unknown = {"top_a": 1, "über, all\r\n": [{}], "x" * 500: None}
     body = text_body("hi", stream=stream, user="u" * num_bytes, **unknown)
-    response = httpx.post(lenient_url + TEXT, json=body, timeout=30)
+    response = httpx.post(lenient_url + TEXT, json=body, timeout=60)
     assert response.status_code == 200
     listed = response.headers["x-penstock-ignored-fields"].split(", ")
     assert listed == ["top_a", "%C3%BCber%2C%20all%0D%0A", "x" * 128]
@@ -484,7 +484,7 @@ def test_a_clients_request_id_is_that_of_the_log_and_the_answer(
         for body in (text_body("hi"), text_body("hi", stream=True), text_body("hi", n=0)):
             assert http.post(TEXT, json=body, headers={"X-Request-Id": given}).headers["x-request-id"] == given
         # The line of a request is logged after its answer has arrived.
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + 60
         # The line of an earlier test's request may be among them.
         while (num_logged := _logged_ids(caplog).count(given)) < 3 and time.monotonic() < until_s:
             time.sleep(0.01)

@@ -48,7 +48,7 @@ def test_requests_of_all_frameworks_are_recorded() -> None:
 
 @pytest.mark.parametrize("turn", RECORDED, ids=[turn["client"] for turn in RECORDED])
 def test_model_receives_the_whole_conversation(agent_url: str, agent_engine: EchoEngine, turn: dict[str, Any]) -> None:
-    answer = httpx.post(f"{agent_url}/v1/chat/completions", json=turn["body"] | {"model": MODEL}, timeout=30)
+    answer = httpx.post(f"{agent_url}/v1/chat/completions", json=turn["body"] | {"model": MODEL}, timeout=60)
     assert answer.status_code == 200, answer.text
     messages, tools = last_chat(agent_engine)
     assert as_json(messages) == turn["given"]
@@ -147,10 +147,10 @@ def test_a_part_of_a_tools_result_that_is_no_text_becomes_marked_text(
         ("/v1/jobs", {"model": MODEL, "messages": messages, "background": False}),
     ):
         agent_engine.tokenizer.last_chat = None
-        answer = httpx.post(f"{agent_url}{path}", json=body, timeout=30)
+        answer = httpx.post(f"{agent_url}{path}", json=body, timeout=60)
         assert answer.status_code in (200, 202), answer.text
         if path == "/v1/jobs":
-            httpx.get(f"{agent_url}{answer.json()['links']['stream']}", timeout=30)
+            httpx.get(f"{agent_url}{answer.json()['links']['stream']}", timeout=60)
         assert last_chat(agent_engine)[0][1]["content"] == expected
 
 

@@ -30,7 +30,7 @@ def url(stack: Stack, shared_engine: EchoEngine) -> str:
 
 @pytest.fixture
 def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=30) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 

@@ -203,7 +203,7 @@ def test_without_tools_a_call_is_text_and_none_are_offered(calling, calling_engi
 def test_stream_resumes_in_the_middle_of_a_call(calling_url):
     body = {"model": MODEL, "messages": user(f"<think>hm</think>{CALLS}"), "tools": TOOLS, "stream": True}
     body["stream_options"] = {"include_event_ids": True}
-    with httpx.Client(base_url=calling_url, timeout=30) as http:
+    with httpx.Client(base_url=calling_url, timeout=60) as http:
         whole = http.post("/v1/chat/completions", json=body).text.split("\n\n")[:-1]
         for at in range(len(whole) - 1):
             place = whole[at].split("\n")[0].removeprefix("id: ")

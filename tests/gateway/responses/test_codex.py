@@ -53,7 +53,7 @@ def recorded(name: str, *answers: str) -> dict[str, Any]:
 
 
 def events_of(url: str, body: dict[str, Any]) -> tuple[httpx.Response, list[dict[str, Any]]]:
-    answer = httpx.post(f"{url}/v1/responses", json=body, timeout=30)
+    answer = httpx.post(f"{url}/v1/responses", json=body, timeout=60)
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
     return answer, [json.loads(line) for line in lines]
 

@@ -86,7 +86,7 @@ def author(url: str, author_engine: AuthorEngine) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def http(url: str, author_engine: AuthorEngine) -> Iterator[httpx.Client]:
     author_engine.tokenizer.summary = SUMMARY
-    with httpx.Client(base_url=url, timeout=30) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 
@@ -360,6 +360,6 @@ def test_a_new_secret_ends_all_seals(http: httpx.Client, stack: Stack) -> None:
 
 
 def test_every_gateway_opens_a_summary_of_its_tenant(http: httpx.Client, stack: Stack) -> None:
-    with httpx.Client(base_url=stack.start_gateway(), timeout=30) as other:
+    with httpx.Client(base_url=stack.start_gateway(), timeout=60) as other:
         body = {"model": MODEL, "input": compacted(http)["output"], "max_output_tokens": 4}
         assert other.post("/v1/responses", json=body).status_code == 200

@@ -46,7 +46,7 @@ def test_another_tenant_cannot_open_a_summary(closed: str, keys: dict[str, str],
         content = sealed("a summary", seal_key, tenant=sealed_for, model=MODEL)
         body = {"model": MODEL, "input": [{"type": "compaction", "encrypted_content": content}]}
         headers = {"authorization": f"Bearer {keys[caller]}"}
-        answer = httpx.post(f"{closed}/v1/responses", json=body, headers=headers, timeout=30)
+        answer = httpx.post(f"{closed}/v1/responses", json=body, headers=headers, timeout=60)
         assert answer.status_code == status, answer.text
         assert status == 200 or answer.json()["error"]["code"] == "foreign_compaction"
 
@@ -54,7 +54,7 @@ def test_another_tenant_cannot_open_a_summary(closed: str, keys: dict[str, str],
 def test_another_tenant_finds_no_such_response(closed: str, keys: dict[str, str]) -> None:
     def call(tenant: str, method: str, path: str, **options: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {keys[tenant]}"}
-        return httpx.request(method, f"{closed}/v1/responses{path}", headers=headers, timeout=30, **options)
+        return httpx.request(method, f"{closed}/v1/responses{path}", headers=headers, timeout=60, **options)
 
     body = {"model": MODEL, "input": "secret"}
     response_id = call("acme", "POST", "", json=body | {"background": True}).json()["id"]

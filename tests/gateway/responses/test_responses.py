@@ -146,11 +146,12 @@ def test_input_items_are_listed_in_pages(api: Any) -> None:
 
 
 def test_a_background_response_is_answered_at_once_and_ends_later(api: Any, engine: Any) -> None:
-    engine.step_s = 0.02
+    engine.may_go_on.clear()
     response = api.responses.create(model=MODEL, input="x" * 30, background=True)
     # The node may have begun by the time the answer is written.
     assert response.status in ("queued", "in_progress")
     assert (response.output, response.usage) == ([], None)
+    engine.may_go_on.set()
     assert ended(api, response.id).output_text == "x" * 30
 
 
@@ -234,7 +235,7 @@ def test_deleting_an_open_response_cancels_its_job(api: Any, engine: Any, stack:
         async with stack.client() as client:
             return str((await client.status(response_id.removeprefix("resp_"))).state)
 
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while stack.call(state()) != "cancelled":
         assert time.monotonic() < deadline_s
 

@@ -324,7 +324,7 @@ def test_nodes_of_an_older_release_are_named(stack: Stack, engine: EchoEngine) -
 def test_more_texts_than_jobs_may_be_open_are_refused_by_name(stack: Stack, redis_url: str) -> None:
     model = "acme/few"
     stack.start_node(EchoEngine(), model=model, pool="few", max_open_jobs=3)
-    with httpx.Client(base_url=stack.start_gateway(), timeout=30) as http:
+    with httpx.Client(base_url=stack.start_gateway(), timeout=60) as http:
         assert http.post("/v1/embeddings", json={"model": model, "input": ["a"] * 3}).status_code == 200
         for path, body, param in (
             ("/v1/embeddings", {"input": ["a"] * 4}, "input"),

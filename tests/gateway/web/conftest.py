@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Error, Locator, Page, e
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser")
 """Debian's names. The first one is Chromium without windows, which takes two thirds of the CPU time."""
 CHROMIUM = os.environ.get("PENSTOCK_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-PATIENCE_MS = 10_000
+PATIENCE_MS = 60_000
 BLANK = "about:blank"
 FORGET = """async () => {
     localStorage.clear();

@@ -93,7 +93,7 @@ def test_a_batch_is_paused_resumed_and_canceled(page: Page, batch_url: str, engi
     batch.get_by_role("button", name="Resume").click()
     expect(batch.locator(".badge")).to_have_text("in progress")
     batch.get_by_role("button", name="Cancel").click()
-    expect(batch.locator(".badge")).to_have_text("cancelled", timeout=30_000)
+    expect(batch.locator(".badge")).to_have_text("cancelled")
 
 
 def test_webhook_endpoints_show_their_deliveries(page: Page, batch_url: str) -> None:
@@ -107,18 +107,18 @@ def test_webhook_endpoints_show_their_deliveries(page: Page, batch_url: str) -> 
         batch = upload(page, row("r"))
         expect(batch.locator(".badge")).to_have_text("completed")
         # Until one is chosen, it is the first state that has deliveries.
-        expect(shown.get_by_label("State of the deliveries")).to_have_value("pending", timeout=30_000)
+        expect(shown.get_by_label("State of the deliveries")).to_have_value("pending")
         expect(shown).to_contain_text("batch.completed of batch_")
         expect(shown.locator("li")).to_contain_text(", next ")
         http.post(f"/v1/webhook_endpoints/{endpoint}", json={"status": "disabled"})
-        expect(shown.locator(".badge")).to_have_text("disabled", timeout=20_000)
+        expect(shown.locator(".badge")).to_have_text("disabled")
         shown.get_by_label("State of the deliveries").select_option("dead")
         again = shown.get_by_role("button", name="Deliver all dead ones again")
-        expect(again).to_be_visible(timeout=30_000)
+        expect(again).to_be_visible()
         shown.get_by_role("button", name="Enable").click()
-        expect(shown.locator(".badge")).to_have_text("enabled", timeout=20_000)
+        expect(shown.locator(".badge")).to_have_text("enabled")
         again.click()
-        expect(shown).to_contain_text("No dead deliveries.", timeout=20_000)
+        expect(shown).to_contain_text("No dead deliveries.")
         http.delete(f"/v1/webhook_endpoints/{endpoint}")
         page.set_viewport_size({"width": 390, "height": 900})
         assert scroll_width(page) <= 390

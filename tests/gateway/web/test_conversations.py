@@ -86,7 +86,7 @@ def test_an_answer_outlives_its_tab_its_gateway_and_its_node(page: Page, redis_u
         # A new tab opens with the answer that was not read to its end.
         chat = Playground(page, gateway.url)
         whole = text_of(reference_tokens("", PARAMS, ReferenceTokenizer().encode(question)))
-        expect(chat.answer.locator(".said")).to_have_attribute("aria-busy", "false", timeout=20_000)
+        expect(chat.answer.locator(".said")).to_have_attribute("aria-busy", "false")
         assert chat.wait_end() == whole.strip()
         expect(page.locator(".turn")).to_have_count(2)
 

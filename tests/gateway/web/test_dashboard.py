@@ -37,7 +37,7 @@ STEP_S = 0.1
 
 def read_states(url: str, count: int, found: list[dict[str, Any]]) -> None:
     """Read this many states as a viewer."""
-    with httpx.stream("GET", f"{url}/dashboard", headers=EVENTS, timeout=10) as stream:
+    with httpx.stream("GET", f"{url}/dashboard", headers=EVENTS, timeout=60) as stream:
         lines = (line for line in stream.iter_lines() if line.startswith("data: "))
         found += [json.loads(line[6:]) for line, _ in zip(lines, range(count), strict=False)]
 

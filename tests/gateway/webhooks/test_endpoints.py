@@ -74,7 +74,7 @@ def deliveries(http: httpx.Client, endpoint_id: str, status: str) -> list[dict[s
 
 
 def wait_for(http: httpx.Client, endpoint_id: str, status: str, count: int = 1) -> list[dict[str, Any]]:
-    until_s = time.monotonic() + 15
+    until_s = time.monotonic() + 60
     while len(found := deliveries(http, endpoint_id, status)) < count:
         assert time.monotonic() < until_s, found
         time.sleep(0.05)
@@ -291,10 +291,12 @@ def test_deleted_endpoint_gets_nothing_more(http: httpx.Client, api: openai.Open
     submitted(http, webhooks=[endpoint.id])
     receiver.wait_for(1)
     assert api.webhooks.delete(endpoint.id).deleted
-    time.sleep(0.2)
-    number = len(receiver.received)
-    time.sleep(0.5)
-    assert len(receiver.received) == number
+    # The attempt that was under way may end yet. Others would follow each other all the time.
+    until_s, number = time.monotonic() + 60, -1
+    while number != len(receiver.received):
+        assert time.monotonic() < until_s
+        number = len(receiver.received)
+        time.sleep(0.5)
     metrics = http.get("/metrics").text
     assert 'penstock_webhooks_pending{tenant="default"}' not in metrics
 

@@ -17,7 +17,7 @@ HANDSHAKE = {
     "Sec-WebSocket-Version": "13",
 }
 CONT, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 _MASK = b"\x01\x02\x03\x04"
 
 

@@ -13,7 +13,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.gateway.conftest import MODEL
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 Message = dict[str, Any]
 
 

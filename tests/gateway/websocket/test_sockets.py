@@ -27,7 +27,7 @@ def state_of(http: httpx.Client, job_id: str) -> str:
     return str(http.get(f"/v1/jobs/{job_id}").json()["state"])
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     until_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until_s

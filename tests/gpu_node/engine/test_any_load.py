@@ -259,7 +259,7 @@ def _hashes(seq: Sequence, tokens: list[int]) -> list[bytes]:
     return names[1:]
 
 
-@pytest.mark.timeout(3600 if FULL else 120)
+@pytest.mark.timeout(3600 if FULL else 300)
 def test_any_load_is_served_in_full_and_every_sequence_reads_its_own_blocks() -> None:
     examples, steps = (2500, 50) if FULL else (60, 40)
     events = (*COMMON_EVENTS, *(RARE_EVENTS if FULL else ()))

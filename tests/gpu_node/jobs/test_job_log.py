@@ -36,7 +36,7 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 async def until_logged(caplog: pytest.LogCaptureFixture, num_lines: int) -> list[dict[str, Any]]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(lines_of(caplog)) < num_lines:
             await asyncio.sleep(0.01)
     return lines_of(caplog)
@@ -60,7 +60,7 @@ async def test_a_job_that_is_done_has_one_line(redis_url: str, caplog: pytest.Lo
         "preemptions": 0,
     }
     assert {name: line[name] for name in expected} == expected
-    assert 0 <= line["queue_s"] <= line["ttft_s"] < line["total_s"] < 10
+    assert 0 <= line["queue_s"] <= line["ttft_s"] < line["total_s"] < 60
     assert "code" not in line and "trace_id" not in line
 
 
@@ -82,7 +82,7 @@ async def test_lines_can_be_switched_off(redis_url: str, caplog: pytest.LogCaptu
     async with (
         running_node(redis_url, reference_engine(), pool=POOL, log_jobs=False) as node,
         AsyncClient(redis_url) as client,
-        asyncio.timeout(10),
+        asyncio.timeout(60),
     ):
         await (await client.submit("hello", max_tokens=5)).result()
         while node.ledger.counts.finished < 1:

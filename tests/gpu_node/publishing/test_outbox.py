@@ -26,7 +26,7 @@ from penstock.queue.wire import decode_chunks
 
 LEASE = "1:x:1"
 MAX_UNSENT_BYTES = 1 << 10
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class ScriptedBroker(NodeBroker):

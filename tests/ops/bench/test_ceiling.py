@@ -62,7 +62,6 @@ def test_the_engine_waits_for_a_gpu_whose_steps_only_take_time(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 async def test_the_ceiling_has_a_row_for_each_thread_and_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "ops"))
     with EmbeddedRedis() as server:

@@ -22,7 +22,6 @@ def _printed(program: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_documented_table_of_estimates_is_what_the_program_prints() -> None:
     printed = _printed("estimates")
     assert printed in (ROOT / "ops/bench_gpu/WITHOUT_GPU.md").read_text()

@@ -55,7 +55,6 @@ def _assert_within_budget(counts: dict[str, dict[str, tuple[int, int]]]) -> None
                 assert found >= budget, f"{where}, {budget} before: lower the constant, so that the gain stays"
 
 
-@pytest.mark.timeout(120)
 def test_llamas_steps_launch_no_more_than_their_budget() -> None:
     """With adapters: such a runner has graphs without them too. Dependent launches are as many as others."""
     setup, kinds = "llama-8b bf16 kv-bf16 adapters dependent", {"decode few", "decode many", "mixed few", "mixed many"}

@@ -20,7 +20,7 @@ def _is_running(pid: int) -> bool:
 def test_a_program_that_is_killed_leaves_no_child_and_keeps_what_it_said() -> None:
     ended = run_program(["sh", "-c", "sleep 60 & echo $!; wait"], 0.2)
     assert ended.returncode is None
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 60
     while _is_running(int(ended.stdout)):
         assert time.monotonic() < end_s
         time.sleep(0.01)

@@ -91,7 +91,7 @@ def num_lines(path: Path) -> int:
 
 def wait_for_lines(path: Path, count: int, writer: subprocess.Popen[str]) -> None:
     """Wait until `writer` has written this many rows."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while num_lines(path) < count:
         assert writer.poll() is None, writer.communicate()[0]
         assert time.monotonic() < deadline, f"{num_lines(path)} rows"

@@ -113,10 +113,9 @@ def test_200_rows_through_a_worker_that_is_killed_once(app: Celery, served_url: 
     assert rows_in(tmp_path / "out.jsonl")[: len(written)] == written
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(("lease", "within_s"), [({"PENSTOCK_CELERY_TASK_LEASE_S": "1"}, 10), slow(({}, 20))])
+@pytest.mark.parametrize("lease", [{"PENSTOCK_CELERY_TASK_LEASE_S": "1"}, slow(({},))])
 def test_batch_of_a_killed_worker_continues_in_a_healthy_one(
-    app: Celery, served_url: str, tmp_path: Path, lease: dict[str, str], within_s: int
+    app: Celery, served_url: str, tmp_path: Path, lease: dict[str, str]
 ) -> None:
     rows = [chat_row(f"row-{i}", max_tokens=100) for i in range(200)]
     partial, log = tmp_path / "out.jsonl.partial", tmp_path / "healthy.log"
@@ -129,7 +128,7 @@ def test_batch_of_a_killed_worker_continues_in_a_healthy_one(
             killed_s, written = time.monotonic(), num_lines(partial)
             assert written < 200
             wait_for_lines(partial, written + 1, healthy)
-            assert time.monotonic() - killed_s < within_s
+            assert time.monotonic() - killed_s < 60  # the visibility lasts for 300 s
             assert task.get(timeout=60, interval=0.05)["num_answered"] == 200
             wait_until(lambda: not has_tasks(served_url))
     assert "the task is queued again" in log.read_text() and "Traceback" not in log.read_text()
@@ -183,7 +182,7 @@ def test_a_task_that_outlives_its_visibility_is_not_run_twice_at_once(
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)
@@ -202,11 +201,11 @@ def test_stopped_worker_returns_its_task_at_once(app: Celery, served_url: str, t
     with worker(served_url, "--pool", pool, visibility_timeout_s=3600, REMAP_SIGTERM="SIGQUIT") as first:
         wait_for_lines(tmp_path / "out.jsonl.partial", 10, first)
         first.terminate()
-        first.communicate(timeout=20)
+        first.communicate(timeout=60)
     assert num_lines(tmp_path / "out.jsonl.partial") < 100
 
     with worker(served_url, visibility_timeout_s=3600):
-        assert task.get(timeout=30, interval=0.05)["num_answered"] == 100
+        assert task.get(timeout=60, interval=0.05)["num_answered"] == 100
     assert_whole(tmp_path, rows)
 
 
@@ -215,9 +214,9 @@ def test_answer_as_a_task_whose_text_is_in_no_log(app: Celery, idle_log: Path) -
     chat = app.send_task(GENERATE, kwargs={"messages": messages, "max_tokens": 50})
     text = app.send_task(GENERATE, args=["unspeakable"], kwargs={"max_tokens": 40, "model": "reference"})
     wrong = app.send_task(GENERATE, args=["unspeakable"], kwargs={"max_tokns": 3})
-    spoken, written = (task.get(timeout=30, interval=0.05) for task in (chat, text))
+    spoken, written = (task.get(timeout=60, interval=0.05) for task in (chat, text))
     with pytest.raises(RequestError, match="max_tokns: unknown field"):
-        wrong.get(timeout=30, interval=0.05)
+        wrong.get(timeout=60, interval=0.05)
 
     assert spoken["object"] == "chat.completion"
     assert spoken["usage"]["completion_tokens"] == 50
@@ -234,19 +233,21 @@ def test_a_task_says_what_its_submission_waits_for(app: Celery, idle_log: Path) 
         level: app.send_task(GENERATE, args=["x"], kwargs={"max_tokens": 1, "durability": level})
         for level in ("memory", "fsync", "disk")
     }
-    assert sent["memory"].get(timeout=30, interval=0.05)["object"] == "text_completion"
+    assert sent["memory"].get(timeout=60, interval=0.05)["object"] == "text_completion"
     with pytest.raises(RequestError, match="durability: fsync is not possible"):
-        sent["fsync"].get(timeout=30, interval=0.05)
+        sent["fsync"].get(timeout=60, interval=0.05)
     with pytest.raises(RequestError, match="durability must be one of memory, fsync, replicated, not 'disk'"):
-        sent["disk"].get(timeout=30, interval=0.05)
+        sent["disk"].get(timeout=60, interval=0.05)
 
 
 def test_a_task_delivered_again_is_the_same_job(app: Celery, idle_log: Path) -> None:
     options = {"args": ["once"], "kwargs": {"max_tokens": 5}, "task_id": "delivered-twice"}
-    first = app.send_task(GENERATE, **options).get(timeout=30, interval=0.05)
-    second = app.send_task(GENERATE, **options)
-    second.forget()
-    assert second.get(timeout=30, interval=0.05)["id"] == first["id"]
+    task = app.send_task(GENERATE, **options)
+    first = task.get(timeout=60, interval=0.05)
+    # Before the second one, whose result may come at once.
+    task.forget()
+    second = app.send_task(GENERATE, **options).get(timeout=60, interval=0.05)
+    assert second["id"] == first["id"]
 
 
 def test_locked_batch_is_retried_until_it_is_free(app: Celery, idle_log: Path, tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ def test_locked_batch_is_retried_until_it_is_free(app: Celery, idle_log: Path, t
         wait_until(lambda: idle_log.read_text().count(f"{task.id}] retry") > 4)
         assert task.state == "RETRY"
         assert str(task.info).startswith("another run is writing")
-    assert task.get(timeout=30, interval=0.05)["num_answered"] == 1
+    assert task.get(timeout=60, interval=0.05)["num_answered"] == 1
 
 
 def test_pickle_is_refused(app: Celery, served_url: str, idle_log: Path, tmp_path: Path) -> None:
@@ -269,7 +270,7 @@ def test_pickle_is_refused(app: Celery, served_url: str, idle_log: Path, tmp_pat
     sender.send_task(GENERATE, args=[Bomb()], serializer="pickle")
     sender.close()
     good = app.send_task(GENERATE, args=["x"], kwargs={"max_tokens": 1})
-    assert good.get(timeout=30, interval=0.05)["choices"]
+    assert good.get(timeout=60, interval=0.05)["choices"]
     assert "Refusing to deserialize" in idle_log.read_text()
     assert not (tmp_path / "exploded").exists()
 
@@ -283,7 +284,7 @@ def test_a_batch_by_command_through_a_worker(served_url: str, idle_log: Path, tm
         process(*command, str(source), str(tmp_path / "out.jsonl")) as good,
         process(*command, str(twice), str(tmp_path / "twice.out")) as wrong,
     ):
-        said, refused = (run.communicate(timeout=30)[0] for run in (good, wrong))
+        said, refused = (run.communicate(timeout=60)[0] for run in (good, wrong))
     assert (good.returncode, wrong.returncode) == (1, 2)
     assert "1 answered, 1 failed" in said
     assert "line 3: custom_id 'good' is already used in line 1" in refused
@@ -319,7 +320,7 @@ def test_worker_without_redis_says_what_to_set(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_worker_logs_as_the_other_processes_do(app: Celery, idle_log: Path) -> None:
-    app.send_task(GENERATE, args=["logged"], kwargs={"max_tokens": 2}).get(timeout=30, interval=0.05)
+    app.send_task(GENERATE, args=["logged"], kwargs={"max_tokens": 2}).get(timeout=60, interval=0.05)
 
     def events() -> list[dict[str, str]]:
         return [json.loads(line) for line in idle_log.read_text().splitlines() if line.startswith("{")]

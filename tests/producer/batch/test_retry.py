@@ -62,7 +62,7 @@ def test_failed_rows_are_listed_by_line_and_only_they_run_again(served_url: str,
     source.write_bytes(b"\n" + text_of(rows))
     files = (str(source), str(output), "--redis-url", served_url)
     with process(*PENSTOCK, "run", *files) as run:
-        said = run.communicate(timeout=30)[0]
+        said = run.communicate(timeout=60)[0]
     assert run.returncode == 1
     assert "1 answered, 2 failed" in said and f"failed rows: {tmp_path / 'out.errors.jsonl'}" in said
     listed = {row["custom_id"]: row for row in rows_in(tmp_path / "out.errors.jsonl")}
@@ -71,7 +71,7 @@ def test_failed_rows_are_listed_by_line_and_only_they_run_again(served_url: str,
     first = {row["custom_id"]: row for row in rows_in(output)}
 
     with process(*PENSTOCK, "retry", *files, "--errors", str(tmp_path / "still.jsonl")) as again:
-        said = again.communicate(timeout=30)[0]
+        said = again.communicate(timeout=60)[0]
     assert again.returncode == 1 and "0 answered, 2 failed" in said
     assert [row["line"] for row in rows_in(tmp_path / "still.jsonl")] == [3, 4]
     second = {row["custom_id"]: row for row in rows_in(output)}

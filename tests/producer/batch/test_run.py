@@ -400,7 +400,7 @@ def test_failed_rows_show_in_the_exit_code(served_url: str, tmp_path: Path) -> N
     source = write_rows(tmp_path / "in.jsonl", [chat_row("good"), chat_row("bad", n=99)])
     command = (sys.executable, "-m", "penstock", "batch", "run", str(source), str(tmp_path / "out.jsonl"))
     with process(*command, "--redis-url", served_url) as run:
-        said = run.communicate(timeout=30)[0]
+        said = run.communicate(timeout=60)[0]
     assert run.returncode == 1
     assert "1 answered, 1 failed" in said
 
@@ -437,12 +437,12 @@ def test_batch_whose_disk_was_full_continues_later(served_url: str, tmp_path: Pa
     batch = batch_of(tmp_path, [chat_row(str(number)) for number in range(9)])
     run = (sys.executable, "-m", "penstock", "batch", "run", batch.input, batch.output, "--redis-url", served_url)
     with process("sh", "-c", f"ulimit -f 2; exec {shlex.join(run)} --in-flight 1") as small:
-        said = small.communicate(timeout=30)[0]
+        said = small.communicate(timeout=60)[0]
     assert (small.returncode, said) == (2, f"penstock: {batch.output}.partial: File too large\n")
     assert 0 < num_lines(Path(f"{batch.output}.partial")) < 9
 
     with process(*run) as large:
-        assert "9 answered, 0 failed" in large.communicate(timeout=30)[0]
+        assert "9 answered, 0 failed" in large.communicate(timeout=60)[0]
     assert sorted(row["custom_id"] for row in rows_in(Path(batch.output))) == [str(number) for number in range(9)]
 
 
@@ -450,7 +450,7 @@ def test_a_failed_row_is_shown_with_its_reason(served_url: str, tmp_path: Path) 
     batch = batch_of(tmp_path, [chat_row("a"), chat_row("b", wrong=1)])
     run = (sys.executable, "-m", "penstock", "batch", "run", "-", batch.output, "--redis-url", served_url)
     with process("sh", "-c", f"exec {shlex.join(run)} < {batch.input}") as done:
-        said = done.communicate(timeout=30)[0].splitlines()
+        said = done.communicate(timeout=60)[0].splitlines()
     assert done.returncode == 1
     assert said[0].startswith("1 answered, 1 failed, ")
     assert said[1:2] == ["first failure: b: wrong: unknown field"]
@@ -479,7 +479,7 @@ def test_ctrl_c_works_while_the_input_is_read(tmp_path: Path) -> None:
         run.stdin.flush()
         run.send_signal(signal.SIGINT)
         try:
-            assert (run.wait(timeout=20), run.stderr and run.stderr.read()) == (130, "")
+            assert (run.wait(timeout=60), run.stderr and run.stderr.read()) == (130, "")
         finally:
             run.kill()
     assert files_in(tmp_path) == set()

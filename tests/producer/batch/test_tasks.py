@@ -26,14 +26,14 @@ def test_progress_that_cannot_be_stored_neither_fails_nor_blocks_the_run() -> No
 
     def store(progress: BatchProgress) -> None:
         stored.append(progress)
-        release.wait(10)
+        release.wait(60)
         raise UnavailableError("Redis is unreachable")
 
     started_s = time.monotonic()
     with reporting(store) as report:
         for num_rows in range(1000):
             report(BatchProgress(num_rows))
-        assert time.monotonic() - started_s < 5
+        assert time.monotonic() - started_s < 30
         release.set()
     assert stored == [BatchProgress(0)]
 
@@ -69,7 +69,7 @@ def test_task_whose_retry_celerys_redis_cannot_store_continues_in_its_worker(
             done = thread.submit(run)
             while "task.retries_in_place" not in caplog.text and not done.done():
                 time.sleep(0.01)
-        assert done.result(timeout=30)["num_answered"] == 1
+        assert done.result(timeout=60)["num_answered"] == 1
     # A worker's end closes the client that its tasks share.
     worker_shutdown.send(sender=app)
     app.close()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 
 
 def scrape(port: int) -> dict[tuple[str, ...], float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return {
         (sample.name.removeprefix("penstock_batch_"), *(sample.labels[name] for name in sorted(sample.labels))): (
@@ -46,7 +46,7 @@ def test_metrics_of_a_worker_include_its_child_processes(served_url: str, tmp_pa
         wait_until(lambda: scrape(port).get(("tasks_total", "failed", GENERATE)) == 1)
         found = scrape(port)
         running.terminate()
-        running.communicate(timeout=20)
+        running.communicate(timeout=60)
     app.close()
     assert found["rows_total", "answered"] == 19
     assert found["rows_total", "failed"] == 1

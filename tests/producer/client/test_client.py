@@ -142,7 +142,7 @@ async def test_cancel_ends_a_running_job(client: AsyncClient, node: FakeNode) ->
     await read_some(stream, 3)
     assert await job.cancel() == "cancelling"
     with pytest.raises(JobCancelledError):
-        await asyncio.wait_for(read_all(stream), 5)
+        await asyncio.wait_for(read_all(stream), 60)
     assert (await job.status()).state == "cancelled"
     assert await client.cancel(job.id) == "cancelled"
 
@@ -260,7 +260,7 @@ async def test_own_channel_carries_one_chunk_a_message(client: AsyncClient, told
     [run] = await told_node.take()
     await run.say(3)
     await run.finish()
-    messages = [await pubsub.get_message(timeout=5) for _ in range(5)]
+    messages = [await pubsub.get_message(timeout=60) for _ in range(5)]
     await pubsub.aclose()  # type: ignore[no-untyped-call]
     assert [decode_chunks(m["data"])[0].index for m in messages[1:] if m] == [0, 1, 2, 3]
 
@@ -311,7 +311,7 @@ async def test_pressure_is_what_the_nodes_report(client: AsyncClient, told_node:
     await client.submit("hello", max_tokens=10)
     pressure = await client.pressure(POOL)
     assert pressure.nodes == (told_node.pressure,)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while sum((await client.pressure(POOL)).backlog_cost) <= 10:
             await asyncio.sleep(0.01)
 

@@ -71,7 +71,7 @@ async def test_interrupted_retry_gives_the_same_job_again(client: AsyncClient, r
 
 async def test_readers_are_told_of_the_end(client: AsyncClient, redis: Redis) -> None:
     dead = await make_dead_letter(redis)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         result = await client.result(dead.id, check=False, tenant="acme")
     assert (result.outcome.state, result.outcome.code) == ("dead", "node_lost")
     assert (await ProducerBroker(redis).status(dead.id, "acme")).losses == 3

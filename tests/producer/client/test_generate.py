@@ -81,7 +81,7 @@ async def is_canceled(job: FakeJob) -> bool:
 
 
 async def wait_until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not is_true():
             await asyncio.sleep(0.01)
 

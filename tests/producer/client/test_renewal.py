@@ -19,7 +19,7 @@ from penstock.producer.client.mailbox import Feed
 from penstock.queue.broker import history
 from penstock.queue.broker.producer import ProducerBroker, Submission, Submitted
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(autouse=True)

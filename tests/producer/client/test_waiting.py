@@ -21,7 +21,7 @@ from penstock.queue import keys
 from penstock.queue.broker.jobs import QueuePositions
 from penstock.queue.wire import encode_progress
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 async def updates_of(job: AsyncJob) -> list[QueuePosition | PrefillProgress]:

@@ -19,9 +19,9 @@ async def test_a_job_may_wait_for_the_first_node(client: AsyncClient, told_node:
     expiring = await client.submit("hello", deadline_s=0.3, background=False, queue_without_node=True)
     assert (await waiting.status()).state == "queued"
     with pytest.raises(JobExpiredError):
-        await expiring.result(timeout=10)
+        await expiring.result(timeout=60)
     async with FakeNode(redis_url):
-        assert (await waiting.result(timeout=10)).token_ids == tuple(fake_tokens(waiting.id, 3))
+        assert (await waiting.result(timeout=60)).token_ids == tuple(fake_tokens(waiting.id, 3))
 
 
 async def test_a_client_may_queue_all_its_jobs_without_a_node(redis_url: str, told_node: FakeNode) -> None:

@@ -110,6 +110,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable_calls, "CONFIRM_TIMEOUT_S", QUICK_S)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what waits for a confirmation wait for as long as a test lasts."""
+    monkeypatch.setattr(durable_calls, "CONFIRM_TIMEOUT_S", 60.0)
+
+
 @asynccontextmanager
 async def still_waiting(*calls: Any) -> AsyncIterator[list[asyncio.Task[Any]]]:
     """Start calls, and yield their tasks while they wait."""
@@ -189,12 +195,12 @@ async def test_settings_that_change_under_an_open_connection_break_no_promise(du
 # The wait. `appendfsync no` holds the fsync of Redis, and `everysec` lets it go on.
 
 
-@pytest.mark.usefixtures("has_waitaof")
+@pytest.mark.usefixtures("has_waitaof", "patient")
 async def test_the_answer_comes_with_the_fsync_and_that_of_memory_before_it(durable: Callable[..., Any]) -> None:
     one = await durable(appendfsync="no")
     async with still_waiting(one.submit()) as (task,):
         assert await one.num_jobs() == 1
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(30):
             await one.broker.submit(Submission(new_job(), 10))
         await one.set(appendfsync="everysec")
     assert (await task).state == "queued"
@@ -282,7 +288,7 @@ async def test_a_server_that_becomes_a_replica_confirms_nothing(durable: Callabl
     assert (await task).state == "queued"
 
 
-@pytest.mark.usefixtures("has_waitaof")
+@pytest.mark.usefixtures("has_waitaof", "patient")
 async def test_calls_share_rounds_and_a_refusal_waits_for_no_disk(durable: Callable[..., Any]) -> None:
     one = await durable(appendfsync="no")
     before = (await one.redis.info("clients"))["connected_clients"]
@@ -290,7 +296,7 @@ async def test_calls_share_rounds_and_a_refusal_waits_for_no_disk(durable: Calla
         clients = (await one.redis.info("clients"))["connected_clients"]
         assert clients == before + 1, "calls of one moment share a round"
         with pytest.raises(BusyError):
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(30):
                 await one.submit(terms=Terms(max_open_jobs=1))
         later = [asyncio.create_task(one.submit()) for _ in range(5)]
         await asyncio.sleep(0.3)

@@ -21,7 +21,7 @@ from penstock.queue.broker.history import HistoryWatch, RecentCalls
 from penstock.queue.broker.shared_connection import SharedRedis
 from penstock.runtime.event_loop import cancel_until_done
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(autouse=True)

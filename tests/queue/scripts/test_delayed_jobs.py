@@ -46,7 +46,7 @@ async def test_a_job_does_not_age_before_its_time(queue: Queue) -> None:
     await is_due(queue, later)
     assert ids_of(await node.take()) == [earlier, later]
     status = await queue.producer.status(later, "default")
-    assert status.taken_ms - status.submitted_ms < 5000
+    assert status.taken_ms - status.submitted_ms < 50_000
 
 
 async def test_sweep_queues_delayed_jobs_that_are_due(queue: Queue) -> None:

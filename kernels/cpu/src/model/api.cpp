@@ -217,12 +217,13 @@ PENSTOCK_API uint32_t penstock_exchange_await(ExchangeState* state, uint32_t see
   return state->step.value.load(std::memory_order_acquire);
 }
 
-// Meets the other ranks outside a step. Returns 0 if the group is aborted.
-PENSTOCK_API int penstock_exchange_meet(ExchangeState* state, int rank, int size) {
+// Meets the other ranks outside a step. Returns 1 if all of them could do the last message; 0 if one refused, or the
+// group is aborted.
+PENSTOCK_API int penstock_exchange_vote(ExchangeState* state, int rank, int size, int refuses) {
   Exchange exchange(rank, size);
   exchange.use(state);
   int64_t slept_ns = 0;
-  return exchange.meet(slept_ns);
+  return exchange.vote(refuses != 0, slept_ns) == Ending::kDone;
 }
 
 // Ends the group: all meetings, present and later ones, return at once.

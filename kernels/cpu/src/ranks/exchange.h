@@ -77,6 +77,9 @@ struct ExchangeState {
   RankState ranks[kMaxRanks];
 };
 
+// How a step ended, or what its vote came to.
+enum class Ending : int { kDone = 0, kNoMemory = 1, kAborted = 2 };
+
 class Exchange {
  public:
   Exchange(int rank, int size) : rank_(rank), size_(size) {}
@@ -114,6 +117,15 @@ class Exchange {
     add(own.waited_ns, std::max<int64_t>(0, completed_ns - arrived_ns));
     add(own.exchanged_ns, std::max<int64_t>(0, clock_ns(CLOCK_MONOTONIC) - std::max(completed_ns, arrived_ns)));
     return !is_aborted();
+  }
+
+  // Meets the other ranks to learn whether all of them can do the last message: kDone if so, kNoMemory if one refuses.
+  Ending vote(bool refuses, int64_t& slept_ns) {
+    if (refuses) state_->refused.store(1, std::memory_order_release);
+    if (!meet(slept_ns)) return Ending::kAborted;
+    if (state_->refused.load(std::memory_order_acquire) == 0) return Ending::kDone;
+    // Rank 0 clears the word with the next message. No rank may still have to read it then.
+    return meet(slept_ns) ? Ending::kNoMemory : Ending::kAborted;
   }
 
  private:

@@ -9,9 +9,6 @@
 
 namespace penstock {
 
-// How a step ended.
-enum class Ending : int { kDone = 0, kNoMemory = 1, kAborted = 2 };
-
 class RankGroup {
  public:
   // A rank that is alone meets no other rank, and shares no memory.
@@ -36,23 +33,20 @@ class RankGroup {
   // Tells the others that this rank cannot compute the step, and waits until they know.
   void refuse() {
     if (is_alone()) return;
-    exchange_.state().refused.store(1, std::memory_order_release);
     int64_t slept_ns = 0;
-    exchange_.meet(slept_ns);
-    ending_ = Ending::kNoMemory;
+    ending_ = exchange_.vote(true, slept_ns);
   }
 
   // The first meeting of a step: all ranks have memory for it, or none of them computes it.
   void vote(Worker& worker) {
-    meet_then(worker, [this] {
-      const bool is_refused = exchange_.state().refused.load(std::memory_order_acquire) != 0;
-      if (is_refused && ending_ == Ending::kDone) ending_ = Ending::kNoMemory;
-    });
+    by_one_thread(worker, [this](int64_t& slept_ns) { ending_ = exchange_.vote(false, slept_ns); });
   }
 
   // Waits for the threads of this rank, then for the other ranks. Afterwards each rank sees what all have written.
   void meet(Worker& worker) {
-    meet_then(worker, [] {});
+    by_one_thread(worker, [this](int64_t& slept_ns) {
+      if (!exchange_.meet(slept_ns)) ending_ = Ending::kAborted;
+    });
   }
 
   // Whether the rest of the step is to be left out. All threads of a rank get the same answer between two meetings.
@@ -60,17 +54,16 @@ class RankGroup {
   Ending ending() const { return ending_; }
 
  private:
-  template <class Then>
-  void meet_then(Worker& worker, const Then& then) {
+  // Lets one thread meet the other ranks while those beside it wait at the barrier.
+  template <class Meet>
+  void by_one_thread(Worker& worker, const Meet& meet) {
     if (is_alone()) return;
-    // One thread meets the other ranks while those beside it wait at the barrier.
     worker.for_each(
         0, [](int) {},
         [&] {
           int64_t slept_ns = 0;
-          if (!exchange_.meet(slept_ns)) ending_ = Ending::kAborted;
+          meet(slept_ns);
           worker.note_slept(slept_ns);
-          then();
         });
   }
 

@@ -153,7 +153,7 @@ def test_late_mask_delays_no_other_row(engine: Engine) -> None:
     for name in ("guided", "free"):
         assert tokens_of(beside, name) == tokens_of(whole, name)
     assert 0 < engine.stats().late_masks - late_before < 20  # held back, it is computed in no step in vain
-    assert longest_s < 5.0  # of a loaded machine; the worker is stopped for all of these 34 steps
+    assert longest_s < 20.0  # of a loaded machine; the worker is stopped for all of these 34 steps
     check_idle(engine)
 
 
@@ -226,7 +226,7 @@ def test_refused_start_of_one_worker_does_not_delay_masks_of_the_other(
     whole = [engine.generate([PROMPT], one)[0].choices[0].token_ids for one in (cheap, costly)]
     (template,), workers = engine._guides.process_ids, engine._guides._host._lanes
     _signal(_children(template), signal.SIGKILL)
-    until_s = time.monotonic() + 10
+    until_s = time.monotonic() + 60
     while workers.workers and time.monotonic() < until_s:
         time.sleep(0.001)
     forks = _FailingForks(monkeypatch, [1])  # after that of the other worker, in the same call

@@ -19,9 +19,10 @@ from fakes.runners.mended_rank import mended_ranks
 from fakes.runners.runner_options import runner_options
 from fakes.runners.turn_ranks import TurnTakingRunner
 from fakes.ties import num_departures
-from fixtures.plans import Track, logits_of_step
+from fixtures.plans import Track, logits_of_step, plan_of
 from fixtures.random_adapters import make_adapter
 from fixtures.random_families import make_family_model
+from fixtures.sampling import rows_of
 from fixtures.thread_ranks import ThreadRanks
 from fixtures.turn_ranks import Call
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.graphs import GraphShapes, StepShape
 from penstock.gpu_node.model.loading.load import load_model
-from penstock.gpu_node.model.torch_common.exchanges import Agreement
+from penstock.gpu_node.model.torch_common.exchanges import Agreement, RankFailedError
 from penstock.gpu_node.model.torch_common.ranked_runner import RankedRunner
 from penstock.gpu_node.model.torch_common.ranks import BrokenExchangeError
 
@@ -79,18 +80,61 @@ def _quantized(folder: Path, quantization: str, size: int) -> Any:
     return _one(folder, **options) if size == 1 else TurnTakingRunner(folder, size, **options)
 
 
-def test_adapters_are_cut(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("llama", "int8"),
+        ("llama", "fp8"),
+        # Both ranks have the only key/value head.
+        ("falcon 7b", "int8"),
+        pytest.param("olmo2", "fp8", marks=pytest.mark.slow),
+        pytest.param("gemma2", "int8", marks=pytest.mark.slow),
+        pytest.param("gpt-neox", "fp8", marks=pytest.mark.slow),
+    ],
+)
+def test_a_kv_cache_of_fewer_bits_is_that_of_one_rank(name: str, kept: str, tmp_path: Path) -> None:
+    """Its scales are those of a key/value head, which no cut divides."""
+    folder = make_family_model(tmp_path, name, num_hidden_layers=2)
+    exact, options = _logits(_one(folder)), OPTIONS | {"kv_cache_dtype": kept}
+    alone, ranks = _one(folder, **options), TurnTakingRunner(folder, 2, **options)
+    one, two = _logits(alone), _logits(ranks)
+    error, difference = (float(np.sqrt(np.square(one - other).mean())) for other in (exact, two))
+    # A number at the middle between two of the cache may be rounded to the other one.
+    assert difference < 0.1 * error
+    held = [runner.held.kv_blocks for runner in (alone, *ranks.runners)]
+    assert held[1:] == [held[0] // (1 if name == "falcon 7b" else 2)] * 2
+    assert f"-kv-{kept}-tp2" in ranks.arithmetic
+
+
+def test_adapters_are_cut(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_adapter(tmp_path / "a", AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
     options: dict[str, Any] = {"lora_dir": tmp_path, "max_loras": 1, **OPTIONS}
     adapter = load_model(str(tiny_model), runner_options(**options), lambda *_: None).adapters.find(
         AdapterRef(name="a")
     )
-    logits = []
-    for runner in (_one(tiny_model, **options), TurnTakingRunner(tiny_model, 2, **options)):
+    logits, ranks = [], TurnTakingRunner(tiny_model, 2, **options)
+    for runner in (_one(tiny_model, **options), ranks):
         runner.set_adapter(0, adapter)
         logits += [_logits(runner), _logits(runner, 0)]
     np.testing.assert_allclose(logits[2:], logits[:2], rtol=0, atol=1e-4)
     assert np.abs(logits[3] - logits[2]).max() > 0.1
+    # One that a rank cannot load fails at both; so rank 0 knows.
+    monkeypatch.setattr(ranks.runners[1]._adapters, "set", _lacking)
+    loads = ranks.on_all(lambda rank: ranks.runners[rank].start_adapter(0, lambda: adapter))
+    assert [type(load.exception()) for load in loads] == [RankFailedError, MemoryError]
+
+
+def _lacking(*_given: Any) -> None:
+    raise MemoryError("too large")
+
+
+def test_an_error_in_a_step_ends_the_ranks(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPUs of the others would wait for an exchange that never comes."""
+    ranks = TurnTakingRunner(tiny_model, 2, **OPTIONS)
+    for rank, runner in enumerate(ranks.runners):
+        monkeypatch.setattr(runner._pool, "copy", _lacking)
+        with pytest.raises(BrokenExchangeError, match=f"a step failed at rank {rank}: too large"):
+            runner.submit(plan_of([(Track([5, 6], [1]), 2)], rows_of(1)))
 
 
 def test_every_graph_makes_the_same_exchanges_at_each_rank(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

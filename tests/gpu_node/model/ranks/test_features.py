@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from fakes.runners.thread_ranks import ranks_as_threads
 from fixtures.random_adapters import make_adapter
 from transformers import AutoModelForCausalLM
 
+from penstock.contract.adapters import AdapterRef
+from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine import Engine, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget
+from penstock.gpu_node.model.native.ranks import NativeRank
 
 PROMPTS = [[5, *range(3, 43)], [5, *range(3, 40), 7], [9, 8, 7, 6] * 12, [11]]
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True, "n": 2}
@@ -106,6 +110,36 @@ def test_adapters(make_engine: Callable[..., Engine], tiny_model: Path, tmp_path
     )
     tokens = [[[choice.token_ids for choice in choices] for choices in found] for found in (one, ranks)]
     assert tokens[0] == tokens[1]
+
+
+def test_an_adapter_that_one_rank_refuses_fails_its_own_requests_alone(
+    make_engine: Callable[..., Engine], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another digest lies in that rank's folder."""
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    for seed, name in enumerate("ab"):
+        make_adapter(tmp_path / name, base, seed=seed)
+    one, ranks = _both(make_engine, lora_dir=tmp_path, max_loras=2)
+    load, params = NativeRank.load_adapter, SamplingParams(**SAMPLED)
+
+    def refusing(rank: NativeRank, slot: int, adapter: AdapterRef) -> None:
+        load(rank, slot, AdapterRef(name="b", digest="0" * 32) if adapter.name == "b" else adapter)
+
+    monkeypatch.setattr(NativeRank, "load_adapter", refusing)
+    found, wanted = [], (None, "a", "b")
+    for engine, names in ((one, wanted[:2]), (ranks, wanted)):
+        for i, name in enumerate(names):
+            adapter = None if name is None else AdapterRef(name=name)
+            engine.add(EngineRequest(str(i), PROMPTS[i], params, seed=i, adapter=adapter))
+        outputs = []
+        while engine.has_work():
+            with suppress(RequestError):
+                outputs += engine.step()
+        check_idle(engine)
+        found.append(sorted(outputs, key=lambda output: (output.request_id, output.choice, output.position)))
+    mine = [output for output in found[1] if output.request_id != "2"]
+    assert _shown(mine) == _shown(found[0])
+    assert {output.finish_reason for output in found[1] if output.request_id == "2"} == {"error"}
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])

@@ -10,14 +10,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from fakes.engine_runs import TORCH, check_idle
+from faults.tools.redis_process import free_port
+from torch import distributed
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError
@@ -31,6 +34,7 @@ from penstock.gpu_node.model.ranks.control import GroupMemory
 from penstock.gpu_node.model.ranks.hosts import CopiedMemory, RankListener, RemoteRank, own_address, parse_address
 from penstock.gpu_node.model.ranks.messages import Kind, read_adapter, write_adapter
 from penstock.gpu_node.model.torch_common.ranked_runner import RankedRunner
+from penstock.gpu_node.model.torch_common.ranks import Joining, join_gpus, leave_gpus, open_store
 
 SECRET, OTHER = b"a secret of sixteen bytes or more", b"another secret of that length"
 HERE, THERE = "127.0.0.2", "127.0.0.3"
@@ -161,6 +165,8 @@ def test_a_frame_that_is_too_long_or_unknown_ends_the_connection(listener: RankL
 def test_a_port_in_use_is_named(listener: RankListener) -> None:
     with pytest.raises(ConfigError, match=rf"rank_address 127\.0\.0\.2:{listener.port}: the port is in use"):
         RankListener(HERE, listener.port, SECRET)
+    with pytest.raises(ConfigError, match="no interface of this host has the address"):
+        RankListener("192.0.2.1", 7700, SECRET)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +187,38 @@ def test_addresses_that_are_none_are_refused_by_name(given: str, problem: str) -
 def test_all_interfaces_are_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="would listen at all interfaces"):
         own_address(host, "rank_address")
+
+
+def test_nccl_gets_the_interface_of_the_address_and_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By gloo in NCCL's place: there is no GPU."""
+    asked: dict[str, Any] = {}
+    begin = distributed.init_process_group
+
+    def by_gloo(backend: str, **given: Any) -> None:
+        asked.update(given, backend=backend, interface=os.environ["NCCL_SOCKET_IFNAME"])
+        begin("gloo", **given | {"device_id": None})
+
+    monkeypatch.setattr(distributed, "init_process_group", by_gloo)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    here = "127.0.0.1"
+    store, port = open_store(here, 1)
+    joining = Joining(0, 1, 1, 1, here, here, port, "a group")
+    try:
+        links = join_gpus(joining, nullcontext(), torch.device("cuda", 3), store)
+        assert (asked["backend"], asked["interface"], str(asked["device_id"])) == ("nccl", "=lo", "cuda:3")
+        numbers = torch.arange(6.0).view(2, 3)
+        for exchange in (links.tensor.sum, links.tensor.from_first, links.tensor.all_gather):
+            assert exchange(numbers.clone()).equal(numbers)
+    finally:
+        leave_gpus(is_lost=False)
+    leave_gpus(is_lost=False)
+    assert not distributed.is_initialized()
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"no interface has 192\.0\.2\.1 as its address of IPv4; name it in NCCL_SOCKET_IFN"
+    ):
+        join_gpus(joining._replace(address="192.0.2.1"), nullcontext(), torch.device("cuda", 3), store)
 
 
 def test_a_short_or_missing_secret_is_refused(tmp_path: Path) -> None:
@@ -236,7 +274,7 @@ class RankCommand:
     def end(self) -> str:
         """End it. Return what it wrote."""
         self._process.terminate()
-        return self._process.communicate(timeout=30)[1]
+        return self._process.communicate(timeout=60)[1]
 
     def wait(self) -> tuple[int, str]:
         """Wait until it has ended. Return its status, and what it wrote."""
@@ -244,24 +282,14 @@ class RankCommand:
 
 
 @pytest.fixture
-def hosts(
-    make_engine: Callable[..., Engine], tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Any]:
+def hosts(make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings of a node whose second stage is on another host."""
     (tmp_path / "secret").write_bytes(SECRET)
     settings: dict[str, Any] = {**TORCH, "pipeline_parallel_size": 2, "num_threads": 1, "num_kv_blocks": 64}
     monkeypatch.setattr(rank_host, "START_PATIENCE_S", 90.0)
-    settings |= {"remote_ranks": 1, "rank_address": f"{HERE}:{free_port}", "rank_secret_file": tmp_path / "secret"}
+    settings |= {"remote_ranks": 1, "rank_address": f"{HERE}:{free_port()}", "rank_secret_file": tmp_path / "secret"}
     settings["rank_stall_s"] = STALL_S
     return settings
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A port that no process has."""
-    with socket.socket() as free:
-        free.bind((HERE, 0))
-        return int(free.getsockname()[1])
 
 
 def test_two_hosts_answer_as_one_and_a_rank_that_is_killed_joins_again(

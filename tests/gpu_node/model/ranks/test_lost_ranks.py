@@ -7,8 +7,11 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
-from typing import Any
+from threading import Timer
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -27,6 +30,7 @@ from penstock.gpu_node.model.protocol import StepHandle, StepPlan
 from penstock.gpu_node.model.ranks import group as ranks_group
 from penstock.gpu_node.model.ranks.control import GroupMemory
 from penstock.gpu_node.model.ranks.processes import RankProcess
+from penstock.kernels.cpu.structs import NativePlan, RankState
 
 PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 23 + i)] for i in range(4)]
 PARAMS = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=3, n=2, logprobs=2)
@@ -90,7 +94,7 @@ def _answers(engine: Engine, disturb: Callable[[Engine, int], None]) -> Answers:
     while engine.has_work():
         try:
             outputs += engine.step()
-        except StepLostError:
+        except (StepLostError, MemoryError):
             engine.check_integrity()
         num_steps += 1
         disturb(engine, num_steps)
@@ -105,6 +109,9 @@ def test_two_ranks_answer_as_one(engine: Engine, expected: Answers) -> None:
     assert _answers(engine, lambda engine, done: None) == expected
     runner = _runner(engine)
     assert runner.ranks.num_meetings > 100
+    # The extra [cpu] has no torch.
+    maps = Path(f"/proc/{runner.rank_pids[0]}/maps").read_text()
+    assert "penstock-cpu-" in maps and "torch" not in maps
     # The parts of a matrix may meet inside a panel, which both ranks then have.
     whole, parts = runner.placement.weight_bytes, runner.ranks.weight_bytes
     assert len(parts) == 2 and max(parts) < 0.6 * whole <= 0.6 * sum(parts)
@@ -121,7 +128,7 @@ def test_a_killed_rank_costs_no_token(engine: Engine, expected: Answers, at: int
 
     began_s, num_descriptors = time.monotonic(), len(os.listdir("/proc/self/fd"))
     assert _answers(engine, kill) == expected
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 60
     assert _runner(engine).ranks.num_starts == 2
     assert _runner(engine).rank_pids != pids
     # Garbage of other tests may have been collected meanwhile.
@@ -133,7 +140,7 @@ def test_a_rank_that_is_killed_between_two_steps_costs_no_step(engine: Engine, e
     os.kill(_runner(engine).rank_pids[0], signal.SIGKILL)
     began_s = time.monotonic()
     while not engine.has_work():
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 60
         time.sleep(0.01)
     assert engine.step() == []
     assert not engine.has_work()
@@ -153,6 +160,31 @@ def test_a_stopped_rank_costs_no_token(engine: Engine, expected: Answers) -> Non
     assert _answers(engine, stop) == expected
     assert _runner(engine).ranks.num_starts == 2
     assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def test_a_rank_hangs_only_while_all_others_wait_at_a_later_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, now = [RankState() for _ in range(3)], [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    words = SimpleNamespace(state_of=states.__getitem__)
+    watch = ranks_group._StillRank(cast(Any, SimpleNamespace(exchange=words, size=3)))
+
+    def after_10_s(*meetings: int) -> float:
+        """Return for how long a rank has stood still; below 0: it has gone on by so many meetings."""
+        for _ in range(40):
+            now[0] += 0.25
+            for state, number in zip(states, meetings, strict=True):
+                state.meetings = max(state.meetings, number) if number >= 0 else state.meetings + 1
+            watch.look()
+        return watch.for_s
+
+    states[0].is_waiting = 1
+    assert after_10_s(5, 4, 4) == 0, "two are slow together"
+    states[1].is_waiting = 1
+    assert after_10_s(5, 5, -1) == 0, "one is slow, and counts on"
+    states[0].meetings = states[1].meetings = states[2].meetings + 1
+    assert after_10_s(0, 0, 0) > 9
+    states[0].is_waiting = 0
+    assert after_10_s(0, 0, 0) == 0, "rank 0 has something else to do"
 
 
 def test_a_request_that_ends_the_ranks_each_time_fails_alone(
@@ -196,6 +228,58 @@ def test_memory_that_a_rank_lacks_fails_the_step_everywhere(engine: Engine) -> N
     assert runner.ranks.num_starts == 1
 
 
+def test_a_step_that_rank_0_has_no_memory_for_costs_no_token_though_the_others_hear_of_it_late(
+    engine: Engine, expected: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is stopped when the vote ends, and goes on later. Rank 0 must not begin the next step before."""
+    runner = _runner(engine)
+    model, ranks, (pid,) = runner._model, runner._ranks, runner.rank_pids
+    assert ranks is not None
+    memory, exchange = ranks._group.memory, ranks._group.exchange
+    assert memory is not None
+    start, numbers, state = model.start, count(), exchange.state_of(1)
+
+    def lacking(native: NativePlan) -> None:
+        if (number := next(numbers)) in (0, 6, 7, 15):
+            _until(lambda: state.is_waiting == 1)
+            os.kill(pid, signal.SIGSTOP)
+            Timer(0.1, os.kill, (pid, signal.SIGCONT)).start()
+            model.use_shared(exchange.address, memory.rows.address, 64 * (number % 2))
+        start(native)
+
+    monkeypatch.setattr(model, "start", lacking)
+    assert _answers(engine, lambda engine, done: None) == expected
+    stats = engine.stats()
+    assert (stats.num_failed_steps, stats.num_memory_failures, stats.ranks.num_starts) == (4, 4, 1)
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+
+
+def test_an_engine_with_a_rank_that_lacks_memory_makes_smaller_steps(
+    engine: Engine, make_engine: Callable[..., Engine]
+) -> None:
+    (pid,), params = _runner(engine).rank_pids, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompt: list[Any] = [[3 + i % 90 for i in range(480)]]
+    (want,) = make_engine().generate(prompt, params)
+    engine.generate([[1]], params)
+    limits, own = resource.prlimit(pid, resource.RLIMIT_AS), Path(f"/proc/{pid}/statm").read_text().split()
+    resource.prlimit(pid, resource.RLIMIT_AS, (int(own[0]) * resource.getpagesize(), limits[1]))
+    request, tokens, num_failures = engine.add_request(prompt[0], params), list[int](), 0
+    while engine.has_work():
+        try:
+            tokens += [token for output in engine.step() for token in output.token_ids]
+        except MemoryError as error:
+            assert "a rank ran out of memory" in str(error)
+            num_failures += 1
+    assert (num_failures > 0, tuple(tokens)) == (True, want.choices[0].token_ids), request
+    assert _runner(engine).ranks.num_starts == 1
+
+
 def _plan(blocks: list[int], length: int) -> StepPlan:
     return plan_of([(Track([3 + i % 90 for i in range(length)], blocks), length)], rows_of(1, temperature=0.0))
 
@@ -227,7 +311,7 @@ def test_a_rank_that_is_stopped_at_its_start_is_named(
     with pytest.raises(ConfigError, match="rank 1 cannot start: a signal has stopped it for 0"):
         make_engine(**RANKS)
     assert _children() == []
-    ends_s = time.monotonic() + 5
+    ends_s = time.monotonic() + 60
     while Path(f"/proc/{stopped[0]}").exists():
         assert time.monotonic() < ends_s
         time.sleep(0.01)
@@ -273,15 +357,21 @@ def test_ranks_end_without_a_sign_of_life_of_rank_0(make_engine: Callable[..., E
     """As when rank 0 is stopped: nothing shows the other ranks that it lives. They sleep meanwhile."""
     engine = make_engine(**RANKS | {"lease_ms": 600})
     runner = _runner(engine)
+    (pid,) = runner.rank_pids
     with mock.patch.object(GroupMemory, "show_life"):
-        assert _answers_after_loss(engine)
+        time.sleep(0.1)  # What it does at its start is over.
+        before_s = used_s = _cpu_s(pid)
+        began_s = time.monotonic()
+        while now_s := _cpu_s(pid):
+            assert time.monotonic() - began_s < 10
+            used_s = now_s
+            time.sleep(0.02)
+    assert used_s - before_s < 0.15
     runner.close()
     assert _children() == []
 
 
-def _answers_after_loss(engine: Engine) -> bool:
-    runner = _runner(engine)
-    pid, began_s = runner.rank_pids[0], time.monotonic()
-    while Path(f"/proc/{pid}").exists() and time.monotonic() - began_s < 10:
-        time.sleep(0.02)
-    return not Path(f"/proc/{pid}").exists()
+def _cpu_s(pid: int) -> float:
+    """The seconds that a process has computed; 0 if it has ended."""
+    stat = _read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+    return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK") if stat else 0.0

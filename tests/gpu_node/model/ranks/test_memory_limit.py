@@ -50,7 +50,7 @@ def _new_groups(count: int) -> tuple[list[Path], str]:
 
 def _remove(groups: Sequence[Path]) -> None:
     for group in groups:
-        ends_s = time.monotonic() + 5
+        ends_s = time.monotonic() + 60
         # A process that has ended may be in its group for a moment yet.
         while group.exists() and time.monotonic() < ends_s:
             with suppress(OSError):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,6 +35,7 @@ from penstock.gpu_node.model.ranks.memory import SharedMemory
 from penstock.gpu_node.model.ranks.messages import copied, read_masks, read_step, write_masks, write_step
 from penstock.gpu_node.model.ranks.plain_exchange import PlainExchange, StoppedRank
 from penstock.gpu_node.model.torch_common.ranked_runner import RankedRunner
+from penstock.gpu_node.model.torch_common.ranks import BrokenExchangeError, HostRanks
 
 PROMPTS: list[Any] = ["the gate opens by pressure", "a turbine", [5, 6, 7] * 9]
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=14, ignore_eos=True, seed=3)
@@ -154,6 +158,50 @@ def _tokens_with(engine: Engine, disturb: Callable[[], None]) -> Tokens:
     return [found[request_id] for request_id in ids]
 
 
+@pytest.mark.slow
+def test_ranks_that_lack_memory_cost_no_token(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, params = {"max_num_batched_tokens": 1536}, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompts: list[Any] = [[first + i % 90 for i in range(480)] for first in (3, 4, 5)]
+    want = [one.choices[0].token_ids for one in make_engine(**TORCH | settings).generate(prompts, params)]
+    engine = make_engine(**PROCESSES | settings)
+    runner = _runner(engine)
+    engine.generate([[1]], params)
+    # Rank 1 gets no more memory than it has. It may have too little for an exchange, too: then the ranks are lost.
+    (pid,) = runner.rank_pids
+    limits, status = resource.prlimit(pid, resource.RLIMIT_DATA), Path(f"/proc/{pid}/status").read_text()
+    own_kib = int(status.partition("VmData:")[2].split()[0])
+    resource.prlimit(pid, resource.RLIMIT_DATA, (own_kib << 10, limits[1]))
+    began_s = time.monotonic()
+    assert _failures(engine, prompts, params, want)
+    assert time.monotonic() - began_s < 60
+    decoder, num_starts = cast(Any, runner._own)._decoder, runner.ranks.num_starts
+    monkeypatch.setattr(decoder, "_gated", partial(_lacking, decoder._gated))
+    assert _failures(engine, [prompt[1:] for prompt in prompts], params) == {"too many rows"}
+    assert runner.ranks.num_starts == num_starts
+    check_idle(engine)
+    runner.close()
+
+
+def _failures(engine: Engine, prompts: list[Any], params: SamplingParams, want: Tokens | None = None) -> set[str]:
+    """Run prompts whose steps fail for memory. Return what the errors say."""
+    found: dict[str, tuple[int, ...]] = {engine.add_request(prompt, params): () for prompt in prompts}
+    errors = set[str]()
+    while engine.has_work():
+        try:
+            for output in engine.step():
+                found[output.request_id] += output.token_ids
+        except (MemoryError, StepLostError) as error:
+            errors.add(str(error))
+    assert want in (None, [*found.values()])
+    return errors
+
+
+def _lacking(gated: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    if len(x) > 100:
+        raise MemoryError("too many rows")
+    return gated(x, *rest)
+
+
 def test_a_rank_that_ends_at_its_start_is_named(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_host, "RANK_MODULE", "penstock.no_such_module")
     with pytest.raises(ConfigError, match="rank 1 ended"):
@@ -161,6 +209,24 @@ def test_a_rank_that_ends_at_its_start_is_named(make_engine: MakeEngine, monkeyp
 
 
 # --- words and messages
+
+
+class Unlucky:
+    """A group of gloo without memory for an exchange."""
+
+    def rank(self) -> int:
+        return 0
+
+    size = rank
+
+    def allreduce(self, given: Any) -> Any:
+        raise MemoryError("std::bad_alloc")
+
+
+def test_an_exchange_without_memory_is_a_loss_because_other_ranks_may_have_made_it() -> None:
+    ranks = HostRanks(Unlucky(), nullcontext())
+    with pytest.raises(BrokenExchangeError, match="an exchange between ranks failed: std::bad_alloc"):
+        ranks.sum(torch.zeros(2))
 
 
 def _group(size: int) -> Any:
@@ -196,6 +262,27 @@ def test_a_rank_hangs_only_while_all_others_wait(monkeypatch: pytest.MonkeyPatch
         assert after(5, 2) == 1  # It waits for a message, but its process is stopped.
 
 
+def test_a_rank_that_is_stopped_after_the_last_exchange_of_a_step_hangs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits until it has done the message, and at no exchange."""
+    group, now = _group(2), [0.0]
+    words = group.exchange
+    words.hand_out(1)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(words.await_done)
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        watch, found = StoppedRank(group), list[int | None]()
+        while not words.is_idle(0):
+            time.sleep(0.001)
+        for _ in range(24):
+            now[0] += 0.25
+            found.append(watch.look())
+        assert (found[-1], watch.for_s >= 5) == (1, True)
+        words.abort()
+        with pytest.raises(RanksLostError):
+            waiting.result()
+    assert not words.is_idle(0)
+
+
 def test_a_message_is_not_written_over_before_it_is_read() -> None:
     group = _group(2)
     words, reader = group.exchange, PlainExchange(group.memory, 1)
@@ -222,8 +309,10 @@ def test_a_step_with_what_its_rows_sample_by_is_read_as_it_was_written() -> None
     memory = SharedMemory.create("test", 64)
     write_step(memory, plan, returns_logits=False, all_sample=True)
     step = copied(read_step(memory))
+    num_reserved = memory.num_bytes
     masks.words[:] = np.arange(masks.words.size, dtype=np.uint32).reshape(masks.words.shape)
     write_masks(memory, masks)
+    assert memory.num_bytes == num_reserved
     assert step.sampling is not None and step.sampling.masks is not None
     read_masks(memory, step.sampling.masks)
     for name in SamplingRows.__slots__:
