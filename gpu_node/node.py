@@ -192,7 +192,8 @@ class Node:
         """Serve until `stop`, then drain. Raises the error that ended the engine; other nodes take over its jobs."""
         self._worker.start()
         try:
-            await with_retries(self._join, JOIN_PATIENCE_S)
+            if not await self._join_unless_stopped():
+                return
             await warn_of_eviction(self._redis)
             if ready is not None:
                 ready.set()
@@ -223,6 +224,22 @@ class Node:
         stalled_s = round(self._watch.stalled_s, 1)
         node = {"node_id": self.node_id, "pool": self._settings.pool_name, "engine_stalled_s": stalled_s}
         return node | self._heartbeat.state()
+
+    async def _join_unless_stopped(self) -> bool:
+        """Join the pool, and return whether that was done before `stop`. Redis may be away for a while."""
+        tasks = joining, _ = [
+            asyncio.create_task(with_retries(self._join, JOIN_PATIENCE_S)),
+            asyncio.create_task(self._stop.wait()),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if joining.done():
+                await joining
+                return True
+            log.info("the node was stopped before it joined", extra={"node_id": self.node_id})
+            return False
+        finally:
+            await cancel_until_done(tasks)
 
     async def _join(self) -> None:
         settings, engine = self._settings, self._engine

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -94,6 +95,7 @@ async def run_node(settings: NodeSettings) -> None:
 
     Raises ConfigError for settings that contradict each other and for models that cannot run.
     """
+    _require_free_port(settings)
     settings = await _with_config_of_pool(settings)
     config = engine_config(settings)
     seats = take_seats(settings)
@@ -120,14 +122,32 @@ async def run_node(settings: NodeSettings) -> None:
     await serve_engine(settings, engine, seats, measures_steps=True)
 
 
+def _require_free_port(settings: NodeSettings) -> None:
+    """Raise ConfigError if the metrics cannot be served, so that this is known before the model is loaded."""
+    host, port = settings.metrics_host, settings.metrics_port
+    if not port:
+        return
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        # Python adds the address in brackets.
+        why = str(error.strerror).partition(" (")[0]
+        raise ConfigError(f"metrics_port {port} on {host}: {why}", param="metrics_port") from None
+
+
 async def _with_config_of_pool(settings: NodeSettings) -> NodeSettings:
-    """Return the settings with those of the pool's live nodes in place of defaults."""
+    """Return the settings with those of the pool's live nodes in place of defaults.
+
+    Raises ConfigError if Redis rejects the credentials or the user, so that this is known before the model is loaded.
+    """
     try:
         async with connect(settings.redis_url) as redis:
             config = await config_of_pool(redis, settings.pool_name)
+    except ConfigError:
+        raise
     except PenstockError as error:
         # If the pool has another config, joining it says so.
-        log.info("the pool's config cannot be read", extra={"reason": error.message})
+        log.warning("the pool's config cannot be read", extra={"reason": error.message})
         return settings
     taken = settings.with_config(config)
     changed = {name: value for name, value in taken.pool_config.items() if settings.pool_config[name] != value}
@@ -180,7 +200,7 @@ async def serve_engine(
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
             error = error.exceptions[0]
-        is_known = isinstance(error, EngineStalledError)
+        is_known = isinstance(error, (EngineStalledError, ConfigError))
         log.error("the node stops", extra={"reason": str(error)}, exc_info=None if is_known else error)
         raise error from None
     finally:

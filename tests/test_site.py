@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ FOREIGN = {
     "--detach",
     "--no-build",
     "--no-deps",
+    "--find-links",
 }
-"""Flags of Celery, kubectl and Docker that pages name."""
+"""Flags of Celery, kubectl, Docker and pip that pages name."""
 
 
 def options_of(command: Any) -> set[str]:
@@ -50,6 +52,17 @@ def test_the_menu_names_pages_that_exist_and_every_page_of_docs(tmp_path: Path) 
     assert [name for name in sorted(named) if not (source / name).is_file()] == []
     pages = {str(path.relative_to(ROOT)) for folder in ("docs", "docs/howto") for path in (ROOT / folder).glob("*.md")}
     assert pages <= named
+
+
+def test_the_site_has_the_files_that_operators_need_as_an_archive(tmp_path: Path) -> None:
+    write_sources(tmp_path / "site")
+    with tarfile.open(tmp_path / "site/source/ops/penstock-ops.tar.gz") as archive:
+        names = {entry.name for entry in archive if entry.isfile()}
+    folders = {str(Path(name).parent) for name in names}
+    assert {"ops/acl", "ops/deploy/systemd", "ops/observe/dashboards", "ops/deploy/kubernetes/base/gateway"} <= folders
+    assert {"ops/acl/make_users.sh", "ops/observe/alerts.yml", "ops/redis.conf"} <= names
+    page = (tmp_path / "site/source/ops/deploy/systemd/index.md").read_text()
+    assert "[penstock-ops.tar.gz](../../penstock-ops.tar.gz)" in page
 
 
 def test_the_reference_has_every_command_and_setting() -> None:

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import starmap
@@ -21,7 +22,7 @@ from penstock.cli.machine.plan import planned, summary
 from penstock.cli.output import AsJson, JsonArray
 from penstock.cli.services import missing_packages
 from penstock.contract.errors import ConfigError, PenstockError, UnavailableError
-from penstock.contract.pool import NodePressure, PoolStats
+from penstock.contract.pool import NodePressure, PoolEvent, PoolStats
 from penstock.gpu_node.gpus import FLOAT8_COMPUTE_CAPABILITY, ON_CPU, GpuMachine, gpu_problems, this_machine
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, origin_of
 from penstock.kernels.cpu.probe import (
@@ -64,6 +65,8 @@ PATCHED = {
     ("Valkey", 8, 1): 4,
 }
 """Server and minor version → the first patch level without CVE-2025-49844, by which a Lua script could run any code."""
+LOST_SHOWN_S = 3600.0
+"""How long a dead node is shown."""
 EXTRAS = ("gateway", "cpu", "node", "embedded", "batch", "tracing")
 _TORCH_COMPUTES = "torch computes, several times slower than the native kernels"
 NODE_ADVICE = {
@@ -184,6 +187,7 @@ async def check_nodes(url: str, names: Mapping[str, str] = MappingProxyType({}))
     try:
         async with AsyncClient(url, pools={}) as client:
             pools, _ = await client.pool_stats()
+            events = {one.pool: one.events for one in await client.activity([pool.pool for pool in pools])}
     except UnavailableError as error:
         return [_unusable(url, error)]
     own = pool_urls() if names else {}
@@ -191,6 +195,7 @@ async def check_nodes(url: str, names: Mapping[str, str] = MappingProxyType({}))
     for pool in pools:
         right = own.get(pool.pool, next(iter(names), url))
         checks += judge_pool(pool) if right == url else judge_stray(pool, names[right])
+        checks += judge_lost(pool, events.get(pool.pool, ()), time.time())
     absent = [name for name, of_pool in own.items() if of_pool == url and name not in {pool.pool for pool in pools}]
     advice = "start a node of it, with this PENSTOCK_POOLS; or correct the name (penstock pools list)"
     return checks + [Check("warn", "pool", f"{name}: no node has joined it here", advice) for name in absent]
@@ -217,6 +222,20 @@ def judge_pool(pool: PoolStats) -> Iterator[Check]:
         )
     for node in pool.nodes:
         yield from judge_node(node)
+
+
+def judge_lost(pool: PoolStats, events: Sequence[PoolEvent], now_s: float) -> Iterator[Check]:
+    """Yield a warning for each node that was declared dead lately, unless a node of its name lives."""
+    live = {_name_of(node.node_id) for node in pool.nodes}
+    for node_id, event in {event.node_id: event for event in events if event.kind == "node_lost"}.items():
+        age_s = max(0.0, now_s - event.at_ms / 1000)
+        if age_s < LOST_SHOWN_S and _name_of(node_id) not in live:
+            advice = "look at its machine and its log, and start it again; its jobs continued elsewhere or wait"
+            yield Check("warn", "node", f"{node_id}: declared dead {age_s:.0f} s ago, pool {pool.pool}", advice)
+
+
+def _name_of(node_id: str) -> str:
+    return node_id.rpartition("-")[0]
 
 
 def judge_node(node: NodePressure) -> Iterator[Check]:

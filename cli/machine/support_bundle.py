@@ -264,7 +264,7 @@ def _scraped(source: str) -> str:
         with urllib.request.urlopen(request, timeout=METRICS_TIMEOUT_S) as answer:
             return str(answer.read(MAX_METRICS_BYTES).decode(errors="replace"))
     except (OSError, ValueError) as error:
-        return f"# not read: {error}\n"
+        return f"# not read: {error}; --metrics names another URL, such as http://127.0.0.1:9102/metrics\n"
 
 
 def _journal() -> str:

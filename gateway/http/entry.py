@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.contract.errors import ForbiddenError, PenstockError, UnauthorizedError
-from penstock.contract.tenant import ANONYMOUS, ApiKey, identify
+from penstock.contract.tenant import ANONYMOUS, ApiKey, identify, key_id_of
 from penstock.contract.tenant import Scope as KeyScope
 from penstock.gateway.errors import ErrorShapes, soon
 from penstock.gateway.metrics import GatewayMetrics
@@ -182,6 +182,8 @@ class Entry:
         self._settings = settings
         self._seen = KeysSeen(settings.keys_seen_file)
         self._pepper = pepper
+        self._doubted = set[str]()
+        """Ids of keys whose wrong secret was logged; at most one for each key."""
         self._is_closed = is_closed_without_keys(settings) or self._seen.had_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -213,9 +215,9 @@ class Entry:
             self._seen.note()
         authorization = headers.get("authorization", "")
         if self._is_closed and authorization.lower().startswith(_SCHEME):
-            return identify(authorization[len(_SCHEME) :].strip(), known, self._pepper)
+            return self._holder_of(authorization[len(_SCHEME) :].strip(), known)
         if self._is_closed and not authorization and _KEY_HEADER in headers:
-            return identify(headers[_KEY_HEADER].strip(), known, self._pepper)
+            return self._holder_of(headers[_KEY_HEADER].strip(), known)
         if self._settings.allow_anonymous:
             self._hosts.check(headers)
             return self._keyless(ANONYMOUS if known else "default", ("infer",))
@@ -224,6 +226,18 @@ class Entry:
         self._hosts.check(headers)
         _refuse_proxies(headers)
         return self._keyless("default", get_args(KeyScope))
+
+    def _holder_of(self, key: str, known: Mapping[str, ApiKey]) -> ApiKey:
+        try:
+            return identify(key, known, self._pepper)
+        except UnauthorizedError:
+            # The caller must not learn which ids exist; the operator may.
+            record = known.get(key_id_of(key))
+            if record is not None and not record.is_revoked and record.key_id not in self._doubted:
+                self._doubted.add(record.key_id)
+                facts = {"key_id": record.key_id, "has_pepper": bool(self._pepper)}
+                logger.warning("an API key exists and its secret does not fit", extra=facts)
+            raise
 
     def _keyless(self, tenant: str, scopes: Iterable[KeyScope]) -> ApiKey:
         highest = self._settings.open_highest_class

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +16,11 @@ ROOT = Path(__file__).parents[2]
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _CODE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 Nav = Mapping[str, "str | Nav"]
+
+OPERATORS_FILES = Path("ops/penstock-ops.tar.gz")
+"""An archive that only the site has, for installations from wheels, which have no clone."""
+_OPERATED = ("ops/acl", "ops/deploy", "ops/observe")
+"""Folders of that archive. A link to it stands at the head of their pages."""
 
 NAV: Nav = {
     "Home": "index.md",
@@ -116,7 +122,24 @@ def write_sources(folder: Path) -> None:
                 waiting.append(target)
             else:
                 _copy(target, source / target.relative_to(ROOT))
+    _write_archive(source / OPERATORS_FILES)
     (folder / "zensical.toml").write_text(_configuration())
+
+
+def _write_archive(path: Path) -> None:
+    """Write the files that operators need, with the same bytes each time but for the time in the head of gzip."""
+
+    def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        # Containers are built in a clone.
+        if entry.name.endswith((".py", "__pycache__", "/compose")):
+            return None
+        entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "root", "root"
+        return entry
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:gz") as archive:
+        for name in (*_OPERATED, "ops/redis.conf"):
+            archive.add(ROOT / name, name, filter=plain)
 
 
 def _origin(page: str) -> Path:
@@ -149,7 +172,13 @@ def _converted(path: Path) -> tuple[str, set[Path]]:
         return f"{mark}[{shown}]({there}{hash_sign}{anchor})"
 
     parts = _CODE.split(path.read_text())
-    return "".join(part if number % 2 else _LINK.sub(link, part) for number, part in enumerate(parts)), targets
+    text = "".join(part if number % 2 else _LINK.sub(link, part) for number, part in enumerate(parts))
+    if str(path.relative_to(ROOT)).startswith(_OPERATED):
+        title, _, rest = text.partition("\n")
+        there = os.path.relpath(OPERATORS_FILES, _name(path).parent)
+        shown = f"[{OPERATORS_FILES.name}]({there})"
+        text = f"{title}\n\nAll files of this page are in the archive {shown}, in its folder `ops`.\n{rest}"
+    return text, targets
 
 
 def _write(path: Path, text: str) -> None:

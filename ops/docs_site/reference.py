@@ -16,7 +16,7 @@ from penstock.cli.options import docstrings_of
 from penstock.contract import errors
 from penstock.contract.errors import PenstockError
 from penstock.queue import keys
-from penstock.runtime.settings import Settings
+from penstock.runtime.settings import KeySettings, RedisSettings, Settings
 
 _PARTS = {
     "shared": "Settings of several processes",
@@ -75,6 +75,14 @@ def _command(path: tuple[str, ...], command: Any) -> list[str]:
 
 def _settings() -> str:
     lines = ["# Settings", "", "Made from the code. `penstock config show` says what each one is, and what set it.", ""]
+    lines += [
+        'A variable with several values is JSON, such as `["one", "two"]`. A process refuses a misspelled name.',
+        "",
+        "Secrets may be in files: "
+        + ", ".join(f"`PENSTOCK_{name.upper()}_FILE`" for name in sorted(RedisSettings.secrets | KeySettings.secrets))
+        + " name a file each. The variable without `_FILE` goes first.",
+        "",
+    ]
     for part, kinds in PARTS.items():
         lines += [f"## {_PARTS[part]}", ""]
         rows = [

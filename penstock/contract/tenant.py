@@ -163,5 +163,11 @@ def identify(key: str, known: Mapping[str, ApiKey], pepper: str) -> ApiKey:
     return record
 
 
+def key_id_of(key: str) -> str:
+    """Return the id that a key contains; empty if it is malformed."""
+    match = _KEY.fullmatch(key) if len(key) <= MAX_KEY_CHARS else None
+    return "" if match is None else match[1]
+
+
 def _digest(pepper: str, key_id: str, secret: str) -> str:
     return hmac.new(f"{pepper}:{key_id}".encode(), secret.encode(), hashlib.sha256).hexdigest()

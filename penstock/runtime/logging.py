@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any, Literal, NoReturn, TextIO
 
 from pythonjsonlogger.core import RESERVED_ATTRS
@@ -85,13 +86,21 @@ def log_formatter(
     """Return the formatter for a log that is written to `stream`. The rest is as for `configure_logging`."""
     if settings.format_for(stream) == "console":
         return ConsoleFormatter(has_color=has_color(stream), prefix=prefix)
-    return JsonFormatter(
+    return _JsonFormatter(
         "{asctime}{levelname}{name}{message}",
         style="{",
         rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
         reserved_attrs=[*RESERVED_ATTRS, *_NOT_FIELDS],
         static_fields=dict(fields or {}),
     )
+
+
+class _JsonFormatter(JsonFormatter):
+    """Formats records as JSON. Times have the offset of the time zone, so logs of several machines can be compared."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - of the base
+        """Return a time such as 2026-11-26T22:50:13.820+00:00."""
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
 
 
 def has_color(stream: TextIO) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -25,6 +27,15 @@ from penstock.runtime.local_redis import running_url
 _SHARED_PREFIX = "PENSTOCK_"
 _SHARED_NAMES = frozenset({"redis_url"})
 """Settings with one environment variable for all packages, instead of one per package prefix."""
+_PARTS = ("NODE", "GATEWAY", "CLIENT", "CELERY", "FILES", "RANK")
+"""First words of the names that packages have for themselves."""
+_WITHOUT_PART = (
+    *("REDIS_URL", "REDIS_URL_FILE", "POOLS", "POOLS_FILE", "KEY_PEPPER", "KEY_PEPPER_FILE", "REDIS_SERVER"),
+    *("RUNTIME_DIR", "LOG_LEVEL", "LOG_FORMAT", "CACHE", "URL", "API_KEY"),
+)
+"""All other names. Variables of other programs may begin like ours, so only what resembles one of these is refused."""
+_SIMILAR = 0.75
+_NEARLY_EQUAL = 0.85
 
 
 # Variables that Kubernetes injects for a namespace's services, such as `penstock-gateway`. Their names begin like our
@@ -133,13 +144,14 @@ class Settings(BaseSettings):
     def _no_unknown_variables(self) -> Self:
         prefix = str(self.model_config.get("env_prefix", ""))
         if prefix == _SHARED_PREFIX:
+            _refuse_misspelled()
             return self
         own = type(self).model_fields.keys() - _SHARED_NAMES
         known = {name.upper() for name in own} | self.unchecked_env
         for variable, value in os.environ.items():
             name = variable.removeprefix(prefix)
             if variable.startswith(prefix) and name not in known and not _is_injected(name, value):
-                raise ValueError(f"unknown environment variable {variable}")
+                raise ValueError(_unknown(variable, prefix, get_close_matches(name, known, 1, _SIMILAR)))
         return self
 
     @classmethod
@@ -171,6 +183,24 @@ class Settings(BaseSettings):
             # Only the text of a SettingsError names the field.
             name = str(error).split('"')[1]
             raise ConfigError(f'{cls.variable_of(name)} must be JSON, such as ["one", "two"]', param=name) from None
+
+
+def _refuse_misspelled() -> None:
+    """Raise ValueError for a variable that nearly has the name of a shared one, or of a part."""
+    for variable, value in os.environ.items():
+        name = variable.removeprefix(_SHARED_PREFIX)
+        part, _, rest = name.partition("_")
+        if name in (variable, *_WITHOUT_PART) or part in _PARTS or _is_injected(name, value):
+            continue
+        if meant := get_close_matches(name, _WITHOUT_PART, 1, _NEARLY_EQUAL):
+            raise ValueError(_unknown(variable, _SHARED_PREFIX, meant))
+        if rest and (meant := get_close_matches(part, _PARTS, 1, _NEARLY_EQUAL)):
+            raise ValueError(_unknown(variable, _SHARED_PREFIX, (f"{meant[0]}_{rest}",)))
+
+
+def _unknown(variable: str, prefix: str, meant: Iterable[str]) -> str:
+    hint = "".join(f"; did you mean {prefix}{name}?" for name in meant)
+    return f"unknown environment variable {variable}{hint}"
 
 
 class RedisSettings(Settings):

@@ -42,7 +42,8 @@ def _refusal(url: str) -> tuple[int, str]:
 def test_a_missing_password_is_named(guarded_redis: str) -> None:
     status, line = _refusal(guarded_redis)
     assert line == (
-        f"penstock: Redis at {guarded_redis} requires a password, and its URL has none (redis://:PASSWORD@HOST)\n"
+        f"penstock: Redis at {guarded_redis} requires a password, and its URL has none "
+        "(redis://USER:PASSWORD@HOST, or redis://:PASSWORD@HOST)\n"
     )
     assert status == 2
 

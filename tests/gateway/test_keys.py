@@ -93,6 +93,21 @@ def test_without_a_valid_key_there_is_a_401_in_openais_shape(closed, said):
     assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
 
 
+def test_the_operator_is_told_once_of_a_key_that_has_another_pepper(closed, caplog):
+    url, made = closed
+    key_id, secret = made["rival"].split("-", 2)[1:]
+    for said in (
+        f"pk-{key_id}-another",
+        f"pk-{key_id}-{secret[:-1]}",
+        f"pk-{'0' * 16}-{secret}",
+        made["revoked"] + "x",
+    ):
+        assert ask(url, said).json()["error"]["message"] == "unknown API key"
+    told = [record for record in caplog.records if "its secret does not fit" in record.getMessage()]
+    assert [(record.levelname, record.key_id, record.has_pepper) for record in told] == [("WARNING", key_id, True)]
+    assert secret not in json.dumps(told[0].__dict__, default=str)
+
+
 def routes_of(router):
     for route in router.routes:
         included = getattr(route, "original_router", None)

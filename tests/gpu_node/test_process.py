@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import resource
+import socket
+import time
 from pathlib import Path
 
 import redis
-from fakes.processes.python_process import PythonProcess
+from fakes.processes.python_process import PythonProcess, run_python
 
 from penstock.producer.client import AsyncClient
 
@@ -46,6 +48,38 @@ def test_a_node_whose_loop_stands_still_while_it_loads_is_not_ended(redis_url: s
     held_s = next(float(line.split()[1]) for line in log.splitlines() if line.startswith("held "))
     assert held_s > 2 * STALL_S
     assert "stands still" not in log
+
+
+def _refusal(redis_url: str, **variables: str) -> str:
+    """Return the error of a node that has no model either; so what is named first was found before loading."""
+    env = {**os.environ, "PENSTOCK_NODE_MODEL": "/nowhere/model.gguf", "PENSTOCK_REDIS_URL": redis_url, **variables}
+    done = run_python("-m", "penstock", "node", env=env)
+    assert done.returncode == 2
+    return done.stderr
+
+
+def test_a_wrong_password_and_a_used_port_are_named_before_the_model_is_loaded(redis_url: str) -> None:
+    assert "rejected the credentials" in _refusal(redis_url.replace("unix://", "unix://node:wrong@"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = _refusal(redis_url, PENSTOCK_NODE_METRICS_PORT=str(port))
+    assert f"metrics_port {port} on 127.0.0.1: Address already in use\n" in told
+    assert "there is no file /nowhere/model.gguf" in _refusal(redis_url)
+
+
+def test_a_node_that_waits_for_redis_is_stopped_at_once(tmp_path: Path, tiny_model: Path) -> None:
+    settings = {"model": tiny_model, "dtype": "bfloat16", "num_threads": 1, "metrics_port": 0}
+    env = {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
+    away = {**os.environ, **env, "PENSTOCK_REDIS_URL": f"unix://{tmp_path}/none"}
+    with PythonProcess("-m", "penstock", "node", env=away) as node:
+        assert node.stderr is not None
+        # The next thing that the node does is to join.
+        assert any("serves metrics" in line for line in node.stderr)
+        began_s = time.monotonic()
+        node.terminate()
+        _, log = node.communicate(timeout=60)
+    assert node.returncode == 0 and "the node was stopped before it joined" in log, log
+    assert time.monotonic() - began_s < 20
 
 
 SOON_FREE = """

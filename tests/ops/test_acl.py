@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from runpy import run_path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import redis as sync_redis
@@ -416,6 +417,35 @@ async def test_only_the_operator_asks_for_a_profile_and_the_node_answers(clients
     for role in ("gateway", "worker"):
         with pytest.raises(ConfigError, match="refuses this user"):
             await ProfileBroker(clients[role]).ask(POOL, "n1", 1.0)
+
+
+async def test_a_script_that_a_role_may_not_run_is_refused_as_a_call_is(clients: dict[str, Redis]) -> None:
+    with pytest.raises(ConfigError, match=r"Redis refuses this user: .*no permissions.*; each role has a user"):
+        await FakeNode(clients["gateway"], "n1", "r1").join(**CONFIG)
+
+
+def test_the_script_makes_the_users_of_compose_and_an_operator(tmp_path: Path) -> None:
+    said = subprocess.run([find_redis_server(), "--version"], capture_output=True, text=True, check=True).stdout
+    if "v=6." in said:
+        pytest.skip("this Redis knows no keys that may only be read")
+    command = [str(ACL / "make_users.sh"), str(tmp_path), "redis.example:6379"]
+    rules = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    urls = {path.name.removesuffix("_url"): path for path in tmp_path.glob("*_url")}
+    assert urls.keys() == {*ROLES, "operator"}
+    assert {path.stat().st_mode & 0o777 for path in urls.values()} == {0o600}
+    passwords = {user: urlsplit(path.read_text().strip()).password or "" for user, path in urls.items()}
+    assert len(set(passwords.values())) == len(urls)
+    made = run_path(str(ROOT / "ops/deploy/compose/make_secrets.py"))["users_of"](ACL, passwords)
+    assert {*rules.splitlines()} - {*made.splitlines()} == {f"user operator on >{passwords['operator']} ~* &* +@all"}
+    with serving(tmp_path, rules) as socket:
+        for user, password in passwords.items():
+            with sync_redis.Redis.from_url(f"unix://{user}:{password}@{socket}") as redis:
+                assert redis.ping()
+                if user == "operator":
+                    assert redis.acl_whoami() == user
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert (again.returncode, again.stdout) == (1, "")
+    assert again.stderr.endswith("gateway_url exists\n")
 
 
 async def test_roles_may_still_do_what_no_acl_rule_can_prevent(server: Path, clients: dict[str, Redis]) -> None:

@@ -30,13 +30,13 @@ def test_a_node_and_a_gateway_serve_beside_services_of_their_names(redis_url: st
         assert [model["id"] for model in models["data"]] == ["reference"]
 
 
-@pytest.mark.parametrize("part", ["gateway", "node"])
-def test_a_typo_beside_them_is_still_refused(redis_url: str, part: str) -> None:
+@pytest.mark.parametrize(("part", "hint"), [("gateway", "; did you mean PENSTOCK_GATEWAY_PORT?"), ("node", "")])
+def test_a_typo_beside_them_is_still_refused(redis_url: str, part: str, hint: str) -> None:
     words = ("-m", "penstock", part, *(("model",) if part == "node" else ()))
     env = os.environ | {"PENSTOCK_REDIS_URL": redis_url, f"PENSTOCK_{part.upper()}_PROT": "8000"}
     ran = run_python(*words, env=env)
     assert ran.returncode == 2
-    assert ran.stderr == f"penstock: unknown environment variable PENSTOCK_{part.upper()}_PROT\n"
+    assert ran.stderr == f"penstock: unknown environment variable PENSTOCK_{part.upper()}_PROT{hint}\n"
 
 
 def test_ports_of_services_are_not_taken_for_ours() -> None:

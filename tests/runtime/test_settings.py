@@ -140,6 +140,29 @@ def test_what_only_resembles_it_is_refused_by_name(monkeypatch: pytest.MonkeyPat
         HouseSettings.load()
 
 
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("PENSTOCK_REDIS_URL_FLIE", "PENSTOCK_REDIS_URL_FILE"),
+        ("PENSTOCK_KEY_PEPER_FILE", "PENSTOCK_KEY_PEPPER_FILE"),
+        ("PENSTOCK_GATWAY_PORT", "PENSTOCK_GATEWAY_PORT"),
+        ("PENSTOCK_NODES_MAX_NUM_SEQS", "PENSTOCK_NODE_MAX_NUM_SEQS"),
+    ],
+)
+def test_a_misspelled_name_is_refused_with_the_right_one(
+    monkeypatch: pytest.MonkeyPatch, variable: str, meant: str
+) -> None:
+    monkeypatch.setenv(variable, "8000")
+    with pytest.raises(ConfigError, match=rf"unknown environment variable {variable}; did you mean {meant}\?"):
+        KeySettings.load()
+
+
+@pytest.mark.parametrize("variable", ["PENSTOCK_SCREENSHOTS", "PENSTOCK_LINK", "PENSTOCK_SITE_URL"])
+def test_a_variable_of_another_program_is_ignored(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "8000")
+    assert KeySettings.load().key_pepper == ""
+
+
 @pytest.mark.parametrize("value", ["many", "http://10.0.0.11:8000", "tcp:8000"])
 def test_a_port_that_is_neither_ours_nor_theirs_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("PENSTOCK_ROOM_PORT", value)

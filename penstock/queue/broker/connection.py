@@ -194,6 +194,10 @@ _UNREACHABLE = (
 _SIGNS_OF_TLS = ("\\x15", "reset by peer", "Connection closed by server")
 """How a TLS server ends a connection without TLS: with an alert, whose first byte hiredis shows, or without."""
 _CREDENTIALS = re.compile(r"^(?:NOAUTH|WRONGPASS|Authentication required|invalid username-password)")
+_NO_RIGHT = re.compile(
+    r"(?:^-?NOPERM |ACL failure in script: )(.+?)(?: script: \w+, on .+)?$|The user executing the script can't run this"
+)
+"""A call that the rules of Redis's user do not allow, in a script too. The first group says which one."""
 _NO_DATABASE = "DB index is out of range"
 _CLUSTER = re.compile(r"^(?:MOVED|ASK|CROSSSLOT)\b")
 """Errors that only a server in cluster mode returns."""
@@ -289,7 +293,7 @@ def translated() -> Iterator[None]:
     except exceptions.AuthenticationError as error:
         raise _refused_credentials(str(error)) from None
     except exceptions.NoPermissionError as error:
-        raise ConfigError(f"Redis refuses this user: {error}", param="redis_url") from None
+        raise _refused_user(str(error).removeprefix("NOPERM ")) from None
     except _UNREACHABLE as error:
         if (why := shortage_of(os_error_of(error))) is not None:
             raise _unreachable(f"no file descriptor is free for a connection; {why}") from None
@@ -327,6 +331,8 @@ def _unusable(text: str) -> ConfigError | None:
     """Return the error for a Redis that answers and refuses what the URL says; None if that is not the problem."""
     if _CREDENTIALS.search(text):
         return _refused_credentials(text)
+    if found := _NO_RIGHT.search(text):
+        return _refused_user(found[1] or "a script uses a command that it may not run")
     if _CLUSTER.search(text):
         return ConfigError(f"redis_url: {NO_CLUSTER}", param="redis_url")
     if _NO_DATABASE in text:
@@ -336,6 +342,13 @@ def _unusable(text: str) -> ConfigError | None:
 
 def _refused_credentials(text: str) -> ConfigError:
     if text.startswith(("NOAUTH", "Authentication required")):
-        message = "Redis requires a password, and its URL has none (redis://:PASSWORD@HOST)"
+        message = (
+            "Redis requires a password, and its URL has none (redis://USER:PASSWORD@HOST, or redis://:PASSWORD@HOST)"
+        )
         return ConfigError(message, param="redis_url")
     return ConfigError(f"Redis rejected the credentials: {text}", param="redis_url")
+
+
+def _refused_user(why: str) -> ConfigError:
+    remedy = "each role has a user with the rights that it needs (ops/acl)"
+    return ConfigError(f"Redis refuses this user: {why.rstrip('.')}; {remedy}", param="redis_url")

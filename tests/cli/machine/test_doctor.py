@@ -16,18 +16,20 @@ from fakes.processes.node_process import NodeProcess
 
 from penstock.cli import services
 from penstock.cli.machine.doctor import (
+    LOST_SHOWN_S,
     NODE_ADVICE,
     check_demo_model,
     check_extras,
     check_kernels,
     judge_cpu,
     judge_gpus,
+    judge_lost,
     judge_node,
     judge_pool,
     judge_redis,
     judge_sockets,
 )
-from penstock.contract.pool import NodePressure, PoolStats, QueueState
+from penstock.contract.pool import NodePressure, PoolEvent, PoolStats, QueueState
 from penstock.gpu_node.gpus import Gpu, GpuMachine, this_machine
 from penstock.gpu_node.service import health
 
@@ -78,6 +80,14 @@ def test_each_unhealthy_part_of_a_node_is_named() -> None:
     assert [check.level for check in checks] == ["warn", "warn"]
     assert checks[0].finding == "n1: memory 3 steps ran out of memory"
     assert "PENSTOCK_NODE_MAX_NUM_SEQS" in checks[0].advice
+
+
+def test_a_node_that_was_lost_is_named_until_one_of_its_name_is_back() -> None:
+    pool = PoolStats("small", QueueState(), num_open=0, counts={}, nodes=(NodePressure("b-2"),))
+    lost = [PoolEvent(at_ms, "node_lost", node_id, "", "", "") for at_ms, node_id in ((7_000, "a-1"), (8_000, "b-1"))]
+    (check,) = judge_lost(pool, [*lost, PoolEvent(9_000, "node_joined", "b-2", "", "", "")], now_s=10.0)
+    assert (check.level, check.finding) == ("warn", "a-1: declared dead 3 s ago, pool small")
+    assert not [*judge_lost(pool, lost, now_s=10.0 + LOST_SHOWN_S)]
 
 
 def test_every_part_of_a_node_that_may_be_unhealthy_has_an_advice() -> None:

@@ -128,8 +128,8 @@ def test_an_adapter_that_one_rank_refuses_fails_its_own_requests_alone(
     monkeypatch.setattr(NativeRank, "load_adapter", refusing)
     found, wanted = [], (None, "a", "b")
     for engine, names in ((one, wanted[:2]), (ranks, wanted)):
-        for i, name in enumerate(names):
-            adapter = None if name is None else AdapterRef(name=name)
+        for i, own in enumerate(names):
+            adapter = None if own is None else AdapterRef(name=own)
             engine.add(EngineRequest(str(i), PROMPTS[i], params, seed=i, adapter=adapter))
         outputs = []
         while engine.has_work():
