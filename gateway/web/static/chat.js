@@ -269,8 +269,8 @@ async function answer(fields) {
 
 /** Read on the answer of a conversation that a page left. */
 async function resume(found) {
-  if (readers.has(found.id)) return;
   const stored = await store.turnsOf(found.id);
+  if (readers.has(found.id)) return; // another call may have begun meanwhile
   const turn = stored.at(-1);
   if (turn?.role !== "assistant" || turn.state !== "running") return;
   turn.isResumed = true;
