@@ -365,6 +365,7 @@ def engine(shared_engine: EchoEngine) -> Iterator[EchoEngine]:
     shared_engine.step_s = 0.0
     yield shared_engine
     shared_engine.step_s = 0.0
+    shared_engine.waits_after = 1
     shared_engine.may_go_on.set()
 
 

@@ -138,8 +138,11 @@ async function showChosen() {
 }
 
 async function showStored(found) {
-  const stored = await store.turnsOf(found.id);
-  const reader = readers.get(found.id);
+  let reader, stored;
+  do {
+    reader = readers.get(found.id);
+    stored = await store.turnsOf(found.id);
+  } while (reader !== readers.get(found.id)); // An answer that ended meanwhile was stored after these were read.
   // The turn that is read on is the one in memory.
   show(found, stored.map((turn) => (turn.number === reader?.turn.number ? reader.turn : turn)));
 }
@@ -310,8 +313,8 @@ async function end(mine, turn, itsStore = store) {
   if (conversation.id === mine.id) showRunning();
   mine.isAnswering = turn.state === "running";
   mine.changedMs = Date.now();
-  await kept(itsStore.saveTurn(turn));
-  await kept(itsStore.save(mine));
+  // Both as they are now: `all` may give the conversation what an older reading of the store says.
+  await Promise.all([itsStore.saveTurn(turn), itsStore.save(mine)].map(kept));
   if (itsStore === store) await refreshList();
   tell(mine.id);
 }

@@ -26,7 +26,8 @@ from tests.gateway.test_streams import wait_until
 from tests.gateway.web.conftest import Playground
 
 LONG = "a long prompt that the model says back " * 4
-STEP_S = 0.05
+NUM_FIRST = 8
+"""Tokens that the page shows of each answer before the engine goes on."""
 POOL = "lasting"
 PARAMS = SamplingParams(seed=5, max_tokens=300)
 
@@ -48,20 +49,48 @@ def choose(page: Page, url: str) -> Playground:
 
 def test_a_reload_in_mid_answer_loses_nothing(page: Page, url: str, engine: EchoEngine, http: httpx.Client) -> None:
     chat, others = choose(page, url), jobs_of(http)
-    engine.step_s = STEP_S
+    engine.waits_after = NUM_FIRST
+    engine.may_go_on.clear()
     chat.ask(LONG)
     said = chat.answer.locator(".said")
     expect(said).to_contain_text("a long")
     page.reload()
     expect(said).to_contain_text("a long")
     expect(said).to_have_attribute("aria-busy", "true")
-    engine.step_s = 0.0
+    engine.may_go_on.set()
     assert chat.wait_end() == LONG.strip()
     expect(chat.answer.locator(".figures")).to_have_text(re.compile(rf"TTFT .* · {len(LONG.strip())} tokens · .*"))
     page.reload()
     assert chat.wait_end() == LONG.strip()
     expect(page.locator(".turn")).to_have_count(2)
     assert len(jobs_of(http) - others) == 1
+
+
+SLOW_READS = """
+const getAll = IDBObjectStore.prototype.getAll;
+IDBObjectStore.prototype.getAll = function (...given) {
+    const asked = getAll.apply(this, given);
+    if (this.name !== "turns") return asked;
+    const late = { get result() { return asked.result; } };
+    asked.onsuccess = () => setTimeout(() => late.onsuccess(), 700);
+    return late;
+};"""
+"""What is read of the browser's database is as old as a busy machine makes it."""
+
+
+def test_an_answer_that_ends_while_its_page_opens_is_shown_whole(page: Page, url: str, engine: EchoEngine) -> None:
+    first, second = (page.context.new_page() for _ in range(2))
+    second.add_init_script(SLOW_READS)
+    chat = choose(first, url)
+    engine.may_go_on.clear()
+    chat.ask(LONG)
+    expect(chat.answer.locator(".said")).to_have_text("a")
+    first.close()
+    engine.may_go_on.set()
+    chat = Playground(second, url)
+    assert chat.wait_end() == LONG.strip()
+    expect(second.locator("#conversation-list a")).to_have_count(1)
+    second.close()
 
 
 def test_an_answer_outlives_its_tab_its_gateway_and_its_node(page: Page, redis_url: str) -> None:
@@ -164,14 +193,15 @@ def test_another_tab_shows_what_this_one_says(page: Page, url: str, engine: Echo
 
 def test_answers_of_two_conversations_stream_at_the_same_time(page: Page, url: str, engine: EchoEngine) -> None:
     chat = choose(page, url)
-    engine.step_s = STEP_S
+    engine.waits_after = NUM_FIRST
+    engine.may_go_on.clear()
     chat.ask(LONG)
     expect(chat.answer.locator(".said")).to_contain_text("a long")
     page.get_by_role("link", name="New chat").click()
     chat.ask("another question")
     expect(chat.answer.locator(".said")).to_contain_text("another")
     expect(entries(page).locator(".badge")).to_have_count(2)
-    engine.step_s = 0.0
+    engine.may_go_on.set()
     assert chat.wait_end() == "another question"
     entries(page).filter(has_text="a long").click()
     expect(chat.answer).to_contain_text("a long")
