@@ -261,7 +261,7 @@ def assert_batch(host: Host) -> None:
 def assert_only_the_admin_may_list_keys(host: Host) -> None:
     assert host.exec("admin", "penstock", "keys", "add", "acme").stdout.startswith("pk-")
     assert " acme " in host.exec("admin", "penstock", "keys", "list").stdout
-    assert "refuses this user: " in host.exec("gateway", "penstock", "audit").stderr
+    assert "refuses this user" in host.exec("gateway", "penstock", "audit").stderr
 
 
 def test_each_service_has_the_secrets_of_its_role_and_none_is_a_variable() -> None:
