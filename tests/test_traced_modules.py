@@ -49,7 +49,8 @@ def record(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def chat(client: httpx.Client, url: str) -> None:
     with client.stream("POST", url, json=CHAT) as answer:
         assert answer.status_code == 200, answer.read()
-        assert sum(line.startswith("data: ") for line in answer.iter_lines()) > 2
+        # On a busy machine, all tokens may come in one event.
+        assert sum(line.startswith("data: ") for line in answer.iter_lines()) >= 2
 
 
 def traced_chat(traced: TracedModules, client: httpx.Client, url: str) -> TracedRun:

@@ -33,7 +33,7 @@ async def test_work_of_the_loop_is_in_all_three_clocks(watch):
     compute(HOLD_S)
     await asyncio.sleep(4 * INTERVAL_S)
     hold = watch.longest
-    assert min(hold.wall_s, hold.runnable_s, hold.cpu_s) > HOLD_S - 2 * INTERVAL_S
+    assert min(hold.wall_s, hold.runnable_s, hold.cpu_s) > 0.8 * HOLD_S
     assert sum(watch.delays_s.counts[4:]) >= 1 and watch.delays_s.total >= hold.wall_s
 
 

@@ -170,6 +170,10 @@ def test_failed_starts_disable_structured_output_only_until_a_start_succeeds(
     engine._guides.close()
 
 
+def _sleeps(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
 def test_a_template_that_ends_right_after_a_trials_process_starts_anew(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +186,8 @@ def test_a_template_that_ends_right_after_a_trials_process_starts_anew(
             stopped.append(template.pid)
             while not (children := Path(f"/proc/{template.pid}/task/{template.pid}/children").read_text().split()):
                 time.sleep(0.001)
+            while not _sleeps(template.pid):
+                time.sleep(0.001)  # Before it waits again, it closes its end of the trial's socket.
             os.kill(template.pid, signal.SIGSTOP)  # It does not report how the trial's process ended.
             os.kill(int(children[0]), signal.SIGKILL)
         return worker
