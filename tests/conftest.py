@@ -158,7 +158,10 @@ def pytest_collection_finish() -> None:
 
 
 def _waiting_beside_computing(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
-    """Put tests of processes, which wait a lot, first in the shares of half of the workers or more; the others compute.
+    """Put tests of processes, which wait a lot, first in the shares of half of the workers; the others compute.
+
+    If more than twice as many workers run as there are processors, only as many compute as there are processors. So few
+    tests that wait are left when nothing computes beside them any more.
 
     Each worker begins with an equal share of the items, and later takes over the last of those that another one has not
     begun. Tests of the web page come first: otherwise each worker that takes some of them over starts a browser.
@@ -169,7 +172,7 @@ def _waiting_beside_computing(items: list[pytest.Item], num_workers: int) -> lis
     if num_workers < 3 or not waiting:
         return waiting + others
     ordered: list[pytest.Item] = []
-    for part in _parts_of(waiting, (num_workers + 1) // 2):
+    for part in _parts_of(waiting, max(num_workers // 2, num_workers - len(os.sched_getaffinity(0)))):
         num_more = max(0, len(items) // num_workers - len(part))
         ordered += [*part, *others[:num_more]]
         others = others[num_more:]
