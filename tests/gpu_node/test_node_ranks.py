@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes.engine_runs import kill_a_rank_at
 from fakes.processes.running_node import running_node
 from redis.asyncio import Redis
 
@@ -35,6 +36,8 @@ PATIENCE_S = 60.0
 INTERVAL_S = 40.0
 POISON = 6
 """A token that no other prompt has."""
+HELD_AT = 40
+"""A position at which the ranks wait until their node is stopped."""
 SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=80, ignore_eos=True)
 
 
@@ -57,14 +60,7 @@ async def test_a_job_that_kills_a_rank_each_time_is_a_dead_letter_and_its_neighb
     prompts: list[Any] = [[20 + i, 30, 40 + i] for i in range(4)]
     wanted = [one.choices[0].token_ids for one in make_engine().generate(prompts, SAMPLED)]
     runner = _runner(engine)
-    submit = runner.submit
-
-    def killing(plan: StepPlan) -> StepHandle:
-        if (plan.token_ids == POISON).any() and (plan.positions == 0).any():
-            os.kill(runner.rank_pids[0], signal.SIGKILL)
-        return submit(plan)
-
-    monkeypatch.setattr(runner, "submit", killing)
+    kill_a_rank_at(POISON, runner, monkeypatch)
     async with running_node(redis_url, engine, pool=POOL, avoid_ms=0), AsyncClient(redis_url) as client:
         others = [await client.submit(prompt, model=POOL, params=SAMPLED) for prompt in prompts]
         poison = await client.submit([POISON, 1, 2], model=POOL, params=SAMPLED)
@@ -120,9 +116,19 @@ async def test_heartbeat_and_ready_tell_the_truth_while_ranks_are_lost(
 
 
 async def test_a_node_of_another_shape_continues_a_job_to_the_bit(
-    redis_url: str, engine: Engine, make_engine: Callable[..., Engine]
+    redis_url: str, engine: Engine, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone, tokens = make_engine(), list[int]()
+    alone, tokens, is_stopped = make_engine(), list[int](), threading.Event()
+    runner = _runner(engine)
+    submit = runner.submit
+
+    def held(plan: StepPlan) -> StepHandle:
+        if plan.positions.max() >= HELD_AT:
+            assert is_stopped.wait(PATIENCE_S)
+            time.sleep(0.2)  # The node gives the job back before the ranks have made the rest.
+        return submit(plan)
+
+    monkeypatch.setattr(runner, "submit", held)
     (wanted,) = (one.choices[0].token_ids for one in alone.generate([[20, 30, 40]], SAMPLED))
     async with AsyncClient(redis_url) as client, running_node(redis_url, engine, pool=POOL, drain_s=0) as first:
         job = await client.submit([20, 30, 40], model=POOL, params=SAMPLED)
@@ -131,6 +137,7 @@ async def test_a_node_of_another_shape_continues_a_job_to_the_bit(
             tokens += (await anext(chunks)).token_ids
         async with running_node(redis_url, alone, pool=POOL):
             first.stop()
+            is_stopped.set()
             async for chunk in chunks:
                 tokens += chunk.token_ids
             assert len(first.ledger) == 0 and engine.stats().decode_tokens < len(tokens), "the other one made the rest"

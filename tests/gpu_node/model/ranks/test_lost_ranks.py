@@ -15,7 +15,7 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
-from fakes.engine_runs import check_idle
+from fakes.engine_runs import check_idle, kill_a_rank_at
 from fixtures.plans import Track, plan_of
 from fixtures.sampling import rows_of
 
@@ -26,7 +26,7 @@ from penstock.gpu_node.engine.records import EngineRequest, StepLostError
 from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native import ranks as native_ranks
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.gpu_node.model.protocol import StepHandle, StepPlan
+from penstock.gpu_node.model.protocol import StepPlan
 from penstock.gpu_node.model.ranks import group as ranks_group
 from penstock.gpu_node.model.ranks.control import GroupMemory
 from penstock.gpu_node.model.ranks.processes import RankProcess
@@ -191,14 +191,7 @@ def test_a_request_that_ends_the_ranks_each_time_fails_alone(
     engine: Engine, expected: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, poison = _runner(engine), 6
-    submit = runner.submit
-
-    def killing(plan: StepPlan) -> StepHandle:
-        if (plan.token_ids == poison).any() and (plan.positions == 0).any():
-            os.kill(runner.rank_pids[0], signal.SIGKILL)
-        return submit(plan)
-
-    monkeypatch.setattr(runner, "submit", killing)
+    kill_a_rank_at(poison, runner, monkeypatch)
     engine.add(EngineRequest("poison", [poison, 1, 2], SamplingParams(max_tokens=8), seed=0))
     ends = dict[str, str | None]()
     while engine.has_work():
