@@ -31,6 +31,7 @@ from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.queue.broker.connection import connect
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests import kinds
+from tests.shared_out import SharedOut
 
 # A shell that starts the suite in the background has it ignore SIGINT, which all that it starts would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -51,6 +52,8 @@ if not HAS_GPU:
 # As in the node's loading of a model: workers share their processors. OpenMP reads these when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# So does the one of numpy, whose threads wait busily.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # By default, httpx waits for five seconds. A machine with other work may hold up an answer for longer.
 for _wait in ("connect", "read", "write", "pool"):
@@ -122,8 +125,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--quick"):
         config.hook.pytest_deselected(items=[item for item in items if not kinds.is_quick(item)])
         items[:] = [item for item in items if kinds.is_quick(item)]
-    if hasattr(config, "workerinput"):
-        items[:] = _waiting_beside_computing(items, config.workerinput["workercount"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config) -> SharedOut:
+    """Share the tests out between workers."""
+    return SharedOut(config)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -155,39 +162,6 @@ def pytest_collection_finish() -> None:
     # By default, each 700 new objects start a collection, and each 70,000 a full one.
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
-
-
-def _waiting_beside_computing(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
-    """Put tests of processes, which wait a lot, first in the shares of half of the workers; the others compute.
-
-    If more than twice as many workers run as there are processors, only as many compute as there are processors. So few
-    tests that wait are left when nothing computes beside them any more.
-
-    Each worker begins with an equal share of the items, and later takes over the last of those that another one has not
-    begun. Tests of the web page come first: otherwise each worker that takes some of them over starts a browser.
-    """
-    waiting = [item for item in items if item.get_closest_marker("process")]
-    waiting.sort(key=lambda item: not item.path.is_relative_to(kinds.TESTS / "gateway/web"))
-    others = [item for item in items if not item.get_closest_marker("process")]
-    if num_workers < 3 or not waiting:
-        return waiting + others
-    ordered: list[pytest.Item] = []
-    for part in _parts_of(waiting, max(num_workers // 2, num_workers - len(os.sched_getaffinity(0)))):
-        num_more = max(0, len(items) // num_workers - len(part))
-        ordered += [*part, *others[:num_more]]
-        others = others[num_more:]
-    return ordered + others
-
-
-def _parts_of(items: list[pytest.Item], num_parts: int) -> Iterator[list[pytest.Item]]:
-    """Yield the items in parts of about the same number. The tests of a file stay together: they share processes."""
-    begin = 0
-    for number in range(1, num_parts + 1):
-        end = max(begin, len(items) * number // num_parts)
-        while 0 < end < len(items) and items[end].path == items[end - 1].path:
-            end += 1
-        yield items[begin:end]
-        begin = end
 
 
 @pytest.fixture(scope="session", autouse=True)

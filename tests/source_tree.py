@@ -40,6 +40,8 @@ def modules() -> dict[str, Module]:
     try:
         return {module.name: module for module in _modules()}
     finally:
+        # These are a million objects that stay. Each full collection of later tests would take a second.
+        gc.freeze()
         gc.enable()
 
 

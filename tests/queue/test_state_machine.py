@@ -440,3 +440,13 @@ def test_scripts_do_what_the_model_does(redis_url: str) -> None:
         type("Machine", (QueueMachine,), {"url": redis_url}),
         settings=settings(max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck)),
     )
+
+
+def test_charges_are_added_up_in_the_same_order(redis_url: str) -> None:
+    """Charges that differ a lot, after refunds that leave a small rest: another order changes the last bit."""
+    machine = type("Machine", (QueueMachine,), {"url": redis_url})()
+    machine.start("sjf", 0)
+    machine.submit("a", Priority.STANDARD, 1, 10, False, False, weight=0.3)
+    machine.nodes_die_one_after_the_other(number=2, slots=5)
+    machine.keys_are_right()
+    machine.teardown()

@@ -163,13 +163,13 @@ do
       local level, name = job.level, job.level .. ':' .. job.tenant
       local of_tenant = charged[name]
       if not of_tenant then
-        of_tenant = {job = job, time = tonumber(redis.call('ZSCORE', virtual_time_key(job), job.tenant) or '0'), by = 0}
+        of_tenant = {job = job, time = tonumber(redis.call('ZSCORE', virtual_time_key(job), job.tenant) or '0')}
         charged[name] = of_tenant
       end
       local clock_of_level = clocks[level] or {job = job, read = virtual_clock(job), time = 0}
       clocks[level] = clock_of_level
-      clock_of_level.time = math.max(clock_of_level.time, of_tenant.time + of_tenant.by)
-      of_tenant.by = of_tenant.by + job.charge
+      clock_of_level.time = math.max(clock_of_level.time, of_tenant.time)
+      of_tenant.time = of_tenant.time + job.charge
       note_use(job, job.charge)
     end
     for level, one in pairs(clocks) do
@@ -178,7 +178,7 @@ do
         redis.call('ZREMRANGEBYSCORE', debt_key(one.job), '-inf', one.time)
       end
     end
-    for _, one in pairs(charged) do redis.call('ZINCRBY', virtual_time_key(one.job), one.by, one.job.tenant) end
+    for _, one in pairs(charged) do redis.call('ZADD', virtual_time_key(one.job), one.time, one.job.tenant) end
   end
 
   local function correct(level, tenant, by)

@@ -1,0 +1,67 @@
+"""How xdist's workers share the tests out: some wait while others compute, so that no processor is idle.
+
+A worker runs a file's tests in a row, because they share processes and models. When it has nearly done, it gets the
+next file. One or two workers at a time compute: so many that both kinds of files are done at about the same time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+from tests import kinds
+
+WEB = "tests/gateway/web/"
+"""The tests of the page share a browser, so they are shared out as one file. They take longest and begin first."""
+COMPUTING = ("tests/gpu_node/", "tests/kernels/", "tests/ops/bench/", "tests/ops/bench_gpu/")
+"""Most tests elsewhere wait: for processes, for Redis, for a time to pass."""
+MAX_COMPUTING = 2
+
+
+def computes(unit: str) -> bool:
+    """Whether the tests of a file compute rather than wait."""
+    return unit.startswith(COMPUTING) and "process" not in kinds.kinds_of_file(kinds.TESTS.parent / unit)
+
+
+class SharedOut(LoadScopeScheduling):
+    """Gives a worker that has at most two tests left a file of the kind that is behind."""
+
+    workqueue: OrderedDict[str, dict[str, bool]]
+    assigned_work: dict[WorkerController, dict[str, dict[str, bool]]]
+    _indexes: dict[str, int] | None = None
+    _totals: Counter[bool]
+    _left: Counter[bool]
+
+    def _split_scope(self, nodeid: str) -> str:
+        return WEB if nodeid.startswith(WEB) else nodeid.split("::", 1)[0]
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if self._indexes is None:
+            self._prepare()
+        unit = self._next_unit(node)
+        tests = self.workqueue.pop(unit)
+        self._left[computes(unit)] -= len(tests)
+        # Units that are done are left out: each finished test would look through them.
+        begun = {name: left for name, left in self.assigned_work[node].items() if not all(left.values())}
+        self.assigned_work[node] = {**begun, unit: tests}
+        node.send_runtest_some([self._indexes[test] for test, is_done in tests.items() if not is_done])
+
+    def _prepare(self) -> None:
+        assert self.collection is not None
+        self._indexes = {test: index for index, test in enumerate(self.collection)}
+        if WEB in self.workqueue:
+            self.workqueue.move_to_end(WEB, last=False)
+        self._totals = Counter()
+        for unit, tests in self.workqueue.items():
+            self._totals[computes(unit)] += len(tests)
+        self._left = Counter(self._totals)
+
+    def _next_unit(self, node: WorkerController) -> str:
+        num_computing = sum(
+            any(computes(unit) for unit in units) for other, units in self.assigned_work.items() if other is not node
+        )
+        is_behind = self._left[True] * self._totals[False] > self._left[False] * self._totals[True]
+        wanted = num_computing == 0 or (num_computing < MAX_COMPUTING and is_behind)
+        return next((unit for unit in self.workqueue if computes(unit) == wanted), next(iter(self.workqueue)))
