@@ -128,9 +128,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config) -> SharedOut:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedOut:
     """Share the tests out between workers."""
-    return SharedOut(config)
+    return SharedOut(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
