@@ -6,7 +6,7 @@ next file. One or two workers at a time compute: so many that both kinds of file
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
@@ -25,14 +25,23 @@ def computes(unit: str) -> bool:
     return unit.startswith(COMPUTING) and "process" not in kinds.kinds_of_file(kinds.TESTS.parent / unit)
 
 
+def folder(unit: str) -> str:
+    """The folder of a file."""
+    return unit.rpartition("/")[0]
+
+
 class SharedOut(LoadScopeScheduling):
-    """Gives a worker that has at most two tests left a file of the kind that is behind."""
+    """Gives a worker that has at most two tests left a file of the kind that is behind.
+
+    It goes on in folders in which it has begun: what their tests import and cache is warm there.
+    """
 
     workqueue: OrderedDict[str, dict[str, bool]]
     assigned_work: dict[WorkerController, dict[str, dict[str, bool]]]
     _indexes: dict[str, int] | None = None
     _totals: Counter[bool]
     _left: Counter[bool]
+    _folders: defaultdict[WorkerController, set[str]]
 
     def _split_scope(self, nodeid: str) -> str:
         return WEB if nodeid.startswith(WEB) else nodeid.split("::", 1)[0]
@@ -57,11 +66,16 @@ class SharedOut(LoadScopeScheduling):
         for unit, tests in self.workqueue.items():
             self._totals[computes(unit)] += len(tests)
         self._left = Counter(self._totals)
+        self._folders = defaultdict(set)
 
     def _next_unit(self, node: WorkerController) -> str:
-        num_computing = sum(
-            any(computes(unit) for unit in units) for other, units in self.assigned_work.items() if other is not node
-        )
+        begun = {other: next(reversed(units)) for other, units in self.assigned_work.items() if units}
+        of_others = [unit for other, unit in begun.items() if other is not node]
+        num_computing = sum(map(computes, of_others))
         is_behind = self._left[True] * self._totals[False] > self._left[False] * self._totals[True]
         wanted = num_computing == 0 or (num_computing < MAX_COMPUTING and is_behind)
-        return next((unit for unit in self.workqueue if computes(unit) == wanted), next(iter(self.workqueue)))
+        units = [unit for unit in self.workqueue if computes(unit) == wanted] or list(self.workqueue)
+        known, taken = self._folders[node], set(map(folder, of_others))
+        chosen = min(units, key=lambda unit: (folder(unit) not in known, folder(unit) in taken))
+        known.add(folder(chosen))
+        return chosen

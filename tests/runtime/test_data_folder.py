@@ -157,9 +157,9 @@ def test_a_load_that_outlasts_the_start_timeout_is_waited_for(
                 pipeline.set(f"key:{number}", "x" * 50)
             pipeline.execute()
         # A load that pauses after each key takes seconds.
-        monkeypatch.setattr(embedded_redis, "_START_TIMEOUT_S", 1.5)
+        monkeypatch.setattr(embedded_redis, "_START_TIMEOUT_S", 3.5)
         plain = EmbeddedRedis._options
-        slow = ["--key-load-delay", "100"]
+        slow = ["--key-load-delay", "250"]
         monkeypatch.setattr(EmbeddedRedis, "_options", lambda self, folder: [*plain(self, folder), *slow])
     started_s = time.monotonic()
     with caplog.at_level(logging.WARNING), EmbeddedRedis(data_dir=tmp_path) as server, client_of(server) as client:
