@@ -64,7 +64,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m fakes.native
-	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal $(or $(T),$(CHECKED:%=--ignore %))
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist $(if $(T),worksteal,loadfile) $(or $(T),$(CHECKED:%=--ignore %))
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest --quick --numprocesses $(WORKERS) --dist worksteal $(T)

@@ -128,9 +128,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedOut:
-    """Share the tests out between workers."""
-    return SharedOut(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedOut | None:
+    """Share out whole files in our own order, where xdist would share them out in that of their names."""
+    return SharedOut(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)

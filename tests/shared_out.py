@@ -7,9 +7,11 @@ next file. One or two workers at a time compute: so many that both kinds of file
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from xdist.scheduler import LoadScopeScheduling
-from xdist.workermanage import WorkerController
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
 
 from tests import kinds
 
@@ -30,7 +32,7 @@ def folder(unit: str) -> str:
     return unit.rpartition("/")[0]
 
 
-class SharedOut(LoadScopeScheduling):
+class SharedOut(LoadScopeScheduling):  # type: ignore[misc]  xdist has no types
     """Gives a worker that has at most two tests left a file of the kind that is behind.
 
     It goes on in folders in which it has begun: what their tests import and cache is warm there.
@@ -38,16 +40,20 @@ class SharedOut(LoadScopeScheduling):
 
     workqueue: OrderedDict[str, dict[str, bool]]
     assigned_work: dict[WorkerController, dict[str, dict[str, bool]]]
-    _indexes: dict[str, int] | None = None
+    _indexes: Mapping[str, int] = MappingProxyType({})
+    """The place of each test among all. It is empty until the first file is given out."""
     _totals: Counter[bool]
+    """Numbers of tests that compute (True) and that wait."""
     _left: Counter[bool]
+    """Those of files that no worker has got yet."""
     _folders: defaultdict[WorkerController, set[str]]
+    """Folders in which a worker has begun."""
 
     def _split_scope(self, nodeid: str) -> str:
         return WEB if nodeid.startswith(WEB) else nodeid.split("::", 1)[0]
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if self._indexes is None:
+        if not self._indexes:
             self._prepare()
         unit = self._next_unit(node)
         tests = self.workqueue.pop(unit)
@@ -58,15 +64,13 @@ class SharedOut(LoadScopeScheduling):
         node.send_runtest_some([self._indexes[test] for test, is_done in tests.items() if not is_done])
 
     def _prepare(self) -> None:
-        assert self.collection is not None
         self._indexes = {test: index for index, test in enumerate(self.collection)}
         if WEB in self.workqueue:
             self.workqueue.move_to_end(WEB, last=False)
         self._totals = Counter()
         for unit, tests in self.workqueue.items():
             self._totals[computes(unit)] += len(tests)
-        self._left = Counter(self._totals)
-        self._folders = defaultdict(set)
+        self._left, self._folders = Counter(self._totals), defaultdict(set)
 
     def _next_unit(self, node: WorkerController) -> str:
         begun = {other: next(reversed(units)) for other, units in self.assigned_work.items() if units}
