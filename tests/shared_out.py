@@ -32,7 +32,7 @@ def folder(unit: str) -> str:
     return unit.rpartition("/")[0]
 
 
-class SharedOut(LoadScopeScheduling):  # type: ignore[misc]  xdist has no types
+class SharedOut(LoadScopeScheduling):  # type: ignore[misc]
     """Gives a worker that has at most two tests left a file of the kind that is behind.
 
     It goes on in folders in which it has begun: what their tests import and cache is warm there.
