@@ -7,7 +7,7 @@ import logging
 from contextlib import suppress
 from typing import Any
 
-from penstock.contract.errors import PenstockError, UnavailableError
+from penstock.contract.errors import InvariantError, PenstockError, UnavailableError
 from penstock.contract.webhook import EventType
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
@@ -116,9 +116,12 @@ class BatchHolder:
             _LOG.warning(
                 "a batch stands still until its storage or Redis is back", extra=facts | {"reason": error.message}
             )
-        except Exception:
+        except Exception as error:
             # Taken again once the lease is over. Other batches go on.
             _LOG.exception("the run of a batch failed", extra=facts)
+            if isinstance(error, InvariantError):
+                # Redis has lost parts that this run had committed, and the run ended before `_look` heard of it.
+                await self._release(lease)
 
     async def _release(self, lease: BatchLease) -> None:
         try:

@@ -406,10 +406,11 @@ def test_rows_that_are_not_answered_once_are_noticed() -> None:
 SECONDS_LESS_THAN_A_LEASE = 40
 
 
+@pytest.mark.parametrize("look_s", [0.02, 3600], ids=["noticed", "noticed at the end of the run"])
 async def test_a_batch_whose_parts_redis_lost_has_each_row_once(
-    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look_s: float
 ) -> None:
-    monkeypatch.setattr(history, "LOOK_S", 0.02)
+    monkeypatch.setattr(history, "LOOK_S", look_s)
     monkeypatch.setattr(history, "SETTLE_S", 0.05)
     monkeypatch.setattr(stored_batches_holder, "LOOKS_PER_LEASE", 600)
     num_rows = 60
