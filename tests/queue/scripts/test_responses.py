@@ -13,6 +13,7 @@ from penstock.contract.errors import BusyError, ConflictError, NotFoundError
 from penstock.contract.job import NO_RESPONSE, JobDef, ResponseRecord
 from penstock.contract.output import Choice, Outcome, Usage
 from penstock.queue import keys
+from penstock.queue.broker import scripts
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.jobs import ResponseBroker
@@ -127,6 +128,8 @@ async def test_an_ended_response_is_deleted_with_log_and_result(queue: Queue) ->
     assert await findings(queue) == []
     with pytest.raises(NotFoundError):
         await responses.delete(job.id, "acme")
+    # A caller that waits for a replica calls again after a lost answer.
+    assert await scripts.call(queue.redis, "delete_response", POOL, job.id, "acme", 1) == b"OK"
 
 
 @pytest.mark.parametrize("is_running", [False, True])
