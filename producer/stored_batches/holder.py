@@ -117,10 +117,11 @@ class BatchHolder:
                 "a batch stands still until its storage or Redis is back", extra=facts | {"reason": error.message}
             )
         except Exception as error:
-            # Taken again once the lease is over. Other batches go on.
+            # Other batches go on. This one is taken again once the lease is over.
             _LOG.exception("the run of a batch failed", extra=facts)
             if isinstance(error, InvariantError):
-                # Redis has lost parts that this run had committed, and the run ended before `_look` heard of it.
+                # Redis has lost parts that this run had committed. `_look` did not hear of it before the run ended, so
+                # it did not release the lease.
                 await self._release(lease)
 
     async def _release(self, lease: BatchLease) -> None:
