@@ -28,6 +28,9 @@ def command_of(address: str, *words: str) -> tuple[str, ...]:
 def main(address: str, *words: str) -> None:
     """Ask the server for a fork, and wait for its end."""
     ended, status = os.pipe()
+    # A signal that arrives after the part has begun, but before this process knows its id, waits.
+    passed_on = signal.SIGTERM, signal.SIGINT
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     request = {"command": words, "env": dict(os.environ), "cwd": os.getcwd(), "imports": ()}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(address)
@@ -39,8 +42,9 @@ def main(address: str, *words: str) -> None:
             with suppress(ProcessLookupError):
                 os.kill(part, number)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in passed_on:
             signal.signal(number, pass_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
         answer = array.array("i", os.read(ended, 64))
     code = answer[0] if answer else -signal.SIGKILL  # Without an answer the server has ended, and its children with it.
     if code < 0:
