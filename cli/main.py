@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Annotated, Any
@@ -34,12 +35,9 @@ class LazyCommands(Mapping[str, Any]):
 
     def __init__(self, entries: Mapping[str, CommandEntry]) -> None:
         self._entries = entries
-        self._loaded: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._loaded:
-            self._loaded[name] = _load(self._entries[name])
-        return self._loaded[name]
+        return _load(self._entries[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -48,6 +46,7 @@ class LazyCommands(Mapping[str, Any]):
         return len(self._entries)
 
 
+@cache
 def _load(entry: CommandEntry) -> Any:
     module, _, attribute = entry.home.partition(":")
     target = getattr(import_module(module), attribute)

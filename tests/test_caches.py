@@ -110,7 +110,7 @@ OF_ONE_REQUEST = {
 
 OF_ONE_USER = {
     "cli.bench.connection:_headers",
-    "cli.main:_loaded",
+    "cli.main:_load",
     "cli.options:_docstrings_in",
     "cli.top.reader:_seen",
     "contract.fields:names_at",

@@ -6,6 +6,7 @@ route or field is in the document without further work.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import warnings
@@ -273,7 +274,10 @@ _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsa
 
 
 class ApiDocs:
-    """The description of the API, rendered once, and its routes."""
+    """The description of the API, and its routes. It is rendered once, for the first request that asks for it.
+
+    That takes a tenth of a second, which a gateway's start need not, so a thread does it.
+    """
 
     def __init__(self, others: Sequence[Route], bodies: Sequence[type[RequestBody]]) -> None:
         """`others` are the gateway's routes beside these, and `bodies` the schemas of all bodies."""
@@ -283,12 +287,12 @@ class ApiDocs:
         self.router.add_api_route("/openapi.json", self.openapi, methods=PROBE_METHODS)
         self.router.add_api_route("/docs", self.docs, methods=PROBE_METHODS, response_class=HTMLResponse)
         own = [route for route in self.router.routes if isinstance(route, Route)]
-        document = document_of([*others, *own], tuple(bodies))
-        self._document = json.dumps(document, ensure_ascii=False).encode()
-        self._page = page_of(document)
-        self._endpoints = [
-            f"{method.upper()} {path}" for path, method, _ in operations_in(document) if method != "head"
-        ]
+        self._routes, self._bodies = [*others, *own], tuple(bodies)
+        described = [route for route in self._routes if route.include_in_schema]
+        operations = sorted((route.path_format, method) for route in described for method in route.methods or ())
+        self._endpoints = [f"{method} {path}" for path, method in operations if method != "HEAD"]
+        self._rendering = asyncio.Lock()
+        self._rendered: tuple[bytes, str] | None = None
 
     async def index(self, request: Request, response: Response) -> Any:
         """Return what this server is, and its endpoints. A browser gets the web page instead."""
@@ -304,8 +308,21 @@ class ApiDocs:
 
     async def openapi(self) -> Response:
         """Return the OpenAPI document of this gateway."""
-        return Response(self._document, media_type="application/json")
+        document, _ = await self._texts()
+        return Response(document, media_type="application/json")
 
     async def docs(self) -> Response:
         """Return the API's documentation as a page."""
-        return HTMLResponse(self._page, headers=_PAGE_HEADERS)
+        _, page = await self._texts()
+        return HTMLResponse(page, headers=_PAGE_HEADERS)
+
+    async def _texts(self) -> tuple[bytes, str]:
+        async with self._rendering:
+            if self._rendered is None:
+                self._rendered = await asyncio.to_thread(self._render)
+            return self._rendered
+
+    def _render(self) -> tuple[bytes, str]:
+        """Return the document as JSON, and the page."""
+        document = document_of(self._routes, self._bodies)
+        return json.dumps(document, ensure_ascii=False).encode(), page_of(document)

@@ -195,6 +195,7 @@ class Sender:
         self._timeout_s = settings.webhook_timeout_s
         self._guard = AddressGuard(settings.webhook_allowed_networks)
         self._pool: httpcore.AsyncConnectionPool | None = None
+        self._making_pool = asyncio.Lock()
 
     def check_url(self, url: str) -> None:
         """Raise RequestError for a URL to which this gateway would not deliver."""
@@ -214,15 +215,14 @@ class Sender:
         body = payload_of(event_id, event_type, object_id, created_s)
         signed = signed_headers(event_id, body, secrets, int(time.time()))
         headers = {"content-type": "application/json", "user-agent": USER_AGENT, "connection": "close", **signed}
-        if self._pool is None:
-            self._pool = await self._new_pool()
+        pool = await self._opened_pool()
         try:
             parts = checked_url(url, allows_http=self._allows_http)
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             port = parts.port or _PORTS[parts.scheme]
             where = httpcore.URL(scheme=parts.scheme, host=parts.hostname or "", port=port, target=target)
             async with asyncio.timeout(self._timeout_s):
-                return await self._answer_to(self._pool, where, headers, body)
+                return await self._answer_to(pool, where, headers, body)
         except RequestError as error:
             raise SendError(error.message) from None
         except ForbiddenAddressError as error:
@@ -240,15 +240,19 @@ class Sender:
         if self._pool is not None:
             await self._pool.aclose()
 
-    async def _new_pool(self) -> httpcore.AsyncConnectionPool:
-        # Reading the certificates of authorities takes tens of milliseconds.
-        context = await asyncio.to_thread(ssl.create_default_context)
-        return httpcore.AsyncConnectionPool(
-            ssl_context=context,
-            max_connections=None,
-            max_keepalive_connections=0,
-            network_backend=CheckedBackend(self._guard),
-        )
+    async def _opened_pool(self) -> httpcore.AsyncConnectionPool:
+        # A gateway that starts beside a backlog of events sends many at once. They share one pool.
+        async with self._making_pool:
+            if self._pool is None:
+                # Reading the certificates of authorities takes tens of milliseconds.
+                context = await asyncio.to_thread(ssl.create_default_context)
+                self._pool = httpcore.AsyncConnectionPool(
+                    ssl_context=context,
+                    max_connections=None,
+                    max_keepalive_connections=0,
+                    network_backend=CheckedBackend(self._guard),
+                )
+            return self._pool
 
     @staticmethod
     async def _answer_to(

@@ -1,21 +1,28 @@
-"""Processes of chat templates that engines of tests use one after another.
+"""Processes of chat templates that engines of tests use one after another, and that start as forks.
 
 Each engine starts one, which takes a tenth of a second of CPU time. Hundreds of engines have the tiny model's template.
+Where the session's server of services runs, it forks those of other templates.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
 from typing import Any
 
 import pytest
+from fakes.processes.child_process import ChildProcess
+from fakes.processes.forked_process import ForkedProcess
 
 from penstock.gpu_node.engine.text import chat
 
 MOST_IDLE = 4
+STARTED_PROCESS = chat._started_process
 Key = tuple[str, frozenset[tuple[str, str]]]
 
 
@@ -45,6 +52,22 @@ def _give_back(processes: Any, key: Key, idle: deque[tuple[Key, Any]]) -> None:
         idle.popleft()[1].close()
 
 
+def forked_process(child_end: socket.socket) -> Any:
+    """Have the server of services fork the process at the other end of this socket, which gets it as its stdin."""
+    server = ChildProcess.fork_server
+    if server is None or not server.address:
+        return STARTED_PROCESS(child_end)
+    request = {
+        "command": ["-c", f"from {chat._MODULE} import main; main()", "0"],
+        "env": {name: os.environ[name] for name in chat._KEPT_VARIABLES if name in os.environ},
+        "cwd": os.getcwd(),
+        "imports": [chat._MODULE],
+    }
+    with open(os.devnull, "wb") as nothing:
+        pid, status = server.fork(request, [child_end.fileno(), nothing.fileno(), 2])
+    return ForkedProcess(pid, BytesIO(), status)
+
+
 @contextmanager
 def lent_templates() -> Iterator[None]:
     """Lend processes to the templates that are made in the block."""
@@ -61,6 +84,7 @@ def lent_templates() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(chat, "_Processes", lend)
+        patched.setattr(chat, "_started_process", forked_process)
         yield
     while idle:
         idle.pop()[1].close()

@@ -108,15 +108,9 @@ def test_the_operator_is_told_once_of_a_key_that_has_another_pepper(closed, capl
     assert secret not in json.dumps(told[0].__dict__, default=str)
 
 
-def routes_of(router):
-    for route in router.routes:
-        included = getattr(route, "original_router", None)
-        yield from routes_of(included) if included is not None else (route,)
-
-
 def test_every_route_but_probes_and_the_description_needs_a_key(closed):
     url, _ = closed
-    routes = [*routes_of(create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")))]
+    routes = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).routes
     # `tests/gateway/websocket/test_socket_keys.py` opens the WebSocket.
     asked = {(route.path, method) for route in routes for method in getattr(route, "methods", ())}
     # The files of the web page have one route.

@@ -270,16 +270,7 @@ class _Processes:
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self._socket, child_end = socket.socketpair()
         with child_end:
-            # The child must find the same modules, and must not import from the current folder.
-            environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(child_end.fileno())],
-                env=environment,
-                pass_fds=[child_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+            process = _started_process(child_end)
         self.idle: list[socket.socket] = []
         """Sockets of workers that have nothing to render."""
         self._sockets = {self._socket}
@@ -319,6 +310,19 @@ class _Processes:
         """Close a worker's socket. The worker ends after what it renders."""
         self._sockets.discard(worker)
         worker.close()
+
+
+def _started_process(child_end: socket.socket) -> subprocess.Popen[bytes]:
+    # The child must find the same modules, and must not import from the current folder.
+    environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", _MODULE, str(child_end.fileno())],
+        env=environment,
+        pass_fds=[child_end.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def _end(sockets: set[socket.socket], process: subprocess.Popen[bytes]) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import html
 import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.routing import Route, WebSocketRoute
 
 from penstock import __version__
+from penstock.gateway.api_docs import openapi
 from penstock.gateway.app import create_app
 from penstock.gateway.request.encoding import MAX_LIST_ITEMS
 from penstock.gateway.settings import GatewaySettings
@@ -40,19 +43,14 @@ def document(http: httpx.Client) -> dict[str, Any]:
     return found
 
 
-def routes_of(routes: Any) -> Iterator[Route]:
-    """The routes that OpenAPI can describe, also those of the routers that an app includes. WebSockets are none."""
-    for route in routes:
-        if isinstance(route, Route):
-            if route.include_in_schema:
-                yield route
-        elif not isinstance(route, WebSocketRoute):
-            yield from routes_of(getattr(route, "original_router", route).routes)
+def routes_of(app: FastAPI) -> list[Route]:
+    """The routes that OpenAPI can describe. WebSockets are none."""
+    return [route for route in app.routes if isinstance(route, Route) and route.include_in_schema]
 
 
 def test_document_has_every_route_of_the_gateway_and_no_other(document: dict[str, Any]) -> None:
     app = create_app(GatewaySettings.load(redis_url="redis://127.0.0.1:1"))
-    served = {(route.path_format, method.lower()) for route in routes_of(app.routes) for method in route.methods or ()}
+    served = {(route.path_format, method.lower()) for route in routes_of(app) for method in route.methods or ()}
     described = {(path, method) for path, methods in document["paths"].items() for method in methods}
     assert served == described
     assert len(served) > 15
@@ -170,6 +168,23 @@ def answer_to(command: str, variables: dict[str, str]) -> httpx.Response:
             return httpx.Response(answer.status_code, text=next(answer.iter_text()))
         answer.read()
         return answer
+
+
+async def test_first_requests_for_the_description_get_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered, original = list[object](), openapi.document_of
+    monkeypatch.setattr(openapi, "document_of", lambda *given: rendered.append(given) or original(*given))
+    app = create_app(GatewaySettings.load(redis_url="redis://127.0.0.1:1"))
+    assert not rendered, "a gateway's start need not wait for it"
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        answers = await asyncio.gather(*(client.get("/openapi.json") for _ in range(5)), client.get("/docs"))
+    assert len({answer.content for answer in answers[:5]}) == len(rendered) == 1
+    assert all(answer.status_code == 200 for answer in answers)
+
+
+def test_no_request_builds_routes() -> None:
+    """FastAPI builds the routes of an included router during the first request, which holds the loop for 20 ms."""
+    app = create_app(GatewaySettings.load(redis_url="redis://127.0.0.1:1"))
+    assert {*map(type, app.routes)} <= {Route, APIRoute, WebSocketRoute}
 
 
 def test_index_names_the_release_and_every_endpoint(http: httpx.Client, document: dict[str, Any]) -> None:

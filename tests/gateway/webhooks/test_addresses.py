@@ -142,6 +142,21 @@ async def test_no_spelling_of_a_forbidden_address_is_connected(
     assert (connected, receiver.received) == ([], [])
 
 
+async def test_many_first_attempts_read_the_certificates_once(
+    monkeypatch: pytest.MonkeyPatch, receiver: WebhookReceiver
+) -> None:
+    contexts, original = list[ssl.SSLContext](), ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda: contexts.append(original()) or contexts[-1])
+    sender = Sender(GatewaySettings.load(**ALLOWED))
+    try:
+        event = f"evt_{'0' * 32}", "job.failed", "job", 1, [SECRET]
+        answers = await asyncio.gather(*(sender.send(receiver.url(), *event) for _ in range(10)))
+    finally:
+        await sender.close()
+    assert [answer.status for answer in answers] == [204] * 10
+    assert len(contexts) == 1
+
+
 async def test_redirects_are_not_followed(receiver: WebhookReceiver) -> None:
     receiver.reply = lambda _: Reply(307, {"location": receiver.url("/inside")})
     assert (await attempt(receiver.url())).status == 307
