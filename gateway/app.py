@@ -291,10 +291,10 @@ def _add_routes(
     routers = [*(route for route in of_dialects if isinstance(route, APIRouter)), *own_routers]
     docs = ApiDocs([*plain, *_routes_in(routers)], BODIES)
     routers.append(docs.router)
-    described = [*plain, *_routes_in(routers)]
+    of_routers = _routes_in(routers)
     # `include_router` would build each route once more, during the first request.
-    app.router.routes.extend((*socket_routes(socket), *described))
-    return described
+    app.router.routes.extend((*plain, *socket_routes(socket), *of_routers))
+    return [*plain, *of_routers]
 
 
 def _routes_in(routers: Sequence[APIRouter]) -> list[Route]:

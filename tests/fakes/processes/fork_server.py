@@ -32,8 +32,8 @@ STREAMS = 3
 PRELOADED = (
     *("penstock.cli.main", "penstock.cli.services", "penstock.cli.serve", "penstock.gateway.app"),
     *("penstock.gpu_node.process", "penstock.producer.client", "reference_engine"),
-    # What FastAPI and uvicorn import when a gateway starts.
-    *("pydantic.v1", "fastapi.telemetry", "uvicorn.lifespan.on", "uvicorn.loops.auto", "uvloop"),
+    # What FastAPI and uvicorn import when a gateway starts. Some tests run without uvloop.
+    *("pydantic.v1", "fastapi.telemetry", "uvicorn.lifespan.on"),
 )
 """Services, without torch: a request of a node with a real model names that."""
 
