@@ -276,7 +276,7 @@ _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsa
 class ApiDocs:
     """The description of the API, and its routes. It is rendered once, for the first request that asks for it.
 
-    That takes a tenth of a second, which a gateway's start need not, so a thread does it.
+    That takes a tenth of a second. So a thread does it, and no gateway's start waits for it.
     """
 
     def __init__(self, others: Sequence[Route], bodies: Sequence[type[RequestBody]]) -> None:

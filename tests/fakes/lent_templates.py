@@ -1,7 +1,7 @@
 """Processes of chat templates that engines of tests use one after another, and that start as forks.
 
 Each engine starts one, which takes a tenth of a second of CPU time. Hundreds of engines have the tiny model's template.
-Where the session's server of services runs, it forks those of other templates.
+If the session's server of services runs, the process of a new template is a fork of it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fakes.processes.child_process import ChildProcess
 from fakes.processes.forked_process import ForkedProcess
 
 from penstock.gpu_node.engine.text import chat
+from penstock.runtime.socket_process import start_process
 
 MOST_IDLE = 4
-STARTED_PROCESS = chat._started_process
 Key = tuple[str, frozenset[tuple[str, str]]]
 
 
@@ -52,16 +52,16 @@ def _give_back(processes: Any, key: Key, idle: deque[tuple[Key, Any]]) -> None:
         idle.popleft()[1].close()
 
 
-def forked_process(child_end: socket.socket) -> Any:
+def fork_process(module: str, child_end: socket.socket, environment: Mapping[str, str]) -> Any:
     """Have the server of services fork the process at the other end of this socket, which gets it as its stdin."""
     server = ChildProcess.fork_server
     if server is None or not server.address:
-        return STARTED_PROCESS(child_end)
+        return start_process(module, child_end, environment)
     request = {
-        "command": ["-c", f"from {chat._MODULE} import main; main()", "0"],
-        "env": {name: os.environ[name] for name in chat._KEPT_VARIABLES if name in os.environ},
+        "command": ["-c", f"from {module} import main; main()", "0"],
+        "env": dict(environment),
         "cwd": os.getcwd(),
-        "imports": [chat._MODULE],
+        "imports": [module],
     }
     with open(os.devnull, "wb") as nothing:
         pid, status = server.fork(request, [child_end.fileno(), nothing.fileno(), 2])
@@ -84,7 +84,7 @@ def lent_templates() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(chat, "_Processes", lend)
-        patched.setattr(chat, "_started_process", forked_process)
+        patched.setattr(chat, "start_process", fork_process)
         yield
     while idle:
         idle.pop()[1].close()

@@ -6,8 +6,6 @@ import itertools
 import mmap
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,13 +16,9 @@ from weakref import WeakKeyDictionary
 from penstock.gpu_node.engine.structured import protocol
 from penstock.gpu_node.engine.structured.protocol import FrameReader, frame
 from penstock.gpu_node.engine.structured.tenant_grammar import Grammar
+from penstock.runtime.socket_process import end_process, start_process
 
 _MODULE = "penstock.gpu_node.engine.structured.template"
-
-
-_EXIT_S = 2.0
-
-
 _numbers = itertools.count(1)
 
 
@@ -109,7 +103,8 @@ class Template:
         """Start the process and send it the frame `load`, with the tokenizer. Raises OSError."""
         self.socket, child_end = socket.socketpair()
         try:
-            self._process = self._started(child_end)
+            with child_end:
+                self._process = start_process(_MODULE, child_end, os.environ)
         except OSError:
             self.socket.close()
             raise
@@ -173,23 +168,7 @@ class Template:
     def close(self) -> None:
         """End the process and its workers."""
         self.socket.close()
-        try:
-            self._process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _started(self, child_end: socket.socket) -> subprocess.Popen[bytes]:
-        with child_end:
-            # The child must find the same modules, and must not import from the current folder.
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            return subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(child_end.fileno())],
-                env=environment,
-                pass_fds=[child_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+        end_process(self._process)
 
     def _ask(self, action: str, worker: Worker) -> None:
         with suppress(OSError):

@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -30,6 +29,7 @@ from penstock.contract.tools import (
     thinking_setting,
 )
 from penstock.gpu_node.engine.text.template_frames import CHAT, COSTLY, RENDERED, WORKER, receive, send
+from penstock.runtime.socket_process import end_process, start_process
 
 log = logging.getLogger(__package__)
 
@@ -127,7 +127,6 @@ _MODULE = "penstock.gpu_node.engine.text.template_worker"
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
 """The environment of the processes. Passwords that the node has there are none of their business."""
 _ANSWER_SLACK_S = 5.0
-_EXIT_S = 2.0
 _MAX_TRIES = 3
 
 
@@ -270,7 +269,8 @@ class _Processes:
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self._socket, child_end = socket.socketpair()
         with child_end:
-            process = _started_process(child_end)
+            kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+            process = start_process(_MODULE, child_end, kept)
         self.idle: list[socket.socket] = []
         """Sockets of workers that have nothing to render."""
         self._sockets = {self._socket}
@@ -312,27 +312,10 @@ class _Processes:
         worker.close()
 
 
-def _started_process(child_end: socket.socket) -> subprocess.Popen[bytes]:
-    # The child must find the same modules, and must not import from the current folder.
-    environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", _MODULE, str(child_end.fileno())],
-        env=environment,
-        pass_fds=[child_end.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-
-
 def _end(sockets: set[socket.socket], process: subprocess.Popen[bytes]) -> None:
     for one in sockets:
         one.close()
-    try:
-        process.wait(_EXIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    end_process(process)
 
 
 def _too_costly(limit: str) -> TooCostlyError:
