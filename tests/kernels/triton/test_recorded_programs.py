@@ -59,3 +59,43 @@ def test_each_recorded_program_follows_its_own_branches_and_numbers(monkeypatch:
             assert out.tolist() == [_want(number, factor, offset, times) for number in numbers.tolist()]
     # Five numbers have five ways, and three pairs of constants a tree each: 84 programs ran.
     assert 3 <= len(recordings) <= 15
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _every_axis(out, counter, x, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Grid [rows, 2]: operations that have a rule of their own for many programs, on x: [rows, size, size]."""
+    row, half = tl.program_id(0), tl.program_id(1)
+    i = tl.arange(0, size)
+    at = (row * size + i)[:, None] * size + i[None, :]
+    block = tl.load(x + at, mask=(i < size - half)[:, None] & (i < size)[None, :], other=0.5)
+    first = tl.load(x + row * size * size)
+    sums, most, best = tl.sum(block, 0), tl.max(block, 1), tl.argmax(block, 1)
+    running, total = tl.cumsum(block, 1), tl.sum(tl.sum(block, 1), 0)
+    product = tl.dot(block, tl.trans(block), input_precision="ieee")
+    left, right = tl.split(tl.reshape(running, (size, size // 2, 2)))
+    places = tl.atomic_add(counter, 1)
+    mixed = tl.exp(product * 0.01) + sums[None, :] + most[:, None] * best[:, None] + total + first
+    mixed += tl.sum(left, 1)[:, None] - tl.sum(right, 1)[None, :] + places * 0
+    mixed = tl.where(block > 0, mixed.to(tl.float16).to(tl.float32), mixed) + tl.num_programs(0)
+    tl.store(out + half * tl.num_programs(0) * size * size + at, mixed, mask=block > -1.0)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_programs_that_run_together_compute_what_each_computes_alone(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    x = torch.randn(rows, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def computed() -> tuple[list[int], int]:
+        out, counter = torch.zeros(2, rows, 8, 8), torch.zeros(1, dtype=torch.int32)
+        _every_axis[(rows, 2)](out, counter, x, size=8)
+        return out.view(torch.int32).flatten().tolist(), int(counter)
+
+    together = [computed(), computed()]
+    # With another method in the builder, each program runs by itself. It adds floats and integers alike.
+    monkeypatch.setattr(InterpreterBuilder, "create_fadd", InterpreterBuilder.create_add)
+    alone = computed()
+    assert together == [alone, alone]
+    assert alone[1] == 2 * rows
