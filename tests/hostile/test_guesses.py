@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ from typing import Any
 import httpx
 import pytest
 from hostile.stack import POOL, Stack, running_stack
-
-pytestmark = [pytest.mark.model, pytest.mark.usefixtures("demo_file")]
 
 SECRET = "The board sells the northern mill to its founders on the ninth of May, and no newspaper may hear of it. " * 8
 """Long enough for several cached blocks."""
@@ -34,25 +33,46 @@ def client_of(stack: Stack, tenant: str) -> Iterator[httpx.Client]:
         yield http
 
 
-@pytest.fixture(scope="module")
-def stack(demo_file: Path) -> Iterator[Stack]:
-    """A model that takes a while for a prompt, because a report on it reaches only a stream that is open then."""
-    with running_stack(model=demo_file, max_model_len=1024, is_probed=False) as stack:
-        yield stack
+@dataclass(frozen=True)
+class Tenants:
+    """The one that sends the secrets, and the one that guesses them."""
+
+    neighbor: httpx.Client
+    attacker: httpx.Client
+
+
+@contextmanager
+def tenants_of(model: Path) -> Iterator[Tenants]:
+    with (
+        running_stack(model=model, max_model_len=1024, is_probed=False) as stack,
+        client_of(stack, "neighbor") as neighbor,
+        client_of(stack, "attacker") as attacker,
+    ):
+        yield Tenants(neighbor, attacker)
 
 
 @pytest.fixture(scope="module")
-def neighbor(stack: Stack) -> Iterator[httpx.Client]:
-    """The tenant that sends the secrets."""
-    with client_of(stack, "neighbor") as http:
-        yield http
+def tenants(tiny_model: Path) -> Iterator[Tenants]:
+    """Tenants of a model that computes a prompt at once."""
+    with tenants_of(tiny_model) as tenants:
+        yield tenants
 
 
 @pytest.fixture(scope="module")
-def attacker(stack: Stack) -> Iterator[httpx.Client]:
-    """The tenant that guesses them."""
-    with client_of(stack, "attacker") as http:
-        yield http
+def neighbor(tenants: Tenants) -> httpx.Client:
+    return tenants.neighbor
+
+
+@pytest.fixture(scope="module")
+def attacker(tenants: Tenants) -> httpx.Client:
+    return tenants.attacker
+
+
+@pytest.fixture(scope="module")
+def tenants_of_slow_prompts(demo_file: Path) -> Iterator[Tenants]:
+    """Tenants of a model that takes a while for a prompt: a report on it reaches only a stream that is open then."""
+    with tenants_of(demo_file) as tenants:
+        yield tenants
 
 
 def answer_to(http: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -141,46 +161,51 @@ GUESSES = {
     "usage of a response": cached_of_response,
     "usage of a message": cached_of_message,
     "ledger": cached_of_ledger,
+    "/v1/usage": cached_of_usage_report,
+}
+GUESSES_BY_PROGRESS = {
     "prompt_progress": cached_of_progress,
     "prompt_progress of a response": cached_of_progress_of_response,
-    "/v1/usage": cached_of_usage_report,
 }
 
 
-def with_a_secret(check: Callable[[str], None]) -> None:
-    """Call `check` with a new secret, and again with another one if a stream of it began too late."""
+def check_guess(tenants: Tenants, cached_of: Callable[..., int], secret: str) -> None:
+    cached_of(tenants.neighbor, secret)
+    assert cached_of(tenants.neighbor, secret) > 100  # its own
+    assert cached_of(tenants.attacker, secret) <= OF_TEMPLATE
+    assert cached_of(tenants.attacker, secret) > 100
+
+
+def check_salt(tenants: Tenants, cached_of: Callable[..., int], secret: str) -> None:
+    found = [
+        cached_of(tenants.neighbor, secret, cache_salt=salt) > 100 for salt in ("a user", "a user", "another user")
+    ]
+    assert found == [False, True, False]
+    assert cached_of(tenants.attacker, secret, cache_salt="a user") <= OF_TEMPLATE
+    assert cached_of(tenants.neighbor, secret) <= OF_TEMPLATE
+
+
+@pytest.mark.parametrize("place", GUESSES)
+def test_a_guess_finds_nothing_of_another_tenant(tenants: Tenants, place: str) -> None:
+    check_guess(tenants, GUESSES[place], new_secret())
+
+
+@pytest.mark.parametrize("place", GUESSES)
+def test_a_salt_divides_a_tenants_prefixes_and_never_leaves_the_tenant(tenants: Tenants, place: str) -> None:
+    check_salt(tenants, GUESSES[place], new_secret())
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("check", [check_guess, check_salt])
+@pytest.mark.parametrize("place", GUESSES_BY_PROGRESS)
+def test_reports_on_prompts_say_nothing_of_other_tenants_and_salts(
+    tenants_of_slow_prompts: Tenants, place: str, check: Callable[..., None]
+) -> None:
+    """A new secret is taken if a stream of one began too late."""
     for _ in range(10):
         with suppress(TooLateError):
-            return check(new_secret())
+            return check(tenants_of_slow_prompts, GUESSES_BY_PROGRESS[place], new_secret())
     pytest.fail("no stream carries a report on its prompt")
-
-
-@pytest.mark.parametrize("place", GUESSES)
-def test_a_guess_finds_nothing_of_another_tenant(neighbor: httpx.Client, attacker: httpx.Client, place: str) -> None:
-    cached_of = GUESSES[place]
-
-    def check(secret: str) -> None:
-        cached_of(neighbor, secret)
-        assert cached_of(neighbor, secret) > 100  # its own
-        assert cached_of(attacker, secret) <= OF_TEMPLATE
-        assert cached_of(attacker, secret) > 100
-
-    with_a_secret(check)
-
-
-@pytest.mark.parametrize("place", GUESSES)
-def test_a_salt_divides_a_tenants_prefixes_and_never_leaves_the_tenant(
-    neighbor: httpx.Client, attacker: httpx.Client, place: str
-) -> None:
-    cached_of = GUESSES[place]
-
-    def check(secret: str) -> None:
-        found = [cached_of(neighbor, secret, cache_salt=salt) > 100 for salt in ("a user", "a user", "another user")]
-        assert found == [False, True, False]
-        assert cached_of(attacker, secret, cache_salt="a user") <= OF_TEMPLATE
-        assert cached_of(neighbor, secret) <= OF_TEMPLATE
-
-    with_a_secret(check)
 
 
 def test_tenant_and_salt_are_not_one_text(neighbor: httpx.Client, attacker: httpx.Client) -> None:
