@@ -421,12 +421,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def keys_are_right(self) -> None:
-        found = dump(self.sync)
+        found, lives = dump(self.sync)
         check_sets(found, self.model)
         check_policy(found, self.model)
         check_jobs(found, self.model)
         check_owned(found, self.model)
-        check_lives(self.sync, self.model)
+        check_lives(lives, self.model)
         for job_id, job in self.model.jobs.items():
             if job.state in TERMINAL:
                 record = found[f"job:{job_id}"]
