@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -51,6 +51,37 @@ OF_JOBS = (
 TOKEN_BYTES = 96
 """The most that a chunk of one token takes."""
 picks = st.integers(0, 1000)
+# Each command of a pipeline costs a test more than it costs Redis, so scripts look at all keys.
+_OF_JOBS = """
+local kinds = {}
+for at = 2, #ARGV do kinds[ARGV[at]] = true end
+local function names_of_jobs()
+  local found = {}
+  for _, name in ipairs(redis.call('KEYS', '*')) do
+    if string.sub(name, 1, #KEYS[1]) == KEYS[1] and kinds[string.match(name, '^[^:]*', #KEYS[1] + 1)] then
+      found[#found + 1] = name
+    end
+  end
+  return found
+end
+"""
+_USED_BYTES = f"""{_OF_JOBS}
+local used = 0
+for _, name in ipairs(names_of_jobs()) do used = used + redis.call('MEMORY', 'USAGE', name, 'SAMPLES', 0) end
+return used
+"""
+_GO_BY = f"""{_OF_JOBS}
+local expiry, by_ms = KEYS[1] .. 'expiry', tonumber(ARGV[1])
+for _, member in ipairs(redis.call('ZRANGE', expiry, 0, -1)) do redis.call('ZINCRBY', expiry, -by_ms, member) end
+for _, name in ipairs(names_of_jobs()) do
+  local left = redis.call('PTTL', name)
+  if left > by_ms then
+    redis.call('PEXPIRE', name, left - by_ms)
+  elseif left > 0 then
+    redis.call('DEL', name)
+  end
+end
+"""
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -186,29 +217,15 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(days=st.sampled_from((0.002, 2, 8)))
     def expire(self, days: float) -> None:
         """Time goes by for everything that expires, and a sweep follows."""
-        by_ms = int(days * 86_400_000)
-        for member, due in cast("list[tuple[bytes, float]]", self.sync.zrange(f"{P}:expiry", 0, -1, withscores=True)):
-            self.sync.zadd(f"{P}:expiry", {member: due - by_ms})
-        for name in self.names():
-            left = self.sync.pttl(name)
-            if left > 0:
-                self.sync.pexpire(name, max(1, left - by_ms)) if left > by_ms else self.sync.delete(name)
+        self.sync.eval(_GO_BY, 1, f"{P}:", int(days * 86_400_000), *OF_JOBS)
         self.run(self.queue.sweep(since_last_ms=250_000))
-
-    def names(self) -> Iterator[bytes]:
-        for name in self.sync.scan_iter(f"{P}:*", count=1000):
-            if name.decode().removeprefix(f"{P}:").partition(":")[0] in OF_JOBS:
-                yield name
 
     def sums(self, name: str) -> int:
         return sum(map(int, cast("list[bytes]", self.sync.hvals(f"{P}:{name}"))))
 
     @invariant()
     def counted_bytes_are_used_bytes(self) -> None:
-        pipe = self.sync.pipeline(transaction=False)
-        for name in self.names():
-            pipe.memory_usage(name, samples=0)
-        used = sum(pipe.execute())
+        used = cast(int, self.sync.eval(_USED_BYTES, 1, f"{P}:", "", *OF_JOBS))
         stored = self.sums("stored")
         assert used - stored <= max(0.15 * used, 73_728), (stored, used)
         # Valkey keeps small records in less memory than Redis, for which the bytes are estimated.
@@ -217,19 +234,25 @@ class MemoryMachine(RuleBasedStateMachine):
     @invariant()
     def reserved_bytes_suffice(self) -> None:
         """Beside what was not counted of a log yet: less than 12 chunks of each running job."""
-        for _, taken, index in self.held:
-            record = cast("dict[bytes, bytes]", self.sync.hgetall(keys.job(taken.job_id)))
+        records = self.records(taken.job_id for _, taken, _ in self.held)
+        for (_, taken, index), record in zip(self.held, records, strict=True):
             if record.get(b"state") == b"running" and record[b"lease"].decode() == taken.lease:
                 uncounted = index - int(record.get(b"logged", b"0 0").split()[0])
                 assert 0 <= uncounted < 12
                 assert int(record[b"reserved"]) >= TOKEN_BYTES * (uncounted + self.left[taken.job_id])
 
+    def records(self, job_ids: Iterable[str]) -> list[dict[bytes, bytes]]:
+        pipe = self.sync.pipeline(transaction=False)
+        for job_id in job_ids:
+            pipe.hgetall(keys.job(job_id))
+        return pipe.execute()
+
     @rule()
     def end_everything(self) -> None:
         """Nothing is left of jobs that have ended and expired."""
-        for job_id in self.left:
-            if record := self.sync.hgetall(keys.job(job_id)):
-                self.run(self.queue.producer.cancel(job_id, cast(Any, record)[b"tenant"].decode()))
+        for job_id, record in zip(self.left, self.records(self.left), strict=True):
+            if record:
+                self.run(self.queue.producer.cancel(job_id, record[b"tenant"].decode()))
         for name, taken, index in self.held:
             last = Emission(taken.job_id, taken.lease, index, ())
             self.run(self.nodes[name].broker.finish(last, Outcome("cancelled"), b"", usage=Usage(3, index)))
