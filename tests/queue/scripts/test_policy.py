@@ -156,7 +156,7 @@ def test_take_orders_as_policy_does(redis_url: str, name: PolicyName) -> None:
         try:
             for event in story:
                 pool.do(event)
-            found = dump(pool.sync)
+            found, _ = dump(pool.sync)
             check_policy(found, pool.model)
             check_sets(found, pool.model)
         finally:
