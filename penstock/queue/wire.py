@@ -265,18 +265,24 @@ def encode_entry(entry: PoolEntry) -> bytes:
 _entry_adapter = TypeAdapter(PoolEntry)
 
 
-def decode_entry(pool: str, data: bytes) -> PoolEntry:
-    """Decode a pool's entry. Raises WireError, also for the entry of another pool."""
-    entry = _decode_record(_entry_adapter, unpack_map(data))
-    if entry.pool != pool:
-        raise WireError(f"the entry names pool {entry.pool[:64]!r}")
+def decode_entry(pool: str, data: bytes) -> PoolEntry | tuple[PoolRecord, int]:
+    """Decode a pool's entry, or the record and the version of a pool of another protocol version.
+
+    Raises WireError, also for what belongs to another pool.
+    """
+    m = unpack_map(data, of_any_version=True)
+    if (version := m["v"]) != PROTOCOL_VERSION:
+        record = _decode_record(_pool_adapter, m)
+        _check_pool(record.pool, pool)
+        return record, version
+    entry = _decode_record(_entry_adapter, m)
+    _check_pool(entry.pool, pool)
     return entry
 
 
-def decode_pool_of_any_version(data: bytes) -> tuple[PoolRecord, int]:
-    """Decode a pool record of any protocol version, and return its version. Raises WireError."""
-    m = unpack_map(data, of_any_version=True)
-    return _decode_record(_pool_adapter, m), m["v"]
+def _check_pool(named: str, pool: str) -> None:
+    if named != pool:
+        raise WireError(f"the entry names pool {named[:64]!r}")
 
 
 def decode_pressure(data: bytes) -> NodePressure:

@@ -117,12 +117,14 @@ class PoolList:
             return 0, {}
 
     def _listed(self, name: bytes, data: bytes) -> ListedPool | None:
+        if (pool := name_of(name)) is None:
+            self._logged.warn("unreadable pool entry", name[:64], "it is not a pool's name")
+            return None
         try:
-            listed = parsed(name, data)
+            return parsed(pool, data)
         except WireError as error:
             self._logged.warn("unreadable pool entry", name[:64], error)
-            return None if (pool := name_of(name)) is None else ListedPool(PoolEntry(pool, ()), is_damaged=True)
-        return listed
+            return ListedPool(PoolEntry(pool, ()), is_damaged=True)
 
 
 def name_of(name: bytes) -> str | None:
@@ -131,17 +133,13 @@ def name_of(name: bytes) -> str | None:
     return text if _NAME.fullmatch(text) else None
 
 
-def parsed(name: bytes, data: bytes) -> ListedPool:
+def parsed(pool: str, data: bytes) -> ListedPool:
     """Return a field of the list. Raises WireError."""
-    if (pool := name_of(name)) is None:
-        raise WireError(f"{name[:64]!r} is not a pool's name")
-    try:
-        return ListedPool(wire.decode_entry(pool, data))
-    except WireError:
-        record, version = wire.decode_pool_of_any_version(data)
-        if version == PROTOCOL_VERSION or record.pool != pool:
-            raise
-        return ListedPool(PoolEntry(pool), record, version)
+    match wire.decode_entry(pool, data):
+        case (record, version):
+            return ListedPool(PoolEntry(pool), record, version)
+        case entry:
+            return ListedPool(entry)
 
 
 async def pool_names(redis: Redis) -> list[str]:
@@ -187,8 +185,10 @@ async def remove_junk(redis: Redis, num_fields: float = MAX_SCANNED) -> int:
 
 
 def _is_entry(name: bytes, data: bytes | None) -> bool:
+    if data is None or (pool := name_of(name)) is None:
+        return False
     try:
-        return data is not None and bool(parsed(name, data))
+        return bool(parsed(pool, data))
     except WireError:
         return False
 
