@@ -196,7 +196,9 @@ def _in_order(
     if policy.name == "fcfs":
         yield from ((one, _last_level_of_kind(one), False) for one in sorted(waiting, key=_kind_and_age))
         return
-    levels = [[one for one in waiting if one.level == level] for level in range(NUM_LEVELS)]
+    levels: list[list[C]] = [[] for _ in range(NUM_LEVELS)]
+    for one in waiting:
+        levels[one.level].append(one)
     queues = [_LevelQueue(members, policy, state.virtual_times[level]) for level, members in enumerate(levels)]
     heads = [queue.head() for queue in queues[:NUM_PRIORITIES]]
     risen = _risen(heads, policy, state, now_ms)
@@ -270,7 +272,7 @@ class _LevelQueue(Generic[C]):
         by_cost = policy.name == "sjf"
         for one in sorted(members, key=lambda one: (one.remaining_cost, *_age(one)) if by_cost else _age(one)):
             self._queues.setdefault(one.tenant if self._virtual_times else "", deque()).append(one)
-        self._head = self._first(_any_tenant) if self._virtual_times else min(members, key=_age, default=None)
+        self._head = min(members, key=_age, default=None) if by_cost else self._first(_any_tenant)
 
     def head(self) -> C | None:
         """Return the head of the level, which aging may raise if it is a class of foreground work."""

@@ -119,8 +119,6 @@ class Node:
         return self._remaining(job) if self.policy.name == "sjf" else 0
 
     def _start(self) -> None:
-        for job in self.waiting:
-            job.charge = job.cost * self.hold_ms
         for job in choose(self.waiting, self.policy, self.standing, int(self.now_ms), self._fits):
             self.waiting.remove(job)
             virtual_times = self.standing.virtual_times[job.level]
@@ -134,6 +132,7 @@ class Node:
             return False
         while not self._has_room(job, self.running):
             self._preempt(victims.pop(0))
+        job.charge = job.cost * self.hold_ms
         job.urgency, job.started_ms = urgency, self.now_ms
         self.running.append(job)
         return True
