@@ -15,10 +15,9 @@ So it is what the foreground work that comes meanwhile leaves.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple, Self
 
 from penstock.contract.job import PREDICTED_OUTPUT_TOKENS
@@ -380,11 +379,12 @@ class DrainEstimator:
         foreground, background = self._kinds
         if not foreground.seconds and background.seconds:
             prior_per_s = background.work(weight) / background.seconds
-        lengths = foreground if foreground.begun else background
+        lengths = (foreground if foreground.begun else background).lengths(weight)
         first = _pace(foreground, lengths, weight, prior_per_s, least_spread=FOREGROUND_SPREAD)
         if foreground.seconds:
             prior_per_s = foreground.work(weight) / foreground.seconds
-        lengths = background if background.begun else foreground
+        if foreground.begun and background.begun:
+            lengths = background.lengths(weight)
         return first, _pace(background, lengths, weight, prior_per_s, least_spread=BACKGROUND_SPREAD)
 
 
@@ -425,23 +425,29 @@ class _KindOfWork:
             return 0.0
         return math.log(tokens / self.seconds * self._slow_seconds / self._slow_tokens)
 
-    @property
-    def num_ended(self) -> int:
-        """The remembered jobs that have ended."""
-        return sum(work.has_ended for work in self.begun)
-
-    def work_per_cost(self, output_weight: float) -> tuple[float, float]:
-        """Return the work, in prompt tokens, of a unit of predicted cost, and the part of it that is assumed."""
+    def lengths(self, output_weight: float) -> _Lengths:
+        """Return what the remembered jobs say about the lengths of outputs."""
         part, assumed_part = mean_part(self.begun)
         prompt = PRIOR_PROMPT_TOKENS + sum(work.num_prompt for work in self.begun)
         longest = PREDICTED_OUTPUT_TOKENS + sum(work.longest_output for work in self.begun)
         cost = PRIOR_PROMPT_TOKENS + PREDICTED_OUTPUT_TOKENS + sum(work.cost for work in self.begun)
         work = prompt + output_weight * part * longest
-        return work / cost, output_weight * assumed_part * longest / work
+        num_ended = sum(work.has_ended for work in self.begun)
+        return _Lengths(work / cost, output_weight * assumed_part * longest / work, num_ended)
+
+
+class _Lengths(NamedTuple):
+    """The work, in prompt tokens, of a unit of predicted cost."""
+
+    work_per_cost: float
+    assumed: float
+    """The part of it that is assumed."""
+    num_ended: int
+    """Jobs that it was measured of."""
 
 
 def _pace(
-    measured: _KindOfWork, lengths: _KindOfWork, output_weight: float, prior_per_s: float, *, least_spread: float
+    measured: _KindOfWork, lengths: _Lengths, output_weight: float, prior_per_s: float, *, least_spread: float
 ) -> DrainPace:
     prior_s = measured.prior_s if prior_per_s else 0.0
     seconds = measured.seconds + prior_s
@@ -449,28 +455,31 @@ def _pace(
         return DrainPace(0.0, 1.0)
     work_per_s = (measured.work(output_weight) + prior_per_s * prior_s) / seconds
     unknown = prior_s / seconds
-    work_per_cost, assumed = lengths.work_per_cost(output_weight)
-    of_lengths = 0.5 / (1 + lengths.num_ended), (TAIL_SPREAD * assumed) ** 2
+    of_lengths = 0.5 / (1 + lengths.num_ended), (TAIL_SPREAD * lengths.assumed) ** 2
     variances = least_spread**2, measured.drift**2, (MODEL_SPREAD * unknown) ** 2, max(of_lengths)
-    return DrainPace(work_per_s / work_per_cost, math.sqrt(sum(variances)))
+    return DrainPace(work_per_s / lengths.work_per_cost, math.sqrt(sum(variances)))
 
 
-def mean_part(jobs: Iterable[JobWork]) -> tuple[float, float]:
+def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
     """Return the mean of the jobs' final `part`, weighted by their longest outputs, and how much of it is assumed.
 
     It is the area below the Kaplan-Meier estimate of how many outputs reach a part. What is left of those that reach
     the last known part is assumed, within their limits. It is PRIOR_PART of the larger one of two: the rest to the
     longest output, and what they have so far.
     """
-    ordered = sorted(jobs, key=lambda work: work.part)
-    at_risk = float(sum(work.longest_output for work in ordered))
-    reach, mean, before, most = 1.0, 0.0, 0.0, 1.0
-    for part, group in groupby(ordered, key=lambda work: work.part):
-        of_part = list(group)
+    longest, ended = defaultdict[float, int](int), defaultdict[float, int](int)
+    for work in jobs:
+        part = work.part
+        longest[part] += work.longest_output
+        if work.has_ended:
+            ended[part] += work.longest_output
+    at_risk = float(sum(longest.values()))
+    reach, mean, before = 1.0, 0.0, 0.0
+    for part in sorted(longest):
         mean += reach * (part - before)
         before = part
-        reach *= 1 - sum(work.longest_output for work in of_part if work.has_ended) / at_risk
-        at_risk -= sum(work.longest_output for work in of_part)
-        most = max(work.most_output / work.longest_output for work in of_part)
+        reach *= 1 - ended.get(part, 0) / at_risk
+        at_risk -= longest[part]
+    most = max((work.most_output / work.longest_output for work in jobs if work.part == before), default=1.0)
     assumed = PRIOR_PART * reach * max(0.0, min(most - before, max(1 - before, before)))
     return mean + assumed, assumed
