@@ -31,15 +31,13 @@ class FreeList:
         self._num_rings = num_classes + 1
         # After the slots: the head of the blank slots, then those of the owners' rings.
         self._blank = num_slots
-        self._next = list(range(num_slots + 1))
-        self._prev = self._next.copy()
+        self._next: list[int] = [*range(1, num_slots + 1), 0]
+        self._prev: list[int] = [num_slots, *range(num_slots)]
         self._rings: dict[str, _Rings] = {}
         """The rings of owners with free cached slots."""
         self._unused: list[int] = []
         """First heads of rings that no owner has."""
         self._owners: list[_Rings | None] = [None] * num_slots
-        for slot in reversed(range(num_slots)):
-            self.add_blank(slot)
 
     @property
     def owners(self) -> Collection[str]:
