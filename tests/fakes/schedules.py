@@ -76,17 +76,19 @@ def check_plan(scheduler: Scheduler, step: Step, budget: int) -> StepPlan:
     in_step = set(step.seqs)
     assert step.seqs == [seq for seq in scheduler.running if seq in in_step]
     width = plan.block_tables.shape[1]
+    starts, ends, first, last = (a.tolist() for a in (step.starts, step.ends, plan.query_starts, plan.query_starts[1:]))
+    positions, token_ids, contexts = plan.positions.tolist(), plan.token_ids.tolist(), plan.context_lens.tolist()
+    tables, sample_tokens = plan.block_tables.tolist(), set(plan.sample_tokens.tolist())
     for i, seq in enumerate(step.seqs):
-        tokens, computed = slice(*plan.query_starts[i : i + 2]), range(step.starts[i], step.ends[i])
-        assert plan.positions[tokens].tolist() == list(computed)
-        assert plan.token_ids[tokens].tolist() == scheduler.tokens_of(seq)[computed.start : computed.stop].tolist()
-        assert plan.context_lens[i] == computed.stop <= len(seq.blocks) * BLOCK_SIZE
-        assert plan.block_tables[i].tolist() == (seq.blocks + [0] * width)[:width]
-        samples = tokens.stop - 1 in plan.sample_tokens
-        assert samples == (computed.stop == len(scheduler.tokens_of(seq)))
+        tokens, of_seq = slice(first[i], last[i]), scheduler.tokens_of(seq)
+        assert positions[tokens] == list(range(starts[i], ends[i]))
+        assert token_ids[tokens] == of_seq[starts[i] : ends[i]].tolist()
+        assert contexts[i] == ends[i] <= len(seq.blocks) * BLOCK_SIZE
+        assert tables[i] == (seq.blocks + [0] * width)[:width]
+        assert (last[i] - 1 in sample_tokens) == (ends[i] == len(of_seq))
     sampled = [step.seqs[i] for i in np.searchsorted(plan.query_starts, plan.sample_tokens, side="right") - 1]
     assert plan.sampling.position.tolist() == [len(scheduler.tokens_of(seq)) - seq.num_prompt_tokens for seq in sampled]
-    assert all(seen.min(initial=0) >= 0 for seen in plan.sampling.seen)
+    assert np.concatenate([[0], *plan.sampling.seen]).min() >= 0
     return plan
 
 
