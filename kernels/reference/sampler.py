@@ -54,12 +54,17 @@ def uniform_of(row: SamplingRow) -> float:
     return float(sampling_uniform(seed, *counters)[0])
 
 
-# The code checks for overflow and NaN itself, so numpy need not warn.
-@np.errstate(all="ignore")
 def choose(logits: NDArray[np.float32], row: SamplingRow, uniform: float) -> int:
     """Return the token that a row chooses with the random number `uniform`, or FAILED_TOKEN. logits: [vocab]."""
+    return int(choose_each(logits, row, np.array([uniform]))[0])
+
+
+# The code checks for overflow and NaN itself, so numpy need not warn.
+@np.errstate(all="ignore")
+def choose_each(logits: NDArray[np.float32], row: SamplingRow, uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return what `choose` does for each of many random numbers, [n]."""
     if not np.isfinite(logits.max()):
-        return FAILED_TOKEN
+        return np.full(len(uniforms), FAILED_TOKEN)
     scores = logits.copy()
     scores[row.biased] += row.biases
     scores = _penalized(scores, row)
@@ -67,15 +72,15 @@ def choose(logits: NDArray[np.float32], row: SamplingRow, uniform: float) -> int
     if row.mask is not None:
         scores[np.unpackbits(row.mask.view(np.uint8), count=len(scores), bitorder="little") == 0] = -np.inf
     if not np.isfinite(scores.max()):
-        return FAILED_TOKEN
+        return np.full(len(uniforms), FAILED_TOKEN)
     if row.temperature == 0:
-        return int(scores.argmax())
+        return np.full(len(uniforms), scores.argmax())
     scores = (scores - scores.max()) / row.temperature
     # Each limit applies to the tokens that the limit before it kept.
     for least in (_least_by_min_p, _least_by_top_k, _least_by_top_p):
         scores = np.where(scores < least(scores, row), -np.inf, scores)
     cumulative = np.cumsum(np.exp(scores, dtype=np.float64))
-    return int(np.argmax(cumulative > uniform * cumulative[-1]))
+    return np.argmax(cumulative > uniforms[:, None] * cumulative[-1], axis=1)
 
 
 def _penalized(logits: NDArray[np.float32], row: SamplingRow) -> NDArray[np.float32]:

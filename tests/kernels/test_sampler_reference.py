@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from penstock.kernels.philox import sampling_uniform
-from penstock.kernels.reference.sampler import FAILED_TOKEN, SamplingRow, choose, sample_row
+from penstock.kernels.reference.sampler import FAILED_TOKEN, SamplingRow, choose, choose_each, sample_row
 
 NUM_DRAWS = 2000
 SHARES = (0.5, 0.3, 0.15, 0.05)
@@ -35,7 +35,7 @@ def _ids(*tokens: int) -> NDArray[np.int32]:
 def _shares(logits: Any, **rules: Any) -> NDArray[np.float64]:
     """How often each token is chosen over evenly spaced random numbers: its probability, within 1 / NUM_DRAWS."""
     row, scores = SamplingRow(**rules), np.asarray(logits, np.float32)
-    tokens = [choose(scores, row, (i + 0.5) / NUM_DRAWS) for i in range(NUM_DRAWS)]
+    tokens = choose_each(scores, row, (np.arange(NUM_DRAWS) + 0.5) / NUM_DRAWS)
     return np.bincount(tokens, minlength=len(scores)) / NUM_DRAWS
 
 
