@@ -5,6 +5,8 @@ The rules are those of kernels/reference/sampler.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -30,9 +32,9 @@ def adjust(logits: Tensor, rows: SamplingRows) -> None:
 
     logits: [num_samples, vocab] on any device, changed in place.
     """
-    for i, (biased, biases) in enumerate(zip(rows.biased, rows.biases, strict=True)):
-        if len(biased):
-            logits[i, torch.from_numpy(biased).long().to(logits.device)] += torch.from_numpy(biases).to(logits.device)
+    if any(map(len, rows.biased)):
+        at = tuple(index.to(logits.device) for index in _places(rows.biased))
+        logits[at] += torch.from_numpy(np.concatenate(rows.biases)).to(logits.device)
     if rows.masks is not None:
         rows.masks.wait()
         allowed = np.unpackbits(rows.masks.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
@@ -52,9 +54,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     if has_adjustments(rows) or any(map(len, (*rows.seen, *rows.banned))):
         adjust(logits, rows)
         _penalize(logits, rows)
-        for i, banned in enumerate(rows.banned):
-            if len(banned):
-                logits[i, torch.from_numpy(banned).long()] = -torch.inf
+        if any(map(len, rows.banned)):
+            logits[_places(rows.banned)] = -torch.inf
         best, at = logits.max(dim=-1)
         failed |= ~torch.isfinite(best).numpy()
     tokens = at.numpy().astype(np.int32)
@@ -66,18 +67,24 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
 
 
 def _penalize(logits: Tensor, rows: SamplingRows) -> None:
-    for i, seen in enumerate(rows.seen):
-        if not len(seen):
-            continue
-        # As in CTRL (arXiv:1909.05858): positive logits of seen tokens are divided by the penalty, negative multiplied.
-        row, tokens, penalty = logits[i], torch.from_numpy(seen).long(), float(rows.repetition_penalty[i])
-        scores = row[tokens]
-        row[tokens] = torch.where(scores < 0, scores * penalty, scores / penalty)
+    if not any(map(len, rows.seen)):
+        return
+    # As in CTRL (arXiv:1909.05858): positive logits of seen tokens are divided by the penalty, negative multiplied.
+    at = _places(rows.seen)
+    scores, penalty = logits[at], torch.from_numpy(rows.repetition_penalty)[at[0]]
+    logits[at] = torch.where(scores < 0, scores * penalty, scores / penalty)
+    for i in np.flatnonzero((rows.frequency_penalty != 0) | (rows.presence_penalty != 0)):
+        # The frequency penalty counts for each occurrence of a token in the output, the presence penalty once.
         frequency, presence = float(rows.frequency_penalty[i]), float(rows.presence_penalty[i])
-        if frequency or presence:
-            # The frequency penalty counts for each occurrence of a token in the output, the presence penalty once.
-            output, counts = map(torch.from_numpy, np.unique(seen[rows.num_seen_prompt[i] :], return_counts=True))
-            row[output] = row[output] - frequency * counts - presence
+        found = np.unique(rows.seen[i][rows.num_seen_prompt[i] :], return_counts=True)
+        row, (output, counts) = logits[i], map(torch.from_numpy, found)
+        row[output] = row[output] - frequency * counts - presence
+
+
+def _places(lists: Sequence[NDArray[np.int32]]) -> tuple[Tensor, Tensor]:
+    """Return the row and the token of each entry of the rows' lists, of which one at least is not empty."""
+    at = np.repeat(np.arange(len(lists)), [len(one) for one in lists])
+    return torch.from_numpy(at), torch.from_numpy(np.concatenate(lists)).long()
 
 
 def _draw(logits: Tensor, rows: SamplingRows, drawn: NDArray[np.intp]) -> NDArray[np.int32]:
