@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ def built(isa: Isa) -> Path:
     if missing:
         pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
     try:
-        return _library(isa)
+        return _library(isa, sanitizer_flags())
     except BuildError as error:
         pytest.skip(f"no kernels here: {error}")
 
 
-def _library(isa: Isa) -> Path:
-    extras: Any = {"extra_flags": sanitizer_flags(), "extra_sources": (SINGLE_KERNELS,)}
+@cache
+def _library(isa: Isa, flags: tuple[str, ...]) -> Path:
+    extras: Any = {"extra_flags": flags, "extra_sources": (SINGLE_KERNELS,)}
     return library_path(isa, cache_folder() / "native", lambda fraction: None, **extras)
 
 
@@ -53,7 +55,7 @@ def main() -> None:
     with suppress(BuildError):
         for isa in ISAS:
             if flags >= REQUIRED_FLAGS[isa]:
-                _library(isa)
+                _library(isa, sanitizer_flags())
         if (best := best_isa(flags)) is not None:
             library_path(best, cache_folder() / "native", lambda fraction: None)
 

@@ -20,9 +20,9 @@ def bfloat16_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return deepcopy(_loaded(folder)).to(dtype)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=64)
 def _loaded(folder: Path) -> Any:
-    """Return the model in bfloat16, cached: tests ask for one several times in a row, and loading takes 40 ms."""
+    """Return the model in bfloat16, cached: several tests ask for each, and loading one takes 30 to 50 ms."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 
