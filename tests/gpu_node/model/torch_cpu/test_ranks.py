@@ -40,7 +40,12 @@ def _threads() -> Iterator[None]:
 
 
 def _runner(folder: Path, size: int, **options: Any) -> Any:
-    given = {"num_kv_blocks": 12, **({"tensor_parallel_size": size} if size > 1 else {})} | options
+    # No longer than the blocks: some families would have tables of angles for 131,072 positions.
+    given = {
+        "num_kv_blocks": 12,
+        "max_model_len": 192,
+        **({"tensor_parallel_size": size} if size > 1 else {}),
+    } | options
     return load_model(str(folder), runner_options(**given), lambda *_: None).runner
 
 
