@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -90,11 +90,13 @@ class FreeList:
     def slots(self) -> list[int]:
         """Return all slots, each ring in its order; -1 marks a broken link."""
         found: list[int] = []
+        following, preceding = self._next, self._prev
         heads = [self._head(rings, rings.age + i) for rings in self._rings.values() for i in range(self._num_rings)]
         for head in (self._blank, *heads):
             at = head
-            while (after := self._next[at]) != head:
-                if self._prev[after] != at or len(found) > len(self._next):
+            # It ends: a slot that is met again follows another one than it did first, which breaks a link.
+            while (after := following[at]) != head:
+                if preceding[after] != at:
                     return [*found, -1]
                 found.append(after)
                 at = after
@@ -307,6 +309,16 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         """Return the number of references on a block."""
         return self._ref_counts[block - self.first]
+
+    def wrong_counts(self, held: Mapping[int, int]) -> list[int]:
+        """Return the blocks that do not have as many references as `held` says. O(blocks)."""
+        wanted, blocks = [0] * self.num_total, range(self.first, self.first + self.num_total)
+        for block, count in held.items():
+            if block in blocks:
+                wanted[block - self.first] = count
+        if wanted == self._ref_counts:
+            return []
+        return [block for block in blocks if self.ref_count(block) != held.get(block, 0)]
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless free list, counts and hashes agree. O(blocks), for tests and idle times."""

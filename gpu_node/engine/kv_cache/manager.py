@@ -183,11 +183,8 @@ class KvCacheManager:
         """Raise InvariantError unless both tiers are consistent and reference counts match `held`. O(blocks)."""
         for pool in (self.device, self.host):
             pool.check_integrity()
-            for block in range(pool.first, pool.first + pool.num_total):
-                if pool.ref_count(block) != held.get(block, 0):
-                    raise InvariantError(
-                        f"block {block} counts {pool.ref_count(block)} holders of {held.get(block, 0)}"
-                    )
+            for block in pool.wrong_counts(held):
+                raise InvariantError(f"block {block} counts {pool.ref_count(block)} holders of {held.get(block, 0)}")
 
     def _pool_of(self, block: int) -> BlockPool:
         return self.device if self.is_on_device(block) else self.host
