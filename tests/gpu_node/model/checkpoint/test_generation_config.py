@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
-from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGUFValueType
+from gguf.constants import GGUF_DEFAULT_ALIGNMENT
 
 from penstock.cli.demo_model import demo_model
 from penstock.contract.errors import ConfigError
@@ -58,22 +60,29 @@ def test_a_wrong_setting_is_refused_by_name(tmp_path: Path, setting: str, messag
     assert caught.value.param == "generation_config"
 
 
+def _entry(key: str, kind: GGUFValueType, value: bytes) -> bytes:
+    return struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + value
+
+
+def _with_entries(gguf: bytes, entries: list[bytes]) -> bytes:
+    """Return a GGUF file with further metadata before its own, which the package gguf takes seconds to read."""
+    bare = _entry("padding", GGUFValueType.STRING, struct.pack("<Q", 0))
+    # The tensors stay aligned.
+    num_blank = -len(bare + b"".join(entries)) % GGUF_DEFAULT_ALIGNMENT
+    padding = _entry("padding", GGUFValueType.STRING, struct.pack("<Q", num_blank) + b" " * num_blank)
+    # Magic and version, the number of tensors, and that of entries.
+    start, (num_entries,) = gguf[:16], struct.unpack_from("<Q", gguf, 16)
+    return b"".join([start, struct.pack("<Q", num_entries + 1 + len(entries)), padding, *entries, gguf[24:]])
+
+
 def test_a_gguf_file_may_recommend_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    reader, path = GGUFReader(demo_model()), tmp_path / "m.gguf"
-    writer = GGUFWriter(path, "llama")
-    for name, value in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            is_list = value.types[0] == GGUFValueType.ARRAY
-            writer.add_key_value(name, value.contents(), value.types[0], sub_type=value.types[-1] if is_list else None)
-    writer.add_float32("general.sampling.temp", 0.5)
-    writer.add_int32("general.sampling.top_k", 7)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    path = tmp_path / "m.gguf"
+    recommended = [
+        _entry("general.sampling.temp", GGUFValueType.FLOAT32, struct.pack("<f", 0.5)),
+        _entry("general.sampling.top_k", GGUFValueType.INT32, struct.pack("<i", 7)),
+    ]
+    path.write_bytes(_with_entries(demo_model().read_bytes(), recommended))
     folder = resolve_model(str(path), lambda *_: None).folder
     assert sampling_defaults("auto", folder) == {"temperature": 0.5, "top_k": 7}
     assert json.loads((folder / FILE).read_text())["eos_token_id"] == 2
