@@ -28,7 +28,7 @@ PREFIX = 160
 """Tokens whose blocks another sequence uses too."""
 MAX_PROMPT = 200
 """Most of the prompts are longer than any window here, and than what scaled positions were made for."""
-OPTIONS = runner_options(num_kv_blocks=60)
+OPTIONS = runner_options(num_kv_blocks=60, max_model_len=LENGTH)
 
 Folder = Callable[[str], Path]
 
@@ -92,6 +92,7 @@ def test_greedy_tokens_of_a_batch_equal_transformers(family_folder: Folder, name
             preemption="swap",
             max_num_batched_tokens=96,
             max_num_seqs=50,
+            num_threads=1,
         )
     )
     prompts = [prompt[:MAX_PROMPT] for prompt in mixed_prompts(engine, 14)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.offline import Prompt
+from penstock.gpu_node.engine.records import Generation
 from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget
 
 MakeEngine = Callable[..., Engine]
@@ -49,9 +51,16 @@ def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
+@pytest.fixture(scope="module")
+def references(tiny_model: Path, adapters: Path) -> dict[str | None, Any]:
+    """The tiny model in transformers, without an adapter and with each."""
+    models = {name: AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32) for name in (None, "a", "b")}
+    return {name: model if name is None else merge(model, adapters / name) for name, model in models.items()}
+
+
 @pytest.mark.parametrize(("shape", "preemption"), each_value(SHAPES, ("swap", "recompute")))
 def test_a_batch_with_chunks_prefixes_preemption_and_adapters_has_the_tokens_of_transformers(
-    make_engine: MakeEngine, tiny_model: Path, adapters: Path, shape: Shape, preemption: str
+    make_engine: MakeEngine, references: dict[str | None, Any], adapters: Path, shape: Shape, preemption: str
 ) -> None:
     engine = make_engine(
         **TORCH,
@@ -70,14 +79,13 @@ def test_a_batch_with_chunks_prefixes_preemption_and_adapters_has_the_tokens_of_
     stats = engine.stats()
     assert min(stats.num_preemptions, stats.prefix_hit_tokens) > 0
     assert bool(stats.num_swaps) == (preemption == "swap")
-    for name in (None, "a", "b"):
-        model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for name, model in references.items():
         pairs = [
             (one.prompt_token_ids, one.choices[0].token_ids)
             for one, its in zip(generations, wanted, strict=True)
             if its == name
         ]
-        assert num_departures(model if name is None else merge(model, adapters / name), pairs) <= 1
+        assert num_departures(model, pairs) <= 1
     check_idle(engine)
 
 
@@ -87,6 +95,20 @@ def engines(make_engine: MakeEngine) -> dict[Shape, Engine]:
     # Three sequences with eight drafted tokens each are more than a usual step has.
     settings = {**TORCH, "speculative": "ngram", "max_num_batched_tokens": 16, "max_num_seqs": 8}
     return {shape: make_engine(**settings, **_sizes(shape)) for shape in ((1, 1), *SHAPES)}
+
+
+PROMPTS: list[Prompt] = ["the gate opens by pressure " * 3, "a", list(range(70))]
+
+
+@pytest.fixture(scope="module")
+def by_one_rank(engines: dict[Shape, Engine]) -> Callable[[str], list[Generation]]:
+    """Return what one rank generates from PROMPTS by parameters in JSON."""
+
+    @cache
+    def generated(params: str) -> list[Generation]:
+        return engines[1, 1].generate(PROMPTS, SamplingParams.model_validate_json(params))
+
+    return generated
 
 
 @pytest.fixture
@@ -109,11 +131,11 @@ def _free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["sampled", "logprobs", "structured", "beams", "drafts"],
 )
 def test_requests_of_each_kind_have_the_choices_of_one_rank(
-    engines: dict[Shape, Engine], params: dict[str, Any], shape: Shape
+    engines: dict[Shape, Engine], by_one_rank: Callable[[str], list[Generation]], params: dict[str, Any], shape: Shape
 ) -> None:
-    prompts: list[Prompt] = ["the gate opens by pressure " * 3, "a", list(range(70))]
     given = SamplingParams(max_tokens=16, **params)
-    want, got = ([one.choices for one in engines[each].generate(prompts, given)] for each in ((1, 1), shape))
+    generated = engines[shape].generate(PROMPTS, given), by_one_rank(given.model_dump_json())
+    got, want = ([one.choices for one in generations] for generations in generated)
     for mine, theirs in zip(got, want, strict=True):
         assert [choice.token_ids for choice in mine] == [choice.token_ids for choice in theirs]
         values = [[entry.logprob or 0.0 for choice in some for entry in choice.logprobs] for some in (mine, theirs)]
