@@ -80,7 +80,8 @@ def choose_each(logits: NDArray[np.float32], row: SamplingRow, uniforms: NDArray
     for least in (_least_by_min_p, _least_by_top_k, _least_by_top_p):
         scores = np.where(scores < least(scores, row), -np.inf, scores)
     cumulative = np.cumsum(np.exp(scores, dtype=np.float64))
-    return np.argmax(cumulative > uniforms[:, None] * cumulative[-1], axis=1)
+    tokens: NDArray[np.int64] = np.argmax(cumulative > uniforms[:, None] * cumulative[-1], axis=1)
+    return tokens
 
 
 def _penalized(logits: NDArray[np.float32], row: SamplingRow) -> NDArray[np.float32]:
