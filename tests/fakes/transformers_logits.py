@@ -20,10 +20,13 @@ def bfloat16_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return deepcopy(_loaded(folder)).to(dtype)
 
 
-@lru_cache(maxsize=64)
-def _loaded(folder: Path) -> Any:
-    """Return the model in bfloat16, cached: several tests ask for each, and loading one takes 30 to 50 ms."""
+def load_bfloat16_model(folder: Path) -> Any:
+    """Return a new model of the checkpoint's weights rounded to bfloat16, of which nothing stays in memory."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+_loaded = lru_cache(maxsize=64)(load_bfloat16_model)
+"""Several tests ask for each small model, and loading one takes 30 to 50 ms."""
 
 
 @torch.inference_mode()

@@ -57,10 +57,8 @@ local kinds = {}
 for at = 2, #ARGV do kinds[ARGV[at]] = true end
 local function names_of_jobs()
   local found = {}
-  for _, name in ipairs(redis.call('KEYS', '*')) do
-    if string.sub(name, 1, #KEYS[1]) == KEYS[1] and kinds[string.match(name, '^[^:]*', #KEYS[1] + 1)] then
-      found[#found + 1] = name
-    end
+  for _, name in ipairs(redis.call('KEYS', KEYS[1] .. '*')) do
+    if kinds[string.match(name, '^[^:]*', #KEYS[1] + 1)] then found[#found + 1] = name end
   end
   return found
 end

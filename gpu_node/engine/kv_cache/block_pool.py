@@ -312,13 +312,7 @@ class BlockPool:
 
     def wrong_counts(self, held: Mapping[int, int]) -> list[int]:
         """Return the blocks that do not have as many references as `held` says. O(blocks)."""
-        wanted, blocks = [0] * self.num_total, range(self.first, self.first + self.num_total)
-        for block, count in held.items():
-            if block in blocks:
-                wanted[block - self.first] = count
-        if wanted == self._ref_counts:
-            return []
-        return [block for block in blocks if self.ref_count(block) != held.get(block, 0)]
+        return [block for block, count in enumerate(self._ref_counts, self.first) if count != held.get(block, 0)]
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless free list, counts and hashes agree. O(blocks), for tests and idle times."""

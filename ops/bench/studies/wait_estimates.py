@@ -133,8 +133,7 @@ class SimulatedNode:
 
     def step(self) -> None:
         """Compute a step. Prompts take at most half of its time."""
-        foreground = [job for job in self.held if not job.is_background]
-        in_order = [*foreground, *(job for job in self.held if job.is_background)][: self._machine.num_sequences]
+        in_order = sorted(self.held, key=lambda job: job.is_background)[: self._machine.num_sequences]
         decoding = [job for job in in_order if job.num_computed >= job.num_prompt]
         costs = self._machine.costs
         left = 512

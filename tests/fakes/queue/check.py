@@ -34,25 +34,23 @@ Lives = dict[str, int]
 """Milliseconds until each key expires, -1 if it does not."""
 _DUMP = """
 local found = {}
-for _, name in ipairs(redis.call('KEYS', '*')) do
-  if string.sub(name, 1, #ARGV[1]) == ARGV[1] then
-    local kind = redis.call('TYPE', name).ok
-    local value
-    if kind == 'hash' then
-      value = redis.call('HGETALL', name)
-    elseif kind == 'zset' then
-      value = redis.call('ZRANGE', name, 0, -1, 'WITHSCORES')
-    elseif kind == 'set' then
-      value = redis.call('SMEMBERS', name)
-    elseif kind == 'list' then
-      value = redis.call('LRANGE', name, 0, -1)
-    elseif kind == 'stream' then
-      value = redis.call('XRANGE', name, '-', '+')
-    else
-      value = redis.call('GET', name)
-    end
-    found[#found + 1] = {name, kind, redis.call('PTTL', name), value}
+for _, name in ipairs(redis.call('KEYS', ARGV[1] .. '*')) do
+  local kind = redis.call('TYPE', name).ok
+  local value
+  if kind == 'hash' then
+    value = redis.call('HGETALL', name)
+  elseif kind == 'zset' then
+    value = redis.call('ZRANGE', name, 0, -1, 'WITHSCORES')
+  elseif kind == 'set' then
+    value = redis.call('SMEMBERS', name)
+  elseif kind == 'list' then
+    value = redis.call('LRANGE', name, 0, -1)
+  elseif kind == 'stream' then
+    value = redis.call('XRANGE', name, '-', '+')
+  else
+    value = redis.call('GET', name)
   end
+  found[#found + 1] = {name, kind, redis.call('PTTL', name), value}
 end
 return found
 """

@@ -19,7 +19,7 @@ from fakes.cover import each_value, pairwise
 from fakes.native import ISAS
 from fakes.prompts import TEXT, mixed_prompts
 from fakes.ties import num_departures
-from fakes.transformers_logits import Logits, bfloat16_model, error_of, logits_of
+from fakes.transformers_logits import Logits, bfloat16_model, error_of, load_bfloat16_model, logits_of
 from fixtures.matrices import kept
 from fixtures.plans import logits_alone
 from fixtures.random_families import FAMILIES, GROWN_BY_LENGTH, LOGITS_ONLY
@@ -296,16 +296,11 @@ def test_greedy_tokens_leave_transformers_path_at_ties_and_no_more_often_than_to
     assert ours <= theirs + 3
 
 
-def _large_model(folder: Path, dtype: torch.dtype) -> Any:
-    """Return what `bfloat16_model` does, without a copy of the model that stays."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(dtype)
-
-
 @cache
 def _demo_logits(folder: Path, dtype: torch.dtype) -> tuple[list[int], Logits]:
     """A text's tokens, and transformers' logits behind them: the same for every instruction set."""
     token_ids = Tokenizer(folder).encode(TEXT * 3)
-    return token_ids, logits_of(_large_model(folder, dtype), token_ids)
+    return token_ids, logits_of(load_bfloat16_model(folder).to(dtype), token_ids)
 
 
 @pytest.mark.slow
@@ -338,4 +333,4 @@ def test_the_demo_models_greedy_tokens_leave_transformers_path_only_at_ties(
     demo_model: Path, best_library: Path
 ) -> None:
     pairs = _greedy(demo_model, 6, runner="native", quantization="none", max_num_seqs=4)
-    assert num_departures(_large_model(demo_model, torch.float32), pairs, max_gap=0.2) <= 2
+    assert num_departures(load_bfloat16_model(demo_model).to(torch.float32), pairs, max_gap=0.2) <= 2
