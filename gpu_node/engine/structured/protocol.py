@@ -50,8 +50,11 @@ WORKER_MEMORY_MIB = 384
 """Address space that a worker may add to what it had when it was forked."""
 MAX_WORKER_MIB = 192
 """A worker with more memory in use is replaced when it is idle. What it held is rebuilt on demand."""
-TASK_WALL_S = 15.0
-"""Longest time without a reply from a busy worker; the last defense, for a worker that is stopped or starved."""
+TASK_WALL_S = 60.0
+"""Longest time without a reply from a busy worker; the last defense, for a worker that is stopped.
+
+Two other processes per core leave a worker of niceness SLOW_NICENESS a twentieth of it, so TRIAL_CPU_S may take 20 s.
+"""
 TEMPLATE_WALL_S = 120.0
 """Longest time that loading the tokenizer may take."""
 SLOW_NICENESS = 10

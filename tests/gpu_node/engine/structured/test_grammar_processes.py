@@ -212,7 +212,7 @@ def test_trial_ends_although_its_template_hangs(tiny_model: Path, monkeypatch: p
     stopped: list[int] = []
 
     def kill(template: Template) -> None:
-        monkeypatch.setattr(protocol, "TASK_WALL_S", 15.0)  # The next one has time, on a busy machine, too.
+        monkeypatch.setattr(protocol, "TASK_WALL_S", 60.0)  # The next one has time, on a busy machine, too.
         kill_all(template)
 
     def stop_and_fork(template: Template, *wanted: Any) -> Worker:
