@@ -52,7 +52,7 @@ async def test_kills_neither_lose_nor_double_jobs_of_a_backlog() -> None:
 
 
 async def test_results_that_fill_redis_wait_for_their_reader() -> None:
-    assert await violations("memory", "--requests", "3000", "--redis-mib", "16", "--still-s", "2") == []
+    assert await violations("memory", "--requests", "3000", "--redis-mib", "20", "--still-s", "2") == []
 
 
 # What a campaign must notice.

@@ -669,10 +669,12 @@ end
 -- P:stored sums, per tenant, the bytes of open and of ended jobs. An expiring key runs no script. So P:expiry lists each
 -- stored key of an ended job as `<bytes> <tenant> <key>` by its expiry time, to be subtracted then.
 
--- Bytes that Redis uses, and its limit (0: none).
+-- Bytes that Redis compares with its limit, and this limit (0: none). What a slow disk or replica has yet to be given
+-- does not count.
 local function used_memory()
   local info = redis.call('INFO', 'memory')
-  return tonumber(string.match(info, 'used_memory:(%d+)')), tonumber(string.match(info, 'maxmemory:(%d+)'))
+  local function bytes(name) return tonumber(string.match(info, name .. ':(%d+)')) end
+  return bytes('used_memory') - bytes('mem_not_counted_for_evict'), bytes('maxmemory')
 end
 
 -- The sum of a hash of numbers.

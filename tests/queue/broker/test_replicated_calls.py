@@ -22,6 +22,7 @@ from penstock.queue.broker.jobs import ResponseBroker
 from penstock.queue.broker.producer import ProducerBroker, Submission, Submitted
 from penstock.queue.tenants.key_store import KeyStore
 
+MIB = 1 << 20
 QUICK_S, LONG_S = 0.3, 60.0
 """Time-outs of a confirmation in these tests."""
 
@@ -127,6 +128,21 @@ async def test_calls_with_memory_do_not_wait_behind_it(paused: ReplicatedRedis, 
     assert not waiting.done()
     paused.replica.resume()
     assert (await waiting).state == "queued"
+
+
+async def test_what_a_slow_replica_has_yet_to_be_sent_takes_no_memory_from_jobs(
+    paused: ReplicatedRedis, broker: ProducerBroker, redis: Redis
+) -> None:
+    for _ in range(24):
+        await redis.set("large", b"x" * MIB)
+    await redis.delete("large")
+    memory = await redis.info("memory")
+    assert memory["mem_not_counted_for_evict"] > MIB
+    await redis.config_set("maxmemory", memory["used_memory"])
+    try:
+        assert (await broker.submit(Submission(new_job(), 10))).state == "queued"
+    finally:
+        await redis.config_set("maxmemory", 0)
 
 
 @pytest.mark.usefixtures("patient")
