@@ -213,13 +213,24 @@ def redis_server() -> Iterator[str]:
         yield server.url
 
 
-@pytest.fixture
-def redis_url(redis_server: str) -> str:
-    """URL of that server, empty and with its default configuration."""
-    with sync_redis.Redis.from_url(redis_server) as client:
+def emptied(url: str) -> str:
+    """Empty a server and give it its default configuration. Return its URL."""
+    with sync_redis.Redis.from_url(url) as client:
         client.execute_command("FLUSHALL", "SYNC")  # Valkey frees memory later, unless it is told not to.
         client.config_set("maxmemory", "512mb")
-    return redis_server
+    return url
+
+
+@pytest.fixture
+def redis_url(redis_server: str) -> str:
+    """URL of that server, emptied for each test."""
+    return emptied(redis_server)
+
+
+@pytest.fixture(scope="module")
+def redis_url_of_file(redis_server: str) -> str:
+    """URL of that server, emptied for each test file."""
+    return emptied(redis_server)
 
 
 @pytest.fixture

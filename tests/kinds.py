@@ -13,7 +13,10 @@ import pytest
 
 TESTS = Path(__file__).parent
 NOT_QUICK = ("slow", "model", "gpu", "process", "redis", "torch", "triton", "bench")
-OF_FIXTURES = {"redis": {"redis_server", "redis_url", "redis"}, "torch": {"tiny_model", "demo_folder", "demo_gguf"}}
+OF_FIXTURES = {
+    "redis": {"redis_server", "redis_url", "redis_url_of_file", "redis"},
+    "torch": {"tiny_model", "demo_folder", "demo_gguf"},
+}
 OF_IMPORTS = {
     "process": {"subprocess", "multiprocessing", "psutil", "fakes.processes", "fakes.terminal", "faults"},
     "redis": {"penstock.runtime.embedded_redis", "redis", "hostile"},

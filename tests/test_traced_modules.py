@@ -28,13 +28,13 @@ CHAT = {
 
 
 @pytest.fixture(scope="module")
-def record(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], TracedRun]]:
+def record(redis_url_of_file: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], TracedRun]]:
     """Record a chat with a gateway and a node in this process, after a chat that warms their caches."""
     model = str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
     engine = Engine(EngineConfig(model=model, dtype="bfloat16", num_kv_blocks=256, num_threads=1, weight_cache=False))
     traced = TracedModules()
     with traced.installed():
-        stack = Stack(redis_server)
+        stack = Stack(redis_url_of_file)
     try:
         with traced.installed():
             stack.start_node(engine, model=model, pool="tiny")

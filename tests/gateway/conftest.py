@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import pytest
-import redis as sync_redis
 import uvicorn
 from fakes.processes.child_process import ChildProcess
 from fakes.processes.fork_client import PARSER, command_of
@@ -337,12 +336,9 @@ def _forked_parser() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def redis_url(redis_server: str) -> str:
-    """URL of the session's Redis, emptied for each test file."""
-    with sync_redis.Redis.from_url(redis_server) as client:
-        client.execute_command("FLUSHALL", "SYNC")  # Valkey frees memory later, unless it is told not to.
-        client.config_set("maxmemory", "512mb")
-    return redis_server
+def redis_url(redis_url_of_file: str) -> str:
+    """URL of the session's Redis, emptied for each test file instead of for each test."""
+    return redis_url_of_file
 
 
 @pytest.fixture(scope="module")

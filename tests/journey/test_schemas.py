@@ -54,9 +54,10 @@ class Owner(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def url(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(redis_url_of_file: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    with NodeProcess(redis_server, model=model, dtype="bfloat16"), GatewayProcess(redis_server) as gateway:
+    node = NodeProcess(redis_url_of_file, model=model, dtype="bfloat16")
+    with node, GatewayProcess(redis_url_of_file) as gateway:
         yield gateway.url
 
 

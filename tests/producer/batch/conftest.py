@@ -21,6 +21,7 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 
 Row = dict[str, Any]
 WriteInput = Callable[..., Path]
+MAX_NOTE_CHARS = 4000
 CELERY_IMPORTS = ("celery.bin.celery", "celery.concurrency.prefork", "penstock.producer.batch.celery_app")
 
 
@@ -28,7 +29,7 @@ CELERY_IMPORTS = ("celery.bin.celery", "celery.concurrency.prefork", "penstock.p
 def process(*argv: str, log: Path | None = None, forked: bool = True, **env: str) -> Iterator[subprocess.Popen[str]]:
     """A process in its own group, killed with all its children at the end. Its output goes to `log`.
 
-    A Python that is not `forked` starts a new interpreter.
+    A Python that is not `forked` starts a new interpreter. An error in the block gets the end of the log as a note.
     """
     with log.open("wb") if log else nullcontext(subprocess.PIPE) as said:
         options: dict[str, Any] = {"env": {**os.environ, **env}, "stdout": said, "stderr": subprocess.STDOUT}
@@ -40,6 +41,10 @@ def process(*argv: str, log: Path | None = None, forked: bool = True, **env: str
             running = subprocess.Popen(argv, text=True, process_group=0, **options)
     try:
         yield running
+    except BaseException as error:
+        if log is not None:
+            error.add_note(log.read_text()[-MAX_NOTE_CHARS:])
+        raise
     finally:
         kill_group(running)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,8 +60,10 @@ def worker(
     }
     # Metrics of several processes are a mode that prometheus_client takes when it is imported.
     forked = "PENSTOCK_CELERY_METRICS_PORT" not in env
-    with process(*WORKER, *QUIET, *words, log=log, forked=forked, **settings, **env) as running:
-        yield running
+    with TemporaryDirectory(prefix="worker-") as folder:
+        said = log or Path(folder) / "log"
+        with process(*WORKER, *QUIET, *words, log=said, forked=forked, **settings, **env) as running:
+            yield running
 
 
 @pytest.fixture(scope="module")
