@@ -158,12 +158,16 @@ KvCache* penstock_single_cache_new(int format, int num_heads, int head_dim, int 
 
 void penstock_single_cache_free(KvCache* cache) { delete cache; }
 
-void penstock_single_cache_set(KvCache* cache, int slot, int head, const float* key, const float* value) {
-  cache->set(0, slot, head, key, value);
+// keys, values: [count, head_dim], one of each for a slot.
+void penstock_single_cache_set(KvCache* cache, const int* slots, int count, int head, const float* keys,
+                               const float* values) {
+  const size_t dim = cache->shape().head_dim;
+  for (int i = 0; i < count; ++i) cache->set(0, slots[i], head, keys + i * dim, values + i * dim);
 }
 
-void penstock_single_cache_get(KvCache* cache, int slot, int head, float* key, float* value) {
-  cache->get(0, slot, head, key, value);
+void penstock_single_cache_get(KvCache* cache, const int* slots, int count, int head, float* keys, float* values) {
+  const size_t dim = cache->shape().head_dim;
+  for (int i = 0; i < count; ++i) cache->get(0, slots[i], head, keys + i * dim, values + i * dim);
 }
 
 // queries, out: [count, head_dim]; limits, firsts: [count]; biases: [count] rows or null. `by_span`: computes the

@@ -193,15 +193,19 @@ class SingleCache:
         """Free the memory."""
         self._library.penstock_single_cache_free(self._cache)
 
-    def set(self, slot: int, head: int, key: Floats, value: Floats) -> None:
-        """Store a token's key and value of one head, each [head_dim]."""
-        key, value = _aligned(key), _aligned(value)
-        self._library.penstock_single_cache_set(self._cache, slot, head, _at(key), _at(value))
+    def set(self, slots: int | Sequence[int], head: int, key: Floats, value: Floats) -> None:
+        """Store a key and a value of one head, each [head_dim], in a slot or several; or [slots, head_dim]."""
+        of_slots = np.asarray(slots, np.int32)
+        shape = *of_slots.shape, self._head_dim
+        key, value = (_aligned(np.broadcast_to(rows, shape)) for rows in (key, value))
+        self._library.penstock_single_cache_set(self._cache, _at(of_slots), of_slots.size, head, _at(key), _at(value))
 
-    def get(self, slot: int, head: int) -> tuple[Floats, Floats]:
-        """Return a token's key and value of one head, dequantized, each [head_dim]."""
-        key, value = _poisoned(self._head_dim), _poisoned(self._head_dim)
-        self._library.penstock_single_cache_get(self._cache, slot, head, _at(key), _at(value))
+    def get(self, slots: int | Sequence[int], head: int) -> tuple[Floats, Floats]:
+        """Return key and value of one head, dequantized, each [head_dim]; or those of several slots."""
+        of_slots = np.asarray(slots, np.int32)
+        shape = *of_slots.shape, self._head_dim
+        key, value = _poisoned(*shape), _poisoned(*shape)
+        self._library.penstock_single_cache_get(self._cache, _at(of_slots), of_slots.size, head, _at(key), _at(value))
         return key, value
 
     def attend(
@@ -266,8 +270,8 @@ def _open(path: Path) -> Any:
         "logprobs": (None, [pointer, *[number] * 3, pointer, pointer]),
         "cache_new": (pointer, [number] * 5),
         "cache_free": (None, [pointer]),
-        "cache_set": (None, [pointer, number, number, pointer, pointer]),
-        "cache_get": (None, [pointer, number, number, pointer, pointer]),
+        "cache_set": (None, [pointer, pointer, number, number, pointer, pointer]),
+        "cache_get": (None, [pointer, pointer, number, number, pointer, pointer]),
         "attend": (None, [*[pointer] * 5, number, pointer, number, real, number, pointer]),
     }
     for name, (result, arguments) in signatures.items():

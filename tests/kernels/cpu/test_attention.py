@@ -86,16 +86,13 @@ def _fill(
     cache = new_cache(kept, head_dim, num_blocks + 2, block_size=block_size)
     rng = np.random.default_rng(seed)
     stale_cell = [np.full(head_dim, number, np.float32) for number in stale]
-    for slot in range((num_blocks + 2) * block_size):
-        for head in range(2):
-            cache.set(slot, head, *stale_cell)
     blocks = rng.permutation(num_blocks + 2)[:num_blocks].tolist()
+    slots = [_slot(blocks, position, block_size) for position in range(context)]
     keys, values = random_floats(2, 2, context, head_dim, seed=seed)
     for head in range(2):
-        for position in range(context):
-            slot = _slot(blocks, position, block_size)
-            cache.set(slot, head, keys[head, position], values[head, position])
-            keys[head, position], values[head, position] = cache.get(slot, head)
+        cache.set(range((num_blocks + 2) * block_size), head, *stale_cell)
+        cache.set(slots, head, keys[head], values[head])
+        keys[head], values[head] = cache.get(slots, head)
     return Filled(cache, blocks, kept, keys, values)
 
 
