@@ -109,8 +109,8 @@ def prebuilt_name(isa: Isa) -> str:
 
 def _prebuilt(isa: Isa) -> Path | None:
     """Return the library of these sources that this package or the wheel of kernels ships."""
-    folders = (PREBUILT, _package_folder())
-    return next((path for folder in folders if folder and (path := folder / prebuilt_name(isa)).is_file()), None)
+    folders = [folder for folder in (PREBUILT, _package_folder()) if folder is not None and folder.is_dir()]
+    return next((path for folder in folders if (path := folder / prebuilt_name(isa)).is_file()), None)
 
 
 def _package_folder() -> Path | None:
