@@ -131,9 +131,15 @@ def told(row: str, measurements: dict[str, Measurement], found: list[str], args:
 
 async def due(args: argparse.Namespace) -> list[str]:
     """Let many delayed jobs fall due in one second beside chats."""
+    async with serving(POOL, args) as url:
+        return await run_due(url, args)
+
+
+async def run_due(url: str, args: argparse.Namespace) -> list[str]:
+    """Let delayed jobs of a served pool fall due. Return what is wrong."""
     requests = Requests(POOL, args.requests, max_tokens=4, is_reference=not args.demo)
     job_ids, refused = list[str](), Counter[str]()
-    async with serving(POOL, args) as url, connect(url) as redis:
+    async with connect(url) as redis:
         gateway = await asyncio.to_thread(GatewayProcess(url).wait_ready)
         chats = Chats(gateway.url, POOL, args.chats)
         slow, memory, clock = SlowCommands(redis), await used_memory(redis), time.monotonic

@@ -37,13 +37,14 @@ async def test_each_way_into_the_queue_accepts_a_backlog(name: str, served_url: 
     assert await backlog.run_entry(served_url, name, args) == []
 
 
-async def test_delayed_jobs_that_fall_due_together_do_not_hurt_chats() -> None:
+async def test_delayed_jobs_that_fall_due_together_do_not_hurt_chats(served_url: str) -> None:
     """A machine with other work may hold up Redis itself for a third of a second. So a late chat gets another try."""
     words = "due", "--requests", "300", "--after", "4", "--part-s", "1", "--chats", "8", "--later-ms", "500"
-    found = await violations(*words)
+    args = backlog.parser().parse_args(words)
+    found = await backlog.run_due(served_url, args)
     for _ in range(2):
         if found and all(problem.startswith(("chats due:", "chats waiting:")) for problem in found):
-            found = await violations(*words)
+            found = await backlog.run_due(served_url, args)
     assert found == []
 
 
