@@ -220,7 +220,7 @@ def session_redis(redis_server: str) -> Iterator[sync_redis.Redis]:
         yield client
 
 
-def empty(client: sync_redis.Redis) -> None:
+def empty(client: Any) -> None:
     """Empty a server and give it its default configuration."""
     client.execute_command("FLUSHALL", "SYNC")  # Valkey frees memory later, unless it is told not to.
     client.config_set("maxmemory", "512mb")
