@@ -194,14 +194,17 @@ class SingleCache:
         self._library.penstock_single_cache_free(self._cache)
 
     def set(self, slots: int | Sequence[int], head: int, key: Floats, value: Floats) -> None:
-        """Store a key and a value of one head, each [head_dim], in a slot or several; or [slots, head_dim]."""
+        """Store the keys and values of one head.
+
+        key, value: [slots, head_dim], or [head_dim], which each slot then gets.
+        """
         of_slots = np.asarray(slots, np.int32)
         shape = *of_slots.shape, self._head_dim
         key, value = (_aligned(np.broadcast_to(rows, shape)) for rows in (key, value))
         self._library.penstock_single_cache_set(self._cache, _at(of_slots), of_slots.size, head, _at(key), _at(value))
 
     def get(self, slots: int | Sequence[int], head: int) -> tuple[Floats, Floats]:
-        """Return key and value of one head, dequantized, each [head_dim]; or those of several slots."""
+        """Return the keys and values of one head, dequantized: [slots, head_dim], of a single slot [head_dim]."""
         of_slots = np.asarray(slots, np.int32)
         shape = *of_slots.shape, self._head_dim
         key, value = _poisoned(*shape), _poisoned(*shape)

@@ -53,7 +53,8 @@ MAX_WORKER_MIB = 192
 TASK_WALL_S = 60.0
 """Longest time without a reply from a busy worker; the last defense, for a worker that is stopped.
 
-Two other processes per core leave a worker of niceness SLOW_NICENESS a twentieth of it, so TRIAL_CPU_S may take 20 s.
+On a core with two other busy processes, a worker of niceness SLOW_NICENESS gets a twentieth of the processor time. A
+trial that needs TRIAL_CPU_S then takes 20 s.
 """
 TEMPLATE_WALL_S = 120.0
 """Longest time that loading the tokenizer may take."""

@@ -669,8 +669,8 @@ end
 -- P:stored sums, per tenant, the bytes of open and of ended jobs. An expiring key runs no script. So P:expiry lists each
 -- stored key of an ended job as `<bytes> <tenant> <key>` by its expiry time, to be subtracted then.
 
--- Bytes that Redis compares with its limit, and this limit (0: none). What a slow disk or replica has yet to be given
--- does not count.
+-- Bytes that Redis compares with maxmemory, and maxmemory (0: none). Redis does not count its buffers for the append-only
+-- file and for replicas, which grow while a disk or a replica is slow.
 local function used_memory()
   local info = redis.call('INFO', 'memory')
   local function bytes(name) return tonumber(string.match(info, name .. ':(%d+)')) end

@@ -273,9 +273,8 @@ def test_a_windows_bits_do_not_depend_on_rows_beside_it_nor_on_what_it_does_not_
         for i in range(4)
     ]
     np.testing.assert_array_equal(together, np.concatenate(alone))
-    for position in range(900):
-        poison = np.full(64, np.nan, np.float32)
-        filled.cache.set(_slot(filled.blocks, position), 0, poison, poison)
+    poison = np.full(64, np.nan, np.float32)
+    filled.cache.set([_slot(filled.blocks, position) for position in range(900)], 0, poison, poison)
     unseen = filled.cache.attend(queries[:1], limits[:1], filled.blocks, 0, firsts=firsts[:1])
     np.testing.assert_array_equal(unseen, together[:1])
 
@@ -310,8 +309,7 @@ def test_nan_in_other_blocks_and_heads_is_not_seen(new_cache: NewCache, kept: Kv
     before = filled.cache.attend(queries, [100, 99, 98], filled.blocks, 0)
     poison = np.full(64, np.nan, np.float32)
     for block in set(range(9)) - set(filled.blocks):
-        for slot in range(block * 16, block * 16 + 16):
-            filled.cache.set(slot, 0, poison, poison)
+        filled.cache.set(range(block * 16, block * 16 + 16), 0, poison, poison)
     filled.cache.set(_slot(filled.blocks, 7), 1, poison, poison)
     np.testing.assert_array_equal(filled.cache.attend(queries, [100, 99, 98], filled.blocks, 0), before)
 

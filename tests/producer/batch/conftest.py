@@ -43,7 +43,7 @@ def process(*argv: str, log: Path | None = None, forked: bool = True, **env: str
         yield running
     except BaseException as error:
         if log is not None:
-            error.add_note(log.read_text()[-MAX_NOTE_CHARS:])
+            error.add_note(log.read_text(errors="replace")[-MAX_NOTE_CHARS:])
         raise
     finally:
         kill_group(running)
