@@ -58,16 +58,22 @@ def exiting_despite_threads(exit_code_of: Callable[[PenstockError], int]) -> Ite
         raise
     finally:
         # After an error, idle pool threads cannot be told from hung ones, so any living thread counts.
-        if _are_running(set(threading.enumerate()) - before, daemons_only=error is None):
+        if _are_running(before, daemons_only=error is None):
             _end(_report_end(error, exit_code_of))
 
 
-def _are_running(threads: set[threading.Thread], *, daemons_only: bool) -> bool:
+def _are_running(before: set[threading.Thread], *, daemons_only: bool) -> bool:
+    """Return whether threads other than those of `before` still run after a short wait for daemons.
+
+    It looks again and again instead of joining: a thread that is being started is listed, but cannot be joined.
+    """
     deadline_s = time.monotonic() + THREAD_PATIENCE_S
-    for thread in threads:
-        if thread.daemon:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-    return any(thread.is_alive() for thread in threads if thread.daemon or not daemons_only)
+    while True:
+        running = set(threading.enumerate()) - before
+        daemons = {thread for thread in running if thread.daemon}
+        if not daemons or time.monotonic() >= deadline_s:
+            return bool(daemons if daemons_only else running)
+        time.sleep(0.005)
 
 
 def _report_end(error: BaseException | None, exit_code_of: Callable[[PenstockError], int]) -> int:

@@ -53,6 +53,34 @@ def test_block_without_hanging_threads_ends_normally() -> None:
     assert ran.stderr.count("Traceback") == 1
 
 
+STARTING = """
+import threading, time
+from penstock.gpu_node.process import exiting_despite_threads
+
+class SlowStart(threading.Thread):
+    def _bootstrap(self):
+        time.sleep(0.2)
+        super()._bootstrap()
+
+with exiting_despite_threads(lambda error: 3):
+    thread = SlowStart(target={target}, daemon=True)
+    threading.Thread(target=thread.start).start()
+    while thread not in threading.enumerate():
+        time.sleep(0.001)
+    assert not thread.is_alive()
+{then}
+"""
+
+
+def test_a_thread_that_is_being_started_does_not_break_the_exit() -> None:
+    code = STARTING.format(target="int", then="print('went on')")
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "went on\n", "")
+    hanging = STARTING.format(target="threading.Event().wait", then="print('not reached')")
+    ran = subprocess.run([sys.executable, "-c", hanging], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
 @pytest.mark.model
 @pytest.mark.slow
 def test_node_whose_step_hangs_reports_it_and_does_not_crash(redis_url: str) -> None:
