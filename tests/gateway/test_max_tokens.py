@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fakes.waiting import wait_until
 
 from penstock.contract.errors import PromptTooLongError
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.producer.batch.records import Batch
 from penstock.producer.batch.runner import run_batch
 from tests.gateway.conftest import EchoEngine, Stack
-from tests.gateway.test_streams import wait_until
 from tests.gateway.websocket.socket_client import socket_to
 
 MODEL = "acme/strict"

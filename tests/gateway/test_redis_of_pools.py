@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from fakes.command import run_command
+from fakes.waiting import wait_until
 from faults.tools.redis_process import RedisProcess
 
 from penstock.cli.output import EXIT_TRY_AGAIN
@@ -105,13 +106,6 @@ def ended(http: httpx.Client, job_id: str) -> dict[str, Any]:
 
 def complete(http: httpx.Client, model: str) -> httpx.Response:
     return http.post("/v1/completions", json={"model": model, "prompt": "abc", "max_tokens": 3})
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
 
 
 # Jobs.

@@ -6,8 +6,6 @@ import asyncio
 import json
 import re
 import threading
-import time
-from collections.abc import Callable
 from contextlib import closing
 from http.client import HTTPConnection
 from itertools import accumulate
@@ -18,6 +16,7 @@ import msgpack
 import openai
 import pytest
 import redis
+from fakes.waiting import wait_until
 
 from penstock.producer.client import AsyncJob
 
@@ -52,13 +51,6 @@ def state_of(stack, job_id: str) -> str:
 def open_jobs(stack, pool: str) -> set[bytes]:
     with redis.Redis.from_url(stack.redis_url) as client:
         return client.smembers(f"penstock:{{{pool}}}:open")
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "timed out"
-        time.sleep(0.02)
 
 
 def test_event_ids_have_the_job_the_chunk_and_the_number_of_tokens(http, engine):

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fakes.waiting import wait_until
 
 from penstock.contract.output import PrefillProgress
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.producer.client import AsyncClient
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
-from tests.gateway.test_streams import wait_until
 from tests.gateway.websocket.socket_client import data_of, socket_to
 
 JOB = "x-penstock-job"

@@ -9,13 +9,13 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import redis
 from fakes.processes.python_process import PythonProcess
+from fakes.waiting import wait_until
 
 from penstock.contract.errors import ConfigError
 from penstock.runtime.embedded_redis import EmbeddedRedis, find_redis_server, packaged_server, resolve_redis
@@ -53,13 +53,6 @@ def is_alive(pid: int) -> bool:
         # Gone, or gone between the file's being opened and being read.
         return False
     return state != "Z"
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
 
 
 def start_owner() -> tuple[subprocess.Popen[str], str]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes.waiting import wait_until
 from playwright.sync_api import Page, expect
 
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
-from tests.gateway.test_streams import wait_until
 from tests.gateway.web.conftest import Playground
 
 CALLER = "acme/page-caller"

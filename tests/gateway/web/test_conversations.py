@@ -13,6 +13,7 @@ import pytest
 import redis as sync_redis
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.reference_engine import ReferenceTokenizer, reference_tokens, text_of
+from fakes.waiting import wait_until
 from faults.tools.processes import GatewayProcess
 from playwright.sync_api import Locator, Page, expect
 
@@ -22,7 +23,6 @@ from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.tenants.key_store import KeyStore
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
-from tests.gateway.test_streams import wait_until
 from tests.gateway.web.conftest import Playground
 
 LONG = "a long prompt that the model says back " * 4

@@ -17,6 +17,7 @@ import redis as sync_redis
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.reference_engine import ReferenceTokenizer, reference_tokens, text_of
 from fakes.queue.harness import Queue
+from fakes.waiting import wait_until
 from playwright.sync_api import Page, expect
 
 from penstock.contract.job import Priority, SamplingParams
@@ -25,7 +26,6 @@ from penstock.gateway.web import routes
 from penstock.queue.broker.connection import connect
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
-from tests.gateway.test_streams import wait_until
 from tests.gateway.web.conftest import REBOUND, Playground, scroll_width
 
 EVENTS = {"accept": "text/event-stream"}

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import redis as sync_redis
+from fakes.waiting import wait_until
 from playwright.sync_api import Locator, Page, expect
 
 from penstock.contract.tenant import Terms
@@ -15,7 +16,6 @@ from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.tenants.key_store import KeyStore
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
-from tests.gateway.test_streams import wait_until
 
 
 def submit(http: httpx.Client, text: str, **options: Any) -> str:

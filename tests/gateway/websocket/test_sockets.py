@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
+from fakes.waiting import wait_until
 
 from penstock.contract.errors import UnavailableError
 from penstock.gateway.websocket.stream import SocketStream
@@ -25,13 +25,6 @@ def socket(url: str, engine: EchoEngine) -> Iterator[SocketClient]:
 
 def state_of(http: httpx.Client, job_id: str) -> str:
     return str(http.get(f"/v1/jobs/{job_id}").json()["state"])
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
 
 
 def test_job_is_accepted_streamed_and_ended(socket: SocketClient, http: httpx.Client) -> None:

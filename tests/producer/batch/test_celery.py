@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +23,7 @@ from celery import Celery
 from celery.backends.base import BaseBackend
 from celery.result import AsyncResult
 from fakes.processes.python_process import run_python
+from fakes.waiting import wait_until
 
 from penstock.contract.errors import RequestError
 from penstock.producer.batch import celery_app
@@ -184,13 +185,6 @@ def test_a_task_that_outlives_its_visibility_is_not_run_twice_at_once(
             wait_until(lambda: not has_tasks(served_url))
     assert "Traceback" not in log.read_text()
     assert_whole(tmp_path, rows)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.05)
 
 
 def has_tasks(url: str) -> bool:

@@ -18,6 +18,7 @@ import redis as sync_redis
 from celery import Celery, chain, chord, group
 from celery.exceptions import ImproperlyConfigured
 from fakes.fake_node import FakeNode
+from fakes.waiting import wait_until
 from faults.test_batches import ended, make_without_gateway
 from faults.tools.redis_process import free_port
 from kombu.common import ignore_errors
@@ -33,7 +34,6 @@ from penstock.producer.client import AsyncClient
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests.faults.tools.redis_process import RedisProcess
 from tests.producer.batch.conftest import kill_group, process
-from tests.producer.batch.test_celery import wait_until
 from tests.producer.batch.test_worker_metrics import scrape
 
 SHOP = """

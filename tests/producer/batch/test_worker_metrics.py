@@ -6,6 +6,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from fakes.waiting import wait_until
 from faults.tools.redis_process import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -14,7 +15,7 @@ from penstock.producer.batch.installation import STORED_BATCHES
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import GENERATE, RUN_FILE
 from tests.producer.batch.conftest import chat_row, kill_group, wait_for_lines
-from tests.producer.batch.test_celery import send_file, wait_until, worker
+from tests.producer.batch.test_celery import send_file, worker
 
 pytestmark = pytest.mark.process
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from fakes.engine_runs import TORCH, check_idle
+from fakes.waiting import wait_until
 from faults.tools.redis_process import free_port
 from torch import distributed
 
@@ -82,7 +83,7 @@ def test_messages_and_signs_of_life_reach_a_rank_that_has_joined(listener: RankL
         (ours,) = listener.accept([3], 5)
         assert (ours.other_address, theirs.own_address) == (THERE, THERE)
         rank = RemoteRank(ours, 3, memory, {"rank": 3})
-        _until(lambda: bool(found))
+        wait_until(lambda: bool(found))
         assert found == [{"rank": 3}]
         copied = CopiedMemory(theirs, 3, ended.set)
         copied.start()
@@ -97,8 +98,8 @@ def test_messages_and_signs_of_life_reach_a_rank_that_has_joined(listener: RankL
             assert read_adapter(copied.memory.messages) == (number, AdapterRef(name=name))
             copied.exchange.note_done(number)
         memory.show_life()
-        _until(lambda: copied.memory.life == 1)
-        _until(lambda: int(memory.done[3]) == 2)
+        wait_until(lambda: copied.memory.life == 1)
+        wait_until(lambda: int(memory.done[3]) == 2)
         rank.kill()
         assert ended.wait(5)
         assert copied.exchange.is_aborted
@@ -110,7 +111,7 @@ def test_a_rank_with_another_secret_is_refused_and_others_may_still_join(listene
     with _asking(listener, OTHER, refused), _asking(listener, SECRET, joined):
         (connection,) = listener.accept([1], 5)
         connection.send(FrameKind.CONFIG, b"{}")
-        _until(lambda: bool(joined))
+        wait_until(lambda: bool(joined))
         connection.close()
     assert joined == [{}]
     assert "rank 0 has another secret" in str(refused[0])
@@ -227,13 +228,6 @@ def test_a_short_or_missing_secret_is_refused(tmp_path: Path) -> None:
         read_secret(tmp_path / "short")
     with pytest.raises(ConfigError, match="rank_secret_file: cannot read"):
         read_secret(tmp_path / "none")
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < ends_s
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 from fakes.engine_runs import check_idle, kill_a_rank_at
+from fakes.waiting import wait_until
 from fixtures.plans import Track, plan_of
 from fixtures.sampling import rows_of
 
@@ -234,7 +235,7 @@ def test_a_step_that_rank_0_has_no_memory_for_costs_no_token_though_the_others_h
 
     def lacking(native: NativePlan) -> None:
         if (number := next(numbers)) in (0, 6, 7, 15):
-            _until(lambda: state.is_waiting == 1)
+            wait_until(lambda: state.is_waiting == 1)
             os.kill(pid, signal.SIGSTOP)
             Timer(0.1, os.kill, (pid, signal.SIGCONT)).start()
             model.use_shared(exchange.address, memory.rows.address, 64 * (number % 2))
@@ -244,13 +245,6 @@ def test_a_step_that_rank_0_has_no_memory_for_costs_no_token_though_the_others_h
     assert _answers(engine, lambda engine, done: None) == expected
     stats = engine.stats()
     assert (stats.num_failed_steps, stats.num_memory_failures, stats.ranks.num_starts) == (4, 4, 1)
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < ends_s
-        time.sleep(0.001)
 
 
 def test_an_engine_with_a_rank_that_lacks_memory_makes_smaller_steps(
@@ -305,7 +299,7 @@ def test_a_rank_that_is_stopped_at_its_start_is_named(
         make_engine(**RANKS)
     assert _children() == []
     # The rank is gone, or ended and not yet reaped: some containers never do that. Either has no command line.
-    _until(lambda: not _read(Path(f"/proc/{stopped[0]}/cmdline")))
+    wait_until(lambda: not _read(Path(f"/proc/{stopped[0]}/cmdline")))
 
 
 def test_an_engine_says_why_it_waits_for_its_ranks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
