@@ -1,12 +1,16 @@
-"""Steps: which tokens each sequence computes, after which tokens it samples, and the steps that the runner has."""
+"""Steps: which tokens each sequence computes, after which tokens it samples, and the steps that the runner has.
+
+Arrays have one number for each sequence. For short ones, `sum(x.tolist())` takes an eighth of the time of `x.sum()`,
+and `np.count_nonzero(x)` a quarter of that of `x.any()`. On a CPU no kernel runs while the next step is made.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +48,7 @@ class Step:
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        return int((self.ends - self.starts).sum())
+        return sum((self.ends - self.starts).tolist())
 
     @property
     def num_tokens_running(self) -> int:
@@ -67,8 +71,9 @@ def step_of(
 
     Tokens beyond `num_tokens` are drafted, and a token is sampled after each of them too.
     """
-    if not (ends > starts).all():
-        at = (ends > starts).nonzero()[0]
+    computes = ends > starts
+    if np.count_nonzero(computes) < len(computes):
+        at = computes.nonzero()[0]
         seqs, rows, starts, ends, num_tokens = [seqs[i] for i in at], rows[at], starts[at], ends[at], num_tokens[at]
     sampled, sampled_ends, num_drafted = _samples_of(ends, num_tokens)
     sampled_rows, sampled_seqs = rows, seqs
@@ -83,7 +88,7 @@ def step_of(
         sampled_seqs=sampled_seqs,
         sampled_rows=sampled_rows,
         sampled_ends=sampled_ends,
-        num_prefill_tokens=int((ends - starts)[num_tokens - starts > 1].sum()),
+        num_prefill_tokens=sum((ends - starts)[num_tokens - starts > 1].tolist()),
         num_drafted=num_drafted,
         cached_blocks=cached_blocks,
         copies=copies,
@@ -92,14 +97,13 @@ def step_of(
 
 def _samples_of(ends: Ints, num_tokens: Ints) -> tuple[Rows, Ints, int]:
     """Return, for each sample, the index of its sequence and the tokens before it; and the number of drafted tokens."""
-    num_drafted = np.maximum(ends - num_tokens, 0)
     sampled = (ends >= num_tokens).nonzero()[0]
-    total_drafted = int(num_drafted.sum())
-    if not total_drafted:
+    if not np.count_nonzero(ends > num_tokens):
         return sampled, ends if len(sampled) == len(ends) else ends[sampled], 0
+    num_drafted = np.maximum(ends - num_tokens, 0)
     sampled = np.repeat(sampled, num_drafted[sampled] + 1)
     firsts = np.searchsorted(sampled, sampled)
-    return sampled, num_tokens[sampled] + (np.arange(len(sampled)) - firsts).astype(np.int32), total_drafted
+    return sampled, num_tokens[sampled] + (np.arange(len(sampled)) - firsts).astype(np.int32), int(num_drafted.sum())
 
 
 class InFlightStep:
@@ -110,32 +114,35 @@ class InFlightStep:
         self.step = step
         self.started_s = time.perf_counter()
         """When it was submitted, or when the previous step completed if that was later."""
-        self._outcome: Future[StepResult] = Future()
+        self._result: StepResult | None = None
+        self._error: Exception | None = None
         try:
             self.plan = plan(step)
             self._handle = runner.submit(self.plan)
         except Exception as error:
             # `result` raises it later, so that the outputs of the previous step are returned first.
-            self._outcome.set_exception(error)
+            self._error = error
 
     def wait(self) -> None:
         """Block until the step is done or has failed."""
-        if self._outcome.done():
+        if self._result is not None or self._error is not None:
             return
         try:
-            self._outcome.set_result(self._handle.result())
+            self._result = self._handle.result()
         except Exception as error:
-            self._outcome.set_exception(error)
+            self._error = error
 
     def result(self) -> StepResult:
         """Wait for the result. Raises the error that made the whole step fail."""
         self.wait()
-        return self._outcome.result()
+        if self._error is not None:
+            raise self._error
+        return cast(StepResult, self._result)
 
     @property
     def has_failed(self) -> bool:
         """Whether the step is known to have failed."""
-        return self._outcome.done() and self._outcome.exception() is not None
+        return self._error is not None
 
     @property
     def age_ms(self) -> float:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -79,7 +80,7 @@ class StepTime:
         error = _LEARNING_RATE * min(max(error, -_MAX_LOG_ERROR), _MAX_LOG_ERROR)
         shares = [part / predicted for part in parts]
         steps = [_DECODE_SHARE * share if work.num_prefilled and i < 2 else share for i, share in enumerate(shares)]
-        norm = sum(step * share for step, share in zip(steps, shares, strict=True))
+        norm = sum(map(mul, steps, shares))
         self._weights = [
             weight * math.exp(error * step / norm) for weight, step in zip(self._weights, steps, strict=True)
         ]
@@ -187,9 +188,10 @@ class StepSize:
 
 def ends_within_budget(budget: int, starts: Ints, num_tokens: Ints) -> Ints:
     """Spend a budget on sequences in order; return the end of each one that gets tokens."""
-    spent = np.cumsum(num_tokens - starts)
-    if not len(spent) or spent[-1] <= budget:
+    lacking = num_tokens - starts
+    if sum(lacking.tolist()) <= budget:
         return num_tokens
+    spent = np.cumsum(lacking)
     ends: Ints = num_tokens - np.maximum(spent - budget, 0).astype(np.int32)
     served: Ints = ends[ends > starts]
     return served

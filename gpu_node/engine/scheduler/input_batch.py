@@ -184,13 +184,15 @@ class InputBatch:
         """Return a step in the form that the runner takes; nothing in it changes while the step runs."""
         rows, starts, ends = step.rows, step.starts, step.ends
         query_starts, owners, positions = self._ordinals[: len(rows) + 1], rows, starts
+        sample_tokens = self._ordinals[: len(rows)]
         if len(step.sampled) != len(rows) or step.num_prefill_tokens:
             counts = ends - starts
             query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
             np.cumsum(counts, out=query_starts[1:])
             owners = np.repeat(rows, counts)
             positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
-        width = -(-int(ends.max()) // self._block_size)
+            sample_tokens = query_starts[step.sampled] + step.sampled_ends - starts[step.sampled] - 1
+        width = -(-max(ends.tolist()) // self._block_size)
         adapters = self._adapters[rows]
         return StepPlan(
             token_ids=self._tokens[owners, positions],
@@ -198,10 +200,10 @@ class InputBatch:
             query_starts=query_starts,
             context_lens=ends,
             block_tables=self._block_tables[:, :width][rows],
-            sample_tokens=query_starts[step.sampled] + step.sampled_ends - starts[step.sampled] - 1,
+            sample_tokens=sample_tokens,
             sampling=self._sampling_rows(step.sampled_seqs, step.sampled_rows, step.sampled_ends),
             copies=step.copies,
-            adapters=adapters if adapters.max() > NO_ADAPTER else None,
+            adapters=adapters if np.count_nonzero(adapters > NO_ADAPTER) else None,
         )
 
     def _sampling_rows(self, seqs: list[Sequence], rows: Rows, num_tokens: Ints) -> SamplingRows:

@@ -72,7 +72,7 @@ class MemoryTrace:
         self._memory = memory
         self._now_s = now_s
         self._records: deque[MemoryRecord] = deque(maxlen=MAX_RECORDS)
-        self._counted: Counter[str] = Counter()
+        self._counted = 0, 0, 0
         self._num_refused = 0
         self._recorded_s = self._logged_s = -math.inf
         self._logged_bytes = 0
@@ -92,10 +92,11 @@ class MemoryTrace:
         if since_s < _BUSY_S:
             return
         scheduler = self._scheduler
-        counts = Counter(preempted=scheduler.num_preemptions, swapped=scheduler.num_swaps, refused=self._num_refused)
-        if since_s >= _QUIET_S or counts != self._counted:
-            event = ", ".join(f"{name} {number}" for name, number in (counts - self._counted).items())
-            self._counted = counts
+        counted = scheduler.num_preemptions, scheduler.num_swaps, self._num_refused
+        if since_s >= _QUIET_S or counted != self._counted:
+            changes = zip(("preempted", "swapped", "refused"), counted, self._counted, strict=True)
+            event = ", ".join(f"{name} {now - before}" for name, now, before in changes if now > before)
+            self._counted = counted
             self._recorded_s = now_s
             self._record(event)
 

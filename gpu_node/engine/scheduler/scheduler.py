@@ -360,8 +360,8 @@ class Scheduler:
 
     def _num_tokens(self, to_compute: Ints, *, has_waiting: bool, only_foreground: bool = False) -> int:
         """Return the token budget of the sequences that lack tokens."""
-        max_tokens, num_decoding = self.max_step_tokens, int((to_compute == 1).sum())
-        if not num_decoding or (num_decoding == int((to_compute > 0).sum()) and not has_waiting):
+        max_tokens, num_decoding = self.max_step_tokens, int(np.count_nonzero(to_compute == 1))
+        if not num_decoding or (num_decoding == np.count_nonzero(to_compute > 0) and not has_waiting):
             return max_tokens
         num_decoded = num_decoding + self.drafts.num_written
         num_prompt_tokens = self._prefill_budget.num_tokens(to_compute, num_decoded, only_foreground=only_foreground)
@@ -399,7 +399,7 @@ class Scheduler:
         to_compute = self._table.num_tokens[rows] - self._table.num_computed[rows]
         if self.background.bounds():
             to_compute = to_compute[~self._table.is_background[rows]]
-        if not len(to_compute) or int(to_compute.sum()) < budget:
+        if not len(to_compute) or sum(to_compute.tolist()) < budget:
             return
         if self.queues and not is_ahead:
             # Newcomers take blocks, which a step ahead has counted as free.
@@ -453,7 +453,7 @@ class Scheduler:
         # A plan reuses the settings of the last one while the array of rows stays the same.
         rows = self._batch.rows if num == len(self.running) else self._batch.rows[:num]
         starts, num_tokens = self._table.num_computed[rows], self._table.num_tokens[rows]
-        if not (ends > starts).any():
+        if not np.count_nonzero(ends > starts):
             return None
         return step_of(
             self.running[:num], rows, starts, ends, num_tokens, cached_blocks=cached, copies=self._memory.take_copies()

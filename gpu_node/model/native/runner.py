@@ -46,13 +46,33 @@ _columns_of = attrgetter(*SAMPLING_COLUMNS)
 """Returns the columns of SamplingRows in the order of a NativePlan."""
 
 
-def step_fields(plan: StepPlan) -> tuple[int | None, ...]:
-    """Return the fields of a NativePlan that come before its ragged ones."""
+class SamplingAddresses:
+    """The addresses of a step's sampling columns, kept from the last step, because NumPy takes a microsecond for each.
+
+    Most columns are the same arrays until the batch changes. They are kept too, so that no other array takes their
+    place in memory.
+    """
+
+    def __init__(self) -> None:
+        self._columns: list[NDArray[Any] | None] = [None] * len(SAMPLING_COLUMNS)
+        self._addresses = addresses(*self._columns)
+
+    def of(self, rows: SamplingRows) -> list[int | None]:
+        """Return the addresses of the columns of `rows`, in the order of a NativePlan."""
+        for i, column in enumerate(_columns_of(rows)):
+            if column is not self._columns[i]:
+                self._columns[i] = column
+                self._addresses[i] = addresses(column)[0]
+        return self._addresses
+
+
+def step_fields(plan: StepPlan, sampling: list[int | None]) -> tuple[int | None, ...]:
+    """Return the fields of a NativePlan that come before its ragged ones. `sampling`: see SamplingAddresses."""
     return (
         *(len(plan.token_ids), len(plan.context_lens), len(plan.sample_tokens)),
         plan.block_tables.strides[0] // plan.block_tables.itemsize,
         *addresses(plan.token_ids, plan.positions, plan.query_starts, plan.block_tables, plan.sample_tokens),
-        *addresses(*_columns_of(plan.sampling)),
+        *sampling,
     )
 
 
@@ -175,6 +195,7 @@ class NativeRunner:
         self._packing = packing
         self._ranks = ranks
         self._cores = CrowdedCores(num_threads)
+        self._sampling = SamplingAddresses()
         self._started_s = 0.0
         self.num_threads_in_use = num_threads
         """The threads that computed the last step; fewer than num_threads while other processes occupy some cores."""
@@ -207,7 +228,7 @@ class NativeRunner:
         scores = None if plan.scored is None else logprob_buffers(plan.scored.num_logprobs, self._vocab_size)
         outputs = StepOutputs(tokens, logprobs, scores, times_ms, hidden)
         native = NativePlan(
-            *step_fields(plan),
+            *step_fields(plan, self._sampling.of(plan.sampling)),
             *addresses(*ragged, plan.adapters),
             len(plan.copies),
             *addresses(plan.copies, tokens, None, times_ms),
@@ -222,7 +243,8 @@ class NativeRunner:
         logits = np.empty((len(plan.token_ids), self._vocab_size), dtype=np.float32)
         times_ms = np.zeros(3, dtype=np.float32)
         rest = *addresses(plan.adapters), len(plan.copies), *addresses(plan.copies)
-        native = NativePlan(*step_fields(plan), *NOTHING_RAGGED, *rest, *addresses(None, logits, times_ms))
+        fields = step_fields(plan, self._sampling.of(plan.sampling))
+        native = NativePlan(*fields, *NOTHING_RAGGED, *rest, *addresses(None, logits, times_ms))
         self._start(plan, native, returns_logits=True)
         self._wait()
         return logits
