@@ -29,7 +29,8 @@ class Priority(IntEnum):
         return _LABELS[self]
 
 
-NUM_PRIORITIES = len(Priority)
+_CLASSES = tuple(Priority)
+NUM_PRIORITIES = len(_CLASSES)
 NUM_LEVELS = 2 * NUM_PRIORITIES
 """Levels of the queue: the classes of foreground work, then those of background work. A lower one is served first."""
 PerLevel = tuple[int, ...]
@@ -44,7 +45,7 @@ def level_of(priority: Priority, background: bool) -> int:
 
 def class_of_level(level: int) -> Priority:
     """Return the class of a level."""
-    return Priority(level % NUM_PRIORITIES)
+    return _CLASSES[level % NUM_PRIORITIES]
 
 
 def is_background(level: int) -> bool:

@@ -12,6 +12,7 @@ import asyncio
 import ipaddress
 import logging
 import math
+import re
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -35,6 +36,7 @@ SETTLE_S = 3.0
 MAX_RECENT_CALLS = 10_000
 """Cancellations and deletions that a process repeats after a change."""
 _READ = (("INFO", "server"), ("INFO", "replication"))
+_FIELDS_READ = re.compile(r"^(run_id|master_replid|role):(.*?)\r?$", re.MULTILINE)
 _LOG = logging.getLogger(__package__)
 
 
@@ -214,8 +216,7 @@ def _history_of(replies: list[Any]) -> tuple[History, bool]:
     for reply in replies:
         if isinstance(reply, exceptions.ResponseError):
             raise reply
-        lines = reply.decode(errors="replace").splitlines()
-        found |= {name: value for name, is_pair, value in (line.partition(":") for line in lines) if is_pair}
+        found |= _FIELDS_READ.findall(reply.decode(errors="replace"))
     return History(found.get("run_id", ""), found.get("master_replid", "")), found.get("role") == "slave"
 
 

@@ -2,6 +2,64 @@
 -- used tokens, and the end of a job. Scripts that run at every engine step omit it, because Lua creates every function
 -- anew at each call.
 
+-- Jobs and nodes -----------------------------------------------------------------------------------
+
+local mended
+do
+  -- What the record of a damaged job counts as having, so that one such job ends no script.
+  local NUMBERS = {level = '1', n = '1', cost = '1', submitted = '0', losses = '0', preemptions = '0'}
+
+  -- The job with a default for each missing or damaged number. The usual job is whole, and costs only this comparison.
+  function mended(job)
+    if not job or (tonumber(job.cost) and tonumber(job.submitted) and tonumber(job.losses) and tonumber(job.preemptions)
+      and tonumber(job.n) and tonumber(job.level) and job.tenant ~= '' and job.needs_reader ~= '') then return job end
+    for name, default in pairs(NUMBERS) do
+      if not tonumber(job[name]) then job[name] = default end
+    end
+    if job.tenant == '' then job.tenant = 'default' end
+    if job.needs_reader == '' then job.needs_reader = '1' end
+    return job
+  end
+end
+
+-- The same as read_job for scripts that look at many jobs. A key that is not a hash counts as no job.
+local function read_damaged_job(id)
+  if redis.call('TYPE', job_key(id)).ok ~= 'hash' then return nil end
+  local job = mended(read_job(id))
+  if not job then return nil end
+  for _, name in ipairs({'deadline', 'unread'}) do
+    if not tonumber(job[name]) then job[name] = '' end
+  end
+  return job
+end
+
+-- Whether a job occupies no sequence in an engine, and so needs no KV cache.
+local function is_task(job) return job.n == '0' end
+
+local function is_older(one, other)
+  local mine, theirs = tonumber(one.submitted), tonumber(other.submitted)
+  if mine ~= theirs then return mine < theirs end
+  return one.id < other.id
+end
+
+-- A node's pressure record; an empty table if the node has not reported one.
+local function record_of(node)
+  local ok, record = pcall(cmsgpack.unpack, redis.call('HGET', P .. ':pressure', node) or '')
+  return ok and type(record) == 'table' and record or {}
+end
+
+-- Whether a node outside of `lacks` could run the job: it does not drain, and once the job has tokens, it has the job's
+-- revision.
+local function may_be_elsewhere(job, lacks)
+  local has_tokens = redis.call('LLEN', log_key(job.id)) > 0
+  for _, node in ipairs(redis.call('ZRANGE', P .. ':nodes', 0, -1)) do
+    local record = is_listed(lacks, node) and {draining = true} or record_of(node)
+    local is_foreign = has_tokens and record.revision and record.revision ~= job.revision
+    if record.draining ~= true and not is_foreign then return true end
+  end
+  return false
+end
+
 -- Collected writes --------------------------------------------------------------------------------
 -- A script for many jobs calls `collect` before its first write, and write_collected after its last one.
 
