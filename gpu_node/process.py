@@ -63,7 +63,7 @@ def exiting_despite_threads(exit_code_of: Callable[[PenstockError], int]) -> Ite
 
 
 def _are_running(before: set[threading.Thread], *, daemons_only: bool) -> bool:
-    """Return whether threads other than those of `before` still run after a short wait for daemons.
+    """Return whether threads other than those of `before` still run after a short wait for daemon threads.
 
     It looks again and again instead of joining: a thread that is being started is listed, but cannot be joined.
     """

@@ -1,6 +1,6 @@
--- Shared by the scripts that queue or end jobs; follows prelude.lua. Virtual time of tenants, the queue, stored bytes,
--- used tokens, and the end of a job. Scripts that run at every engine step omit it, because Lua creates every function
--- anew at each call.
+-- Shared by the scripts that queue or end jobs; follows prelude.lua. Damaged records, where a job may run, virtual time of
+-- tenants, the queue, stored bytes, used tokens, and the end of a job. Scripts that run at every engine step omit it,
+-- because Lua creates every function anew at each call.
 
 -- Jobs and nodes -----------------------------------------------------------------------------------
 

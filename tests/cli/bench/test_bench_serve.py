@@ -16,7 +16,8 @@ from penstock.cli.bench.connection import MAX_WHOLE_BYTES, AnswerRecorder
 from penstock.cli.bench.prompts import RequestRecord
 from tests.cli.bench.stub_server import NUM_PROBES, StubServer, running
 
-TTFT_S, ITL_S = 0.3, 0.01
+TTFT_S, ITL_S = 0.6, 0.01
+"""The first is long, because a busy machine delivers first tokens 0.1 s late."""
 
 
 def bench(server: StubServer, *arguments: str, status: int = 0) -> dict[str, Any]:
@@ -44,8 +45,6 @@ def test_measured_times_are_those_of_the_server() -> None:
     # Two events that are read late together have no gap.
     quotients["itl"] = found["mean_itl_ms"] / (1000 * mean(server.gaps_s))
     assert min(quotients["ttft"], quotients["e2el"]) >= 0.99, quotients
-    # A busy machine may deliver most first tokens late, but hardly all of them.
-    quotients["ttft"] = min(found["ttfts"]) / median(first_s)
     assert min(quotients.values()) > 0.8 and max(quotients.values()) < 1.4, quotients
     assert found["total_output_tokens"] == 40 * 21
     assert found["output_throughput"] == pytest.approx(40 * 21 / found["duration"])
