@@ -10,8 +10,9 @@ namespace penstock {
 
 namespace {
 
-// Quantizes a row in runs of 32, each `stride` bytes after the one before; see quantize_row.
-PENSTOCK_INLINE float quantize_runs(const float* values, int count, int8_t* q, size_t stride, int32_t* total) {
+// Quantizes a row; see quantize_row. `write(i, q)` stores the values from i on, sixteen at a time.
+template <class Write>
+PENSTOCK_INLINE float quantize(const float* values, int count, int32_t* total, const Write& write) {
   // Compared as integers, the magnitudes keep their order, with infinity above all numbers and NaN above infinity.
   constexpr int32_t kInfinity = 0x7f800000;
   Ints most = broadcast_int(0);
@@ -22,25 +23,21 @@ PENSTOCK_INLINE float quantize_runs(const float* values, int count, int8_t* q, s
   // A factor of 0 makes all integers 0: for a row so small that the division overflows, and for a non-finite row.
   const Floats inverse = broadcast(is_finite && std::isfinite(steps) ? steps : 0.f);
   Ints sums = broadcast_int(0);
-  for (int i = 0; i < count; i += kGroup, q += stride) {
-    for (int j = 0; j < kGroup && i + j < count; j += kLanes) {
-      const Ints rounded = to_ints(load(values + i + j) * inverse);
-      sums = sums + rounded;
-      store_s8(q + j, rounded);
-    }
+  for (int i = 0; i < count; i += kLanes) {
+    const Ints rounded = to_ints(load(values + i) * inverse);
+    sums = sums + rounded;
+    write(i, rounded);
   }
   // Non-finite values have no integers; the NaN scale alone makes their products NaN.
   *total = is_finite ? sum(sums) : 0;
   return is_finite ? largest_value / 127.f : std::numeric_limits<float>::quiet_NaN();
 }
 
-}  // namespace
-
-float quantize_row(const float* values, int count, int8_t* q, int32_t* total) {
-  return quantize_runs(values, count, q, kGroup, total);
-}
-
-void quantize_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums, int32_t* half_sums) {
+// Quantizes each of `groups` groups of 32 in the same way, but one non-finite value makes all scales NaN.
+// `half_sums`: null, or the sums of the halves of each group, [2 * groups].
+template <class Write>
+PENSTOCK_INLINE void quantize_groups(const float* values, int groups, float* scales, int32_t* sums, int32_t* half_sums,
+                                     const Write& write) {
   constexpr int kBatch = kLanes;
   const Floats infinity = broadcast(std::numeric_limits<float>::infinity());
   Floats poison = zeros();
@@ -68,7 +65,7 @@ void quantize_groups(const float* values, int groups, int8_t* q, float* scales, 
         const Ints rounded = to_ints(max(load(x + i) * broadcast(inverse[g]), broadcast(-127.f)));
         firsts[g] = totals[g];
         totals[g] = totals[g] + rounded;
-        store_s8(q + first * kGroup + i, rounded);
+        write(first * kGroup + i, rounded);
       }
     }
     alignas(64) int32_t total[kBatch];
@@ -88,13 +85,19 @@ void quantize_groups(const float* values, int groups, int8_t* q, float* scales, 
   if (not_finite != 0) std::fill_n(scales, groups, not_finite);
 }
 
+}  // namespace
+
+float quantize_row(const float* values, int count, int8_t* q, int32_t* total) {
+  return quantize(values, count, total, [&](int i, Ints x) { store_s8(q + i, x); });
+}
+
 void Activations::prepare(int rows, const Matrix& right) {
   encoding_ = right.encoding();
   // The matrices of other layers share this memory, and each may have other formats.
   has_halves_ |= right.has(Format::kQ2_K) || right.has(Format::kQ3_K) || right.has(Format::kQ6_K);
   tiling_.cut(std::max(rows, 1), encoding_);
   padded_ = right.padded_columns();
-  words_ = padded_ / (encoding_ == Encoding::kBf16 ? 2 : 4);
+  words_ = padded_ / kGroup * run_words(encoding_);
   groups_ = encoding_ == Encoding::kByGroup ? padded_ / kGroup : 1;
   data_.reserve((size_t)rows * words_);
   scales_.reserve((size_t)rows * groups_);
@@ -116,21 +119,22 @@ void Activations::set_row(int row, const float* values) {
     }
     return;
   }
+  const auto write = [&](int i, Ints x) {
+    store_factors(out + i / kGroup * stride * run + i % kGroup / 4 * kFactorWords, x);
+  };
   if (encoding_ == Encoding::kByRow) {
     const size_t i = (size_t)first + at;
     int32_t total;
-    scales_[i] = quantize_runs(values, padded_, reinterpret_cast<int8_t*>(out), stride * run * sizeof *out, &total);
+    scales_[i] = quantize(values, padded_, &total, write);
     biases_[i] = -128 * total;
     return;
   }
-  thread_local std::vector<int8_t> q;
   thread_local std::vector<float> scales;
   thread_local std::vector<int32_t> totals, half_totals;
-  q.resize(padded_);
   scales.resize(groups_);
   totals.resize(groups_);
   half_totals.resize(2 * groups_);
-  quantize_groups(values, groups_, q.data(), scales.data(), totals.data(), has_halves_ ? half_totals.data() : nullptr);
+  quantize_groups(values, groups_, scales.data(), totals.data(), has_halves_ ? half_totals.data() : nullptr, write);
   for (int g = 0; g < groups_; ++g) {
     const size_t i = (size_t)first * groups_ + g * stride + at;
     scales_[i] = scales[g];
@@ -144,7 +148,6 @@ void Activations::set_row(int row, const float* values) {
       half_offsets_[i] = scales[g / 2] * half_totals[g];
     }
   }
-  for (int i = 0; i < padded_; i += kGroup, out += stride * run) std::memcpy(out, q.data() + i, kGroup);
 }
 
 Tile Activations::tile(int i) const {

@@ -1,8 +1,8 @@
 // The left side of a matrix product, in the order in which the dot-product instructions read it.
 //
 // Rows are cut into tiles as large as the registers hold. In a tile the rows alternate every 32 columns, so that a
-// kernel reads one stream. A word is two bf16 or four quantized bytes. Quantization uses only its own row, so a row's
-// product is the same alone and in a batch.
+// kernel reads one stream. A word is two bf16; four quantized values take `kFactorWords` words. Quantization uses only
+// its own row, so a row's product is the same alone and in a batch.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -19,7 +19,9 @@ constexpr int max_tile_rows(Encoding encoding) {
 }
 
 // Consecutive words of one row: those of 32 columns.
-constexpr int run_words(Encoding encoding) { return encoding == Encoding::kBf16 ? kGroup / 2 : kGroup / 4; }
+constexpr int run_words(Encoding encoding) {
+  return encoding == Encoding::kBf16 ? kGroup / 2 : kGroup / 4 * kFactorWords;
+}
 
 // How rows are cut into tiles. A group of rows has as few tiles as possible, and their sizes differ by at most one.
 class Tiling {
@@ -98,9 +100,5 @@ class Activations {
 // Quantizes `count` values (a multiple of 16) to scale * q with q in [-127, 127]. A NaN or infinity makes the scale
 // NaN. Returns the scale, and writes the sum of q to `sum`.
 float quantize_row(const float* values, int count, int8_t* q, int32_t* sum);
-
-// Quantizes each of `groups` groups of 32 in the same way, but one non-finite value makes all scales NaN.
-// `half_sums`: null, or the sums of the halves of each group, [2 * groups].
-void quantize_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums, int32_t* half_sums);
 
 }  // namespace penstock

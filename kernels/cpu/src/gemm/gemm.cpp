@@ -48,14 +48,14 @@ struct Int8Kernel {
       for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(tile.biases[r]);
     for (int i = 0; i < columns; i += kGroup, x += (R - 1) * kRun) {
 #pragma GCC unroll 2
-      for (int k = 0; k < kRun; ++k, w += 2 * kLine, ++x) {
+      for (int k = 0; k < kRun; k += kFactorWords, w += 2 * kLine, x += kFactorWords) {
         Prefetcher<F, kNear>::step(ahead, w);
         Bytes wk[kHalves];
         for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          const Bytes xk = broadcast_word(x[r * kRun]);
-          for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8s8(acc[r][h], wk[h], xk);
+          const Factors xk = load_factors(x + r * kRun);
+          for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8(acc[r][h], wk[h], xk);
         }
       }
     }

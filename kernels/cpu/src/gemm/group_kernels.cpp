@@ -97,7 +97,7 @@ using UnpackedOf = UnpackedGroup<P::Scales::kParts, P::Scales::kHasMinima, bias_
 // The products with R rows.
 template <class Group>
 struct GroupKernel {
-  static constexpr int kWords = kRun / Group::kParts;  // of a part
+  static constexpr int kWords = kCodeWords / Group::kParts;  // of a part
 
   template <int R, Fetch F>
   struct Of {
@@ -159,12 +159,12 @@ struct GroupKernel {
     // Adds the products of four columns.
     template <int Word>
     PENSTOCK_INLINE void add_word(Of& it, const Group& group, int half, Ints (&acc)[R][kHalves]) {
-      prefetch<Word * Group::kPrefetches / kRun, (Word + 1) * Group::kPrefetches / kRun>(it, group);
+      prefetch<Word * Group::kPrefetches / kCodeWords, (Word + 1) * Group::kPrefetches / kCodeWords>(it, group);
       Bytes w[kHalves];
       for (int h = 0; h < kHalves; ++h) w[h] = Group::template word<Word>(group, half + h);
       for (int r = 0; r < R; ++r) {
-        const Bytes x = broadcast_word(it.x[r * kRun + Word]);
-        for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8s8(acc[r][h], w[h], x);
+        const Factors x = load_factors(it.x + r * kRun + Word * kFactorWords);
+        for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8(acc[r][h], w[h], x);
       }
     }
   };
@@ -196,7 +196,7 @@ void unpack(const uint8_t* panel, int columns, uint8_t* out) {
         }
       }
     }
-    unpack_words(group, out + UnpackedOf<P>::kCodes, std::make_integer_sequence<int, kRun>());
+    unpack_words(group, out + UnpackedOf<P>::kCodes, std::make_integer_sequence<int, kCodeWords>());
   }
 }
 

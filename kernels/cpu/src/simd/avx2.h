@@ -236,6 +236,30 @@ PENSTOCK_INLINE Ints dot_u8s8(Ints acc, Bytes unsigned_bytes, Bytes signed_bytes
   return {dot_u8s8(acc.a, unsigned_bytes.a, signed_bytes.a), dot_u8s8(acc.b, unsigned_bytes.b, signed_bytes.b)};
 }
 
+// Four factors in every lane, as 16-bit integers: factors 0 and 2, and factors 1 and 3. They are stored as such, since
+// many products with the same factors would widen their bytes each time.
+struct Factors {
+  __m256i even, odd;
+};
+// 32-bit words of four stored factors.
+constexpr int kFactorWords = 2;
+PENSTOCK_INLINE void store_factors(uint32_t* p, Ints x) {
+  const __m256i words = narrow_16(x);
+  _mm256_storeu_si256((__m256i*)p, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8));
+}
+PENSTOCK_INLINE Factors load_factors(const uint32_t* p) {
+  return {_mm256_set1_epi32((int)p[0]), _mm256_set1_epi32((int)p[1])};
+}
+PENSTOCK_INLINE __m256i dot_u8(__m256i acc, __m256i u, Factors x) {
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), x.even);
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), x.odd);
+  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+}
+// acc + the four products of unsigned bytes with factors per lane.
+PENSTOCK_INLINE Ints dot_u8(Ints acc, Bytes unsigned_bytes, Factors x) {
+  return {dot_u8(acc.a, unsigned_bytes.a, x), dot_u8(acc.b, unsigned_bytes.b, x)};
+}
+
 PENSTOCK_INLINE Mask less(Ints x, Ints y) {
   return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(y.a, x.a)), _mm256_castsi256_ps(_mm256_cmpgt_epi32(y.b, x.b))};
 }

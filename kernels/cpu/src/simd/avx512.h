@@ -132,6 +132,15 @@ PENSTOCK_INLINE Ints dot_u8s8(Ints acc, Bytes unsigned_bytes, Bytes signed_bytes
   return acc;
 }
 
+// Four signed factors in every lane, stored as bytes.
+using Factors = Bytes;
+// 32-bit words of four stored factors.
+constexpr int kFactorWords = 1;
+PENSTOCK_INLINE void store_factors(uint32_t* p, Ints x) { store_s8(reinterpret_cast<int8_t*>(p), x); }
+PENSTOCK_INLINE Factors load_factors(const uint32_t* p) { return broadcast_word(*p); }
+// acc + the four products of unsigned bytes with factors per lane.
+PENSTOCK_INLINE Ints dot_u8(Ints acc, Bytes unsigned_bytes, Factors x) { return dot_u8s8(acc, unsigned_bytes, x); }
+
 PENSTOCK_INLINE Mask less(Ints a, Ints b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
 PENSTOCK_INLINE Mask greater(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ)}; }
 PENSTOCK_INLINE Mask at_least(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ)}; }
