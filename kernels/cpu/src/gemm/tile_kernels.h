@@ -12,7 +12,7 @@ namespace penstock {
 constexpr int kHalves = kRegisters >= 32 ? 2 : 1;
 // Words of a run of quantized rows.
 constexpr int kRun = run_words(Encoding::kByGroup);
-// Words of an output's codes in a group of columns: four codes each.
+// Words of codes that an output has in a group of columns; a word has four codes.
 constexpr int kCodeWords = kGroup / 4;
 
 // What a kernel prefetches of the panel that it reads.

@@ -223,21 +223,8 @@ PENSTOCK_INLINE __m256 dot_bf16(__m256 acc, __m256i x, __m256i y) {
 PENSTOCK_INLINE Floats dot_bf16(Floats acc, Bytes x, Bytes y) {
   return {dot_bf16(acc.a, x.a, y.a), dot_bf16(acc.b, x.b, y.b)};
 }
-// Multiplies bytes 0 and 2, then 1 and 3, of each lane as 16-bit integers: the one-instruction product of bytes
-// saturates.
-PENSTOCK_INLINE __m256i dot_u8s8(__m256i acc, __m256i u, __m256i s) {
-  const __m256i low = _mm256_set1_epi16(255);
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, low), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
-  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
-  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
-}
-// acc + the four products of unsigned with signed bytes per lane.
-PENSTOCK_INLINE Ints dot_u8s8(Ints acc, Bytes unsigned_bytes, Bytes signed_bytes) {
-  return {dot_u8s8(acc.a, unsigned_bytes.a, signed_bytes.a), dot_u8s8(acc.b, unsigned_bytes.b, signed_bytes.b)};
-}
-
-// Four factors in every lane, as 16-bit integers: factors 0 and 2, and factors 1 and 3. They are stored as such, since
-// many products with the same factors would widen their bytes each time.
+// Four signed bytes in every lane, widened to 16-bit integers: bytes 0 and 2, and bytes 1 and 3. Activations are stored
+// so: a kernel multiplies them with many vectors of weights, and would widen them for each.
 struct Factors {
   __m256i even, odd;
 };
@@ -250,6 +237,7 @@ PENSTOCK_INLINE void store_factors(uint32_t* p, Ints x) {
 PENSTOCK_INLINE Factors load_factors(const uint32_t* p) {
   return {_mm256_set1_epi32((int)p[0]), _mm256_set1_epi32((int)p[1])};
 }
+// Multiplies 16-bit integers: the one-instruction product of bytes saturates.
 PENSTOCK_INLINE __m256i dot_u8(__m256i acc, __m256i u, Factors x) {
   const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), x.even);
   const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), x.odd);
@@ -258,6 +246,14 @@ PENSTOCK_INLINE __m256i dot_u8(__m256i acc, __m256i u, Factors x) {
 // acc + the four products of unsigned bytes with factors per lane.
 PENSTOCK_INLINE Ints dot_u8(Ints acc, Bytes unsigned_bytes, Factors x) {
   return {dot_u8(acc.a, unsigned_bytes.a, x), dot_u8(acc.b, unsigned_bytes.b, x)};
+}
+PENSTOCK_INLINE Factors widened(__m256i s) {
+  return {_mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8), _mm256_srai_epi16(s, 8)};
+}
+// acc + the four products of unsigned with signed bytes per lane.
+PENSTOCK_INLINE Ints dot_u8s8(Ints acc, Bytes unsigned_bytes, Bytes signed_bytes) {
+  return {dot_u8(acc.a, unsigned_bytes.a, widened(signed_bytes.a)),
+          dot_u8(acc.b, unsigned_bytes.b, widened(signed_bytes.b))};
 }
 
 PENSTOCK_INLINE Mask less(Ints x, Ints y) {

@@ -132,7 +132,7 @@ PENSTOCK_INLINE Ints dot_u8s8(Ints acc, Bytes unsigned_bytes, Bytes signed_bytes
   return acc;
 }
 
-// Four signed factors in every lane, stored as bytes.
+// Four signed bytes in every lane, stored as they are.
 using Factors = Bytes;
 // 32-bit words of four stored factors.
 constexpr int kFactorWords = 1;
