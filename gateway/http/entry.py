@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from penstock.gateway.http.cross_origin import SAFE_METHODS, check_page
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient
+from penstock.runtime.trusted_folders import open_own, trusted_folder
 
 logger = logging.getLogger("penstock.gateway")
 
@@ -144,12 +146,14 @@ class KeysSeen:
         self.had_keys = path is not None and path.exists()
 
     def note(self) -> None:
-        """Write the note, unless it is there. A folder that cannot be written is logged."""
+        """Write the note, unless it is there. A folder that cannot be written, or that others may write, is logged."""
         if self.had_keys or self._path is None:
             return
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._path.touch(mode=0o600)
+            folder = trusted_folder(
+                self._path.parent, remedy="choose another file with PENSTOCK_GATEWAY_KEYS_SEEN_FILE"
+            )
+            os.close(open_own(folder / self._path.name))
         except OSError as error:
             logger.warning("cannot note that API keys exist", extra={"reason": str(error)})
         self.had_keys = True

@@ -19,8 +19,8 @@ from penstock.queue.tenants.key_store import KeyStore
 
 FOREIGN = "https://elsewhere.example"
 OURS = "https://app.example"
-FORM = {"files": {"file": ("rows.jsonl", b"{}\n")}, "data": {"purpose": "batch"}}
-CHANGES = [
+FORM: Any = {"files": {"file": ("rows.jsonl", b"{}\n")}, "data": {"purpose": "batch"}}
+CHANGES: list[tuple[str, str, Any]] = [
     ("POST", "/v1/files", FORM),
     ("POST", "/v1/completions", {"json": {"model": "acme/echo", "prompt": "hi"}}),
     ("POST", "/v1/jobs/pause", {}),
@@ -93,7 +93,7 @@ def test_anonymous_callers_are_checked_and_holders_of_keys_are_not(
     key = asyncio.run(add())
     url = stack.start_gateway(host="0.0.0.0", allow_anonymous=True)
     foreign = {"origin": FOREIGN, "sec-fetch-site": "cross-site"}
-    assert is_refused(httpx.post(url + "/v1/files", headers=foreign, timeout=60, **FORM))  # type: ignore[arg-type]
+    assert is_refused(httpx.post(url + "/v1/files", headers=foreign, timeout=60, **FORM))
     own = foreign | {"authorization": f"Bearer {key}"}
     body = {"model": "acme/echo", "prompt": "hi"}
     assert httpx.post(url + "/v1/completions", headers=own, timeout=60, json=body).status_code == 200
