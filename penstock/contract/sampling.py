@@ -108,6 +108,14 @@ _NOT_ANTHROPIC: Mapping[Endpoint, None] = {MESSAGES: None}
 _ONLY_OPENAI: Mapping[Endpoint, None] = {RESPONSES: None, MESSAGES: None}
 _RECOMMENDED = "Default: what the model recommends."
 
+# Samplers compute in float32. Within these ranges no score overflows, whatever the other options are.
+
+MIN_REPETITION_PENALTY = 0.01
+MIN_TEMPERATURE = 1e-5
+"""A lower temperature counts as 0, as in vLLM: clients send 1e-8 where an API refuses 0."""
+MIN_TOP_P = 1e-6
+"""A lower value counts as this one. Both keep only the most likely token."""
+
 MAX_CHOICES = 16
 """Also the most of `best_of` and `beam_width`."""
 MAX_LENGTH_PENALTY = 10.0
@@ -193,7 +201,9 @@ class SamplingParams(CheckedInput):
             flag=f"Drop tokens below this fraction of the most likely token's probability. {_RECOMMENDED}",
         ),
     ] = Field(default=0.0, ge=0.0, le=1.0)
-    repetition_penalty: Annotated[float, Option(_NOT_ANTHROPIC)] = Field(default=1.0, gt=0.0, le=10.0)
+    repetition_penalty: Annotated[float, Option(_NOT_ANTHROPIC)] = Field(
+        default=1.0, ge=MIN_REPETITION_PENALTY, le=10.0
+    )
     presence_penalty: Annotated[
         float, Option(_NOT_ANTHROPIC, flag="Lower the score of tokens that already occurred in the answer. Default: 0.")
     ] = Field(default=0.0, ge=-2.0, le=2.0)
@@ -287,6 +297,16 @@ class SamplingParams(CheckedInput):
         for name in NOT_WITH_BEAM_SEARCH:
             if getattr(self, name) != fields[name].default:
                 raise _on(name, "cannot be combined with use_beam_search")
+
+    @field_validator("temperature")
+    @classmethod
+    def _greedy_near_zero(cls, value: float) -> float:
+        return value if value >= MIN_TEMPERATURE else 0.0
+
+    @field_validator("top_p")
+    @classmethod
+    def _not_zero_in_float32(cls, value: float) -> float:
+        return max(value, MIN_TOP_P)
 
     @field_validator("logit_bias")
     @classmethod

@@ -46,7 +46,7 @@ def problem_of(model: type[Any], fields: dict[str, Any]) -> tuple[str, str]:
         ("top_p", 1.1, "1"),
         ("top_k", -2, "-1"),
         ("top_k", 1 << 31, str(1 << 31)),
-        ("repetition_penalty", 0.0, "0"),
+        ("repetition_penalty", 0.009, "0.01"),
         ("repetition_penalty", float("inf"), "finite"),
         ("min_p", -0.1, "0"),
         ("min_p", 1.1, "1"),

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes.cover import examples
 from fixtures.sampling import SamplingCase, level_draws, rows_of
+from fixtures.sampling_ranges import ALONE, PAIRS, case_of
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.gpu.inputs import RowMarks, mark_rows_of
@@ -96,3 +98,11 @@ def test_limits_hold_where_most_tokens_are_not_counted(rules: dict[str, Any], de
     rows = rows_of(count, seed=np.arange(count), **rules)
     case = SamplingCase((6 * rng.standard_normal((count, 10_000))).astype(np.float32), rows)
     assert case.disagreements(sampled_tokens(case, device)) == []
+
+
+def test_no_end_of_a_range_overflows(device: torch.device) -> None:
+    for chosen in [*ALONE, *PAIRS][:: len(PAIRS) // examples(20)]:
+        case = case_of(chosen)
+        tokens = sampled_tokens(case, device)
+        assert (tokens >= 0).all(), chosen
+        assert case.disagreements(tokens) == [], chosen

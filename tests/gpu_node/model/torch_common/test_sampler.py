@@ -10,6 +10,7 @@ import torch
 from fakes.cover import examples
 from fixtures.sampling import SamplingCase, level_draws, rows_of
 from fixtures.sampling_cases import sampling_cases
+from fixtures.sampling_ranges import ALONE, PAIRS, case_of
 from hypothesis import given, settings
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -26,6 +27,14 @@ def test_tokens_equal_those_of_the_reference(case: SamplingCase) -> None:
 def test_a_row_draws_the_number_that_every_sampler_draws() -> None:
     case, want = level_draws()
     assert sample(torch.from_numpy(case.logits), case.rows).tolist() == want
+
+
+def test_no_end_of_a_range_overflows() -> None:
+    for chosen in ALONE + PAIRS:
+        case = case_of(chosen)
+        tokens = sample(torch.from_numpy(case.logits.copy()), case.rows)
+        assert (tokens != FAILED_TOKEN).all(), chosen
+        assert case.disagreements(tokens) == [], chosen
 
 
 def _processed(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
