@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
@@ -197,10 +196,7 @@ class JobRequest(_QueuedBody):
 
     def tool_use(self) -> ToolUse:
         """Return the tools that the assistant may or must call."""
-        choice = "auto" if self.tool_choice is None else self.tool_choice
-        parallel = self.parallel_tool_calls is not False
-        offered = json.dumps([tool.offer() for tool in self.tools]) if self.tools and choice != "none" else None
-        return ToolUse(offered, choice, parallel)
+        return ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def params(self) -> SamplingParams:
         """Return the sampling options. Raises pydantic's ValidationError."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, StringConstraints
+from pydantic_core import from_json
 
 from penstock.contract.fields import Named
 
@@ -95,7 +96,8 @@ ReasoningParserName = Literal["none", "think", "think_open"]
 """`think_open`: the chat template itself opens the reasoning block, so the output begins inside it."""
 
 ToolChoice = str | Mapping[str, Any]
-"""`auto`, `none`, `required`, or OpenAI's form of one function: {"type": "function", "function": {"name": …}}."""
+"""`auto`, `none`, `required`, or one of OpenAI's forms: {"type": "function", "function": {"name": …}} for one function,
+{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}} for some of the tools."""
 
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CALL_ID_CHARS)]
 FunctionName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_FUNCTION_NAME_CHARS)]
@@ -103,14 +105,55 @@ FunctionName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_FUN
 
 def chosen_function(choice: object) -> str | None:
     """Return the function that a `tool_choice` names, or None for a word. Raises ValueError for any other value."""
-    if isinstance(choice, str) and choice in _CHOICES:
+    if (isinstance(choice, str) and choice in _CHOICES) or allowed_names(choice) is not None:
         return None
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or choice != {"type": "function", "function": {"name": name}}:
         words = ", ".join(_CHOICES)
-        raise ValueError(f'must be {words} or {{"type": "function", "function": {{"name": …}}}}')
+        forms = '{"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}'
+        raise ValueError(f"must be {words}, {forms}")
     return name
+
+
+def allowed_names(choice: object) -> tuple[str, list[str]] | None:
+    """Return the mode and the functions of a `tool_choice` that allows some of the tools; None for another choice.
+
+    Takes the form of chats, and that of responses without the inner object. Raises ValueError for a wrong one.
+    """
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return None
+    inner = choice.get("allowed_tools", choice)
+    mode, tools = (inner.get("mode"), inner.get("tools")) if isinstance(inner, Mapping) else (None, None)
+    if mode not in ("auto", "required"):
+        raise ValueError("allowed_tools.mode must be auto or required")
+    if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
+        raise ValueError(f"allowed_tools.tools must be a list of 1 to {MAX_TOOLS} tools")
+    names = [_allowed_name(tool) for tool in tools]
+    if not all(names):
+        raise ValueError('each of allowed_tools.tools must be {"type": "function", "function": {"name": …}}')
+    return mode, names
+
+
+def _allowed_name(tool: object) -> str:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def narrowed(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[list[Mapping[str, Any]], ToolChoice]:
+    """Return the tools that a valid `tool_choice` allows, in OpenAI's form, and the choice among these.
+
+    Raises ValueError for a function that the tools do not have.
+    """
+    allowed = allowed_names(choice)
+    if allowed is None:
+        return [*tools], "auto" if choice is None else choice
+    mode, names = allowed
+    offered = {tool["function"]["name"] for tool in tools}
+    if missing := next((name for name in names if name not in offered), None):
+        raise ValueError(f"the tools have no function {missing[:100]!r}")
+    return [tool for tool in tools if tool["function"]["name"] in names], mode
 
 
 def json_of(text: str) -> Any:
@@ -150,6 +193,32 @@ def _object(text: str) -> str:
     return text
 
 
+def _object_so_far(text: str) -> str:
+    """Return a call's arguments. Those that `max_tokens` cut off end with what was written of them.
+
+    A chat template gets them as an object.
+    """
+    try:
+        return _object(text)
+    except ValueError:
+        if not text.lstrip().startswith("{") or _has_whole_value(text):
+            raise
+        try:
+            whole = json.dumps(from_json(text, allow_partial="trailing-strings", allow_inf_nan=False))
+        except ValueError:
+            raise ValueError("must be the text of a JSON object, or its beginning") from None
+        return _object(whole)
+
+
+def _has_whole_value(text: str) -> bool:
+    """Return whether a text begins with a whole JSON value. What follows it was not cut off."""
+    try:
+        json.JSONDecoder().raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _offers(text: str) -> str:
     tools = json_of(text)
     if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
@@ -165,7 +234,7 @@ Tools = Annotated[
     str, BeforeValidator(_as_text), StringConstraints(max_length=MAX_TOOLS_CHARS), AfterValidator(_offers)
 ]
 """OpenAI's list of tools as JSON text."""
-Arguments = Annotated[str, StringConstraints(max_length=MAX_ARGUMENTS_CHARS), AfterValidator(_object)]
+Arguments = Annotated[str, StringConstraints(max_length=MAX_ARGUMENTS_CHARS), AfterValidator(_object_so_far)]
 
 
 TEXT_ARGUMENT = "input"
@@ -194,7 +263,7 @@ def text_grammar_of(parameters: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 class ToolCall(Named):
-    """A call that the assistant made in an earlier message; `arguments` is the text of a JSON object."""
+    """A call that the assistant made in an earlier message; `arguments` is the text of a JSON object, or a cut one."""
 
     id: CallId
     name: FunctionName

@@ -43,6 +43,7 @@ from penstock.contract.tools import (
     WantedFunction,
     chosen_function,
     closed,
+    narrowed,
     reasoning_parser_for,
 )
 from penstock.producer.openai.messages import ToolUse
@@ -66,6 +67,7 @@ def with_choice(job: JobDef, choice: ToolChoice, *, parallel: bool, record: Pool
     `parallel` allows several calls; `record` names the model's call format. Raises RequestError that names `tools` or
     `tool_choice`.
     """
+    job, choice = _narrowed(job, choice)
     name = _name_in(choice)
     is_forced = name is not None or choice == "required"
     if job.tools is None:
@@ -89,6 +91,17 @@ def with_choice(job: JobDef, choice: ToolChoice, *, parallel: bool, record: Pool
         parallel=parallel and name is None,
     )
     return _constrained(calls, job, at_fault="tool_choice" if is_forced else "tools")
+
+
+def _narrowed(job: JobDef, choice: ToolChoice) -> tuple[JobDef, ToolChoice]:
+    """Return the job with the tools alone that an `allowed_tools` choice names, and that choice's mode."""
+    if isinstance(choice, str) or choice.get("type") != "allowed_tools":
+        return job, choice
+    try:
+        tools, mode = narrowed(json.loads(job.tools or "[]"), choice)
+    except ValueError as error:
+        raise RequestError(f"tool_choice: {error}", param="tool_choice") from None
+    return job.model_copy(update={"tools": json.dumps(tools)}), mode
 
 
 def _chosen(tools: str, name: str | None) -> list[dict[str, Any]]:

@@ -297,11 +297,7 @@ class ChatBody(GenerationBody):
 
     def tool_use(self) -> ToolUse:
         """Return the tools that the assistant may or must call."""
-        choice = "auto" if self.tool_choice is None else self.tool_choice
-        parallel = self.parallel_tool_calls is not False
-        if not self.tools or choice == "none":
-            return ToolUse(None, choice, parallel)
-        return ToolUse(json.dumps([tool.offer() for tool in self.tools]), choice, parallel)
+        return ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def params(self) -> SamplingParams:
         """Return the sampling options. Raises pydantic's ValidationError."""

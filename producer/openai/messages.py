@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -16,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.errors import RequestError
 from penstock.contract.fields import OpenWire, only
 from penstock.contract.job import MAX_PARTICIPANT_NAME_CHARS
 from penstock.contract.tools import (
@@ -27,6 +30,7 @@ from penstock.contract.tools import (
     ToolChoice,
     chosen_function,
     count_calls,
+    narrowed,
 )
 
 _TEXT_OF_PART = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -149,6 +153,18 @@ class ToolUse:
     """OpenAI's `tool_choice`."""
     parallel: bool = True
     """Whether one answer may hold several calls."""
+
+    @classmethod
+    def of(cls, tools: Sequence[OfferedTool] | None, choice: Any, parallel: bool | None) -> ToolUse:
+        """Return the use of a body's fields. Raises RequestError for an allowed tool that is not offered."""
+        is_parallel = parallel is not False
+        if not tools or choice == "none":
+            return cls(None, "auto" if choice is None else choice, is_parallel)
+        try:
+            offered, chosen = narrowed([tool.offer() for tool in tools], choice)
+        except ValueError as error:
+            raise RequestError(f"tool_choice: {error}", param="tool_choice") from None
+        return cls(json.dumps(offered), chosen, is_parallel)
 
     @property
     def is_named(self) -> bool:
