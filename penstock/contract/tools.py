@@ -196,8 +196,10 @@ def _object(text: str) -> str:
 def _object_so_far(text: str) -> str:
     """Return a call's arguments. Those that `max_tokens` cut off end with what was written of them.
 
-    A chat template gets them as an object.
+    A chat template gets them as an object. Some servers write a call without arguments as "" or null.
     """
+    if text.strip() in ("", "null"):
+        return "{}"
     try:
         return _object(text)
     except ValueError:
