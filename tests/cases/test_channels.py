@@ -236,7 +236,7 @@ def test_program_of_the_page_prints_the_whole_job(
     body = {"model": pool, **CHAT, "params": {"max_tokens": 30, "temperature": 0}, "channel": channel}
     job = http.post("/v1/jobs", json=body).json()
     http.post("/v1/jobs", json=body)
-    env = os.environ | {"REDIS_URL": server.url_of("subscriber"), "PENSTOCK_URL": str(http.base_url)}
+    env = os.environ | {"REDIS_URL": server.url_of("subscriber"), "PENSTOCK_URL": str(http.base_url).rstrip("/")}
     run = subprocess.run([*words, job["id"], job["channel"]], env=env, capture_output=True, text=True, timeout=100)
     text = http.get(job["links"]["self"]).json()["result"]["choices"][0]["text"]
     assert (run.stdout, run.stderr) == (f"{text}\nsucceeded\n", "")
