@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from celery.signals import worker_shutdown
 from fakes.acl_users import OBSERVER, rules_of, with_passwords
 from fakes.processes.python_process import run_python
 from fakes.served_model import served
@@ -21,6 +22,9 @@ from faults.tools.redis_process import RedisProcess, free_port
 
 from penstock import Client
 from penstock.contract.errors import ConflictError, RequestError
+from penstock.producer.batch.celery_app import make_app
+from penstock.producer.batch.settings import CelerySettings
+from penstock.producer.batch.tasks import GENERATE
 from penstock.producer.client.job_objects import outcome_object
 from tests.pages import blocks_of
 from tests.source_tree import ROOT
@@ -175,6 +179,20 @@ def test_wrong_channel_of_the_command_is_refused(server: RedisProcess, pool: str
     env = os.environ | {"PENSTOCK_REDIS_URL": server.url}
     run = run_python("-m", "penstock", "submit", "Hi", "--channel", "json:a b", env=env)
     assert run.returncode != 0 and "channel.name" in run.stderr
+
+
+def test_a_task_of_celery_publishes_too(server: RedisProcess, heard: Heard, pool: str) -> None:
+    app = make_app(CelerySettings(broker_url=server.url), server.url)
+    task, fields = app.tasks[GENERATE], {**CHAT, **SHORT, "channel": NAMED}
+    task.push_request(id="one", args=[], kwargs=fields, called_directly=False, delivery_info={}, headers={})
+    answer = task.run(**fields)
+    assert heard.job()[1] == answer["choices"][0]["message"]["content"]
+    with pytest.raises(RequestError) as caught:
+        task.run(**{**fields, "channel": "xml"})
+    assert caught.value.param == "channel"
+    # A worker's end closes the client that its tasks share.
+    worker_shutdown.send(sender=app)
+    app.close()
 
 
 def test_the_python_client_publishes_and_attaches(server: RedisProcess, http: httpx.Client, pool: str) -> None:
