@@ -43,7 +43,8 @@ LANGUAGES = ("python", "js")
 PAGE = Path(__file__).parents[2] / "docs/howto/redis_channels.md"
 PATIENCE_S = 120.0
 """After the last kill, for all jobs to be read."""
-END_STATES = ("succeeded", "cancelled")
+END_STATES = ("succeeded", "cancelled", "dead")
+"""A job dies whose nodes are killed three times without progress."""
 
 _PYTHON_DRIVER = """
 import json, sys, threading
@@ -202,6 +203,11 @@ class Run:
         """Return what the job's subscriber read, None as long as it reads."""
         return self.subscribers[self.jobs[job_id]].read.get(job_id)
 
+    def ends(self) -> Counter[str]:
+        """Return how many jobs were read to which end."""
+        read = filter(None, map(self.said_of, self.jobs))
+        return Counter(said["events"][-1].get("outcome", {}).get("state", "open") for said in read if said["events"])
+
     async def problem_of(self, http: httpx.AsyncClient, job_id: str) -> str:
         """Return what is wrong with what was read of a job."""
         if (said := self.said_of(job_id)) is None:
@@ -218,7 +224,7 @@ class Run:
         choices = (job["result"] or {}).get("choices")
         if choices and text != choices[0]["text"]:
             return "its text is not that of the record"
-        return "" if choices or outcome["state"] == "cancelled" else "has no result"
+        return "" if choices or outcome["state"] != "succeeded" else "has no result"
 
 
 async def run(args: argparse.Namespace) -> list[str]:
@@ -283,6 +289,7 @@ async def _disturbed(args: argparse.Namespace, fleet: Fleet, work: Run, ears: di
         "jobs": len(work.jobs),
         "events": num_events,
         "messages heard": num_heard,
+        "ends": ", ".join(f"{number} {state}" for state, number in sorted(work.ends().items())),
         "killed": ", ".join(f"{number} {kind}" for kind, number in sorted(killed.items())),
         "seconds": round(time.monotonic() - begun_s),
     }
