@@ -157,7 +157,7 @@ async def test_chunk_that_is_none_leaves_a_gap_and_the_job_ends(queue: Queue) ->
     node = await queue.node()
     job_id, heard = await events_of(queue, "")
     taken = await node.take_one()
-    await node.broker.emit([Emission(job_id, taken.lease, 0, (b"\xc1 no chunk",))])
+    assert await node.broker.emit([Emission(job_id, taken.lease, 0, (b"\xc1 no chunk",))]) == ["OK"]
     assert await node.finish(taken, 1, 1) == "OK"
     assert [event["index"] for event in await read(heard)] == [1, 2]
 
