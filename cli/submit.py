@@ -57,6 +57,13 @@ def submit(
     metadata: Annotated[
         list[str] | None, queue_option(metavar="NAME=VALUE", help="Text to keep with the job. Repeat it for several.")
     ] = None,
+    channel: Annotated[
+        str | None,
+        queue_option(
+            metavar="FORMAT[:NAME]",
+            help="Also publish the answer on a channel of Redis: json or msgpack. Jobs may share a name.",
+        ),
+    ] = None,
     tenant: Annotated[str, queue_option(help="Tenant for which the job runs.")] = "default",
     redis_url: Annotated[str | None, queue_option(help=REDIS_URL_HELP)] = None,
     **sampling: Any,
@@ -71,7 +78,7 @@ def submit(
     from penstock.runtime.settings import redis_url_of
 
     times = {"deadline_s": deadline, "ttl_s": ttl, "not_before_s": not_before}
-    listed = {"tags": tag or (), "metadata": _pairs(metadata or [])}
+    listed = {"tags": tag or (), "metadata": _pairs(metadata or []), "channel": _channel(channel)}
     options = {"model": model, "tenant": tenant, "durability": durability, **times, **listed, **given_flags(sampling)}
     if jsonl is not None:
         if prompt is not None:
@@ -89,6 +96,12 @@ def _pairs(texts: list[str]) -> dict[str, str] | None:
     if wrong := [text for text in texts if "=" not in text]:
         raise RequestError(f"metadata: must be NAME=VALUE, not {wrong[0][:64]!r}", param="metadata")
     return dict(text.split("=", 1) for text in texts) or None
+
+
+def _channel(text: str | None) -> str | dict[str, str] | None:
+    """Return the channel of `FORMAT[:NAME]`; the submission checks both."""
+    form, colon, name = (text or "").partition(":")
+    return {"name": name, "format": form} if colon else form or None
 
 
 def _given_or_piped(prompt: str | None) -> str:
@@ -159,7 +172,8 @@ async def _submit_group(client: AsyncClient, lines: list[tuple[int, bytes]], sha
             error = {"code": outcome.code, "message": outcome.message, "param": outcome.param}
             shown = {"line": number, **named, "error": error}
         else:
-            shown = {"line": number, **named, "id": outcome.job_id, "state": outcome.state}
+            channel = {} if outcome.channel is None else {"channel": outcome.channel}
+            shown = {"line": number, **named, "id": outcome.job_id, "state": outcome.state, **channel}
         write_text(to_json(shown).decode() + "\n")
     return num_refused
 
@@ -190,7 +204,7 @@ def _request_of(raw: bytes) -> tuple[dict[str, Any], dict[str, Any] | PenstockEr
         line = request_of_line(fields)
     except RequestError as error:
         return named, error
-    given = {"model": line.model, "deadline_s": line.deadline_s, "ttl_s": line.ttl_s}
+    given = {"model": line.model, "deadline_s": line.deadline_s, "ttl_s": line.ttl_s, "channel": line.channel}
     request = {"prompt": line.prompt, "chat_template_kwargs": line.template_kwargs, "lower_max_tokens": True}
     sampling = line.params.model_dump(exclude_unset=True)
     return named, {**request, **sampling, **{name: value for name, value in given.items() if value is not None}}

@@ -1,14 +1,13 @@
-"""Read a job's tokens with nothing but a Redis client and msgpack, as a program in any language could.
+"""Read a job's tokens with nothing but a Redis client, as a program in any language could.
 
-A job submitted with `channel=True` publishes each chunk on its own channel. A message is one msgpack map: `s` is the
-text that became complete, and only the last map has `e`. docs/PROTOCOL.md describes the other fields.
+A job submitted with `channel="json"` publishes each chunk on a channel. A message is one JSON object: `text` is what
+became complete, and only the last one has `outcome`. docs/howto/redis_channels.md says how to repair gaps.
 """
 
+import json
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]
 import redis
-import uuid_utils
 
 from penstock import Client, redis_url_of
 
@@ -17,15 +16,14 @@ connection: Any = redis.Redis.from_url(url)
 
 with Client(url) as client, connection.pubsub() as channel:
     pool = next(iter(client.pools()))
-    job_id = f"{pool}.{uuid_utils.uuid7()}"
-    # Subscribed before the job exists, so that no message is missed.
-    channel.subscribe(f"penstock:{{{pool}}}:channel:{job_id}")
-    client.submit("Once upon a time", job_id=job_id, channel=True, max_tokens=32, temperature=0)
+    # Jobs may share a channel, so it is subscribed to before the job exists, and no message is missed.
+    channel.subscribe(f"penstock:{{{pool}}}:channel:default:stories")
+    client.submit("Once upon a time", channel={"name": "stories"}, max_tokens=32, temperature=0)
     for message in channel.listen():
         if message["type"] == "message":
-            chunk = msgpack.unpackb(message["data"])
-            print(chunk.get("s", ""), end="", flush=True)
-            if "e" in chunk:
+            event = json.loads(message["data"])
+            print(event.get("text", ""), end="", flush=True)
+            if "outcome" in event:
                 break
 
 print()

@@ -316,6 +316,8 @@ def _accepted_object(submitted: Submitted, body: ParsedBody) -> dict[str, Any]:
     """Return the answer for an accepted job."""
     custom_id = body.options.get("custom_id")
     named = {} if custom_id is None else {"custom_id": custom_id}
+    if submitted.channel is not None:
+        named["channel"] = submitted.channel
     links = links_of(submitted.job_id)
     return {"id": submitted.job_id, "object": "job", "state": submitted.state, **named, "links": links}
 

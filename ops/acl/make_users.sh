@@ -11,16 +11,16 @@ folder=${1:?$usage}
 address=${2:?$usage}
 here=$(dirname "$0")
 
-for user in gateway node worker admin operator; do
+for user in gateway node worker admin subscriber operator; do
     test ! -e "$folder/${user}_url" || { echo "make_users: $folder/${user}_url exists" >&2; exit 1; }
 done
 cat "$here/default.acl" "$here/health.acl"
-for user in gateway node worker admin operator; do
+for user in gateway node worker admin subscriber operator; do
     password=$(od -An -v -tx1 -N24 /dev/urandom | tr -d ' \n')
     echo "redis://$user:$password@$address/0" > "$folder/${user}_url"
     case $user in
         operator) rules='user operator on >@OPERATOR_PASSWORD@ ~* &* +@all' ;;
-        node | admin) rules=$(cat "$here/$user.acl") ;;
+        node | admin | subscriber) rules=$(cat "$here/$user.acl") ;;
         # They only read the list of pools and the API keys.
         *) rules=$(sed 's/ ~penstock:\(pools\|keys\)/ %R~penstock:\1/g' "$here/$user.acl") ;;
     esac

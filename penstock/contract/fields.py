@@ -124,6 +124,8 @@ class Option:
     absent use the option's own name. None: the body has no field that only says this option."""
     one_is_enough: bool = False
     """Whether OpenAI's bodies may have one item in place of a list of one."""
+    in_json: Any = None
+    """The type of the body's field, for an option that is no scalar, list or record there."""
     flag: str = ""
     """Help text of the flag of `penstock submit` and `penstock chat`; empty if they have none."""
 
@@ -241,7 +243,7 @@ def with_option_fields(
     option says so, one item in place of a list.
     """
     fields: dict[str, Any] = {
-        there: _field_of(record.model_fields[name], lenient, option_of(record, name).one_is_enough)
+        there: _field_of(record.model_fields[name], lenient, option_of(record, name))
         for record in records
         for name, there in names_at(endpoint, record).items()
         if "." not in there and there not in base.model_fields
@@ -265,10 +267,12 @@ def max_items(field: FieldInfo) -> int | None:
     return next((mark.max_length for mark in field.metadata if isinstance(mark, MaxLen)), None)
 
 
-def _field_of(field: FieldInfo, lenient: bool, one_is_enough: bool) -> Any:
+def _field_of(field: FieldInfo, lenient: bool, option: Option) -> Any:
+    if option.in_json is not None:
+        return option.in_json, None
     kind, items = _bare(field.annotation)
     of_items, limit = tuple(_json_type(item, lenient) for item in items if item is not ...), max_items(field)
-    if kind is tuple and lenient and one_is_enough:
+    if kind is tuple and lenient and option.one_is_enough:
         lengths: Any = Field(default_factory=list, max_length=limit)
         return Annotated[list[of_items[0]], FailFast(), lengths, BeforeValidator(_list_of)]  # type: ignore[valid-type]
     if kind is tuple:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypedDict, cast, get_ar
 from pydantic import AfterValidator, BaseModel, Field, StringConstraints, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterRef
+from penstock.contract.channel import ChannelOfJob, ChannelOption, GivenChannel
 from penstock.contract.errors import RequestError
 from penstock.contract.fields import (
     COMPACT,
@@ -202,6 +203,8 @@ class JobDef(CheckedInput):
     """The ended job of the same pool whose request this one repeats."""
     webhooks: Annotated[tuple[EndpointId, ...], Field(max_length=MAX_WEBHOOKS)] = ()
     """The endpoints that are told of its end."""
+    channel: ChannelOfJob = None
+    """The channel in Redis on which the queue also publishes its chunks. It is no part of the request."""
 
     @field_validator("tags", "webhooks", mode="before")
     @classmethod
@@ -332,6 +335,7 @@ class QueueFields(BaseModel):
     webhooks: Annotated[
         tuple[EndpointId, ...] | None, Field(max_length=MAX_WEBHOOKS), Option({OPENAI: None, **_ONLY_ANSWERS})
     ] = None
+    channel: Annotated[ChannelOfJob, Option({**_NOT_LISTED, EMBEDDINGS: None}, in_json=GivenChannel)] = None
 
 
 class QueueOptions(TypedDict, total=False):
@@ -350,6 +354,7 @@ class QueueOptions(TypedDict, total=False):
     tags: Sequence[str] | None
     metadata: Mapping[str, str] | None
     webhooks: Sequence[str] | None
+    channel: ChannelOption
 
 
 class JobOptions(SamplingOptions, QueueOptions, total=False):
@@ -362,7 +367,6 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     deadline_s: seconds after which the job expires if it is not done.
     ttl_s: seconds after which the job expires if no node has started it. It never ends a job that a node has started.
     not_before_s: seconds that the job waits before it enters the queue.
-    channel: also publish each chunk on the job's own channel, for any Redis client.
     lower_max_tokens: lower `max_tokens` to what the context leaves after the prompt, instead of refusing the job.
     max_wait_s: refuse a foreground job that would wait longer than this in the queue; by default the pool's setting.
     background: no caller waits for this job: it goes after all foreground work, may wait for as long as it takes, and
@@ -380,6 +384,9 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     tags: up to 4 names by which `client.jobs` finds the job, such as `run:7`.
     metadata: up to 16 texts by name, which are shown with the job.
     webhooks: up to 3 ids of webhook endpoints that are told when the job has ended; see `AsyncClient.webhooks`.
+    channel: also publish each chunk on a channel of Redis, for a client in any language: `True` as msgpack, `"json"` as
+        an event of `/v1/jobs/ID/stream`. With `{"name": …, "format": …}`, several jobs of a tenant share a channel. The
+        handle's `channel` is its whole name. Such a job goes on without a reader.
     tools: the functions that the assistant may call, in OpenAI's format; calls come back as the model writes them.
     tool_choice: `auto` (the default) lets the model decide; `required` and a named function allow only calls.
     parallel_tool_calls: whether a text that is constrained to calls may have several (the default).
@@ -394,7 +401,6 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     priority: Priority
     needs_reader: bool
     in_feed: bool
-    channel: bool
     lower_max_tokens: bool
     tools: Sequence[Mapping[str, Any]] | str | None
     tool_choice: ToolChoice

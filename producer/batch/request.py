@@ -20,6 +20,7 @@ from typing import Annotated, Any, BinaryIO, cast
 from pydantic import Field, ValidationError
 from pydantic_core import from_json, to_json
 
+from penstock.contract.channel import ChannelOption
 from penstock.contract.errors import ConfigError, RequestError
 from penstock.contract.fields import UNKNOWN_FIELD, IgnoredFields, only
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS, NO_SAMPLING, SamplingParams
@@ -86,6 +87,7 @@ class BatchRequest:
     ttl_s: float | None = None
     tags: Sequence[str] = ()
     metadata: Mapping[str, str] | None = None
+    channel: ChannelOption = None
     task: Embed | None = None
     """The task of a row of embeddings, whose prompts are `inputs`."""
     inputs: Sequence[str | list[int]] = ()
@@ -130,7 +132,9 @@ def request_of(url: str, body: Mapping[str, Any]) -> BatchRequest:
         raise RequestError("a row must have exactly one prompt", param=row.prompt_field)
     times = row.deadline_s, row.ttl_s
     listed = row.tags or (), row.metadata
-    return BatchRequest(url, prompts[0], row.model, params, row.echoes, row.template_kwargs, *times, *listed)
+    return BatchRequest(
+        url, prompts[0], row.model, params, row.echoes, row.template_kwargs, *times, *listed, channel=row.channel
+    )
 
 
 def message_request_of(body: Mapping[str, Any], *, ignores_unknown: bool = False) -> BatchRequest:
@@ -157,6 +161,7 @@ def message_request_of(body: Mapping[str, Any], *, ignores_unknown: bool = False
         ttl_s=row.ttl_s,
         tags=row.tags or (),
         metadata=row.metadata,
+        channel=row.channel,
         tool_use=row.tool_use(),
         shows_thinking=row.shows_thinking,
         names=row.names(),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, field_validator
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.channel import GivenChannel
 from penstock.contract.fields import WHOLE_NUMBER, Hint, OpenWire, Whole, Wire, at_most, only
 from penstock.contract.job import MAX_DEADLINE_S, MAX_METADATA, MAX_TAGS, MAX_TOKENS_LIMIT, Metadata, Tag
 from penstock.contract.output import Result, Usage
@@ -34,6 +35,7 @@ class QueuedRow(Wire):
     # They count from the submission of the row.
     deadline_s: float | None = None
     ttl_s: float | None = None
+    channel: GivenChannel = None
 
     @field_validator("deadline_s", "ttl_s")
     @classmethod
@@ -64,6 +66,7 @@ class EmbeddingRow(QueuedRow):
     pooling: Pooling | None = None
     truncate_prompt_tokens: Annotated[TruncatedTokens, WHOLE_NUMBER] | None = None
     normalize: Annotated[Any, only(None, True)] = None
+    channel: Annotated[Any, only(None, False)] = None
     user: Hint = None
 
     def task(self) -> Embed:
@@ -169,7 +172,7 @@ class ResponseRow(QueuedRow):
             "top_p": self.top_p,
             "response_format": self._format(),
             "reasoning_effort": self.reasoning and self.reasoning.known_effort,
-            **{name: getattr(self, name) for name in ("tags", "metadata", "deadline_s", "ttl_s")},
+            **{name: getattr(self, name) for name in ("tags", "metadata", "deadline_s", "ttl_s", "channel")},
         }
         return {"messages": system + said} | {name: value for name, value in wanted.items() if value is not None}
 

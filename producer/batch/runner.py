@@ -223,6 +223,7 @@ async def _ask(
         "in_feed": in_feed,
         "tags": request.tags,
         "metadata": request.metadata,
+        "channel": request.channel,
     }
     if request.task is not None:
         return await _embed(client, request, key, shared, on_submit)

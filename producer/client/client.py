@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack, cast
 
+from penstock.contract.channel import Channel, ChannelOption
 from penstock.contract.errors import NotFoundError, PenstockError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id, prompts_of
 from penstock.contract.job_actions import FilterOptions, JobFilter
@@ -23,7 +24,15 @@ from penstock.producer.client.control import DeadLetterBox, JobControl
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, embedded, submit_all
 from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted
-from penstock.producer.client.request import Prompt, built_job, check_streamable, choose_pool, fitting_pools, job_key_of
+from penstock.producer.client.request import (
+    Prompt,
+    built_job,
+    check_streamable,
+    checked_channel,
+    choose_pool,
+    fitting_pools,
+    job_key_of,
+)
 from penstock.producer.client.run import pairs_of, results_of
 from penstock.producer.client.servers import QueueServers
 from penstock.producer.client.settings import ClientSettings, ClientStats
@@ -236,11 +245,11 @@ class AsyncClient:
             has_name = job.idempotency_key or options.get("job_id")
             if refusal.code == "redis_away" or not has_name or not await server.known_jobs.has(job):
                 raise
-        channel, terms = options.get("channel", False), options.get("terms") or self._terms
+        terms = options.get("terms") or self._terms
         tokens = rate_tokens(job, record.max_model_len)
         # A job that is canceled without a reader would not outlive Redis's machine anyway.
         durability = job.durability or (MEMORY if job.requires_reader else self._durability)
-        return Submission(job, cost, channel, terms, options.get("response") or NO_RESPONSE, tokens, durability)
+        return Submission(job, cost, terms, options.get("response") or NO_RESPONSE, tokens, durability)
 
     @with_options(background=False)
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:
@@ -325,14 +334,18 @@ class AsyncClient:
         """
         return await embedded(self.runs, self.submit, prompts, options)
 
-    async def attach(self, job_id: str, *, after: int = -1, tenant: str | None = None) -> AsyncJob:
+    async def attach(
+        self, job_id: str, *, after: int = -1, channel: ChannelOption = None, tenant: str | None = None
+    ) -> AsyncJob:
         """Return a handle on a job that any process submitted, for reading the chunks after index `after`.
 
-        Raises NotFoundError if Redis does not know the job, or if it belongs to another tenant.
+        With a `channel`, as in `submit`, the queue publishes the job's further chunks there too. Raises NotFoundError
+        if Redis does not know the job, or if it belongs to another tenant. Raises ConflictError if the open job has
+        another channel.
         """
         if after < -1:
             raise RequestError("after must be -1 (all of the job) or the index of a chunk", param="after")
-        source = self._source(job_id, tenant)
+        source = self._source(job_id, tenant, channel=checked_channel(channel))
         inbox = self.servers.of_job(job_id).inbox
         box = inbox.open_box(source.feed)
         try:
@@ -466,15 +479,23 @@ class AsyncClient:
     def _handle(self, job_id: str, tenant: str | None = None) -> AsyncJob:
         return AsyncJob(self._source(job_id, tenant), self.servers.of_job(job_id).inbox)
 
-    def _source(self, job_id: str, tenant: str | None = None, submission: Submission | None = None) -> JobSource:
+    def _source(
+        self,
+        job_id: str,
+        tenant: str | None = None,
+        submission: Submission | None = None,
+        *,
+        channel: Channel | None = None,
+    ) -> JobSource:
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
         server = self.servers.of_job(job_id)
         parts = server.broker, server.inbox, server.queue_watch
         if submission is None:
-            return JobSource(*parts, job_id, tenant or self._tenant)
+            return JobSource(*parts, job_id, tenant or self._tenant, channel=channel)
         kept = KeptSubmission(submission, self._kept)
-        return JobSource(*parts, job_id, submission.job.tenant, kept, is_background=submission.job.background)
+        job = submission.job
+        return JobSource(*parts, job_id, job.tenant, kept, is_background=job.background, channel=job.channel)
 
     async def _enqueue(self, submission: Submission) -> AsyncJob:
         job, server = submission.job, self.servers.of(submission.job.pool)

@@ -365,6 +365,7 @@ class JobControl:
         options |= {
             "custom_id": status.custom_id,
             "webhooks": await self._webhooks.known_of(status.webhooks, status.tenant),
+            "channel": status.own_channel,
             "priority": status.priority,
             "background": status.is_background,
             "tenant": status.tenant,

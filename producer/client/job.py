@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from penstock.contract.channel import Channel
 from penstock.contract.errors import NotFoundError, RequestError, ResultTimeoutError, UnavailableError, error_of
 from penstock.contract.job import MEMORY, pool_of
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
@@ -20,6 +21,7 @@ from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.mailbox import Feed, Mailbox, QueueWatch, SeenEnd, WaitWatcher
 from penstock.producer.client.stream import ChunkSink, StreamCursor, StreamReader
 from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission, Submitted
+from penstock.queue.keys import own_channel
 from penstock.queue.results import Fetches, PackedResult
 from penstock.runtime import crash_points
 
@@ -187,6 +189,7 @@ class JobSource:
         kept: KeptSubmission | None = None,
         *,
         is_background: bool | None = None,
+        channel: Channel | None = None,
     ) -> None:
         """`kept` and `is_background` are those of a job that this process submitted."""
         self._broker = broker
@@ -197,7 +200,13 @@ class JobSource:
         self._kept = kept
         self.is_background = is_background
         """Whether the job continues without a reader; None if another process submitted it."""
+        self._channel = channel
         self.feed = inbox.feed(job_id)
+
+    @property
+    def channel(self) -> str | None:
+        """The whole name of the channel that this process asked for, or None."""
+        return None if self._channel is None else own_channel(self.job_id, self.tenant, self._channel.name)
 
     def forget_submission(self) -> None:
         """Give back the memory of the prompt, once the result was read. The job is not submitted again after that."""
@@ -208,11 +217,11 @@ class JobSource:
         await self._inbox.wait_for_detach(self.job_id)
         inbox = self._inbox.name
         try:
-            attached = await self._broker.attach(self.job_id, self.tenant, inbox=inbox)
+            attached = await self._broker.attach(self.job_id, self.tenant, inbox=inbox, channel=self._channel)
             if not self._inbox.listens_to(pool := pool_of(self.job_id)):
                 # Only now, so that ids that name no job add no subscription. The answer above may already be old.
                 await self._inbox.listen_to(pool)
-                attached = await self._broker.attach(self.job_id, self.tenant, inbox=inbox)
+                attached = await self._broker.attach(self.job_id, self.tenant, inbox=inbox, channel=self._channel)
         except NotFoundError:
             submission = None if self._kept is None else self._kept.submission
             if submission is None or self.feed.ended:
@@ -314,6 +323,8 @@ class AsyncJob:
         self.id = source.job_id
         self.pool = pool_of(source.job_id)
         self.tenant = source.tenant
+        self.channel = source.channel
+        """The channel of Redis on which the chunks are published too, as far as this process asked for it."""
 
     def __repr__(self) -> str:
         return f"<AsyncJob {self.id}>"

@@ -15,7 +15,7 @@ def job_object(status: JobStatus) -> dict[str, Any]:
     """Return a job's state and ledger, without its result.
 
     `max_tokens` is present if the context lowered it, `retry_of` if the job repeats another one, `webhooks` if it names
-    endpoints, and `custom_id` if it was submitted with one.
+    endpoints, `channel` if its chunks are published, and `custom_id` if it was submitted with one.
     """
     shown = {
         "id": status.job_id,
@@ -37,6 +37,7 @@ def job_object(status: JobStatus) -> dict[str, Any]:
         "max_tokens": status.max_tokens,
         "retry_of": status.retry_of,
         "webhooks": webhooks,
+        "channel": status.channel,
     }
     return shown | {name: value for name, value in given.items() if value is not None}
 

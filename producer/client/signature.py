@@ -10,7 +10,7 @@ from penstock.contract.job import JobDef, SamplingParams, SubmitOptions
 
 AnyMethod = TypeVar("AnyMethod", bound=Callable[..., Any])
 
-_DEFAULTS = {"channel": False, "tool_choice": "auto", "parallel_tool_calls": True, "hides_models": False}
+_DEFAULTS = {"tool_choice": "auto", "parallel_tool_calls": True, "hides_models": False}
 """Defaults of options that are fields of neither `JobDef` nor `SamplingParams`; None for all others of that kind."""
 
 

@@ -12,6 +12,7 @@ from contextlib import closing, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
+from penstock.contract.channel import ChannelOption
 from penstock.contract.errors import InvariantError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import JobOptions, SubmitOptions
 from penstock.contract.job_actions import ActionName, BulkReport, FilterOptions, Pause
@@ -289,12 +290,9 @@ class Client:
         """
         return self._loop.call(self._client.embed(prompts, **options))
 
-    def attach(self, job_id: str, *, after: int = -1, tenant: str | None = None) -> Job:
-        """Return a handle on a job that any process submitted, for reading the chunks after index `after`.
-
-        Raises NotFoundError if Redis does not know the job, or if it belongs to another tenant.
-        """
-        return Job(self, self._loop.call(self._client.attach(job_id, after=after, tenant=tenant)))
+    def attach(self, job_id: str, *, after: int = -1, channel: ChannelOption = None, tenant: str | None = None) -> Job:
+        """Return a handle on a job that any process submitted; see `AsyncClient.attach`."""
+        return Job(self, self._loop.call(self._client.attach(job_id, after=after, channel=channel, tenant=tenant)))
 
     def result(
         self, job_id: str, *, timeout: float | None = None, check: bool = True, tenant: str | None = None
@@ -398,6 +396,7 @@ class Job:
         self._job = job
         self.id = job.id
         self.pool = job.pool
+        self.channel = job.channel
 
     def __repr__(self) -> str:
         return f"<Job {self.id}>"

@@ -36,13 +36,23 @@ You call functions. These are there, one in a line:
 
 
 @contextmanager
-def served(model: Path, log: IO[str] | None = None, **settings: object) -> Iterator[str]:
+def served(
+    model: Path, log: IO[str] | None = None, *, redis_url: str | None = None, **settings: object
+) -> Iterator[str]:
     """Serve and yield the gateway's URL. The node's settings are given by field name. The log goes to stderr or a file.
 
-    Each call has its own Redis. The node computes on one thread by default.
+    Each call has its own Redis, unless one is given. The node computes on one thread by default.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_NODE_")}
-    words = ("-m", "penstock", "serve", str(model), "--port", "0", "--ephemeral")
+    words = (
+        "-m",
+        "penstock",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        *(("--ephemeral",) if redis_url is None else ("--redis-url", redis_url)),
+    )
     env = clean | {
         f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in ({"num_threads": 1} | settings).items()
     }

@@ -34,6 +34,14 @@ MUTANTS = (
     Mutant("a row of one part", "files", "'GETBIT', rows, row) == 1", "'GETBIT', rows, row) == 2", BATCHES),
     Mutant("lease compare", "prelude", " and job.lease == lease", "", "emit.py"),
     Mutant("index compare", "emit", "if index > length then", "if false then", "emit.py"),
+    Mutant(
+        "a chunk that is none, on a channel", "prelude", "pcall(json_of, chunk)", "true, json_of(chunk)", "channels.py"
+    ),
+    Mutant("a channel's tenant", "prelude", "':channel:' .. tenant .. ':'", "':channel:default:'", "channels.py"),
+    Mutant(
+        "a job's first channel", "submit", "if channels.differ(known, job.channel) then", "if false then", "channels.py"
+    ),
+    Mutant("a channel is a reader", "prelude", "if channels.is(job.channel) then return false end", "", "readers.py"),
     Mutant("call replay", "take", "if call == last.call then", "if false then", "take.py"),
     Mutant("sweep guard", "prelude", " or now - swept > max_gap", "", "sweep.py"),
     Mutant("a clock that never goes back", "prelude", "math.max(now, swept)", "now", CLOCK),

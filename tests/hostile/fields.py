@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from penstock.contract import job, sampling, tools
+from penstock.contract.channel import MAX_CHANNEL_NAME_CHARS
 from penstock.contract.job import MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS
 from penstock.contract.output import MAX_LOGPROBS
 from penstock.gateway.http.protocol import MAX_HEAD_BYTES
@@ -127,6 +128,7 @@ LIMITS: dict[str, tuple[int, Limited]] = {
     "ttl": (job.MAX_DEADLINE_S, lambda v: {"ttl_s": v}),
     "ttl of a response": (job.MAX_DEADLINE_S, lambda v: _response(ttl_s=v)),
     "deadline of a response": (job.MAX_DEADLINE_S, lambda v: _response(deadline_s=v)),
+    "name of a channel": (MAX_CHANNEL_NAME_CHARS, lambda v: {"channel": {"name": "n" * v}}),
     "reader grace": (job.MAX_READER_GRACE_S, lambda v: _response(background=True, reader_grace_s=v)),
     "log-probabilities of a response": (MAX_LOGPROBS, lambda v: _response(top_logprobs=v)),
     "tools of a response": (

@@ -24,6 +24,7 @@ from redis.asyncio import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
+from uuid_utils import uuid7
 
 from penstock.contract.errors import ConfigError, UnsupportedDurabilityError
 from penstock.contract.job import FSYNC
@@ -93,7 +94,9 @@ def server_with_read_only_keys(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("this Redis knows no keys that may only be read")
     (edit,) = re.findall(r"sed -i '(.+)' \*\.acl", (ACL / "README.md").read_text())
     rules = subprocess.run(["sed", edit], input=ALL_RULES, capture_output=True, text=True, check=True).stdout
-    made = run_path(str(ROOT / "ops/deploy/compose/make_secrets.py"))["users_of"](ACL, dict.fromkeys(ROLES, "x"))
+    made = run_path(str(ROOT / "ops/deploy/compose/make_secrets.py"))["users_of"](
+        ACL, dict.fromkeys((*ROLES, "subscriber"), "x")
+    )
     read_only = [re.findall(r"^user (\w+) |( %R~\S+)", text, re.MULTILINE) for text in (made, rules)]
     assert read_only[0] == read_only[1]
     with serving(tmp_path, rules) as socket:
@@ -325,6 +328,35 @@ def test_other_channels_are_out_of_reach(server: Path, role: str) -> None:
         assert may(server, role, "PUBLISH", channel, b"")
 
 
+def test_a_subscriber_hears_its_own_tenant_and_reads_no_key(server: Path) -> None:
+    job_id = f"{POOL}.{uuid7()}"
+    mine = [
+        keys.own_channel(job_id, "default"),
+        keys.own_channel(job_id, "default", "orders"),
+        f"{keys.prefix(POOL + '~2')}:channel:default:x",
+    ]
+    pattern = "penstock:{*}:channel:default:*"
+    assert [may(server, "subscriber", "SUBSCRIBE", channel) for channel in mine] == [True] * 3
+    assert may(server, "subscriber", "PSUBSCRIBE", pattern)
+    foreign = [
+        *(keys.own_channel(job_id, tenant, name) for tenant in ("default2", "x") for name in ("", "default")),
+        *(keys.inbox_channel(POOL, "me"), keys.doorbell(POOL, "n1"), FOREIGN, "*"),
+    ]
+    assert not any(
+        may(server, "subscriber", word, channel) for word in ("SUBSCRIBE", "PSUBSCRIBE") for channel in foreign
+    )
+    for command in (
+        *(
+            ("PUBLISH", mine[0], "x"),
+            ("LRANGE", keys.log(job_id), 0, -1),
+            ("GET", f"{P}:record"),
+            ("PUBSUB", "CHANNELS"),
+        ),
+        *(("INFO",), ("CONFIG", "GET", "*"), ("EVAL", "return 1", "0")),
+    ):
+        assert not may(server, "subscriber", *command), command
+
+
 STRANGE = (("GET", f"{P}:config"), ("INFO",), ("PUBLISH", "x", "y"), ("ACL", "LIST"), (*EVAL, "GET", f"{P}:config"))
 
 
@@ -431,7 +463,7 @@ def test_the_script_makes_the_users_of_compose_and_an_operator(tmp_path: Path) -
     command = [str(ACL / "make_users.sh"), str(tmp_path), "redis.example:6379"]
     rules = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     urls = {path.name.removesuffix("_url"): path for path in tmp_path.glob("*_url")}
-    assert urls.keys() == {*ROLES, "operator"}
+    assert urls.keys() == {*ROLES, "subscriber", "operator"}
     assert {path.stat().st_mode & 0o777 for path in urls.values()} == {0o600}
     passwords = {user: urlsplit(path.read_text().strip()).password or "" for user, path in urls.items()}
     assert len(set(passwords.values())) == len(urls)

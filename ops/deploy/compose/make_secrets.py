@@ -46,6 +46,8 @@ def users_of(rules: Path, passwords: dict[str, str]) -> str:
     lines = []
     for path in sorted(rules.glob("*.acl")):
         line = path.read_text().strip()
+        if any(found[1].lower() not in passwords for found in _PLACEHOLDER.finditer(line)):
+            continue  # a role that no service has, such as a subscriber
         if not line.startswith("user node "):
             # Redis 7 can make keys read-only: only the admin makes API keys and lists pools.
             line = _SHARED_KEYS.sub(r" %R~penstock:\1", line)

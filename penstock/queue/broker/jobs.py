@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
 
+from penstock.contract.channel import Channel, channel_of_field
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.job import MAX_TAGS, MEMORY, Durability, JobDef, JobKey, lowered_max_tokens, pool_of
 from penstock.contract.output import (
@@ -38,7 +39,7 @@ STATUS_FIELDS = (
     *("state", "tenant", "level", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
     *("losses", "code", "message", "param", "stored", "used", "retaken", "past_leases", "num_past_leases"),
     *("engine_preemptions", "limits", "cancel", "retry_of", "accepted", "tag1", "tag2", "tag3", "tag4"),
-    "webhooks",
+    *("webhooks", "channel"),
 )
 """The fields of a job's hash that `status_of` needs."""
 
@@ -76,8 +77,15 @@ class JobStatus:
     retry_of: str | None = None
     """The id of the job whose request this one repeats."""
     webhooks: tuple[str, ...] = ()
+    own_channel: Channel | None = None
+    """The channel of Redis on which the queue also publishes the job's chunks."""
     queue_position: QueuePosition | None = None
     """The estimated position of a queued job, if a client's `status` has read it. None if the job is delayed."""
+
+    @property
+    def channel(self) -> str | None:
+        """The channel's whole name, or None."""
+        return None if self.own_channel is None else keys.own_channel(self.job_id, self.tenant, self.own_channel.name)
 
 
 def status_of(
@@ -114,6 +122,7 @@ def status_of(
         accepted_ms=int(fields["accepted"] or ledger.queued_ms),
         retry_of=f"{pool_of(job_id)}.{fields['retry_of']}" if fields["retry_of"] else None,
         webhooks=tuple(fields["webhooks"].split()),
+        own_channel=channel_of_field(fields["channel"]),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from penstock.contract.channel import NO_CHANNEL, Channel
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import pool_of
 from penstock.contract.output import Chunk, Outcome, Result
@@ -35,7 +36,7 @@ from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
 from penstock.queue.broker.scripts import PoolClocks, sweep
 from penstock.queue.broker.submitting import Attached as Attached
-from penstock.queue.broker.submitting import SharedCalls, Submissions
+from penstock.queue.broker.submitting import SharedCalls, Submissions, channel_conflict
 from penstock.queue.broker.submitting import Submission as Submission
 from penstock.queue.broker.submitting import Submitted as Submitted
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
@@ -158,9 +159,15 @@ class ProducerBroker:
             return await self._submissions.submit(submission, inbox, carried_by(span))
 
     @retried
-    async def attach(self, job_id: str, tenant: str, *, inbox: str = "", channel: bool = False) -> Attached:
-        """Add a reader to a job. Raises NotFoundError for an unknown id or a job of another tenant."""
-        answer = await scripts.call(self._redis, "attach", pool_of(job_id), job_id, tenant, inbox, int(channel))
+    async def attach(self, job_id: str, tenant: str, *, inbox: str = "", channel: Channel | None = None) -> Attached:
+        """Add a reader to a job, and a channel. Raises NotFoundError for an unknown id or a job of another tenant.
+
+        Raises ConflictError if the open job has another channel.
+        """
+        field = channel.field if channel else NO_CHANNEL
+        answer = await scripts.call(self._redis, "attach", pool_of(job_id), job_id, tenant, inbox, field)
+        if answer[0] == b"CHANNEL_CONFLICT":
+            raise channel_conflict(job_id)
         if answer[0] != b"OK":
             raise _no_job(job_id)
         return Attached(answer[1].decode(), int(answer[2]), bool(answer[3]))

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from redis.asyncio import Redis
 
+from penstock.contract.channel import NO_CHANNEL
 from penstock.contract.errors import (
     BusyError,
     ConflictError,
@@ -136,8 +137,6 @@ class Submission:
     job: JobDef
     cost: int
     """Predicted KV tokens."""
-    channel: bool = False
-    """Whether chunks are also published on the job's own channel."""
     terms: Terms = UNLIMITED
     response: ResponseRecord = NO_RESPONSE
     rate_tokens: RateTokens | None = None
@@ -161,6 +160,8 @@ class Submitted(Attached):
 
     job_id: str
     existed: bool
+    channel: str | None = None
+    """The whole name of the channel that the submission asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
     limits = (job.params.max_tokens, job.max_total_tokens)
     row = (
         *(job.id, job.level, job.num_sequences, submission.cost, body, job.deadline_ms or 0),
-        *(int(submission.channel), needs_reader, keys.key_hash(job.idempotency_key)),
+        *(job.channel.field if job.channel else NO_CHANNEL, needs_reader, keys.key_hash(job.idempotency_key)),
         *(estimate_output_bytes(job, len(request)), job.not_before_ms or 0, record.keep_ms),
         *(submission.rate_tokens or ("", 0, 0, "")),
         *(
@@ -223,9 +224,11 @@ def _arguments_of(submissions: Sequence[PackedSubmission], seen_ms: int) -> tupl
     return submissions[0].inbox, seen_ms, scripts.packed(terms), scripts.packed(rows), *payloads
 
 
-def _submitted(answer: list[Any]) -> Submitted:
-    kind, job_id, state, num_chunks, pushed = answer
-    return Submitted(state.decode(), num_chunks, bool(pushed), job_id.decode(), kind == b"EXISTS")
+def _submitted(job: JobDef, answer: list[Any]) -> Submitted:
+    kind, found, state, num_chunks, pushed = answer
+    job_id = found.decode()
+    channel = None if job.channel is None else keys.own_channel(job_id, job.tenant, job.channel.name)
+    return Submitted(state.decode(), num_chunks, bool(pushed), job_id, kind == b"EXISTS", channel)
 
 
 class Submissions:
@@ -250,7 +253,7 @@ class Submissions:
         if (durability := submission.durability) == MEMORY:
             answer = await self._calls.add((job.pool, inbox), packed)
             _check_accepted(job, answer)
-            return _submitted(answer)
+            return _submitted(job, answer)
         if (calls := self._durable_calls.get(durability)) is None:
             calls = self._durable_calls[durability] = DurableCalls(self._redis, self.patience, durability)
 
@@ -262,7 +265,7 @@ class Submissions:
         if not is_confirmed:
             job_id = answers[0][1].decode()
             raise not_confirmed(durability, f"job {job_id} is queued", job_id=job_id)
-        return _submitted(answers[0])
+        return _submitted(job, answers[0])
 
     @retried
     async def _call(self, submissions: Sequence[PackedSubmission]) -> list[list[Any]]:
@@ -287,6 +290,12 @@ def _check_accepted(job: JobDef, answer: list[Any]) -> None:
         raise submit_error(kind, answer, job)
 
 
+def channel_conflict(job_id: str) -> ConflictError:
+    """Return the error for a job that publishes on another channel than the one that is asked for."""
+    message = f"channel: job {job_id} already publishes on another channel, which its record names"
+    return ConflictError(message, code="channel_conflict", param="channel")
+
+
 def submit_error(kind: str, answer: list[Any], job: JobDef) -> Exception:
     """Return the error for a refused job; `kind` is the first element of the script's `answer`."""
     match kind:
@@ -298,6 +307,8 @@ def submit_error(kind: str, answer: list[Any], job: JobDef) -> Exception:
         case "IDEMPOTENCY_CONFLICT":
             message = "this idempotency key was used with another request"
             return ConflictError(message, code="idempotency_conflict", param="idempotency_key")
+        case "CHANNEL_CONFLICT":
+            return channel_conflict(job.id)
         case "BAD_ID_AGE":
             message = f"job id {job.id} is older than {answer[1] // 60_000} min or from the future"
             return RequestError(message, code="bad_id", param="job_id")

@@ -10,6 +10,6 @@ local left = {}
 for name in string.gmatch(job.inboxes, '%S+') do
   if name ~= inbox then left[#left + 1] = name end
 end
-local unread = (#left == 0 and job.channel ~= '1') and tostring(clock()) or ''
+local unread = (#left == 0 and not channels.is(job.channel)) and tostring(clock()) or ''
 redis.call('HSET', job_key(id), 'inboxes', table.concat(left, ' '), 'unread', unread)
 return 'OK'

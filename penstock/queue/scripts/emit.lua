@@ -19,7 +19,7 @@ local function read_running(id)
   local v = redis.call('HMGET', job_key(id), 'state', 'node', 'lease', 'first', 'cancel', 'deadline', 'needs_reader',
     'unread', 'inboxes', 'channel')
   return v[1] and {id = id, state = v[1], node = v[2], lease = v[3], first = v[4] or '', cancel = v[5],
-    deadline = v[6] or '', needs_reader = v[7], unread = v[8] or '', inboxes = v[9] or '', channel = v[10]}
+    deadline = v[6] or '', needs_reader = v[7], unread = v[8] or '', inboxes = v[9] or '', channel = v[10] or ''}
 end
 
 local function emit_job(id, lease, index, chunks, progress)

@@ -315,9 +315,76 @@ do
   end
 end
 
-local function publish(job, chunk)
-  push(job, chunk)
-  if job.channel == '1' then redis.call('PUBLISH', P .. ':channel:' .. job.id, chunk) end
+-- Channels ----------------------------------------------------------------------------------------
+-- The field `channel` of a record is '0' or '' for none, else `<format>[:<name>]`: m for msgpack, j for JSON. Without a
+-- name the channel has the job's id. Its name contains the tenant, so that a Redis user can be kept to one tenant's.
+
+local publish
+local channels = {}
+do
+  local function outcome_of(fields)
+    local members = {}
+    for at, name in ipairs({'state', 'code', 'message', 'param'}) do
+      members[at] = '"' .. name .. '":' .. cjson.encode(fields[name] or '')
+    end
+    return '{' .. table.concat(members, ',') .. '}'
+  end
+
+  -- The members after a chunk's text. Log-probabilities come last, and are not decoded: JSON has none.
+  local function rest_of(chunk, at)
+    local members = ''
+    while at > 0 do
+      local name, value
+      at, name = cmsgpack.unpack_limit(chunk, 1, at)
+      if name == 'l' or name == 'q' then break end
+      at, value = cmsgpack.unpack_limit(chunk, 1, at)
+      if name == 'f' then
+        members = members .. ',"finish_reason":' .. cjson.encode(value)
+      elseif name == 'u' then
+        members = members .. string.format(',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"cached_tokens":%d}',
+          value[1], value[2], value[3])
+      elseif name == 'n' then
+        members = members .. ',"num_prompt_tokens":' .. value
+      end
+    end
+    return members
+  end
+
+  -- A chunk as an event of /v1/jobs/ID/stream, with the job's id. A chunk is a map of at most 15 members, so its header is
+  -- one byte. Their order is fixed (wire.py, and terminal_chunk in queue.lua), so no table of them is needed.
+  local function json_of(chunk)
+    local at, _, _, _, id, _, index, key, value, _, position, _, tokens, _, text = cmsgpack.unpack_limit(chunk, 14, 1)
+    local head = '{"id":"' .. id .. '","index":' .. index
+    if key == 'e' then return head .. ',"outcome":' .. outcome_of(value) .. '}' end
+    return head .. ',"choice":' .. value .. ',"position":' .. position .. ',"token_ids":[' .. table.concat(tokens, ',') ..
+      '],"text":' .. cjson.encode(text) .. (at > 0 and rest_of(chunk, at) or '') .. '}'
+  end
+
+  local function send(job, chunk)
+    if not job.channel_key then
+      -- emit does not read the tenant, because few jobs have a channel.
+      local tenant = job.tenant or redis.call('HGET', job_key(job.id), 'tenant')
+      local name = string.match(job.channel, '^.:(.+)$') or job.id
+      job.channel_key, job.sends_json = P .. ':channel:' .. tenant .. ':' .. name, string.sub(job.channel, 1, 1) == 'j'
+    end
+    if not job.sends_json then return redis.call('PUBLISH', job.channel_key, chunk) end
+    -- Nothing here may keep a job from running or ending: a chunk that is not one leaves a gap.
+    local ok, message = pcall(json_of, chunk)
+    if ok then redis.call('PUBLISH', job.channel_key, message) end
+  end
+
+  function channels.is(channel) return channel ~= '0' and channel ~= '' end
+
+  -- Whether a caller asks for another channel than the one that the job has.
+  function channels.differ(job, asked)
+    return channels.is(asked) and channels.is(job.channel) and asked ~= job.channel
+  end
+
+  function publish(job, chunk)
+    push(job, chunk)
+    local channel = job.channel
+    if channel ~= '0' and channel ~= '' then send(job, chunk) end
+  end
 end
 
 -- Readers -----------------------------------------------------------------------------------------
@@ -348,7 +415,7 @@ do
   function lacks_reader(job, config, now)
     if (tonumber(job.needs_reader) or 0) == 0 or not pool_time.has_heartbeats() then return false end
     if job.unread ~= '' then return is_unread(job, config, now) end
-    if job.channel == '1' then return false end
+    if channels.is(job.channel) then return false end
     local ms = math.max(config.abandon_after_ms, grace_of(job, 0))
     local key = ms .. ' ' .. job.inboxes
     if silent[key] == nil then silent[key] = are_silent(job.inboxes, ms, now) end
@@ -368,8 +435,8 @@ local function add_reader(job, inbox, channel, now)
     end
   end
   if inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
-  if channel == '1' then job.channel = '1' end
-  if inbox ~= '' or channel == '1' then job.unread = '' end
+  if channels.is(channel) then job.channel = channel end
+  if inbox ~= '' or channels.is(channel) then job.unread = '' end
   redis.call('HSET', job_key(job.id), 'inboxes', job.inboxes, 'channel', job.channel, 'unread', job.unread)
   return pushed
 end

@@ -836,7 +836,7 @@ end
 local function result_life(job, config, bytes)
   local keep = response_life(job)
   if keep then return keep end
-  local was_read = job.needs_reader ~= '0' and (job.inboxes ~= '' or job.channel == '1')
+  local was_read = job.needs_reader ~= '0' and (job.inboxes ~= '' or channels.is(job.channel))
   return bytes > LARGE_RESULT_BYTES and was_read and config.log_ttl_ms or config.result_ttl_ms
 end
 

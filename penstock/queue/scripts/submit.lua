@@ -15,11 +15,13 @@
 --   limits: the job's field of that name, or ''.
 --   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; '' for that of its class
 --   or its pool.
+--   channel: the job's field of that name (prelude.lua).
 --   in_feed: 0 for a job whose end is no completion of its tenant.
 --   tags: separated by spaces. metadata: as JSON, or ''. retry_of: the uuid of the job's id that it repeats, or ''.
 --   webhooks: ids of the endpoints that are told of its end, separated by spaces.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
--- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL}
+-- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|CHANNEL_CONFLICT|
+--       UNKNOWN_POOL}
 --       | {BAD_ID_AGE, max_age_ms} | {BUSY, limit's name, limit, retry_after_ms, num_ahead, wait_ms, spread} | {ERR, text}
 --   num_ahead: queued jobs of its or a more urgent level. ERR: a script error for this job only.
 --   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it. spread: the standard
@@ -57,7 +59,7 @@ for at, terms in ipairs(all_terms) do all_terms[at] = terms_of(terms) end
 local function job_of(row, request, response)
   local terms, level, n = all_terms[row[1]], row[3], tostring(row[4])
   return {terms = terms, own = terms.own, tenant = terms.tenant, id = row[2], level = level, n = n, cost = row[5],
-    body = row[6], deadline_in = row[7], channel = tostring(row[8]), needs_reader = row[9], idem = row[10], output = row[11],
+    body = row[6], deadline_in = row[7], channel = row[8], needs_reader = row[9], idem = row[10], output = row[11],
     not_before_in = row[12], keep = row[13], rate_prompt = row[14], rate_n = row[15], rate_max = row[16],
     most_tokens = row[17], limits = row[18], max_wait_ms = tonumber(row[19]), in_feed = row[20], ttl_in = row[21],
     tags = row[22], metadata = row[23], retry_of = row[24], webhooks = row[25],
@@ -81,6 +83,7 @@ end
 
 local function same_or(known, job, conflict)
   if known.body ~= job.body or known.tenant ~= job.tenant then return {conflict} end
+  if channels.differ(known, job.channel) then return {'CHANNEL_CONFLICT'} end
   -- A write without a change, for a caller that waits for the disk: WAITAOF waits for writes of its own connection alone.
   redis.call('HSET', job_key(known.id), 'body', job.body)
   local pushed = add_reader(known, inbox, job.channel, now)
@@ -540,7 +543,7 @@ local function accept(at, job)
     job.deadline, job.begun_deadline = tostring(now + job.ttl_in), job.deadline
   end
   -- A job submitted without a reader has reattach_grace_ms to get one.
-  job.unread = (inbox == '' and job.channel ~= '1') and now or ''
+  job.unread = (inbox == '' and not channels.is(job.channel)) and now or ''
   job.submitted = now + job.not_before_in
   redis.call('SET', P .. ':request:' .. id, job.request)
   if tokens_per_minute > 0 and not job.is_light then

@@ -199,19 +199,10 @@ class Queue:
         return node
 
     async def submit(
-        self,
-        job: JobDef | None = None,
-        *,
-        cost: int = 100,
-        inbox: str = "",
-        channel: bool = False,
-        weight: float = 1.0,
-        **fields: Any,
+        self, job: JobDef | None = None, *, cost: int = 100, inbox: str = "", weight: float = 1.0, **fields: Any
     ) -> str:
         job = job or new_job(**fields)
-        return (
-            await self.producer.submit(Submission(job, cost, channel=channel, terms=Terms(weight=weight)), inbox=inbox)
-        ).job_id
+        return (await self.producer.submit(Submission(job, cost, terms=Terms(weight=weight)), inbox=inbox)).job_id
 
     async def submit_many(self, count: int, **fields: Any) -> list[str]:
         """Submit jobs whose order is defined even within one millisecond."""

@@ -100,6 +100,7 @@ SENT: dict[str, Sent] = {
     "beam_width": Sent(2, 17, {"use_beam_search": True}),
     "best_of": Sent(2, 0),
     "cache_salt": Sent("s", ""),
+    "channel": Sent("json", "x"),
     "chat_template_kwargs": Sent({"a": 1}),
     "content": Sent("hi"),
     "continue_final_message": Sent(accepted=True),

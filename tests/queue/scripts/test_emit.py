@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes.queue.harness import LEASE_MS, POOL, FakeNode, P, Queue, chunks_of, new_job
+from fakes.queue.harness import LEASE_MS, POOL, TENANT, FakeNode, P, Queue, chunks_of, new_job
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.output import Outcome, Usage
@@ -67,7 +67,7 @@ async def test_progress_reaches_inboxes_before_the_chunks_and_is_stored_nowhere(
     taken = await queue.running(node, inbox="me", channel=True)
     inbox, channel = (
         await queue.listen(keys.inbox_channel(POOL, "me")),
-        await queue.listen(keys.own_channel(taken.job_id)),
+        await queue.listen(keys.own_channel(taken.job_id, TENANT)),
     )
     chunks = chunks_of(taken.job_id, 0, 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes.queue.harness import LEASE_MS, POOL, P, Queue, chunks_of, new_id
+from fakes.queue.harness import LEASE_MS, POOL, TENANT, P, Queue, chunks_of, new_id
 
 from penstock.contract.errors import NotFoundError
 from penstock.contract.output import Chunk, Outcome
@@ -70,7 +70,7 @@ async def test_messages_stay_below_their_limit(queue: Queue) -> None:
 async def test_own_channel_carries_one_chunk_a_message(queue: Queue) -> None:
     node = await queue.node()
     job_id = await queue.submit(channel=True)
-    channel = await queue.listen(keys.own_channel(job_id))
+    channel = await queue.listen(keys.own_channel(job_id, TENANT))
     taken = await node.take_one()
     await node.emit(taken, 0, 2)
     await node.finish(taken, 2, 1)
@@ -82,7 +82,7 @@ async def test_own_channel_carries_one_chunk_a_message(queue: Queue) -> None:
 async def test_job_without_a_channel_publishes_on_none(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node, inbox="me")
-    channel = await queue.listen(keys.own_channel(taken.job_id))
+    channel = await queue.listen(keys.own_channel(taken.job_id, TENANT))
     await node.emit(taken, 0, 1)
     assert await channel.messages() == []
 
