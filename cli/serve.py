@@ -22,7 +22,9 @@ from urllib.parse import urlsplit
 import typer
 
 from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SAMPLING, SIZE_MB, default_model
+from penstock.cli.option_words import show_all
 from penstock.cli.options import options_of, taken_for, takes, words_of
+from penstock.cli.peers import unread_variables
 from penstock.cli.processes import (
     BackOff,
     ChildCommand,
@@ -41,7 +43,7 @@ from penstock.cli.processes import (
     run_until_stopped,
 )
 from penstock.cli.replicas import replica_commands, replicas_of
-from penstock.cli.services import NODE_FLAGS, missing_packages
+from penstock.cli.services import GATEWAY_FLAGS, NODE_FLAGS, missing_packages
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.gateway.settings import GatewaySettings, check_address
 from penstock.gpu_node.settings import NodeSettings, engine_config, pool_of_model
@@ -195,17 +197,31 @@ _log = logging.getLogger(__package__)
 GATEWAY_START_TIMEOUT_S = 60.0
 PORT_TIMEOUT_S = 3.0
 """Seconds to wait for the port of an earlier `penstock serve` that is ending, such as one that was killed."""
-_OF_NODE = (
-    *("aliases", "lora", "max_model_len", "num_threads", "revision", "dtype", "quantization", "kv_cache_dtype"),
-    *("runner", "tensor_parallel_size", "pipeline_parallel_size", "load_format", "generation_config", "replicas"),
-    *("kv_cache_gib", "scheduling_policy", "speculative"),
+_OF_NODE = tuple(name for name in NodeSettings.model_fields if name not in ("model", "redis_url"))
+_OF_GATEWAY = tuple(name for name in GatewaySettings.model_fields if name != "redis_url")
+_ONLY_OF_GATEWAY = tuple(name for name in _OF_GATEWAY if name not in _OF_NODE)
+"""A setting of both has one option, which is for both."""
+_SHORT_HELP = frozenset(
+    (
+        *("aliases", "lora", "max_model_len", "num_threads", "revision", "dtype", "quantization", "kv_cache_dtype"),
+        *("runner", "tensor_parallel_size", "pipeline_parallel_size", "load_format", "generation_config", "replicas"),
+        *(
+            "kv_cache_gib",
+            "scheduling_policy",
+            "speculative",
+            "max_num_seqs",
+            "gpu_memory_utilization",
+            "chat_template",
+        ),
+        *("host", "port", "unknown_fields", "max_tokens_beyond_context", "api_key"),
+    )
 )
-_OF_GATEWAY = ("host", "port", "unknown_fields", "max_tokens_beyond_context")
+"""The settings that `--help` shows. `--help-all` shows all of them."""
 
 
 @takes(
-    *options_of(NodeSettings, _OF_NODE, flags=NODE_FLAGS),
-    *options_of(GatewaySettings, _OF_GATEWAY),
+    *options_of(NodeSettings, _OF_NODE, flags=NODE_FLAGS, shown=_SHORT_HELP),
+    *options_of(GatewaySettings, _ONLY_OF_GATEWAY, flags=GATEWAY_FLAGS, shown=_SHORT_HELP),
     *options_of(LogSettings),
 )
 def serve(
@@ -234,17 +250,22 @@ def serve(
     maxmemory_mib: Annotated[
         int, typer.Option(min=16, help="Memory limit of that Redis in MiB.")
     ] = DEFAULT_MAXMEMORY_MIB,
+    help_all: Annotated[
+        bool, typer.Option("--help-all", is_eager=True, callback=show_all, help="Show all options and exit.")
+    ] = False,
     **given: Any,
 ) -> None:
     """Serve a model on this machine with one command: Redis, a node and a gateway.
 
-    Clients and commands of this user find its Redis by themselves. All other settings of `penstock node` and
-    `penstock gateway` can be set with the environment variables PENSTOCK_NODE_<NAME> and PENSTOCK_GATEWAY_<NAME>.
+    Clients and commands of this user find its Redis by themselves. It takes all options of `penstock node` and
+    `penstock gateway`, and many names of vLLM, SGLang and llama.cpp; --help-all shows them. Each setting is also a
+    variable: PENSTOCK_NODE_<NAME> or PENSTOCK_GATEWAY_<NAME>.
 
     Examples:
         penstock serve
         penstock serve ORG/MODEL:FILE.gguf --port 8080
         penstock serve model.gguf --kv-cache-dtype int8 --quantization int8
+        penstock serve -m model.gguf -c 4096 -t 4
     """
     logs = LogSettings.load(**taken_for(LogSettings, given))
     of_node, of_gateway = ({name: given[name] for name in names} for names in (_OF_NODE, _OF_GATEWAY))
@@ -262,11 +283,14 @@ def serve(
     if ephemeral and data_dir is not None:
         raise ConfigError("ephemeral: --ephemeral keeps nothing in the folder of --data-dir; give one of them")
     configure_logging(logs, prefix=log_prefix("serve"))
+    for theirs, ours in unread_variables().items():
+        _log.warning("a variable of another server is not read", extra={"variable": theirs, "ours": ours})
     folders = {"data_dir": data_dir, "default_dir": None if ephemeral else default_data_folder()}
     with find_or_start_redis(redis_url, **folders, maxmemory_mib=maxmemory_mib) as (url, server):
         kept_in = server.data_dir if isinstance(server, EmbeddedRedis) else data_dir
-        of_gateway["keys_seen_file"] = keys_seen_file(str(kept_in.resolve()) if kept_in else without_password(url))
-        words = (words_of(of_node, NODE_FLAGS), words_of(of_gateway))
+        if of_gateway["keys_seen_file"] is None:
+            of_gateway["keys_seen_file"] = keys_seen_file(str(kept_in.resolve()) if kept_in else without_password(url))
+        words = (words_of(of_node, NODE_FLAGS), words_of(of_gateway, GATEWAY_FLAGS))
         _log_start(model, url, server)
         try:
             with _files_folder(data_dir, ephemeral=ephemeral) as files:

@@ -88,14 +88,15 @@ def missing_packages(extra: str) -> list[str]:
     return found
 
 
-_FLAGS = {
+GATEWAY_FLAGS = {
     "cors_origins": ("--cors-origin",),
     "allowed_hosts": ("--allowed-host",),
     "webhook_allowed_networks": ("--webhook-allowed-network",),
 }
+"""Flags of settings whose flag differs from the setting's name."""
 
 
-@takes(*options_of(GatewaySettings, flags=_FLAGS), *options_of(LogSettings))
+@takes(*options_of(GatewaySettings, flags=GATEWAY_FLAGS), *options_of(LogSettings))
 def gateway(**given: Any) -> None:
     """Serve the OpenAI API for the pools of a Redis, and of those that PENSTOCK_POOLS names.
 

@@ -58,7 +58,7 @@ class GatewaySettings(Settings):
     """Most WebSockets that one API key may have open at this gateway."""
     max_socket_streams: int = Field(default=64, ge=1)
     """Most streams that one WebSocket may have open."""
-    drain_s: int = Field(default=30, ge=0)
+    drain_s: float = Field(default=30.0, ge=0.0, allow_inf_nan=False)
     """Seconds that open answers may continue after SIGTERM."""
     require_keys: bool = False
     """Require an API key for every request, even while no keys exist. On an address that other machines reach, the

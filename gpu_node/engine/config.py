@@ -30,6 +30,9 @@ class EngineOptions(RunnerSettings):
     """Sampling of requests that do not set it. auto: what the model's generation_config.json recommends; none: OpenAI's
     defaults; or the path of such a file, or its JSON. The fields are temperature, top_p, top_k, min_p and
     repetition_penalty."""
+    chat_template: str | None = None
+    """Jinja template of chats, instead of the model's: the path of a file, or the template itself. Nodes with different
+    templates have different revisions of the model."""
     preemption: PreemptionName = "auto"
     """How a preempted sequence resumes: its blocks are swapped or recomputed; auto: the cheaper of both."""
     enable_prefix_caching: bool = True
