@@ -7,7 +7,6 @@ instead. The tables are facts of these servers' documentation.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -351,7 +350,7 @@ _VARIABLES = {
 """Variables of other servers → ours."""
 
 
-def unread_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def unread_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of other servers that are set although ours are not, each with our name."""
     return {
         theirs: ours
