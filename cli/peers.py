@@ -50,7 +50,6 @@ _SAME = {
     "--tensor-parallel-size": "-tp --tp --tp-size",
     "--pipeline-parallel-size": "-pp --pp --pp-size",
     "--replicas": "-dp --dp --dp-size --data-parallel-size",
-    "--served-model-name": "-a",
     "--lora-modules": "--lora-paths",
     "--kv-cache-dtype": "-ctk --cache-type-k",
     "--quantization": "-q",
@@ -68,7 +67,6 @@ _SAME = {
     "--log-level": "--uvicorn-log-level --log-level-http",
     "--stall-after-s": "--watchdog-timeout",
     "--send-timeout-s": "-to --timeout",
-    "--cors-origin": "--cors-origins --allowed-origins",
     "--api-key": "--api-keys",
     "--max-draft-tokens": "--draft-max --draft --draft-n --num-speculative-tokens --spec-draft-n-max",
 }
@@ -203,6 +201,18 @@ def _speculative_algorithm(text: str) -> Words | str:
     return _speculative('{"method": "ngram"}' if text.lower().startswith("ngram") else "{}")
 
 
+def _origins(text: str) -> Words | str:
+    """Return our options for a list of origins: vLLM's is JSON, llama-server's has commas."""
+    try:
+        return [("--cors-origin", str(one)) for one in json.loads(text)]
+    except (ValueError, TypeError):
+        return [("--cors-origin", one) for one in text.split(",") if one]
+
+
+def _aliases(text: str) -> Words | str:
+    return [("--served-model-name", one) for one in text.split(",") if one]
+
+
 def _gpu_layers(text: str) -> Words | str:
     """Return our options for llama-server's number of layers on a GPU: none means the CPU."""
     return [("--device", "cpu")] if text == "0" else []
@@ -232,6 +242,8 @@ def _entries() -> Iterator[tuple[str, Peer]]:
     yield from ((name, layers) for name in ("-ngl", "--n-gpu-layers", "--gpu-layers"))
     for name in ("-fa", "--flash-attn"):
         yield name, Peer("maybe", needless="attention is chosen by the device")
+    yield from ((name, Peer("one", words=_origins)) for name in ("--allowed-origins", "--cors-origins"))
+    yield "-a", Peer("one", words=_aliases)
     yield "--speculative-config", Peer("one", words=_speculative)
     yield "--speculative-algorithm", Peer("one", words=_speculative_algorithm)
     yield "--spec-type", Peer("one", words=_speculative_algorithm)
