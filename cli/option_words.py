@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from penstock.cli.peers import MANY, MODEL, PEERS, SAMPLING, VALUES, Peer
+from penstock.cli.peers import LEFT_OPEN, MANY, MODEL, PEERS, SAMPLING, VALUES, Peer
 
 _TAKES_PEERS = ("serve", "node", "gateway")
 _MANY = re.compile(r"[^-].*")
@@ -138,9 +138,10 @@ class _Reader:
         elif peer.words is not None:
             self._take_words(name, peer, given or "")
         elif peer.flag in self._own:
-            if self._own[peer.flag].is_flag:
+            option = self._own[peer.flag]
+            if option.is_flag:
                 self.taken.append(peer.flag)
-            else:
+            elif not (option.name in LEFT_OPEN and given in ("0", "-1")):
                 self._take(peer.flag, given)
         elif peer.flag:
             self.problems[name] = self._of_other_command(peer.flag) or f"here it is {peer.flag}"

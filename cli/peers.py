@@ -37,6 +37,9 @@ MODEL = "MODEL"
 MANY = frozenset(("aliases", "lora", "api_key"))
 """Settings whose option takes several values in other servers."""
 
+LEFT_OPEN = frozenset(("max_model_len", "num_threads", "max_num_seqs", "max_num_batched_tokens"))
+"""Settings that 0 and -1 leave to the server under other servers' names, as in `-c 0`."""
+
 _SAME = {
     MODEL: "--model --model-path -m -hf -hfr --hf-repo -hff --hf-file",
     "--max-model-len": "-c --ctx-size --context-length --max-seq-len",
@@ -269,8 +272,8 @@ def _count(text: str) -> Converted:
     return (str(int(number)) if number.is_integer() else text), ""
 
 
-def _count_or_default(text: str) -> Converted:
-    return (None, "") if text in ("auto", "-1", "0") else _count(text)
+def _max_model_len(text: str) -> Converted:
+    return (None, "") if text in ("auto", "-1") else _count(text)
 
 
 def _named(names: Mapping[str, str], *, reason: str = "") -> Callable[[str], Converted]:
@@ -318,11 +321,10 @@ _TOOLS = {
 _REASONING = dict.fromkeys(("deepseek_r1", "deepseek-r1", "qwen3", "deepseek", "granite"), "think")
 
 VALUES: Mapping[str, Callable[[str], Converted]] = {
-    "max_model_len": _count_or_default,
-    "max_num_seqs": _count_or_default,
-    "max_num_batched_tokens": _count_or_default,
-    "max_prefill_beside_decode": _count_or_default,
-    "num_threads": _count_or_default,
+    "max_model_len": _max_model_len,
+    "max_num_seqs": _count,
+    "max_num_batched_tokens": _count,
+    "max_prefill_beside_decode": _count,
     "lora": _lora,
     "max_logprobs": _max_logprobs,
     "dtype": _named({"half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32"}),

@@ -288,7 +288,11 @@ def test_requests_need_a_given_key(keyed: httpx.Client, header: str, value: str,
 
 def test_a_given_template_writes_the_chats(keyed: httpx.Client, demo_file: Path) -> None:
     def prompt_tokens(text: str) -> int:
-        body = {"model": demo_file.stem.replace(".", "-"), "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        body = {
+            "model": demo_file.stem.replace(".", "-"),
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 1,
+        }
         answer = keyed.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
         return int(answer.json()["usage"]["prompt_tokens"])
 
