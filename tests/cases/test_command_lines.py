@@ -1,4 +1,4 @@
-"""Command lines of the documents of vLLM, SGLang and llama-server: `penstock serve` takes them, or says its own name."""
+"""Command lines of the documents of vLLM, SGLang and llama-server: `penstock serve` takes them or says its own name."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ TAKEN: dict[str, dict[str, object]] = {
     f"{LLAMA} --kv-cache-dtype fp8 --calculate-kv-scales": {"kv_cache_dtype": "fp8"},
     f"{LLAMA} --kv-cache-dtype fp8_e4m3 --enable-prefix-caching": {"kv_cache_dtype": "fp8"},
     "meta-llama/Llama-2-7b-hf --enable-lora --lora-modules sql-lora=/l/sql": {"lora": ("sql-lora=/l/sql",)},
-    """m --enable-lora --lora-modules a=/a '{"name": "b", "path": "/b", "base_model_name": "m"}' --max-lora-rank 64""": {
+    """m --enable-lora --lora-modules a=/a '{"name": "b", "path": "/b", "base_model": "m"}' --max-lora-rank 64""": {
         "lora": ("a=/a", "b=/b"),
         "max_lora_rank": 64,
     },
@@ -106,7 +106,7 @@ TAKEN: dict[str, dict[str, object]] = {
     },
     "m --served-model-name one two --host 0.0.0.0 --uvicorn-log-level warning": {
         "aliases": ("one", "two"),
-        "host": "0.0.0.0",  # noqa: S104
+        "host": "0.0.0.0",
         "log_level": "warning",
     },
     "Qwen/Qwen3-1.7B --dtype bfloat16 --seed 0 --no-enable-prefix-caching --block-size 16 --enforce-eager": {
@@ -167,10 +167,10 @@ TAKEN: dict[str, dict[str, object]] = {
     },
 }
 REFUSED = {
-    "m --ssl-keyfile k.pem --ssl-certfile c.pem": "no options --ssl-keyfile (TLS ends at a proxy before the gateway), --ssl",
+    "m --ssl-keyfile k.pem --ssl-certfile c.pem": "no options --ssl-keyfile (TLS ends at a proxy before the gateway), ",
     "m --root-path /api": "no option --root-path: a proxy before the gateway adds a path",
     "m --download-dir /models": "no option --download-dir: set the variable HF_HUB_CACHE",
-    "./m.gguf --tokenizer TinyLlama/TinyLlama-1.1B": "no option --tokenizer: put the tokenizer's files into the model's",
+    "./m.gguf --tokenizer TinyLlama/TinyLlama-1.1B": "no option --tokenizer: put the tokenizer's files into the ",
     """m --speculative-config '{"model": "d", "num_speculative_tokens": 5}'""": "no draft model: --speculative ngram",
     "-m m.gguf -md draft.gguf": "no option -md: speculation has no draft model: --speculative ngram",
     "-m m.gguf --mmproj mm.gguf": "no option --mmproj: images, audio and video are not served",
@@ -181,8 +181,8 @@ REFUSED = {
     "m --config serve.yaml": "each setting is also a variable, PENSTOCK_NODE_<NAME>",
     "m --tool-call-parser pythonic": "'pythonic' is not one of",
     "m --max-num-seq 3 --root-path /x --frobnicate": (
-        "no options --max-num-seq (did you mean --max-num-seqs?), --root-path (a proxy before the gateway adds a path), "
-        "--frobnicate"
+        "no options --max-num-seq (did you mean --max-num-seqs?), "
+        "--root-path (a proxy before the gateway adds a path), --frobnicate"
     ),
 }
 
@@ -232,7 +232,7 @@ def test_every_name_of_another_server_leads_to_an_option_of_ours() -> None:
         ("jobs list", "--limt 3 --stat x", "no options --limt (did you mean --limit?), --stat (did you mean --state?)"),
         ("serve", "m --gpu-memory-utilization 0.9 --device cpu", "--gpu-memory-utilization: needs a GPU; on the CPU, "),
         ("serve", "m --cpu-offload-gb 4 --device cpu", "--cpu-offload-gib: needs a GPU; on the CPU, all weights "),
-        ("serve", "m --replicas 2 --num-threads 4096", "num_threads 4096: each of 2 replicas has "),
+        ("serve", "m --port 0 --replicas 2 --num-threads 4096", "num_threads 4096: each of 2 replicas has "),
         ("serve", "m --speculative-config ngram", "no option --speculative-config: its value must be JSON"),
         ("serve", "m --temp warm", "no option --temp: it needs a number"),
         ("serve", "m --api-key pk-0123456789abcdef-x", "--api-key: has a key of `penstock keys add`"),
