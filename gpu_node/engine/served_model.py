@@ -17,11 +17,11 @@ from penstock.contract.job import MAX_TOKENS_LIMIT, SamplingParams
 from penstock.contract.output import MAX_LOGPROBS_OF_JOB
 from penstock.contract.priority import NUM_LEVELS
 from penstock.contract.tasks import Embed, Pooling
-from penstock.gpu_node.engine.config import EngineConfig
+from penstock.gpu_node.engine.config import EngineConfig, chat_template_of
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.output import BadWords
-from penstock.gpu_node.engine.text.tokenizer import Tokenizer, chat_template_of
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.options import runner_name
 from penstock.gpu_node.model.protocol import Devices as Devices
 from penstock.gpu_node.model.protocol import LoadedModel

@@ -234,6 +234,7 @@ def test_every_name_of_another_server_leads_to_an_option_of_ours() -> None:
         ("serve", "m --cpu-offload-gb 4 --device cpu", "--cpu-offload-gib: needs a GPU; on the CPU, all weights "),
         ("serve", "m --port 0 --replicas 2 --num-threads 4096", "num_threads 4096: each of 2 replicas has "),
         ("serve", "m --speculative-config ngram", "no option --speculative-config: its value must be JSON"),
+        ("serve", "m --chat-template chatml", "--chat-template: cannot read chatml (No such file or directory); "),
         ("serve", "m --temp warm", "no option --temp: it needs a number"),
         ("serve", "m --api-key pk-0123456789abcdef-x", "--api-key: has a key of `penstock keys add`"),
     ],

@@ -363,7 +363,7 @@ def test_a_given_chat_template_is_part_of_the_revision(tiny_model: Path, tmp_pat
 
 def test_a_chat_template_that_is_no_file_is_refused(tiny_model: Path) -> None:
     config = EngineConfig(model=str(tiny_model), chat_template="chatml", dtype="bfloat16")
-    with pytest.raises(ConfigError, match="chat_template: cannot read chatml .*a file with a Jinja template"):
+    with pytest.raises(ConfigError, match=r"chat_template: cannot read chatml .*a file with a Jinja template"):
         load(config, lambda stage, fraction: None)
 
 
