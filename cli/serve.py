@@ -59,6 +59,7 @@ from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.local_redis import RunningRedis
 from penstock.runtime.logging import LOADING_STAGES, LogSettings, ProgressLog, configure_logging
 from penstock.runtime.settings import without_password
+from penstock.runtime.trusted_folders import UntrustedError, trusted_folder
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -325,7 +326,15 @@ def _files_folder(data_dir: Path | None, *, ephemeral: bool) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="penstock-files-") as folder:
             yield folder
     else:
-        yield str((data_dir or state_folder()).resolve() / "files")
+        kept = (data_dir or state_folder()).resolve() / "files"
+        try:
+            trusted_folder(kept, remedy="choose another folder with --data-dir, or set PENSTOCK_FILES_URL")
+        except UntrustedError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}", param="files_url") from error
+        except OSError:
+            # A server without files still answers. The storage names the reason to each caller that stores one.
+            pass
+        yield str(kept)
 
 
 def _check_settings(model: str, of_node: Mapping[str, Any], of_gateway: Mapping[str, Any]) -> GatewaySettings:

@@ -419,6 +419,8 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         server_header=False,
+        # A browser must not take a stored file or a JSON text for a page.
+        headers=[("X-Content-Type-Options", "nosniff")],
         timeout_graceful_shutdown=math.ceil(settings.drain_s) + END_GRACE_S,
         timeout_keep_alive=IDLE_S,
         # BoundedHead closes any connection beyond `max_connections`. So uvicorn's own refusal never applies.

@@ -1,9 +1,10 @@
-"""The entry of each request: the check of its Host header, its authentication, and its scopes."""
+"""The entry of each request: the checks of its Host header and its page, its authentication, and its scopes."""
 
 from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,9 +20,11 @@ from penstock.contract.errors import ForbiddenError, PenstockError, Unauthorized
 from penstock.contract.tenant import ANONYMOUS, ApiKey, identify, identify_given, key_id_of
 from penstock.contract.tenant import Scope as KeyScope
 from penstock.gateway.errors import ErrorShapes, soon
+from penstock.gateway.http.cross_origin import SAFE_METHODS, check_page
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings, given_records
 from penstock.producer.client import AsyncClient
+from penstock.runtime.trusted_folders import open_own, trusted_folder
 
 logger = logging.getLogger("penstock.gateway")
 
@@ -143,12 +146,14 @@ class KeysSeen:
         self.had_keys = path is not None and path.exists()
 
     def note(self) -> None:
-        """Write the note, unless it is there. A folder that cannot be written is logged."""
+        """Write the note, unless it is there. A folder that cannot be written, or that others may write, is logged."""
         if self.had_keys or self._path is None:
             return
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._path.touch(mode=0o600)
+            folder = trusted_folder(
+                self._path.parent, remedy="choose another file with PENSTOCK_GATEWAY_KEYS_SEEN_FILE"
+            )
+            os.close(open_own(folder / self._path.name))
         except OSError as error:
             logger.warning("cannot note that API keys exist", extra={"reason": str(error)})
         self.had_keys = True
@@ -198,7 +203,7 @@ class Entry:
                 only_reads = scope.get("method") in ("GET", "HEAD") and not is_stream
                 async with soon() if only_reads else nullcontext():
                     known = await self._client.api_keys(patience_s=None if "infer" in needed else OPERATOR_PATIENCE_S)
-                caller = self._identify(known, Headers(scope=scope))
+                caller = self._identify(known, scope)
                 caller.require(*needed)
             except PenstockError as error:
                 self._metrics.refused(error)
@@ -210,7 +215,8 @@ class Entry:
             scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, send)
 
-    def _identify(self, known: Mapping[str, ApiKey], headers: Headers) -> ApiKey:
+    def _identify(self, known: Mapping[str, ApiKey], scope: Scope) -> ApiKey:
+        headers = Headers(scope=scope)
         if known:
             self._is_closed = True
             self._seen.note()
@@ -220,13 +226,19 @@ class Entry:
         if self._is_closed and not authorization and _KEY_HEADER in headers:
             return self._holder_of(headers[_KEY_HEADER].strip(), known)
         if self._settings.allow_anonymous:
-            self._hosts.check(headers)
+            self._check_browser(headers, scope)
             return self._keyless(ANONYMOUS if known or self._given else "default", ("infer",))
         if self._is_closed:
             raise UnauthorizedError(self._why_closed(known))
-        self._hosts.check(headers)
+        self._check_browser(headers, scope)
         _refuse_proxies(headers)
         return self._keyless("default", get_args(KeyScope))
+
+    def _check_browser(self, headers: Headers, scope: Scope) -> None:
+        """Refuse what a page of another site sends to a gateway that asks for no key. WebSockets check pages too."""
+        self._hosts.check(headers)
+        if scope["type"] == "http" and scope["method"] not in SAFE_METHODS:
+            check_page(headers, self._settings.cors_origins)
 
     def _holder_of(self, key: str, known: Mapping[str, ApiKey]) -> ApiKey:
         if (given := identify_given(key, self._given, known, self._pepper)) is not None:

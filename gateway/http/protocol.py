@@ -184,11 +184,12 @@ class BoundedHead(HttpToolsProtocol):
         else:
             self._head_error = _wrong_host(
                 sum(name == b"host" for name, _ in self.headers), self.parser.get_http_version()
-            )
+            ) or _wrong_encoding([value for name, value in self.headers if name == b"transfer-encoding"])
         if self._head_error is not None:
             raise self._head_error[0]  # stops the parser; data_received sends the answer
         self._num_head_bytes = 0
         self._stop_waiting()
+        self._take_host_of_target()
         super().on_headers_complete()
         if self.parser.get_http_version() in _WITHOUT_CHUNKS:
             _end_body_by_closing(self.cycle)
@@ -222,6 +223,13 @@ class BoundedHead(HttpToolsProtocol):
         self.handle_websocket_upgrade()
         protocol: Any = self.transport.get_protocol()
         protocol.data_received(rest)
+
+    def _take_host_of_target(self) -> None:
+        """Replace `Host` by the host of an absolute target, such as `http://name/`: that counts (RFC 9112, 3.2.2)."""
+        if self.url.startswith(b"/") or b"://" not in self.url:
+            return
+        authority = self.url.split(b"://", 1)[1].partition(b"/")[0].partition(b"?")[0].rpartition(b"@")[2]
+        self.headers[:] = [field for field in self.headers if field[0] != b"host"] + [(b"host", authority)]
 
     def _reparse_without_upgrade(self, rest: bytes) -> None:
         """Parse the head again without `Upgrade`, because httptools reads no body after an upgrade offer."""
@@ -261,7 +269,8 @@ class BoundedHead(HttpToolsProtocol):
             running.message_event.set()
         if running is None or running.response_complete or not running.response_started:
             body = json.dumps(error_body(error)).encode()
-            head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n{headers}"
+            head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+            head += f"x-content-type-options: nosniff\r\n{headers}"
             self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
 
@@ -277,6 +286,18 @@ def _wrong_host(num_hosts: int, version: str) -> tuple[PenstockError, HTTPStatus
         return None
     message = f"the request has {num_hosts} Host headers; HTTP/1.1 requires exactly one"
     return RequestError(message, code="invalid_http", param="host"), HTTPStatus.BAD_REQUEST
+
+
+def _wrong_encoding(values: list[bytes]) -> tuple[PenstockError, HTTPStatus] | None:
+    """Return the error of a body in a transfer coding that is not decoded here (RFC 9112, 6.1), or None."""
+    given = b", ".join(values)
+    if not values or given.strip().lower() == b"chunked":
+        return None
+    message = (
+        f"Transfer-Encoding {given[:100].decode('latin-1')!r} is not supported: send the body as it is, or chunked"
+    )
+    error = RequestError(message, code="transfer_encoding_unsupported", param="transfer-encoding")
+    return error, HTTPStatus.NOT_IMPLEMENTED
 
 
 def _end_body_by_closing(cycle: RequestResponseCycle) -> None:

@@ -250,7 +250,6 @@ POLICY = (
 """The page's Content-Security-Policy: its own files and its own gateway, and nothing else."""
 _HEADERS = {
     "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     # A browser asks each time, and gets a 304 until the gateway is updated.
     "Cache-Control": "no-cache",

@@ -166,7 +166,7 @@ class WebhookRoutes:
         except SendError as error:
             raise RequestError(f"url: {error}", code="webhook_test_failed", param="url") from None
         shown = {"object": "webhook_endpoint.test", "webhook_endpoint_id": endpoint_id, "event_type": kind}
-        return {**shown, "status_code": answer.status, "success": True}
+        return {**shown, "status_code": answer.status, "success": 200 <= answer.status < 300}
 
     async def deliveries(self, request: Request, endpoint_id: str) -> dict[str, Any]:
         """List deliveries of an endpoint.

@@ -39,6 +39,7 @@ _REFUSED: tuple[Network, ...] = tuple(
         "169.254.0.0/16",  # link-local, and the metadata of most clouds
         "168.63.129.16/32",  # Azure's metadata, which is outside of all reserved networks
         "192.0.0.0/24",  # Oracle's metadata, among others
+        "192.88.99.0/24",  # relays of 6to4, which RFC 7526 withdrew
         "198.18.0.0/15",
         "::/96",
         "64:ff9b:1::/48",

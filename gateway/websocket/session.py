@@ -6,10 +6,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
@@ -21,7 +20,6 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import (
     BusyError,
     ConflictError,
-    ForbiddenError,
     InvariantError,
     NotFoundError,
     PenstockError,
@@ -30,6 +28,7 @@ from penstock.contract.errors import (
 )
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.errors import ErrorShapes, error_body
+from penstock.gateway.http.cross_origin import check_page
 from penstock.gateway.http.protocol import SOCKET_PATH
 from penstock.gateway.http.socket_protocol import EXTENSION, BoundedSocket
 from penstock.gateway.metrics import GatewayMetrics
@@ -205,22 +204,6 @@ SUBPROTOCOL = "penstock"
 _RETRY_AFTER_MS = 5_000
 
 
-def check_origin(headers: Headers, allowed: Sequence[str]) -> None:
-    """Raise ForbiddenError if a page of another site opens the WebSocket. Browsers apply CORS only to HTTP."""
-    origin = headers.get("origin")
-    if origin is None or origin in allowed or "*" in allowed or _host_of(origin) == headers.get("host"):
-        return
-    message = f"Origin {origin[:100]!r} may not open a WebSocket here (cors_origins)"
-    raise ForbiddenError(message, code="origin_not_allowed", param="origin")
-
-
-def _host_of(origin: str) -> str | None:
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return None
-
-
 class SocketCounter:
     """Counts the open WebSockets of a gateway, all of them and those of each API key."""
 
@@ -278,7 +261,7 @@ class StreamSocket:
         caller = scope["state"]["caller"]
         started_s, session = time.monotonic(), None
         try:
-            check_origin(Headers(scope=scope), self._settings.cors_origins)
+            check_page(Headers(scope=scope), self._settings.cors_origins)
             with self._counter.counted(caller), self._metrics.socket():
                 subprotocol = SUBPROTOCOL if SUBPROTOCOL in scope["subprotocols"] else None
                 await send({"type": "websocket.accept", "subprotocol": subprotocol, "headers": []})

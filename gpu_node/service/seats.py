@@ -27,7 +27,8 @@ from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.gpu_node.settings import NodeSettings
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import NodeBroker
-from penstock.runtime.cache_folders import cache_folder
+from penstock.runtime.cache_folders import UNTRUSTED, cache_folder, trusted_cache
+from penstock.runtime.trusted_folders import UntrustedError, open_own
 
 log = logging.getLogger(__package__)
 
@@ -121,20 +122,22 @@ def _socket_seat(node: str, boot_id: str) -> tuple[str, int] | None:
 
 
 def _file_seat(node: str, boot_id: str) -> tuple[str, int] | None:
-    folder = cache_folder() / "seats"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = trusted_cache("seats")
         for number in range(MAX_NODES):
             if (file := _locked(folder / f"{node}-{number}")) is not None:
                 return _name_in(file, boot_id), file
+    except UntrustedError as error:
+        log.warning(UNTRUSTED, extra={"folder": str(cache_folder() / "seats"), "reason": str(error)})
     except OSError as error:
-        log.info("the node cannot take a seat in the cache folder", extra={"folder": str(folder), "reason": str(error)})
+        facts = {"folder": str(cache_folder() / "seats"), "reason": str(error)}
+        log.info("the node cannot take a seat in the cache folder", extra=facts)
     return None
 
 
 def _locked(path: Path) -> int | None:
     """Return the open file, locked until this process ends; None if another process holds the lock."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = open_own(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Another process may have removed the file before the lock, and a third may have created a new one.

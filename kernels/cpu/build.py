@@ -69,7 +69,7 @@ def library_path(
     A new build calls `progress` with the fraction that is done. Tests give the extras: flags for compiler and linker,
     and sources to compile in. Raises BuildError if there is no compiler or the build fails.
     """
-    prebuilt = _prebuilt(isa)
+    prebuilt = prebuilt_library(isa)
     if prebuilt is not None and not extra_flags and not extra_sources:
         return prebuilt
     compiler, sources = _compiler(), (*_sources(), *extra_sources)
@@ -77,7 +77,9 @@ def library_path(
     path = cache / f"penstock-cpu-{isa}-{_digest(' '.join(flags), _version(compiler), sources=sources)}.so"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
+        # Not through a link, and without truncation: a foreign link would otherwise empty the file that it names.
+        flags_of_lock = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with os.fdopen(os.open(path.with_suffix(".lock"), flags_of_lock, 0o600), "r+b") as lock:
             # Other processes wait, rather than compile the same beside this one. The lock ends with its process.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.is_file():
@@ -89,7 +91,7 @@ def origin_of(isa: Isa) -> str:
     """Describe where `library_path` takes the kernels from. Raises BuildError if there is no compiler."""
     package = _package_folder()
     version = "" if package is None else f"{PACKAGE.replace('_', '-')} {importlib.metadata.version(PACKAGE)}"
-    if (found := _prebuilt(isa)) is not None:
+    if (found := prebuilt_library(isa)) is not None:
         return f"of {version}" if found.parent == package else "prebuilt"
     other = f"; {version} has kernels of other sources" if version else ""
     return f"built by {_compiler()} at the first start{other}"
@@ -107,7 +109,7 @@ def prebuilt_name(isa: Isa) -> str:
     return f"penstock-cpu-{isa}-{_digest(sources=_sources())}.so"
 
 
-def _prebuilt(isa: Isa) -> Path | None:
+def prebuilt_library(isa: Isa) -> Path | None:
     """Return the library of these sources that this package or the wheel of kernels ships."""
     folders = [folder for folder in (PREBUILT, _package_folder()) if folder is not None and folder.is_dir()]
     return next((path for folder in folders if (path := folder / prebuilt_name(isa)).is_file()), None)
@@ -183,6 +185,7 @@ def _build(
         with linked.open("rb") as file:
             # A file that is renamed before its content is on disk may be empty after a power failure.
             os.fsync(file.fileno())
+        linked.chmod(0o755)
         linked.rename(path)
     progress(1.0)
 

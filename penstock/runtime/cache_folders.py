@@ -9,8 +9,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from penstock.runtime.trusted_folders import UntrustedError, trusted_folder
+
 _LOG = logging.getLogger(__package__)
 _STEM_BYTES = 100
+UNTRUSTED = "another user may write the cache folder, so it is not used"
+"""A warning, with the reason and the remedy."""
 
 
 def cache_folder() -> Path:
@@ -21,6 +25,14 @@ def cache_folder() -> Path:
     except RuntimeError:
         # The user has no home folder, as in many containers. Writing to this path fails, and the writer reports it.
         return Path("/nonexistent/penstock")
+
+
+def trusted_cache(name: str) -> Path:
+    """Return one of the folders in the cache folder, made if it is missing, with its links resolved.
+
+    Raises OSError if it cannot be made, and UntrustedError, which is one, if another user may write it.
+    """
+    return trusted_folder(trusted_folder(cache_folder()) / name)
 
 
 def state_folder() -> Path:
@@ -56,7 +68,7 @@ def flush_entry(path: Path) -> None:
 
 
 def private_folder(instead_of: Path, error: OSError) -> Path:
-    """Create a folder for this process alone, to replace one that cannot be written, and log a warning.
+    """Create a folder for this process alone, to replace one that is unusable, and log a warning.
 
     The folder is removed when the process exits. Raises OSError if the folder for temporary files is not writable.
     """
@@ -64,5 +76,8 @@ def private_folder(instead_of: Path, error: OSError) -> Path:
     folder = tempfile.mkdtemp(prefix="penstock-cache-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     facts = {"folder": str(instead_of), "reason": str(error), "instead": folder}
-    _LOG.warning("the cache folder cannot be written", extra=facts)
+    if isinstance(error, UntrustedError):
+        _LOG.warning(UNTRUSTED, extra=facts)
+    else:
+        _LOG.warning("the cache folder cannot be written", extra=facts)
     return Path(folder)

@@ -16,11 +16,12 @@ import os
 import re
 import shutil
 import socket
+import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,7 @@ from penstock.runtime.cache_folders import state_folder
 from penstock.runtime.local_redis import SOCKET, LocalAddress, RunningRedis, fits_socket
 from penstock.runtime.process_guard import guarded
 from penstock.runtime.settings import RedisSettings
+from penstock.runtime.trusted_folders import UntrustedError, open_own, trusted_folder
 
 _RECORD = "penstock-server.json"
 _LOCK = "penstock.lock"
@@ -84,11 +86,14 @@ class ServerVersion:
 def lock_folder(data_dir: Path) -> int:
     """Return an open, locked file descriptor. Without the lock, two servers could corrupt one append-only file.
 
-    Raises ConfigError if the folder is not writable or another server uses it.
+    Raises ConfigError if the folder is not writable, if another user owns it or may write it, and if another server
+    uses it.
     """
     try:
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(data_dir / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        folder = trusted_folder(data_dir, remedy="choose another folder with --data-dir")
+        lock = open_own(folder / _LOCK)
+    except UntrustedError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}", param="data_dir") from error
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}; --data-dir chooses another folder, --ephemeral needs none"
         raise ConfigError(problem, param="data_dir") from error
@@ -106,6 +111,7 @@ def claim_for(data_dir: Path, binary: Path) -> None:
 
     Raises ConfigError if the server would not read what another one left in the folder.
     """
+    _close_to_others(data_dir)
     version = ServerVersion.of(binary)
     writer = _last_writer(data_dir)
     if writer is not None and not version.reads_files_of(writer):
@@ -130,6 +136,21 @@ def claim_for(data_dir: Path, binary: Path) -> None:
             os.close(folder)
     except OSError as error:
         raise ConfigError(f"{error.filename or new}: {error.strerror}", param="data_dir") from error
+
+
+def _close_to_others(data_dir: Path) -> None:
+    """Take from other users the right to read what a server left here. Files are prompts, answers and secrets."""
+    for path in (
+        data_dir / _FOLDER_OF_7,
+        *(data_dir / _FOLDER_OF_7).glob("*"),
+        *data_dir.glob("*.aof"),
+        *data_dir.glob("*.rdb"),
+    ):
+        # What cannot be closed is another user's, or a server has just removed it.
+        with suppress(OSError):
+            mode = stat.S_IMODE(path.lstat().st_mode)
+            if mode & 0o077 and not path.is_symlink():
+                path.chmod(mode & ~0o077)
 
 
 def _last_writer(data_dir: Path) -> ServerVersion | None:
@@ -324,6 +345,8 @@ class EmbeddedRedis:
                 stderr=self._log,
                 pass_fds=locks if data_lock is None else (*locks, data_lock),
                 start_new_session=True,
+                # Its files have prompts, answers and webhook secrets.
+                umask=0o077,
             )
         finally:
             if data_lock is not None:

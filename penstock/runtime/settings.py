@@ -31,7 +31,7 @@ _PARTS = ("NODE", "GATEWAY", "CLIENT", "CELERY", "FILES", "RANK")
 """First words of the names that packages have for themselves."""
 _WITHOUT_PART = (
     *("REDIS_URL", "REDIS_URL_FILE", "POOLS", "POOLS_FILE", "KEY_PEPPER", "KEY_PEPPER_FILE", "REDIS_SERVER"),
-    *("RUNTIME_DIR", "LOG_LEVEL", "LOG_FORMAT", "CACHE", "URL", "API_KEY"),
+    *("RUNTIME_DIR", "LOG_LEVEL", "LOG_FORMAT", "CACHE", "CACHE_GROUP", "URL", "API_KEY"),
 )
 """All other names. Variables of other programs may begin like ours, so only what resembles one of these is refused."""
 _SIMILAR = 0.75

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from penstock.contract.errors import ConfigError, RequestError
 from penstock.runtime.cache_folders import flush_entry, state_folder
+from penstock.runtime.trusted_folders import trusted_folder
 
 
 @contextmanager
@@ -89,7 +90,7 @@ def partial_path(output: str) -> Path:
         return Path(f"{output}.partial")
     state = state_folder() / "batch"
     with readable("output"):
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = trusted_folder(state, remedy="set XDG_STATE_HOME to a folder of your own")
     return state / f"{hashlib.blake2b(output.encode(), digest_size=16).hexdigest()}.partial"
 
 

@@ -1,4 +1,4 @@
-"""Cases from public bug reports: one file a kind of fault, a case in about five lines, each through a front door.
+"""Cases from public bug reports: one file a kind of fault, a case in about five lines, each as a user meets it.
 
 `door` is the demo model behind HTTP, as `penstock serve` starts it. A case about other files starts its own server with
 `fakes.served_model.served`.

@@ -212,7 +212,7 @@ def test_data_dir_carries_writes_across_restarts(tmp_path: Path) -> None:
 
 def test_data_dir_that_cannot_be_one_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=f"{tmp_path}/file: File exists") as caught:
+    with pytest.raises(ConfigError, match=f"{tmp_path}/file: Not a directory") as caught:
         EmbeddedRedis(data_dir=tmp_path / "file").start()
     assert caught.value.param == "data_dir"
 
@@ -283,3 +283,17 @@ def test_without_a_url_a_server_is_started(monkeypatch: pytest.MonkeyPatch) -> N
     with resolve_redis() as url, client_of(url) as client:
         assert client.ping()
     assert not folder_of(url).exists()
+
+
+def test_files_of_the_server_are_closed_to_other_users(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        with EmbeddedRedis(data_dir=tmp_path) as server, client_of(server.url) as client:
+            client.set("prompt", "secret")
+            modes = {path.name: path.stat().st_mode & 0o077 for path in tmp_path.rglob("*")}
+    finally:
+        os.umask(before)
+    del modes["penstock-server.json"]
+    assert len(modes) > 2
+    assert set(modes.values()) == {0}

@@ -11,6 +11,11 @@ export function el(tag, props = {}, ...children) {
   return made;
 }
 
+/** Append nodes one by one: a call takes only so many arguments, and a paragraph may have a hundred thousand nodes. */
+export function appendAll(parent, nodes) {
+  for (const node of [...nodes]) parent.append(node);
+}
+
 /** Make an SVG element with attributes. */
 export function svg(tag, attributes = {}, ...children) {
   const made = document.createElementNS(SVG, tag);

@@ -2,7 +2,7 @@
 
 import markdownIt from "./markdown-it.js";
 import Prism from "./prism.js";
-import { copyButton, el } from "./dom.js";
+import { appendAll, copyButton, el } from "./dom.js";
 
 // Some of the expressions that find colors take quadratic time. Longer code, and longer lines, get none.
 const MAX_COLORED = 20_000;
@@ -75,7 +75,7 @@ function nodeOf(tokens, isPlain) {
     const parent = open.at(-1);
     if (token.nesting === 1) open.push(openedBy(token));
     else if (token.nesting === -1) close(open);
-    else if (token.type === "inline") parent.append(...inlineNodes(token.children));
+    else if (token.type === "inline") appendAll(parent, inlineNodes(token.children));
     else if (token.type === "hr") parent.append(el("hr"));
     else parent.append(codeBlock(token.content.replace(/\n$/, ""), isPlain ? "" : token.info.trim().split(/\s/)[0]));
   }
@@ -93,7 +93,7 @@ function openedBy(token) {
 
 function close(open) {
   const made = open.pop();
-  if (made.isHidden) open.at(-1).append(...made.childNodes);
+  if (made.isHidden) appendAll(open.at(-1), made.childNodes);
   else if (made.tagName === "TABLE") open.at(-1).append(el("div", { className: "wide", tabIndex: 0 }, made));
   else open.at(-1).append(made);
 }

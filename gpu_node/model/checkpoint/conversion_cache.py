@@ -11,7 +11,8 @@ from pathlib import Path
 
 from penstock.contract.errors import ConfigError
 from penstock.runtime.cache_folders import cache_folder as cache_folder
-from penstock.runtime.cache_folders import flush, private_folder
+from penstock.runtime.cache_folders import flush, private_folder, trusted_cache
+from penstock.runtime.trusted_folders import check_files, close_to_others
 
 _BUILDING_S = 24 * 60 * 60
 """A temporary folder older than this belongs to a process that died."""
@@ -23,22 +24,25 @@ def built_once(name: str, build: Callable[[Path], None]) -> Path:
     """Return the cached folder `name`; if there is none, `build` writes it to the path that it receives.
 
     Safe against races and crashes: other processes see the whole folder or none. If the cache cannot be written, the
-    folder is built for this process only. Raises ConfigError if no folder can be written.
+    folder is built for this process only. So it is if another user may write the cache, or an entry in it. Raises
+    ConfigError if no folder can be written.
     """
-    folder = cache_folder() / "models" / name
-    if folder.is_dir():
-        return folder
     try:
+        folder = trusted_cache("models") / name
+        if folder.is_dir():
+            check_files(folder)
+            return folder
         building = _building_folder(folder)
     except OSError as error:
         try:
-            folder = private_folder(folder.parent, error) / name
+            folder = private_folder(cache_folder() / "models", error) / name
             building = _building_folder(folder)
         except OSError:
             raise ConfigError(f"PENSTOCK_CACHE: {error}; set it to a folder that can be written") from error
     with building as temporary:
         built = Path(temporary) / "model"
         build(built)
+        close_to_others(built)
         flush(built)
         try:
             built.rename(folder)
@@ -51,7 +55,6 @@ def built_once(name: str, build: Callable[[Path], None]) -> Path:
 
 def _building_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
     """Return a temporary folder next to `folder`. Raises OSError if it cannot be created."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     _sweep(folder.parent, time.time() - _BUILDING_S)
     return tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent)
 

@@ -15,6 +15,9 @@ from typing import Any, Self
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.checkpoint.json_object import read_object, shards_of
+from penstock.runtime.trusted_folders import trusted_folder
+
+log = logging.getLogger("penstock.node")
 
 _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
 _FOLDERS = ["*/*"]
@@ -93,7 +96,18 @@ def _snapshot(
     revision = commit or model.revision
     bar_class = bar_class or _bar_class(0, lambda _: None)
     kinds = {"allow_patterns": names, "ignore_patterns": ignored, "tqdm_class": bar_class}
-    return Path(snapshot_download(model.repo_id, revision=revision, **kinds))
+    folder = Path(snapshot_download(model.repo_id, revision=revision, **kinds))
+    if commit is None:
+        _warn_of_other_writers(folder)
+    return folder
+
+
+def _warn_of_other_writers(folder: Path) -> None:
+    """Log a warning if another user may replace the files of the hub's cache, such as a chat template."""
+    try:
+        trusted_folder(folder, remedy="set HF_HOME to a folder of your own")
+    except OSError as error:
+        log.warning("another user may write the model's files", extra={"folder": str(folder), "reason": str(error)})
 
 
 def _gguf_file(model: HubModel, file: str, progress: Progress) -> Path:

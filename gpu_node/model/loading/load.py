@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import AdapterSource, LoadedModel, ModelRunner, WrittenTokenizer
+from penstock.runtime.cache_folders import cache_folder, private_folder, trusted_cache
 
 if TYPE_CHECKING:
     from penstock.gpu_node.model.torch_common.ranked_runner import PartRunner
@@ -159,6 +161,16 @@ def _load(
     return load_torch(described, options, progress, *([] if links is None else [links]))
 
 
+def _choose_triton_cache() -> None:
+    """Let Triton keep its compiled code in our cache: like our kernels, it is code that a node runs."""
+    if "TRITON_CACHE_DIR" not in os.environ:
+        try:
+            folder = trusted_cache("triton")
+        except OSError as error:
+            folder = private_folder(cache_folder() / "triton", error)
+        os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
 def _load_gpu(
     described: Description, options: RunnerOptions, progress: Progress, links: RankLinks | None
 ) -> tuple[ModelRunner, str] | None:
@@ -169,6 +181,7 @@ def _load_gpu(
             raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
         log.warning("the CPU computes, not the GPU", extra={"reason": reason})
         return None
+    _choose_triton_cache()
     with _torch_for("runner gpu"):
         from penstock.gpu_node.model.gpu.load import load_gpu
 

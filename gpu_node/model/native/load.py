@@ -10,7 +10,6 @@ from pathlib import Path
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
 from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
-from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.lora.library import AdapterLibrary
@@ -33,11 +32,12 @@ from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import RankBytes
 from penstock.gpu_node.model.ranks.group import RankGroup
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
-from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path
+from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path, prebuilt_library
 from penstock.kernels.cpu.library import Activation, NativeModel, Slot, Vector
 from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
 from penstock.kernels.cpu.structs import PANEL, AbiError, Format, KernelError, KvFormat, NativeSpec
-from penstock.runtime.cache_folders import private_folder
+from penstock.runtime.cache_folders import cache_folder, private_folder, trusted_cache
+from penstock.runtime.trusted_folders import check_file
 
 log = logging.getLogger(__package__)
 
@@ -226,19 +226,24 @@ def _kernels(progress: Progress) -> tuple[Isa, Path]:
     if isa is None:
         raise NativeUnavailableError(NO_ISA, NO_ISA_REMEDY)
     try:
-        return isa, _library_in(cache_folder() / "native", isa, progress)
+        return isa, _library(isa, progress)
     except BuildError as error:
         raise NativeUnavailableError(str(error), BUILD_REMEDY) from error
     except OSError as error:
         raise NativeUnavailableError(str(error), "set PENSTOCK_CACHE to a folder that can be written") from error
 
 
-def _library_in(folder: Path, isa: Isa, progress: Progress) -> Path:
-    """Return the kernel library in `folder`, or in a private folder if `folder` cannot be written."""
+def _library(isa: Isa, progress: Progress) -> Path:
+    """Return the library of the package or in the cache, or one in a private folder if the cache is unusable."""
+    if (prebuilt := prebuilt_library(isa)) is not None:
+        return prebuilt
     try:
-        return library_path(isa, folder, lambda done: progress("compile", done))
+        library = library_path(isa, trusted_cache("native"), lambda done: progress("compile", done))
+        check_file(library)
+        return library
     except OSError as error:
-        return library_path(isa, private_folder(folder, error), lambda done: progress("compile", done))
+        folder = private_folder(cache_folder() / "native", error)
+        return library_path(isa, folder, lambda done: progress("compile", done))
 
 
 def _check(described: Description, options: RunnerOptions) -> None:

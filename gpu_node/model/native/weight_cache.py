@@ -16,13 +16,13 @@ from threading import Thread
 from typing import BinaryIO, NamedTuple, TypeAlias
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.description import Description, stamps_of, weights_revision_of
 from penstock.gpu_node.model.checkpoint.stored_tensors import weight_files
 from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter, flush_to_disk
 from penstock.gpu_node.model.native.packed_matrix import OnMatrix
 from penstock.kernels.cpu.structs import Format
-from penstock.runtime.cache_folders import file_stem
+from penstock.runtime.cache_folders import file_stem, trusted_cache
+from penstock.runtime.trusted_folders import check_file, open_own
 
 log = logging.getLogger(__package__)
 
@@ -45,13 +45,17 @@ class WeightCache:
         self._key = _key(described, layout)
         self._needed_bytes = 2 * sum(path.stat().st_size for path in weight_files(described.source))
         name = re.sub(r"[^\w.-]+", "-", (described.source.gguf or described.source.folder.resolve()).name)
-        self._path = cache_folder() / "weights" / f"{file_stem(name)}-{self._key}{_SUFFIX}"
+        self._name = f"{file_stem(name)}-{self._key}{_SUFFIX}"
 
     def opened(self) -> PackedWeights | None:
         """Return the packed weights, or None if they are not packed yet or cannot be read."""
         with suppress(OSError):
-            return _opened(self._path, self._key)
+            return _opened(self._path(), self._key)
         return None
+
+    def _path(self) -> Path:
+        """Return the file's path. Raises OSError if the folder is missing and cannot be made, or is not trusted."""
+        return trusted_cache("weights") / self._name
 
     @property
     def key(self) -> str:
@@ -61,7 +65,7 @@ class WeightCache:
     def descriptor(self) -> int | None:
         """Return a descriptor of the file, for other processes to map; None if it cannot be read. The caller closes."""
         with suppress(OSError):
-            return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(self._path(), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         return None
 
     def is_current(self) -> bool:
@@ -82,7 +86,7 @@ class WeightCache:
         cache folder is unusable, logs a warning and returns None.
         """
         try:
-            return _packed(self._path, self._key, lambda part: self._write(part, pack, on_matrix), wait)
+            return _packed(self._path(), self._key, lambda part: self._write(part, pack, on_matrix), wait)
         except OSError as error:
             log.warning(_NOT_SHARED, extra={"reason": str(error)})
             return None
@@ -91,7 +95,7 @@ class WeightCache:
         """Pack into a locked file, then rename it."""
         # Truncate first: what a killed process left must neither be swept as an old file nor take disk space.
         part.file.truncate(0)
-        folder = self._path.parent
+        folder = part.path.parent
         _sweep(folder, time.time() - _UNUSED_S)
         # Do not fill up the disk for other programs.
         if (free := shutil.disk_usage(folder).free) < self._needed_bytes:
@@ -99,8 +103,8 @@ class WeightCache:
         with PackedWriter(part.file, self._key, on_matrix) as writer:
             writer.finish(pack(writer))
         if part.is_in_place():
-            part.path.rename(self._path)
-            Thread(target=_flush, args=(self._path,), name="penstock-flush", daemon=True).start()
+            path = part.path.rename(part.path.with_name(self._name))
+            Thread(target=_flush, args=(path,), name="penstock-flush", daemon=True).start()
         else:
             log.warning(_NOT_SHARED, extra={"reason": f"{part.path} was removed"})
         return PackedWeights.mapped(part.file, self._key)
@@ -122,6 +126,7 @@ def _stamps(described: Description) -> list[tuple[int, ...]]:
 
 def _opened(path: Path, key: str) -> PackedWeights | None:
     try:
+        check_file(path)
         found = PackedWeights.open(path, key)
     except FileNotFoundError:
         return None
@@ -150,10 +155,9 @@ class _Part(NamedTuple):
 
 def _packed(path: Path, key: str, write: Callable[[_Part], PackedWeights], wait: Callable[[], None]) -> PackedWeights:
     """Lock the temporary file and write it, unless the process that had the lock before did. `wait` for the lock."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     part_path = path.with_suffix(_PART)
     while True:
-        with os.fdopen(os.open(part_path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+        with os.fdopen(open_own(part_path, 0o644), "r+b") as file:
             while not _is_locked(file.fileno()):
                 wait()
             part = _Part(part_path, file)

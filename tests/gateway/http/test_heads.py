@@ -327,3 +327,38 @@ def test_host_header_comes_exactly_once(connection, head, status):
     answer = connection.recv(4096)
     assert answer.split(b" ")[1] == status
     assert status == b"200" or b"Host headers" in answer
+
+
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip,\tchunked", b"x-gzip, chunked", b"identity, chunked"])
+def test_a_transfer_coding_that_is_not_decoded_is_refused(connection: socket.socket, coding: bytes) -> None:
+    connection.sendall(LINE + b"Transfer-Encoding: " + coding + b"\r\n\r\n" + CHUNK + b"0\r\n\r\n")
+    answer = read_answers(connection, 1)
+    assert answer.startswith(b"HTTP/1.1 501 ") and b"transfer_encoding_unsupported" in answer
+
+
+def test_chunked_in_capitals_is_chunked(connection: socket.socket) -> None:
+    connection.sendall(LINE + b"Transfer-Encoding: Chunked\r\n\r\n" + CHUNK + b"0\r\n\r\n")
+    assert read_answers(connection, 1).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        (b"http://evil.example/v1/models", b"localhost", b"403"),
+        (b"http://localhost:1/v1/models", b"evil.example", b"200"),
+        (b"HTTP://user@evil.example/v1/models", b"localhost", b"403"),
+        (b"/v1/models", b"localhost", b"200"),
+    ],
+)
+def test_the_host_of_an_absolute_target_counts(
+    connection: socket.socket, target: bytes, host: bytes, status: bytes
+) -> None:
+    connection.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize("path", [b"/v1/models", b"/", b"/web/main.js", b"/nowhere", b"/v1/files/file-0/content"])
+def test_no_browser_takes_an_answer_for_another_kind_of_file(connection: socket.socket, path: bytes) -> None:
+    connection.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\nAccept: text/html\r\n\r\n")
+    head = connection.recv(1 << 16).partition(b"\r\n\r\n")[0].lower()
+    assert head.count(b"x-content-type-options: nosniff") == 1

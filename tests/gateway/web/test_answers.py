@@ -178,3 +178,9 @@ def test_a_request_is_copied_as_curl_and_as_python_and_both_run(
     assert engine.last_params is not None
     assert (engine.last_params.temperature, engine.last_params.top_k) == (0.5, 7)
     assert copied(chat, "Copy") == "it's a test"
+
+
+@pytest.mark.parametrize("text", ["gate\n" * 70_000, "*a* " * 40_000, "- a\n" * 20_000])
+def test_an_answer_of_many_parts_is_shown(chat: Playground, text: str) -> None:
+    """A call in JavaScript takes about a hundred thousand arguments."""
+    assert len(rendered(chat.page, text)) > len(text)

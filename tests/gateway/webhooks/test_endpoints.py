@@ -279,7 +279,7 @@ def test_a_test_tells_the_status_and_why_there_is_none(
     endpoint = create()
     receiver.reply = lambda _: Reply(418)
     tested = api.webhooks.test(endpoint.id, event_type="response.completed")
-    assert (tested.status_code, tested.success, tested.event_type) == (418, True, "response.completed")
+    assert (tested.status_code, tested.success, tested.event_type) == (418, False, "response.completed")
     receiver.reply = lambda _: Reply(hang_s=1.5)
     with pytest.raises(openai.BadRequestError, match="no answer within 1 s"):
         api.webhooks.test(endpoint.id, event_type="response.completed")

@@ -79,6 +79,20 @@ def test_only_needed_files_are_downloaded(hub: HubServer, change: Callable[..., 
     assert hub.fetched() == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a folder of another user")
+def test_a_hub_cache_of_another_user_is_warned_about(
+    hub: HubServer, change: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.add(MODEL, change())
+    folder = _get(MODEL)
+    assert caplog.records == []
+    os.chown(folder.parent, 54321, -1)
+    assert _get(MODEL) == folder
+    (record,) = caplog.records
+    assert record.getMessage() == "another user may write the model's files"
+    assert "set HF_HOME" in vars(record)["reason"]
+
+
 def test_shards_are_those_of_the_index(hub: HubServer, change: Callable[..., Path]) -> None:
     folder = change("model-1-of-2.safetensors", "model-2-of-2.safetensors", "other.safetensors")
     (folder / WEIGHTS).unlink()

@@ -241,7 +241,7 @@ def test_matrices_are_used_one_by_one_as_they_are_packed(
 
 
 def _no_folder(cache: Path) -> None:
-    cache.parent.mkdir()
+    cache.parent.mkdir(exist_ok=True)
     cache.write_text("a file where the folder should be")
 
 

@@ -177,7 +177,7 @@ def test_changed_files_and_other_formats_have_files_of_their_own(
 
 
 def _no_folder(cache: Path) -> None:
-    cache.parent.mkdir()
+    cache.parent.mkdir(exist_ok=True)
     cache.write_text("a file where the folder should be")
 
 
@@ -190,7 +190,7 @@ def _little_room(_cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "reason"), [(_no_folder, "File exists"), (_full_disk, "too large"), (_little_room, "0 MiB free")]
+    ("harm", "reason"), [(_no_folder, "Not a directory"), (_full_disk, "too large"), (_little_room, "0 MiB free")]
 )
 def test_without_a_writable_cache_weights_are_private_and_the_reason_is_logged(
     llama: Make,
