@@ -14,6 +14,7 @@ import typer
 from typer import _completion_classes
 from typer.core import TyperCommand, TyperGroup
 
+from penstock.cli.option_words import SHOWS_ALL, known_words
 from penstock.contract.errors import EXIT_WRONG_USE, ConfigError, PenstockError, RequestError, UnavailableError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
             "tool_parser",
         ),
         *(
+            "chat_template",
             "reasoning_parser",
             "generation_config",
             "tensor_parallel_size",
@@ -86,6 +88,7 @@ _GATEWAY: Mapping[str, tuple[str, ...]] = {
     "HTTP": ("host", "port", "cors_origins", "unknown_fields", "max_tokens_beyond_context"),
     "Queue": ("redis_url",),
     "Access": (
+        "api_key",
         "require_keys",
         "allow_anonymous",
         "first_key_file",
@@ -262,12 +265,6 @@ _VARIABLE_PREFIXES = {
 }
 """Command → prefix of the environment variables that set its options."""
 
-_NOT_NEEDED = {
-    "--api-key": "`penstock keys add TENANT` makes API keys",
-    "--trust-remote-code": "code that comes with a checkpoint never runs",
-}
-"""Options of vLLM's server that no command has → what is done instead."""
-
 
 def usage_line(error: Any) -> str:
     """Return the line for an error of the parser: what is wrong, and an example or the help to read."""
@@ -303,23 +300,9 @@ def _usage_problem(error: Any) -> str:
         return f"unexpected argument {extra[1]}" if extra else str(error.message)
     if not hasattr(error, "possibilities"):
         return f"{option} needs a value"
-    if instead := _instead_of(option, error.ctx):
-        return f"no option {option}: {instead}"
     known = [name for one in error.ctx.command.params for name in (*one.opts, *one.secondary_opts)]
     nearest = get_close_matches(option, [name for name in known if name.startswith("-")], n=1)
     return f"no option {option}" + (f"; did you mean {nearest[0]}?" if nearest else "")
-
-
-def _instead_of(option: str, ctx: Any) -> str | None:
-    """Return what to do instead of an option of vLLM's server, or of a part of `serve`; None if nothing is known."""
-    if ctx.info_name not in _VARIABLE_PREFIXES:
-        return None
-    for part in ("node", "gateway") if ctx.info_name == "serve" else ():
-        command = ctx.find_root().command.get_command(ctx, part)
-        if found := next((one for one in command.params if option in (*one.opts, *one.secondary_opts)), None):
-            (prefix,) = _VARIABLE_PREFIXES[part]
-            return f"set {prefix}{found.name.upper()}, as for every setting of `penstock {part}`"
-    return _NOT_NEEDED.get(option)
 
 
 def _value_problem(error: typer.BadParameter) -> str:
@@ -423,7 +406,9 @@ class _Page:
         write_text(formatter, ctx.command.help or "")
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        write_parameters(formatter, ctx, ctx.command.get_params(ctx))
+        shows_all = ctx.meta.get(SHOWS_ALL, False)
+        listed = [one for one in ctx.command.get_params(ctx) if shows_all or not getattr(one, "hidden", False)]
+        write_parameters(formatter, ctx, listed)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         write_examples(formatter, ctx.command.help or "")
@@ -438,6 +423,12 @@ class _Page:
 
 class Command(_Page, TyperCommand):
     """One command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line. Options that no command has are refused all at once."""
+        if not ctx.resilient_parsing:
+            args = known_words(ctx, args)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Its errors name the option, or the environment variable, that is wrong."""

@@ -9,7 +9,7 @@ import ast
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from inspect import Parameter, Signature, signature
@@ -96,13 +96,15 @@ def options_of(
     *,
     flags: Mapping[str, Sequence[str]] | None = None,
     shows_defaults: bool = True,
+    shown: Container[str] | None = None,
 ) -> list[Parameter]:
     """Return an option for each of these settings (None: for all), or of other fields with docstrings.
 
     They come in the order of the headings in `command_line.py`.
 
     `flags` maps a setting to its flags if they differ from its name. Without `shows_defaults`, the help texts name no
-    defaults, because an option that is not given changes nothing.
+    defaults, because an option that is not given changes nothing. `shown` has the settings that `--help` lists (None:
+    all of them); `--help-all` lists the others too.
     """
     fields, panels = settings.model_fields, panel_by_setting(settings)
     flags = flags or {}
@@ -111,7 +113,17 @@ def options_of(
     texts = docstrings_of(settings)
     if shows_defaults:
         texts = {name: with_default(text, fields[name]) for name, text in texts.items()}
-    return [_option(name, fields[name], texts.get(name), flags.get(name, ()), panels.get(name)) for name in wanted]
+    return [
+        _option(
+            name,
+            fields[name],
+            flags.get(name, ()),
+            help=texts.get(name),
+            rich_help_panel=panels.get(name),
+            hidden=shown is not None and name not in shown,
+        )
+        for name in wanted
+    ]
 
 
 _BOUNDS = {"ge": "min", "le": "max"}
@@ -173,7 +185,7 @@ def words_of(given: Mapping[str, object], flags: Mapping[str, Sequence[str]] | N
     return tuple(words)
 
 
-def _option(name: str, field: FieldInfo, help_text: str | None, flags: Sequence[str], panel: str | None) -> Parameter:
+def _option(name: str, field: FieldInfo, flags: Sequence[str], **said: Any) -> Parameter:
     kind: Any = list[str] if get_origin(field.annotation) is tuple else field.annotation
-    option = typer.Option(*flags, help=help_text, rich_help_panel=panel)
+    option = typer.Option(*flags, **said)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])

@@ -22,7 +22,9 @@ from urllib.parse import urlsplit
 import typer
 
 from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SAMPLING, SIZE_MB, default_model
+from penstock.cli.option_words import show_all
 from penstock.cli.options import options_of, taken_for, takes, words_of
+from penstock.cli.peers import unread_variables
 from penstock.cli.processes import (
     BackOff,
     ChildCommand,
@@ -41,9 +43,10 @@ from penstock.cli.processes import (
     run_until_stopped,
 )
 from penstock.cli.replicas import replica_commands, replicas_of
-from penstock.cli.services import NODE_FLAGS, missing_packages
+from penstock.cli.services import GATEWAY_FLAGS, NODE_FLAGS, missing_packages
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.gateway.settings import GatewaySettings, check_address
+from penstock.gpu_node.gpus import this_machine
 from penstock.gpu_node.settings import NodeSettings, engine_config, pool_of_model
 from penstock.runtime.cache_folders import state_folder
 from penstock.runtime.embedded_redis import (
@@ -196,17 +199,35 @@ _log = logging.getLogger(__package__)
 GATEWAY_START_TIMEOUT_S = 60.0
 PORT_TIMEOUT_S = 3.0
 """Seconds to wait for the port of an earlier `penstock serve` that is ending, such as one that was killed."""
-_OF_NODE = (
-    *("aliases", "lora", "max_model_len", "num_threads", "revision", "dtype", "quantization", "kv_cache_dtype"),
-    *("runner", "tensor_parallel_size", "pipeline_parallel_size", "load_format", "generation_config", "replicas"),
-    *("kv_cache_gib", "scheduling_policy", "speculative"),
+_OF_NODE = tuple(name for name in NodeSettings.model_fields if name not in ("model", "redis_url"))
+_OF_GATEWAY = tuple(name for name in GatewaySettings.model_fields if name != "redis_url")
+_ONLY_OF_GATEWAY = tuple(name for name in _OF_GATEWAY if name not in _OF_NODE)
+"""A setting of both has one option, which is for both."""
+_SHORT_HELP = frozenset(
+    (
+        *("aliases", "lora", "max_model_len", "num_threads", "revision", "dtype", "quantization", "kv_cache_dtype"),
+        *("runner", "tensor_parallel_size", "pipeline_parallel_size", "load_format", "generation_config", "replicas"),
+        *(
+            "kv_cache_gib",
+            "scheduling_policy",
+            "speculative",
+            "max_num_seqs",
+            "gpu_memory_utilization",
+            "chat_template",
+        ),
+        *("host", "port", "unknown_fields", "max_tokens_beyond_context", "api_key"),
+    )
 )
-_OF_GATEWAY = ("host", "port", "unknown_fields", "max_tokens_beyond_context")
+"""The settings that `--help` shows. `--help-all` shows all of them."""
+_NEEDS_GPU = {
+    "gpu_memory_utilization": "needs a GPU; on the CPU, --kv-cache-gib sizes the KV cache",
+    "cpu_offload_gib": "needs a GPU; on the CPU, all weights are in host memory already",
+}
 
 
 @takes(
-    *options_of(NodeSettings, _OF_NODE, flags=NODE_FLAGS),
-    *options_of(GatewaySettings, _OF_GATEWAY),
+    *options_of(NodeSettings, _OF_NODE, flags=NODE_FLAGS, shown=_SHORT_HELP),
+    *options_of(GatewaySettings, _ONLY_OF_GATEWAY, flags=GATEWAY_FLAGS, shown=_SHORT_HELP),
     *options_of(LogSettings),
 )
 def serve(
@@ -235,17 +256,22 @@ def serve(
     maxmemory_mib: Annotated[
         int, typer.Option(min=16, help="Memory limit of that Redis in MiB.")
     ] = DEFAULT_MAXMEMORY_MIB,
+    help_all: Annotated[
+        bool, typer.Option("--help-all", is_eager=True, callback=show_all, help="Show all options and exit.")
+    ] = False,
     **given: Any,
 ) -> None:
     """Serve a model on this machine with one command: Redis, a node and a gateway.
 
-    Clients and commands of this user find its Redis by themselves. All other settings of `penstock node` and
-    `penstock gateway` can be set with the environment variables PENSTOCK_NODE_<NAME> and PENSTOCK_GATEWAY_<NAME>.
+    Clients and commands of this user find its Redis by themselves. It takes all options of `penstock node` and
+    `penstock gateway`, and many names of vLLM, SGLang and llama.cpp; --help-all shows them. Each setting is also a
+    variable: PENSTOCK_NODE_<NAME> or PENSTOCK_GATEWAY_<NAME>.
 
     Examples:
         penstock serve
         penstock serve ORG/MODEL:FILE.gguf --port 8080
         penstock serve model.gguf --kv-cache-dtype int8 --quantization int8
+        penstock serve -m model.gguf -c 4096 -t 4
     """
     logs = LogSettings.load(**taken_for(LogSettings, given))
     of_node, of_gateway = ({name: given[name] for name in names} for names in (_OF_NODE, _OF_GATEWAY))
@@ -257,24 +283,30 @@ def serve(
         model = default_model()
         if _node_settings(model, of_node).generation_config == "auto":
             of_node["generation_config"] = SAMPLING
-    _check_settings(model, of_node, of_gateway)
+    gateway = _check_settings(model, of_node, of_gateway)
     settings = _node_settings(model, of_node)
     replicas = replicas_of(settings, ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size)
     if ephemeral and data_dir is not None:
         raise ConfigError("ephemeral: --ephemeral keeps nothing in the folder of --data-dir; give one of them")
     configure_logging(logs, prefix=log_prefix("serve"))
+    for theirs, ours in unread_variables(os.environ).items():
+        _log.warning("a variable of another server is not read", extra={"variable": theirs, "ours": ours})
     folders = {"data_dir": data_dir, "default_dir": None if ephemeral else default_data_folder()}
     with find_or_start_redis(redis_url, **folders, maxmemory_mib=maxmemory_mib) as (url, server):
         kept_in = server.data_dir if isinstance(server, EmbeddedRedis) else data_dir
-        of_gateway["keys_seen_file"] = keys_seen_file(str(kept_in.resolve()) if kept_in else without_password(url))
-        words = (words_of(of_node, NODE_FLAGS), words_of(of_gateway))
+        if of_gateway["keys_seen_file"] is None:
+            of_gateway["keys_seen_file"] = keys_seen_file(str(kept_in.resolve()) if kept_in else without_password(url))
+        # Arguments are visible to all users of a machine, variables are not.
+        secrets = {GatewaySettings.variable_of("api_key"): key} if (key := of_gateway.pop("api_key")) else {}
+        words = (words_of(of_node, NODE_FLAGS), words_of(of_gateway, GATEWAY_FLAGS))
         _log_start(model, url, server)
         try:
             with _files_folder(data_dir, ephemeral=ephemeral) as files:
                 nodes = replica_commands(
                     node_command(model, url, arguments=words[0]), replicas, drain_s=settings.drain_s
                 )
-                run_until_stopped(_serve(url, server, model, nodes, words[1], logs, files))
+                shared = {**secrets, "PENSTOCK_FILES_URL": files}
+                run_until_stopped(_serve(url, server, model, nodes, words[1], logs, shared, gateway))
         except ProcessDiedError as error:
             # The log above has the last lines of the process.
             is_download = model == ON_HUB and any(word in error.why for word in ("download", "hub"))
@@ -305,17 +337,22 @@ def _files_folder(data_dir: Path | None, *, ephemeral: bool) -> Iterator[str]:
         yield str(kept)
 
 
-def _check_settings(model: str, of_node: Mapping[str, Any], of_gateway: Mapping[str, Any]) -> None:
-    """Raise ConfigError, which names the setting, for settings that the node or the gateway would refuse.
+def _check_settings(model: str, of_node: Mapping[str, Any], of_gateway: Mapping[str, Any]) -> GatewaySettings:
+    """Return the gateway's settings.
 
-    A port that is in use is one of them.
+    Raises ConfigError, which names the setting, for settings that the node or the gateway would refuse. A port that is
+    in use is one of them.
     """
-    gateway = GatewaySettings.load(**of_gateway)
-    config = engine_config(_node_settings(model, of_node))
+    gateway, node = GatewaySettings.load(**of_gateway), _node_settings(model, of_node)
+    config = engine_config(node)
+    of_gpu = next((name for name in _NEEDS_GPU if getattr(node, name)), None)
+    if of_gpu is not None and not node.wants_gpu and (node.runner != "auto" or not this_machine().gpus):
+        raise ConfigError(f"{of_gpu}: {_NEEDS_GPU[of_gpu]}", param=of_gpu)
     for name, folder in config.lora.items():
         if not folder.expanduser().is_dir():
             raise ConfigError(f"lora: adapter {name}: there is no folder {folder}", param="lora")
     asyncio.run(check_address(gateway.host, gateway.port, wait_s=PORT_TIMEOUT_S))
+    return gateway
 
 
 def keys_seen_file(queue: str) -> Path:
@@ -335,13 +372,15 @@ async def _serve(
     nodes: Sequence[ChildCommand],
     of_gateway: Sequence[str],
     logs: LogSettings,
-    files: str,
+    shared: Mapping[str, str],
+    gateway: GatewaySettings,
 ) -> None:
-    async with Supervisor(relay_of(logs), {**log_variables(logs), "PENSTOCK_FILES_URL": files}) as supervisor:
+    """Run the parts. `shared` has the environment variables of all parts."""
+    async with Supervisor(relay_of(logs), {**log_variables(logs), **shared}) as supervisor:
         # Counted meanwhile, before the node has taken any of them.
         started = start_all(supervisor, redis_url, model, nodes, of_gateway)
         ready, waiting = await asyncio.gather(started, _waiting_jobs(server))
-        _print_ready(*ready, redis_url, is_local=server is not None)
+        _print_ready(*ready, redis_url, is_local=server is not None, needs_key=gateway.api_key is not None)
         _say_what_waits(waiting, ready[0]["pool"])
         # A restarted gateway must use the same port, even if port 0 was requested, because callers know this one.
         port = str(urlsplit(ready[1]["url"]).port)
@@ -419,12 +458,13 @@ def _log_start(model: str, redis_url: str, server: EmbeddedRedis | RunningRedis 
     _log.info("starting", extra={"model": model, "redis": without_password(redis_url)})
 
 
-def _print_ready(node: Event, gateway: Event, redis_url: str, *, is_local: bool) -> None:
+def _print_ready(node: Event, gateway: Event, redis_url: str, *, is_local: bool, needs_key: bool) -> None:
     body = {"model": node["pool"], "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
     data = shlex.quote(json.dumps(body))
     print(f"\nServing {node['pool']} at {gateway['url']}/v1   (page: {gateway['url']}/)")
     print(f"Redis: {without_password(redis_url)}\n")
-    print(f"  curl -N {gateway['url']}/v1/chat/completions -H 'Content-Type: application/json' -d {data}")
+    key = '-H "Authorization: Bearer $KEY" ' if needs_key else ""
+    print(f"  curl -N {gateway['url']}/v1/chat/completions {key}-H 'Content-Type: application/json' -d {data}")
     if is_local:
         print("  penstock submit 'Hello!'")
     print(flush=True)

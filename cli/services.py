@@ -18,9 +18,9 @@ from penstock.cli.options import docstrings_of, options_of, taken_for, takes, wo
 from penstock.cli.output import exit_code_of
 from penstock.cli.processes import node_command
 from penstock.cli.replicas import replicas_of, run_replicas
-from penstock.contract.errors import ConfigError, PenstockError
-from penstock.contract.tenant import UNLIMITED, Scope
-from penstock.gateway.settings import GatewaySettings
+from penstock.contract.errors import ConfigError, ConflictError, PenstockError
+from penstock.contract.tenant import MIN_SAFE_CHARS, UNLIMITED, Scope, given_keys
+from penstock.gateway.settings import GatewaySettings, given_records
 from penstock.gpu_node.gpus import version_of
 from penstock.gpu_node.settings import VLLM_NAME_BY_NAME, NodeSettings, engine_config
 from penstock.runtime import event_loop
@@ -88,14 +88,15 @@ def missing_packages(extra: str) -> list[str]:
     return found
 
 
-_FLAGS = {
+GATEWAY_FLAGS = {
     "cors_origins": ("--cors-origin",),
     "allowed_hosts": ("--allowed-host",),
     "webhook_allowed_networks": ("--webhook-allowed-network",),
 }
+"""Flags of settings whose flag differs from the setting's name."""
 
 
-@takes(*options_of(GatewaySettings, flags=_FLAGS), *options_of(LogSettings))
+@takes(*options_of(GatewaySettings, flags=GATEWAY_FLAGS), *options_of(LogSettings))
 def gateway(**given: Any) -> None:
     """Serve the OpenAI API for the pools of a Redis, and of those that PENSTOCK_POOLS names.
 
@@ -116,7 +117,30 @@ def gateway(**given: Any) -> None:
     configure_logging(logs)
     if settings.first_key_file is not None:
         _make_first_key(url, settings.first_key_file)
+    if settings.api_key is not None:
+        _store_given_keys(url, settings)
     run(settings)
+
+
+def _store_given_keys(redis_url: str, settings: GatewaySettings) -> None:
+    """Store the records of the keys that an operator brings, so that `penstock keys` and batches know them."""
+    records = given_records(settings, KeySettings.load().key_pepper)
+    if any(len(key) < MIN_SAFE_CHARS for key in given_keys(settings.api_key or "")):
+        _log.warning("a given API key is short enough to be guessed", extra={"min_chars": MIN_SAFE_CHARS})
+
+    async def store() -> None:
+        from penstock.queue.broker.connection import connect
+        from penstock.queue.tenants.key_store import KeyStore
+
+        async with connect(redis_url) as redis:
+            for record in records.values():
+                await KeyStore(redis).add_given(record)
+
+    try:
+        asyncio.run(store())
+    except ConflictError as error:
+        raise ConfigError(f"api_key: {error.message}", param="api_key") from error
+    _log.info("requests need one of the given API keys", extra={"key_ids": sorted(records)})
 
 
 def _make_first_key(redis_url: str, path: Path) -> None:

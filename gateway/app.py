@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import resource
 import signal
@@ -355,7 +356,7 @@ class _Server(uvicorn.Server):
     With port 0 the operating system chooses the port, so a supervisor can only learn it from that line.
     """
 
-    def __init__(self, config: uvicorn.Config, *, drain_s: int, gateway: Gateway) -> None:
+    def __init__(self, config: uvicorn.Config, *, drain_s: float, gateway: Gateway) -> None:
         super().__init__(config)
         self._drain_s = drain_s
         self._gateway = gateway
@@ -420,7 +421,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         server_header=False,
         # A browser must not take a stored file or a JSON text for a page.
         headers=[("X-Content-Type-Options", "nosniff")],
-        timeout_graceful_shutdown=settings.drain_s + END_GRACE_S,
+        timeout_graceful_shutdown=math.ceil(settings.drain_s) + END_GRACE_S,
         timeout_keep_alive=IDLE_S,
         # BoundedHead closes any connection beyond `max_connections`. So uvicorn's own refusal never applies.
         limit_concurrency=max_connections_of(settings) + 1,

@@ -11,13 +11,14 @@ import errno
 import time
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.priority import ClassName
+from penstock.contract.tenant import ApiKey, given_keys, given_record
 from penstock.runtime.settings import Settings
 
 UnknownFields = Literal["refuse", "ignore"]
@@ -28,6 +29,9 @@ class GatewaySettings(Settings):
     """Settings of one gateway process, frozen for its lifetime. Field docstrings are the flags' help texts."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_")
+
+    unchecked_env: ClassVar[frozenset[str]] = Settings.unchecked_env | {"API_KEY_FILE"}
+    secrets: ClassVar[frozenset[str]] = frozenset({"api_key"})
 
     redis_url: str | None = None
     """URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL, or the Redis of this user's penstock serve."""
@@ -58,8 +62,12 @@ class GatewaySettings(Settings):
     """Most WebSockets that one API key may have open at this gateway."""
     max_socket_streams: int = Field(default=64, ge=1)
     """Most streams that one WebSocket may have open."""
-    drain_s: int = Field(default=30, ge=0)
+    drain_s: float = Field(default=30.0, ge=0.0, allow_inf_nan=False)
     """Seconds that open answers may continue after SIGTERM."""
+    api_key: str | None = Field(default=None, repr=False)
+    """Keys of any form, one of which each request must have, separated by commas. A command line is visible to all
+    users of a machine: PENSTOCK_GATEWAY_API_KEY or a file named by PENSTOCK_GATEWAY_API_KEY_FILE is not. Default: the
+    keys of `penstock keys`."""
     require_keys: bool = False
     """Require an API key for every request, even while no keys exist. On an address that other machines reach, the
     gateway does that by itself."""
@@ -108,12 +116,25 @@ class GatewaySettings(Settings):
     """An origin whose pages may call this gateway (CORS), such as https://app.example. Repeat the flag for several. `*`
     and `null` allow any page; they need API keys, and the gateway requires one from its start then. Default: none."""
 
+    @field_validator("api_key")
+    @classmethod
+    def _are_keys(cls, value: str | None) -> str | None:
+        if value is not None:
+            given_keys(value)
+        return value
+
     @field_validator("webhook_allowed_networks")
     @classmethod
     def _are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
             ip_network(text, strict=False)
         return value
+
+
+def given_records(settings: GatewaySettings, pepper: str) -> dict[str, ApiKey]:
+    """Return the records of the keys that the setting `api_key` gives, by id."""
+    records = (given_record(key, pepper) for key in (given_keys(settings.api_key) if settings.api_key else ()))
+    return {record.key_id: record for record in records}
 
 
 _POLL_S = 0.1

@@ -16,7 +16,7 @@ from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.problems import config_error
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.config import DEFAULT_KV_CACHE_GIB as DEFAULT_KV_CACHE_GIB
-from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig, EngineOptions, for_device
+from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig, EngineOptions, chat_template_of, for_device
 from penstock.queue.policy import PolicyName
 from penstock.queue.policy_state import SHARE_WINDOW_MS
 from penstock.runtime.settings import Settings
@@ -188,6 +188,8 @@ def replica_name(name: str, number: int) -> str:
 
 def engine_config(settings: NodeSettings) -> EngineConfig:
     """Return the settings of the node's engine. Raises ConfigError for settings that contradict each other."""
+    if settings.chat_template is not None:
+        chat_template_of(settings.chat_template)  # A missing file is an error before anything starts.
     shared = EngineConfig.model_fields.keys() & NodeSettings.model_fields.keys()
     try:
         return EngineConfig(**{name: getattr(settings, name) for name in shared})

@@ -111,6 +111,9 @@ OF_ONE_REQUEST = {
 OF_ONE_USER = {
     "cli.bench.connection:_headers",
     "cli.main:_load",
+    "cli.option_words:_sampling",
+    "cli.option_words:notices",
+    "cli.option_words:problems",
     "cli.options:_docstrings_in",
     "cli.top.reader:_seen",
     "contract.fields:names_at",

@@ -69,6 +69,7 @@ _SECRETS = (
     (re.compile(r"(\w+://)[^\s\"']*@"), rf"\1{HIDDEN}@"),
     (re.compile(r"([?&](?:password|token|key|secret|signature)=)[^&#\s\"']*", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\b(pk-|sk-|hf_|whsec_)[A-Za-z0-9_\-+/=]{8,}"), rf"\1{HIDDEN}"),
+    (re.compile(r"(--api[-_]keys?[=\s]+)\S+"), rf"\1{HIDDEN}"),
     (re.compile(r"(Bearer\s+)[A-Za-z0-9._\-+/=]{8,}", re.IGNORECASE), rf"\1{HIDDEN}"),
 )
 """Passwords in URLs, secrets in queries, API keys of ours and of others, and headers."""

@@ -17,12 +17,12 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.contract.errors import ForbiddenError, PenstockError, UnauthorizedError
-from penstock.contract.tenant import ANONYMOUS, ApiKey, identify, key_id_of
+from penstock.contract.tenant import ANONYMOUS, ApiKey, identify, identify_given, key_id_of
 from penstock.contract.tenant import Scope as KeyScope
 from penstock.gateway.errors import ErrorShapes, soon
 from penstock.gateway.http.cross_origin import SAFE_METHODS, check_page
 from penstock.gateway.metrics import GatewayMetrics
-from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.settings import GatewaySettings, given_records
 from penstock.producer.client import AsyncClient
 from penstock.runtime.trusted_folders import open_own, trusted_folder
 
@@ -187,6 +187,7 @@ class Entry:
         self._settings = settings
         self._seen = KeysSeen(settings.keys_seen_file)
         self._pepper = pepper
+        self._given = given_records(settings, pepper)
         self._doubted = set[str]()
         """Ids of keys whose wrong secret was logged; at most one for each key."""
         self._is_closed = is_closed_without_keys(settings) or self._seen.had_keys
@@ -226,7 +227,7 @@ class Entry:
             return self._holder_of(headers[_KEY_HEADER].strip(), known)
         if self._settings.allow_anonymous:
             self._check_browser(headers, scope)
-            return self._keyless(ANONYMOUS if known else "default", ("infer",))
+            return self._keyless(ANONYMOUS if known or self._given else "default", ("infer",))
         if self._is_closed:
             raise UnauthorizedError(self._why_closed(known))
         self._check_browser(headers, scope)
@@ -240,6 +241,8 @@ class Entry:
             check_page(headers, self._settings.cors_origins)
 
     def _holder_of(self, key: str, known: Mapping[str, ApiKey]) -> ApiKey:
+        if (given := identify_given(key, self._given, known, self._pepper)) is not None:
+            return given
         try:
             return identify(key, known, self._pepper)
         except UnauthorizedError:
@@ -256,22 +259,27 @@ class Entry:
         return ApiKey(key_id="", digest="", tenant=tenant, scopes=frozenset(scopes), highest_class=highest)
 
     def _why_closed(self, known: Mapping[str, ApiKey]) -> str:
-        if not known and self._seen.had_keys:
+        if not known and not self._given and self._seen.had_keys:
             return (
                 "this gateway had API keys, and they are missing now: restore them with Redis's data, "
                 "or make new ones with `penstock keys add TENANT`"
             )
-        if not known and not self._settings.require_keys:
+        if not known and not self._given and not self._settings.require_keys:
             return (
                 "this gateway has no API keys, and other machines reach its address: make one with "
                 "`penstock keys add TENANT`, or start the gateway with --allow-anonymous"
             )
-        return "this gateway requires an API key: Authorization: Bearer pk-… or x-api-key: pk-…"
+        form = "KEY" if self._given else "pk-…"
+        return f"this gateway requires an API key: Authorization: Bearer {form} or x-api-key: {form}"
 
 
 def is_closed_without_keys(settings: GatewaySettings) -> bool:
     """Return whether a gateway refuses callers without a key even while no keys exist."""
-    return settings.require_keys or not (settings.allow_anonymous or is_loopback(settings.host))
+    return (
+        settings.require_keys
+        or settings.api_key is not None
+        or not (settings.allow_anonymous or is_loopback(settings.host))
+    )
 
 
 def _refuse_proxies(headers: Headers) -> None:
@@ -288,7 +296,7 @@ async def tell_without_keys(client: AsyncClient, settings: GatewaySettings) -> N
     """Log a warning if callers without an API key are served, or if none can be, because there are no keys."""
     if settings.allow_anonymous:
         logger.warning("this gateway serves callers without an API key (--allow-anonymous)")
-    elif not await client.api_keys():
+    elif settings.api_key is None and not await client.api_keys():
         if is_closed_without_keys(settings):
             logger.warning("this gateway refuses every request: there are no API keys (penstock keys add)")
         else:

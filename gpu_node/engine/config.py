@@ -30,6 +30,9 @@ class EngineOptions(RunnerSettings):
     """Sampling of requests that do not set it. auto: what the model's generation_config.json recommends; none: OpenAI's
     defaults; or the path of such a file, or its JSON. The fields are temperature, top_p, top_k, min_p and
     repetition_penalty."""
+    chat_template: str | None = None
+    """Jinja template of chats, instead of the model's: the path of a file, or the template itself. Nodes with different
+    templates have different revisions of the model."""
     preemption: PreemptionName = "auto"
     """How a preempted sequence resumes: its blocks are swapped or recomputed; auto: the cheaper of both."""
     enable_prefix_caching: bool = True
@@ -143,3 +146,19 @@ class EngineConfig(EngineOptions, RunnerOptions):
 
 ModelOrConfig: TypeAlias = str | Path | EngineConfig
 """A model by hub id or path, or the config that names it."""
+
+
+def chat_template_of(setting: str) -> str:
+    """Return the template that the setting `chat_template` gives: a file's content, or the text itself.
+
+    Raises ConfigError for a file that is missing or cannot be read.
+    """
+    if "\n" in setting or "{" in setting:
+        return setting
+    path = Path(setting).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        reason = f"cannot read {path} ({why}); it must be a file with a Jinja template, or the template itself"
+        raise ConfigError(f"chat_template: {reason}", param="chat_template") from None

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from penstock.contract.job import MAX_TOKENS_LIMIT, SamplingParams
 from penstock.contract.output import MAX_LOGPROBS_OF_JOB
 from penstock.contract.priority import NUM_LEVELS
 from penstock.contract.tasks import Embed, Pooling
-from penstock.gpu_node.engine.config import EngineConfig
+from penstock.gpu_node.engine.config import EngineConfig, chat_template_of
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.output import BadWords
@@ -45,6 +45,7 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
     # One prompt gains nothing from the tokenizer's own thread pool, and a process that has one cannot fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Torch is imported only here: modules that import the engine for its records do not pay for it.
+    from penstock.gpu_node.model.checkpoint.description import revision_with
     from penstock.gpu_node.model.checkpoint.generation_config import sampling_defaults
     from penstock.gpu_node.model.loading.load import find_model, load_found
 
@@ -52,6 +53,7 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
     # cores, they stop spinning at barriers, which costs a step 40 % of its speed.
     with ThreadPoolExecutor(1, "penstock-load") as loader:
         # A collection would scan the many objects of a vocabulary, again and again, and free none.
+        template = None if config.chat_template is None else chat_template_of(config.chat_template)
         with no_collection():
             found = loader.submit(find_model, config.model, config, progress, revision=config.revision).result()
         loading = loader.submit(load_found, found, config, progress)
@@ -59,10 +61,14 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
         try:
             defaults = sampling_defaults(config.generation_config, found.source.folder)
             vocab_size = found.described.spec.vocab_size
-            tokenizer = Tokenizer(found.source.folder, vocab_size=vocab_size, written=found.tokenizer)
+            tokenizer = Tokenizer(
+                found.source.folder, vocab_size=vocab_size, written=found.tokenizer, chat_template=template
+            )
         finally:
             # If both fail, the error of the runner is raised.
             model = loading.result()
+    if template is not None:
+        model = replace(model, revision=revision_with(model.revision, template))
     return model, tokenizer, defaults
 
 

@@ -148,6 +148,57 @@ def mint(pepper: str) -> tuple[str, str, str]:
     return f"pk-{key_id}-{secret}", key_id, _digest(pepper, key_id, secret)
 
 
+# Keys that an operator brings (`--api-key`) may have any form. Such a key has a record like others, under an id that is
+# made from the key. So `penstock keys` shows it, limits it and revokes it. Only gateways that were started with it
+# accept it.
+
+MAX_GIVEN_CHARS = 256
+MIN_SAFE_CHARS = 16
+"""Characters below which a given key can be guessed."""
+GIVEN_LABEL = "--api-key"
+_GIVEN = re.compile(r"[!-+\--~]{1,256}")
+
+
+def given_keys(text: str) -> tuple[str, ...]:
+    """Return the keys that commas, spaces or line ends separate. Lines that begin with # are comments.
+
+    Raises ValueError, which does not contain a key.
+    """
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    keys = tuple(dict.fromkeys(key for line in lines for key in re.split(r"[,\s]+", line) if key))
+    if not keys:
+        raise ValueError("has no key")
+    if any(_GIVEN.fullmatch(key) is None for key in keys):
+        raise ValueError(f"has a key that is not 1 to {MAX_GIVEN_CHARS} printable ASCII characters")
+    if any(_KEY.fullmatch(key) for key in keys):
+        raise ValueError(
+            "has a key of `penstock keys add`, which every gateway of its Redis accepts without this option"
+        )
+    return keys
+
+
+def given_record(key: str, pepper: str) -> ApiKey:
+    """Return the record of a key that an operator brings."""
+    key_id = _digest(pepper, GIVEN_LABEL, key)[: 2 * _ID_BYTES]
+    digest, scopes = _digest(pepper, key_id, key), frozenset[Scope](("infer", "metrics"))
+    return ApiKey(key_id=key_id, digest=digest, tenant="default", scopes=scopes, label=GIVEN_LABEL)
+
+
+def identify_given(key: str, given: Mapping[str, ApiKey], known: Mapping[str, ApiKey], pepper: str) -> ApiKey | None:
+    """Return the record of `key` if it is one of the `given` ones, by id; None otherwise, or if it is revoked.
+
+    What an operator set later, such as limits, is in `known`.
+    """
+    if not given or len(key) > MAX_GIVEN_CHARS:
+        return None
+    said = given_record(key, pepper)
+    ours = given.get(said.key_id)
+    if ours is None or not hmac.compare_digest(ours.digest.encode(), said.digest.encode()):
+        return None
+    record = known.get(said.key_id, ours)
+    return None if record.is_revoked else record
+
+
 def identify(key: str, known: Mapping[str, ApiKey], pepper: str) -> ApiKey:
     """Return the record of `key`.
 

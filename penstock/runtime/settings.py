@@ -84,18 +84,21 @@ class _Environment(EnvSettingsSource):
 
 
 class _SecretFiles(PydanticBaseSettingsSource):
-    """Files with secrets: `PENSTOCK_<NAME>_FILE` names one, else systemd's credential `penstock_<name>` is read.
+    """Files with secrets: a setting's variable with `_FILE` names one, else systemd's credential of that name is read.
+
+    `PENSTOCK_KEY_PEPPER_FILE` names the file of the setting key_pepper, and its credential is `penstock_key_pepper`.
 
     A secret in a file is neither in the list of processes nor in their environment. A line end at its end is dropped.
     """
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         """Return a secret, its name, and whether it is JSON; value None without a file."""
-        variable = f"{_SHARED_PREFIX}{field_name.upper()}_FILE"
+        setting = cast(Any, self.settings_cls).variable_of(field_name)
+        variable = f"{setting}_FILE"
         if given := os.environ.get(variable):
             return _secret_in(Path(given), variable), field_name, False
         folder = os.environ.get("CREDENTIALS_DIRECTORY")
-        credential = Path(folder, f"{_SHARED_PREFIX.lower()}{field_name}") if folder else None
+        credential = Path(folder, setting.lower()) if folder else None
         if credential is None or not credential.is_file():
             return None, field_name, False
         return _secret_in(credential, "CREDENTIALS_DIRECTORY"), field_name, False
@@ -164,9 +167,8 @@ class Settings(BaseSettings):
         """Return what sets each setting that does not have its default: a variable, or a file with a secret."""
         of_files = {}
         for name in _SecretFiles(cls)():
-            variable = f"{_SHARED_PREFIX}{name.upper()}_FILE"
-            folder = os.environ.get("CREDENTIALS_DIRECTORY", "")
-            of_files[name] = os.environ.get(variable) or str(Path(folder, f"{_SHARED_PREFIX.lower()}{name}"))
+            folder, setting = os.environ.get("CREDENTIALS_DIRECTORY", ""), cls.variable_of(name)
+            of_files[name] = os.environ.get(f"{setting}_FILE") or str(Path(folder, setting.lower()))
         return of_files | {name: cls.variable_of(name) for name in _Environment(cls)() if name in cls.model_fields}
 
     @classmethod

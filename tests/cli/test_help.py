@@ -32,6 +32,9 @@ def test_help_fits_80_columns_and_names_every_option_in_full(path: tuple[str, ..
     shown = run_command(*path, "--help", COLUMNS="80").stdout
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
+    if any(getattr(parameter, "hidden", False) for parameter in command.params):
+        shown = run_command(*path, "--help-all", COLUMNS="80").stdout
+        assert max(map(len, shown.splitlines())) <= 80
     words = set(shown.replace(",", " ").replace("[", " ").replace("]", " ").split())
     for parameter in command.params:
         names = {*parameter.opts, *parameter.secondary_opts}

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
-from penstock.contract.errors import ForbiddenError, NotFoundError, RequestError, UnauthorizedError
-from penstock.contract.tenant import UNLIMITED, ApiKey, Terms, identify
+from penstock.contract.errors import ConflictError, ForbiddenError, NotFoundError, RequestError, UnauthorizedError
+from penstock.contract.tenant import UNLIMITED, ApiKey, Terms, given_keys, given_record, identify, identify_given
 from penstock.queue import keys
 from penstock.queue.tenants.key_store import KeyStore
 
@@ -87,3 +87,51 @@ async def test_wrong_field_of_a_new_key_is_named(redis: Redis, tenant: str, labe
     with pytest.raises(RequestError) as caught:
         await KeyStore(redis).add(tenant, ["infer"], UNLIMITED, label=label)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("text", "keys_in_it"),
+    [
+        ("token-abc123", ("token-abc123",)),
+        ("one,two three\nfour\n# a comment\n  five, one", ("one", "two", "three", "four", "five")),
+    ],
+)
+def test_keys_of_an_operator_are_separated(text: str, keys_in_it: tuple[str, ...]) -> None:
+    assert given_keys(text) == keys_in_it
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (" , ", "has no key"),
+        ("secret\N{EURO SIGN}", "printable ASCII"),
+        ("x" * 257, "1 to 256"),
+        (f"pk-{'0' * 16}-x", "keys add"),
+    ],
+)
+def test_a_wrong_key_of_an_operator_is_refused_and_not_shown(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as refused:
+        given_keys(text)
+    assert text not in str(refused.value)
+
+
+async def test_a_key_of_an_operator_has_a_record_with_terms_and_can_be_revoked(redis: Redis) -> None:
+    store, record = KeyStore(redis), given_record("token-abc123", "salt")
+    given = {record.key_id: record}
+    await store.add_given(record)
+    await store.change(record.key_id, {}, {"max_open_jobs": 3})
+    await store.add_given(record)  # as a restarted gateway does
+    known = await store.all()
+    found = identify_given("token-abc123", given, known, "salt")
+    assert found is not None and found.terms.max_open_jobs == 3
+    assert b"token-abc123" not in b"".join((await cast(Any, redis.hgetall(keys.API_KEYS))).values())
+
+    assert identify_given("token-abc123", given, {}, "salt") == record, "Redis may have lost it"
+    assert identify_given("token-abc124", given, known, "salt") is None
+    assert identify_given("token-abc123", given, known, "pepper") is None
+    assert identify_given("token-abc123", {}, known, "salt") is None, "a gateway without it does not accept it"
+
+    await store.revoke(record.key_id)
+    assert identify_given("token-abc123", given, await store.all(), "salt") is None
+    with pytest.raises(ConflictError, match="is revoked; give another one"):
+        await store.add_given(record)

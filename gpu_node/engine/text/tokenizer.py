@@ -188,10 +188,18 @@ In the alphabet printable Latin-1 stands for itself. Other bytes are shifted pas
 class Tokenizer:
     """The tokenizer of a model folder. Thread-safe."""
 
-    def __init__(self, folder: Path, *, vocab_size: int = 0, written: WrittenTokenizer | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        vocab_size: int = 0,
+        written: WrittenTokenizer | None = None,
+        chat_template: str | None = None,
+    ) -> None:
         """`vocab_size`: the model's, which may be padded beyond the tokenizer's; the additional ids have no text.
 
-        `written`: the tokenizer in memory, if this process has just written it to the folder.
+        `written`: the tokenizer in memory, if this process has just written it to the folder. `chat_template` replaces
+        that of the folder.
 
         Raises ConfigError for a folder without a usable tokenizer, or with an unsupported kind.
         """
@@ -204,9 +212,8 @@ class Tokenizer:
         self._long_texts = LongTextEncoder(files.backend, separator)
         self._chats = ChatEncoder(files.backend, separator, self._long_texts)
         self._special_tokens = files.special_tokens
-        self._template = (
-            None if files.chat_template is None else ChatTemplate(files.chat_template, files.special_tokens)
-        )
+        template = files.chat_template if chat_template is None else chat_template
+        self._template = None if template is None else ChatTemplate(template, files.special_tokens)
         self._decoder_steps = _decoder_steps(self._backend)
         tokens = tokens_by_id(self._backend) if written is None else written.tokens
         self.token_bytes = self._token_table(tokens, vocab_size)

@@ -95,6 +95,11 @@ def revision_of(source: ModelSource, arithmetic: str) -> str:
     return _with_weights(digest, source)
 
 
+def revision_with(revision: str, chat_template: str) -> str:
+    """Return the revision of a model whose chats are written by another template than that of its files."""
+    return hashlib.blake2b(chat_template.encode(), key=revision.encode(), digest_size=16).hexdigest()
+
+
 def weights_revision_of(source: ModelSource, arithmetic: str) -> str:
     """Return what `revision_of` does, but without the tokenizer, whose file is large."""
     return _with_weights(hashlib.blake2b(arithmetic.encode(), digest_size=16), source)

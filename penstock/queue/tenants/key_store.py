@@ -86,6 +86,21 @@ class KeyStore:
             await self._redis.hset(keys.API_KEYS, key_id, record.model_dump_json())
         return key, record
 
+    async def add_given(self, record: ApiKey) -> None:
+        """Store the record of a key that an operator brings, unless it is there; what was set later stays.
+
+        Raises ConflictError if the key is revoked.
+        """
+        found = (await self.all()).get(record.key_id)
+        if found is not None and found.is_revoked:
+            message = f"the given API key {record.key_id} is revoked; give another one"
+            raise ConflictError(message, code="key_revoked", param="api_key")
+        if found is None:
+            record = record.model_copy(update={"created_s": int(time.time())})
+            with translated():
+                await self._redis.hset(keys.key_terms(), record.key_id, record.public_json())
+                await self._redis.hset(keys.API_KEYS, record.key_id, record.model_dump_json())
+
     async def find(self, name: str, *, or_revoked: bool = False) -> ApiKey:
         """Return the key with this id, or the only key in use with this label or tenant.
 

@@ -19,6 +19,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.engine.config import EngineConfig
+from penstock.gpu_node.engine.served_model import load
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.architecture.spec import Llama3Scaling, Rope
 from penstock.gpu_node.model.checkpoint import source
@@ -344,6 +346,25 @@ def test_revision_of_a_gguf_file_depends_on_content_and_arithmetic_and_not_on_it
     assert revision_of(ModelSource(folder, files[1]), "x") == first
     assert revision_of(ModelSource(tiny_model, files[2]), "x") != first
     assert revision_of(ModelSource(tiny_model, files[0]), "y") != first
+
+
+def test_a_given_chat_template_is_part_of_the_revision(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ 1 }}")
+
+    def revision(chat_template: str | None) -> str:
+        config = EngineConfig(model=str(tiny_model), chat_template=chat_template, dtype="bfloat16")
+        return load(config, lambda stage, fraction: None)[0].revision
+
+    own, given, of_file, other = map(revision, (None, "{{ 1 }}", str(file), "{{ 2 }}"))
+    assert given == of_file
+    assert len({own, given, other}) == 3
+
+
+def test_a_chat_template_that_is_no_file_is_refused(tiny_model: Path) -> None:
+    config = EngineConfig(model=str(tiny_model), chat_template="chatml", dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"chat_template: cannot read chatml .*a file with a Jinja template"):
+        load(config, lambda stage, fraction: None)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
