@@ -254,8 +254,8 @@ def test_page_shows_states_waits_backlog_and_shares_of_engine_time(page: Page, s
         expect(times.get_by_role("row", name="ITL")).to_have_text("Time between tokens (ITL)–––")
         expect(pool.locator(".node .load")).to_have_text(
             "3 jobs running · 2 of 16 sequences in the batch, 1 waiting · step 0 ms · 75 % of prompt tokens from the "
-            "cache in the last minute · 75 % of the held KV slots store a token, 25 % is fragmentation · model 1,100 MiB · "
-            "5 preemptions, 4 by swap · 2 ranks, lost 1 time · stages idle 25 %, 50 % · "
+            "cache in the last minute · 75 % of the held KV slots store a token, 25 % is fragmentation · "
+            "model 1,100 MiB · 5 preemptions, 4 by swap · 2 ranks, lost 1 time · stages idle 25 %, 50 % · "
             "a step exchanges for 1.5 ms and waits for 12 ms · weights by rank: 600 + 500 MiB · "
             "KV blocks by rank: 40 + 30 MiB · GPU 50 % busy · 20 of 80 GiB GPU memory"
         )
