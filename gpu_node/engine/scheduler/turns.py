@@ -60,7 +60,7 @@ class RequestTurns:
         """Order the sequences for a step of at most `num_tokens` tokens."""
         batch, table, rows = self._batch, self._batch.table, self._batch.rows
         lacking, takes_part = self._lacking_tokens(only_foreground=only_foreground)
-        self._lacking = {}
+        self._lacking.clear()
         if int(lacking[takes_part].sum()) <= num_tokens:
             self._turns.forget()
             return

@@ -82,6 +82,10 @@ class ReferenceTokenizer:
         """Return the bytes of a text."""
         return list(text.encode()) or [0]
 
+    def encode_prompt(self, text: str, owner: object) -> list[int]:
+        """Return what `encode` does."""
+        return self.encode(text)
+
     def encode_chat(
         self,
         messages: Sequence[dict[str, Any]],
