@@ -192,7 +192,7 @@ class ByAdapter:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether sequences take turns under the inner policy."""
+        """Whether sequences get a step's tokens in turns under the inner policy."""
         return self._inner.takes_turns
 
     def added(self, seq: Sequence) -> None:

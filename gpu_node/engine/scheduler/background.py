@@ -22,7 +22,7 @@ from penstock.gpu_node.engine.scheduler.budget import StepLimits, StepTime, Step
 from penstock.gpu_node.engine.scheduler.input_batch import InputBatch
 from penstock.gpu_node.engine.scheduler.queues import Grants, WaitingQueues
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
-from penstock.gpu_node.engine.scheduler.turns import Turns
+from penstock.gpu_node.engine.scheduler.turns import StepTurns
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
 
@@ -171,7 +171,7 @@ class BackgroundBudget:
         self._queues = queues
         self._time = step_time
         self._present: set[Sequence] = set()
-        self._turns = Turns()
+        self._turns = StepTurns()
         self._is_held_back = self._has_protected = False
 
     @property

@@ -12,7 +12,7 @@ from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Step
 
 
-class Turns:
+class StepTurns:
     """The number of the last step in which each of some sequences had its turn."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class RequestTurns:
 
     def __init__(self, batch: RunningBatch) -> None:
         self._batch = batch
-        self._turns = Turns()
+        self._turns = StepTurns()
         self._lacking: dict[Sequence, int] = {}
         """The tokens that each sequence lacks which waits for its turn."""
 
