@@ -34,7 +34,7 @@ BY_TENANT = {
     "gpu_node.engine.structured.compiler:_pending": "_Key; the single flight of trials",
     "gpu_node.engine.structured.compiler:_used": "_Key",
     "gpu_node.engine.structured.lanes:_waiting": "tenant; trials in order of arrival",
-    "gpu_node.engine.text.encoder:_known": "(Owner, piece of a chat); an Owner is (tenant, cache_salt)",
+    "gpu_node.engine.text.encoder:_known": "(Owner, piece of a chat or plain prompt); an Owner is (tenant, cache_salt)",
     "gpu_node.taking.preparation:_trials_of": "tenant",
     "gpu_node.taking.preparation:_chats_of": "tenant; no text of a request",
     "gpu_node.taking.preparation:_long_prompts_of": "tenant; no text of a request",

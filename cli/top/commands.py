@@ -151,7 +151,7 @@ def _node_table(nodes: Sequence[NodeRow], is_wide: bool) -> Table:
     table.add_column("KV used", no_wrap=True, min_width=cells + 5)
     has_gpu = any(node.gpu_utilization is not None for node in nodes)
     names = ["run", "wait", "in/s", "out/s", "batch", "step"]
-    names += ["p99", "hits", "preempt", "used+cached/blocks", "memory"] if is_wide else []
+    names += ["p99", "hits", "preempt", "used+cached/blocks", "frag", "memory", "model"] if is_wide else []
     names += ["GPU", "GPU memory"][: 1 + is_wide] if has_gpu else []
     for name in names:
         table.add_column(name, no_wrap=True, justify="right")
@@ -175,9 +175,10 @@ def _cells(node: NodeRow, bar_cells: int, is_wide: bool) -> list[RenderableType]
     found.append(f"{_short(node.step_ms_p50)}ms")
     if is_wide:
         blocks = f"{node.kv_blocks_used}+{node.kv_blocks_cached}/{node.kv_blocks_total}"
-        memory = f"{node.process_bytes / 2**20:,.0f}M" if node.process_bytes else "–"
+        memory, model = (f"{size / 2**20:,.0f}M" if size else "–" for size in (node.process_bytes, node.weight_bytes))
+        lost = "–" if node.page_utilization is None else f"{1 - node.page_utilization:.0%}"
         hits = "–" if node.prefix_hit_rate is None else f"{node.prefix_hit_rate:.0%}"
-        found += [f"{_short(node.step_ms_p99)}ms", hits, str(node.num_preemptions), blocks, memory]
+        found += [f"{_short(node.step_ms_p99)}ms", hits, str(node.num_preemptions), blocks, lost, memory, model]
     return found
 
 

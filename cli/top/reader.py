@@ -56,7 +56,11 @@ class NodeRow:
     num_preemptions: int = 0
     step_ms_p50: float = 0.0
     step_ms_p99: float = 0.0
+    page_utilization: float | None = None
+    """Share of the held blocks' slots that store a token; the rest is fragmentation. None if no block is held."""
     process_bytes: int = 0
+    weight_bytes: int = 0
+    """Memory of the model's weights; 0 if it is not known."""
     arithmetic: str = ""
     num_ranks: int = 1
     """Processes that compute its model together."""
@@ -263,7 +267,9 @@ class TopReader:
             num_preemptions=pressure.num_preemptions,
             step_ms_p50=pressure.step_ms_p50,
             step_ms_p99=pressure.step_ms_p99,
+            page_utilization=pressure.page_utilization,
             process_bytes=pressure.process_bytes,
+            weight_bytes=pressure.weight_bytes,
             arithmetic=pressure.arithmetic,
             num_ranks=pressure.num_ranks,
             num_rank_losses=pressure.num_rank_losses,

@@ -193,8 +193,6 @@ class EngineStats(EngineLoad):
     """Choices that ended because of their grammar."""
     grammar_host_failures: int = 0
     """1 once the grammar processes cannot be served. Requests with structured output fail from then on."""
-    weight_bytes: int = 0
-    """Memory of the model's weights; 0 if the runner does not know it."""
     block_bytes: int = 0
     """Memory of a KV block over all layers."""
     gpu_uuid: str = ""

@@ -54,6 +54,11 @@ def _number(value: object) -> object:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+def _kv_cache_dtype(given: str) -> str:
+    """Return the one name of each type: vLLM has three for an fp8 cache, and here all of them are fp8."""
+    return "fp8" if given.startswith("fp8") else given
+
+
 class RunnerSettings(BaseModel):
     """The settings of a runner that engines and nodes share; `EngineOptions` adds those of the engine.
 
@@ -77,9 +82,12 @@ class RunnerSettings(BaseModel):
     else float32."""
     quantization: Literal["auto", "none", "int8", "int8_group", "int4", "fp8"] = "auto"
     """Format of the weight matrices; auto: as stored. int8_group needs the native runner, fp8 needs a GPU."""
-    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
-    """Type of the KV cache. native: bfloat16 (auto), float16 or int8; a GPU: its compute type
-    (auto), int8 or fp8."""
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"],
+        AfterValidator(_kv_cache_dtype),
+    ] = "auto"
+    """Type of the KV cache. native: bfloat16 (auto), float16 or int8, which it also takes for fp8; a GPU: its compute
+    type (auto), int8 or fp8. fp8_e4m3 and fp8_e5m2 are taken as fp8, which is e4m3."""
     block_size: Annotated[Literal[8, 16, 32, 64], BeforeValidator(_number)] = 16
     """Tokens per KV block. With 8, torch computes on CPUs, several times slower; 64 is meant for GPUs."""
     kv_cache_gib: float | None = Field(default=None, gt=0.0)

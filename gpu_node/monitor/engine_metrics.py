@@ -85,9 +85,9 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
         if (values := getattr(stats, name)) is not None:
             yield histogram(f"penstock_engine_{name}", text, values)
     yield gauge("penstock_engine_kv_usage_ratio", "Share of the KV blocks that sequences hold.", kv_usage(stats))
-    held = (stats.kv_blocks_total - stats.kv_blocks_free) * stats.block_size
+    used = stats.page_utilization
     text = "Share of the held blocks' slots that store a token; the rest is fragmentation."
-    yield gauge("penstock_engine_page_utilization_ratio", text, stats.kv_tokens_used / held if held else 1.0)
+    yield gauge("penstock_engine_page_utilization_ratio", text, 1.0 if used is None else used)
     lookups = stats.prefix_lookup_tokens
     text = "Share of the prompt tokens that the prefix cache had, since the engine's start."
     yield gauge("penstock_engine_prefix_hit_ratio", text, stats.prefix_hit_tokens / lookups if lookups else 0.0)

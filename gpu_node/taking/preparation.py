@@ -424,4 +424,4 @@ def _encode_whole(
         # The time is part of the job, so that another node renders the same chat.
         now = created_at(job_id)
         return tokenizer.encode_chat(messages, request.tools, variables, now=now, owner=owner, max_tokens=max_tokens)
-    return tokenizer.encode(request.prompt or "")
+    return tokenizer.encode_prompt(request.prompt or "", (tenant, request.params.cache_salt))

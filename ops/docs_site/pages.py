@@ -71,6 +71,7 @@ NAV: Nav = {
         "States of the queue": "docs/QUEUE.md",
         "Ranks": "docs/RANKS.md",
         "Limits": "docs/LIMITS.md",
+        "Departures": "docs/DEPARTURES.md",
         "Numbers": "docs/NUMBERS.md",
         "Glossary": "docs/GLOSSARY.md",
     },

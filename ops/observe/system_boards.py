@@ -277,6 +277,20 @@ NODES = Board(
                     (f"penstock_engine_kv_usage_ratio{_OF_NODE}", "{{instance}}"),
                 ),
                 graph(
+                    "Utilization and fragmentation of held blocks",
+                    "percentunit",
+                    "Share of their slots that store a token, and the share behind the last token of each sequence.",
+                    (f"penstock_engine_page_utilization_ratio{_OF_NODE}", "utilization {{instance}}"),
+                    (f"1 - penstock_engine_page_utilization_ratio{_OF_NODE}", "fragmentation {{instance}}"),
+                ),
+                graph(
+                    "Memory of the model and of the KV cache",
+                    "bytes",
+                    "The model's weights, and the blocks of the KV cache on the device and on the host.",
+                    (f"penstock_engine_model_bytes{_OF_NODE}", "model {{instance}}"),
+                    (f"penstock_engine_kv_cache_bytes{_OF_NODE}", "KV cache {{instance}} {{tier}}"),
+                ),
+                graph(
                     "Prefix cache",
                     "ops",
                     "Tokens that were looked up and found, per second.",

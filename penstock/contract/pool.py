@@ -67,12 +67,20 @@ class EngineLoad:
     """Largest number of tokens in a step; below the configured limit after a step ran out of memory."""
     process_bytes: int = 0
     """Physical memory of the engine's process."""
+    weight_bytes: int = 0
+    """Memory of the model's weights; 0 if the runner does not know it, or from a node of an earlier release."""
     arithmetic: str = ""
     """The runner and the formats of weights and KV cache with which it computes."""
     num_ranks: int = 1
     """Processes that compute the model together."""
     num_rank_losses: int = 0
     """Times that one of them was lost, and they were started again."""
+
+    @property
+    def page_utilization(self) -> float | None:
+        """Share of the held blocks' slots that store a token; the rest is fragmentation. None if no block is held."""
+        held = (self.kv_blocks_total - self.kv_blocks_free) * self.block_size
+        return self.kv_tokens_used / held if held else None
 
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 600.0, 3600.0)

@@ -11,7 +11,8 @@ work, `fcfs` considers age only. The other policies serve class by class, most u
     sjf        the job with the lowest predicted remaining cost: an estimate that shrinks as its output grows
     fair       the oldest job of the tenant with the lowest virtual time (`VirtualTimes`)
     round_robin  the same, but each start advances the tenant's virtual time by one turn, whatever the job costs and
-                 whatever the tenant's weight is. So tenants with queued work start one job each in turn.
+                 whatever the tenant's weight is. So tenants with queued work start one job each in turn. Inside an
+                 engine, steps that are too small for all sequences deal their tokens to them in turns.
 
 *Aging.* The head of a class of foreground work is its oldest job; under `fair`
 and `round_robin`, the job that would start next. It

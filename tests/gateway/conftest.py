@@ -60,6 +60,9 @@ class ByteTokenizer:
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         return list(text.encode())
 
+    def encode_prompt(self, text: str, owner: object) -> list[int]:
+        return self.encode(text)
+
     def encode_chat(
         self,
         messages: Sequence[dict[str, Any]],

@@ -237,6 +237,9 @@ class NodeView {
       `${number(node.num_running)} of ${count(node.max_num_seqs, "sequence")} in the batch, ${number(node.num_waiting)} waiting`,
       `step ${duration(node.step_ms_p50)}`,
       node.prefix_hit_rate === null ? "" : `${percent(node.prefix_hit_rate)} of prompt tokens from the cache in the last minute`,
+      node.page_utilization === null ? "" : `${percent(node.page_utilization)} of the held KV slots store a token, ` +
+        `${percent(1 - node.page_utilization)} is fragmentation`,
+      node.weight_bytes ? `model ${number(node.weight_bytes / 2 ** 20)} MiB` : "",
       `${count(node.num_preemptions, "preemption")}, ${number(node.num_swaps)} by swap`,
       ...(node.num_ranks > 1 ? ranksOf(node) : []),
       node.gpu_utilization === null ? "" : `GPU ${percent(node.gpu_utilization)} busy`,

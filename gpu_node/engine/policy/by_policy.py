@@ -176,6 +176,11 @@ class ByPolicy:
         """Whether tenants have shares of the device and of a step's budget."""
         return self._config.name == "fair"
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether sequences get a step's tokens in turns."""
+        return self._config.name == "round_robin"
+
     def added(self, seq: Sequence) -> None:
         """Predict the output length of a sequence that is about to be queued."""
         limit = seq.end_rule.max_tokens

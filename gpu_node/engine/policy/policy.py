@@ -32,6 +32,10 @@ class SchedulingPolicy(Protocol):
     def has_shares(self) -> bool:
         """Whether tenants have shares of the device and of a step's budget."""
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether sequences get a step's tokens in turns where these do not suffice for all."""
+
     def added(self, seq: Sequence) -> None:
         """Note that a sequence is about to be queued."""
 
@@ -83,7 +87,7 @@ def in_turns(waiting: Iterable[Sequence]) -> Iterator[list[Sequence]]:
 class FirstComeFirstServed:
     """First come, first served: no sequence overtakes another, and the newest running one is preempted."""
 
-    has_shares = False
+    has_shares = takes_turns = False
 
     def added(self, seq: Sequence) -> None:
         """Do nothing: the queue keeps the order of arrival."""
@@ -185,6 +189,11 @@ class ByAdapter:
     def has_shares(self) -> bool:
         """Whether tenants have shares under the inner policy."""
         return self._inner.has_shares
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether sequences get a step's tokens in turns under the inner policy."""
+        return self._inner.takes_turns
 
     def added(self, seq: Sequence) -> None:
         """Note that a sequence is about to be queued."""

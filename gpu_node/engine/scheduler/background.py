@@ -22,6 +22,7 @@ from penstock.gpu_node.engine.scheduler.budget import StepLimits, StepTime, Step
 from penstock.gpu_node.engine.scheduler.input_batch import InputBatch
 from penstock.gpu_node.engine.scheduler.queues import Grants, WaitingQueues
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
+from penstock.gpu_node.engine.scheduler.turns import StepTurns
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
 
@@ -170,9 +171,7 @@ class BackgroundBudget:
         self._queues = queues
         self._time = step_time
         self._present: set[Sequence] = set()
-        self._ran_at = np.zeros(limits.max_num_seqs, dtype=np.int64)
-        """The number of the last step of each row."""
-        self._num_steps = 0
+        self._turns = StepTurns()
         self._is_held_back = self._has_protected = False
 
     @property
@@ -276,11 +275,10 @@ class BackgroundBudget:
         table, rows, seqs = self._batch.table, self._batch.rows, self._batch.seqs
         whole_ms, decoded_ms = left_ms, self._time.decode_ms(1) - self._time.decode_ms(0)
         granted = np.zeros_like(table.num_computed)
-        indices = table.is_background[rows].nonzero()[0]
-        self._num_steps += 1
+        indices = table.is_background[rows].nonzero()[0].tolist()
         num_running = 0
-        for i in indices[np.argsort(self._ran_at[rows[indices]], kind="stable")].tolist():
-            row, seq = rows[i], seqs[i]
+        for seq in self._turns.begin_step(seqs[i] for i in indices):
+            row = seq.row
             lacking = int(table.num_tokens[row] - table.num_computed[row])
             scored = seq.is_scoring
             token_ms = decoded_ms
@@ -293,7 +291,8 @@ class BackgroundBudget:
                 continue
             num_tokens = min(lacking, num_fitting, self._limits.max_prefill_beside_decode)
             if num_tokens:
-                granted[row], self._ran_at[row] = num_tokens, self._num_steps
+                granted[row] = num_tokens
+                self._turns.note(seq)
                 num_running += num_tokens == lacking
                 left_ms -= num_tokens * token_ms
                 max_tokens -= num_tokens

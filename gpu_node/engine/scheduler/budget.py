@@ -187,13 +187,13 @@ class StepSize:
 
 
 def ends_within_budget(budget: int, starts: Ints, num_tokens: Ints) -> Ints:
-    """Spend a budget on sequences in order; return the end of each one that gets tokens."""
+    """Spend a budget on sequences in order; return the end of each one up to the last that gets tokens."""
     lacking = num_tokens - starts
     if sum(lacking.tolist()) <= budget:
         return num_tokens
     spent = np.cumsum(lacking)
     ends: Ints = num_tokens - np.maximum(spent - budget, 0).astype(np.int32)
-    served: Ints = ends[ends > starts]
+    served: Ints = ends[: np.count_nonzero(spent - lacking < budget)]
     return served
 
 

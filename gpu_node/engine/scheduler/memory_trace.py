@@ -25,8 +25,8 @@ _LOG_EVERY_S = 60.0
 _NUM_LOGGED = 32
 """Records in a log message, at most one message a minute: after one out-of-memory error every step may fail."""
 _GROWTH = 1.1
-"""At the log level `debug`, growth of the process by this factor is logged at once, since the kernel's OOM killer gives
-no time to log the records."""
+"""Growth of the process by this factor is logged at once, since the kernel's OOM killer gives no time to log the
+records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,4 +129,4 @@ class MemoryTrace:
         self._records.append(record)
         if record.resident_bytes > _GROWTH * self._logged_bytes:
             self._logged_bytes = record.resident_bytes
-            log.debug("memory grew", extra={"record": str(record)})
+            log.info("memory grew", extra={"record": str(record)})

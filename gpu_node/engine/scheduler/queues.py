@@ -162,18 +162,19 @@ class Admission:
             self.recompute(self._queues.swapped[-1])
             self._offer(grants)
 
-    def start_newcomers(self) -> None:
-        """Start a queued foreground sequence of each tenant that computes no prompt, without tokens.
+    def start_newcomers(self, *, one_of_a_tenant: bool = True) -> None:
+        """Start queued foreground sequences without tokens: one of each tenant that computes no prompt, or all.
 
-        Otherwise it would wait until the other tenants' prompts leave something of a step's budget.
+        Otherwise they would wait until the other prompts leave something of a step's budget.
         """
-        busy = self._batch.tenants_in_prefill()
+        busy = self._batch.tenants_in_prefill() if one_of_a_tenant else set()
         started: list[tuple[deque[Sequence], Sequence]] = []
 
         def start(seq: Sequence) -> bool:
             if seq.tenant in busy or not self._isolator.may_join(seq, self._batch.seqs) or not self.fits(seq):
                 return False
-            busy.add(seq.tenant)
+            if one_of_a_tenant:
+                busy.add(seq.tenant)
             started.append((self._queues.queue_of(seq), seq))
             self._start(seq)
             return True

@@ -232,6 +232,14 @@ class RunningBatch:
         self.seqs[:] = [self.seqs[i] for i in indices] + others
         self._changed()
 
+    def put_last(self, last: list[Sequence]) -> None:
+        """Move running sequences behind the others, in the given order."""
+        moved = set(last)
+        order = [seq for seq in self.seqs if seq not in moved] + last
+        if order != self.seqs:
+            self.seqs[:] = order
+            self._changed()
+
     def tenants_in_prefill(self) -> set[str]:
         """Return the tenants of running sequences that lack more than one token."""
         lacking = self.table.num_tokens[self.rows] - self.table.num_computed[self.rows]

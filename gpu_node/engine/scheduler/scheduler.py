@@ -26,6 +26,7 @@ from penstock.gpu_node.engine.scheduler.input_batch import NO_GUIDES, InputBatch
 from penstock.gpu_node.engine.scheduler.preemption import Preemptor, SwapCost
 from penstock.gpu_node.engine.scheduler.queues import Admission, PrefixHits, WaitingQueues, leave_group
 from penstock.gpu_node.engine.scheduler.running import RunningBatch, StepOutcome, StepProgress
+from penstock.gpu_node.engine.scheduler.turns import RequestTurns
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget, StepCost
 from penstock.gpu_node.engine.steps import Ints, Step, step_of
@@ -131,6 +132,7 @@ class Scheduler:
         self._progress = StepProgress(self._batch)
         sequences = self._batch, self.queues
         self._has_shares, self._prefers_shortest = policy.has_shares, True
+        self._turns = RequestTurns(self._batch) if policy.takes_turns else None
         self._admission = Admission(memory, *sequences, policy, self._isolator)
         self._preemptor = Preemptor(
             memory, *sequences, self._admission, times.swap_cost, policy, self._isolator, limits.max_num_seqs
@@ -243,6 +245,9 @@ class Scheduler:
         if not self.running:
             return None
         budget = StepBudget(num_small) if num_small else self._budget(running=step)
+        if self._turns is not None:
+            # Which sequences get tokens decides how many blocks the step needs.
+            self._deal_in_turns(self._turns, budget)
         if not self._has_free_blocks(budget):
             return None
         if self._preemptor.yielding(self.max_step_tokens) or self._preemptor.preemption_request() is not None:
@@ -372,6 +377,8 @@ class Scheduler:
         cached: list[int] = []
         if self._has_shares:
             self._share_budget(budget.tokens, is_ahead=is_ahead)
+        if self._turns is not None and not is_ahead:
+            self._deal_in_turns(self._turns, budget)
         preemptions_before = self.num_preemptions
         ends = self._schedule_running(budget, cached)
         if self.num_preemptions == preemptions_before and len(ends) == len(self.running):
@@ -379,6 +386,8 @@ class Scheduler:
         self._in_flight = self._step(ends, cached)
         if self._has_shares and self._in_flight is not None:
             self._small_steps.note_full(self._in_flight)
+        if self._turns is not None and self._in_flight is not None:
+            self._turns.note(self._in_flight)
         return self._in_flight
 
     def _decide_small(self, num_small: int) -> Step | None:
@@ -406,6 +415,13 @@ class Scheduler:
             self._admission.start_newcomers()
         self._batch.share_prefill(shortest_first=self._prefers_shortest)
         self._prefers_shortest = not self._prefers_shortest
+
+    def _deal_in_turns(self, turns: RequestTurns, budget: StepBudget) -> None:
+        """Where a step has too few tokens for all sequences, let each have its turn, those that wait included."""
+        only_foreground = budget.granted is not None
+        if self.queues and turns.is_short(budget.tokens, only_foreground=only_foreground):
+            self._admission.start_newcomers(one_of_a_tenant=False)
+        turns.arrange(budget.tokens, only_foreground=only_foreground)
 
     def _has_free_blocks(self, budget: StepBudget) -> bool:
         """Return whether enough blocks are free for all running sequences in a step."""

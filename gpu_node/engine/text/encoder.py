@@ -6,9 +6,9 @@ import json
 import re
 import threading
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -20,6 +20,9 @@ MIN_CACHED_CHARS = 512
 """A shorter piece is encoded faster than it is looked up."""
 MAX_CACHED_TOKENS = 1 << 20
 """Limit of the cache, over all pieces."""
+MAX_CACHED_PROMPT_TOKENS = 1 << 18
+"""The same for the plain prompts. They have a cache of their own: a batch of prompts, no two of which are equal, would
+drop the pieces of chats."""
 
 PART_CHARS = 8 << 10
 """Characters that are encoded at once, where a text can be cut. The library takes 150 to 600 bytes for each."""
@@ -180,6 +183,29 @@ class LongTextEncoder:
         return any(span[0] == _AROUND_CUT for _, span in self._backend.pre_tokenizer.pre_tokenize_str(around))
 
 
+class TokenCache:
+    """The token ids of texts of at least `MIN_CACHED_CHARS`, least recently used first out. Thread-safe.
+
+    With the demo model a text of 1,000 characters takes 350 µs to encode, and 1 µs to look up.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._known: LRUCache[tuple[Owner, str], Ids] = LRUCache(max_tokens, getsizeof=len)
+        self._lock = threading.Lock()
+
+    def ids_of(self, owner: Owner, text: str, encode: Callable[[str], Sequence[int]]) -> Ids:
+        """Return the token ids of an owner's text, which `encode` returns where they are not known."""
+        with self._lock:
+            ids = self._known.get((owner, text))
+        if ids is None:
+            ids = tuple(encode(text))
+            with self._lock:
+                if len(ids) <= self._max_tokens:
+                    self._known[owner, text] = ids
+        return ids
+
+
 class ChatEncoder:
     """Encodes rendered chats piece by piece, cut at added tokens, which no other token crosses.
 
@@ -194,8 +220,7 @@ class ChatEncoder:
         self._backend = backend
         self._separator = separator
         self._long_texts = long_texts
-        self._known: LRUCache[tuple[Owner, str], Ids] = LRUCache(MAX_CACHED_TOKENS, getsizeof=len)
-        self._lock = threading.Lock()
+        self._cache = TokenCache(MAX_CACHED_TOKENS)
 
     def encode(self, text: str, owner: Owner = NO_OWNER) -> list[int]:
         """Encode a text without adding special tokens."""
@@ -206,14 +231,7 @@ class ChatEncoder:
     def _encode_piece(self, owner: Owner, piece: str) -> Sequence[int]:
         if len(piece) < MIN_CACHED_CHARS:
             return token_ids_of(self._backend, piece, framed=False)
-        with self._lock:
-            ids = self._known.get((owner, piece))
-        if ids is None:
-            ids = tuple(self._long_texts.encode(piece, framed=False))
-            with self._lock:
-                if len(ids) <= MAX_CACHED_TOKENS:
-                    self._known[owner, piece] = ids
-        return ids
+        return self._cache.ids_of(owner, piece, partial(self._long_texts.encode, framed=False))
 
 
 def _pieces(separator: re.Pattern[str], text: str) -> Iterator[str]:

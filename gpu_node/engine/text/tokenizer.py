@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,13 @@ from penstock.gpu_node.engine.text.chat import (
     tool_parser_of,
 )
 from penstock.gpu_node.engine.text.encoder import (
+    MAX_CACHED_PROMPT_TOKENS,
+    MIN_CACHED_CHARS,
     NO_OWNER,
     ChatEncoder,
     LongTextEncoder,
     Owner,
+    TokenCache,
     batch_token_ids_of,
     separator_of,
 )
@@ -211,6 +214,7 @@ class Tokenizer:
         separator = separator_of(files.backend)
         self._long_texts = LongTextEncoder(files.backend, separator)
         self._chats = ChatEncoder(files.backend, separator, self._long_texts)
+        self._prompts = TokenCache(MAX_CACHED_PROMPT_TOKENS)
         self._special_tokens = files.special_tokens
         template = files.chat_template if chat_template is None else chat_template
         self._template = None if template is None else ChatTemplate(template, files.special_tokens)
@@ -223,6 +227,15 @@ class Tokenizer:
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Encode a text; `framed`: with the special tokens that the model expects around it."""
         return self._long_texts.encode(text, framed=framed)
+
+    def encode_prompt(self, text: str, owner: Owner) -> list[int]:
+        """Encode a plain prompt, with the special tokens around it. A long one is looked up: its owner may repeat it.
+
+        Several prompts in one call of the library take as long as one after another (30 to 50 µs for 80 characters).
+        """
+        if len(text) < MIN_CACHED_CHARS:
+            return self._long_texts.encode(text, framed=True)
+        return list(self._prompts.ids_of(owner, text, partial(self._long_texts.encode, framed=True)))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts in one call of the library, each with the special tokens that the model expects around it."""

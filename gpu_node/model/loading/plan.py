@@ -214,6 +214,8 @@ def plan_model(
         for tensor, pipeline, replicas in shapes
     ]
     kv_dtype = options.kv_cache_dtype
+    if runner == "native" and kv_dtype == "fp8":
+        kv_dtype = "int8"
     return ModelPlan(
         model=found.name,
         runner=runner,

@@ -47,7 +47,14 @@ MAX_HEAD_DIM = 256
 _KEY_GROUP = 32
 """Channels of a key in int8 that share a scale."""
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu": Activation.GELU, "gelu_tanh": Activation.GELU_TANH}
-_KV_FORMATS = {"auto": KvFormat.BF16, "float16": KvFormat.F16, "bfloat16": KvFormat.BF16, "int8": KvFormat.INT8}
+_KV_FORMATS = {
+    "auto": KvFormat.BF16,
+    "float16": KvFormat.F16,
+    "bfloat16": KvFormat.BF16,
+    "int8": KvFormat.INT8,
+    # The kernels have no fp8. int8 takes as many bytes, besides its scales.
+    "fp8": KvFormat.INT8,
+}
 
 
 class NativeUnavailableError(Exception):
@@ -94,6 +101,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
             formats, packing = weights.load(model, cache, progress)
         positions.result()
     arithmetic = _arithmetic_of(isa, formats, kv_format, rotated=rotated)
+    if options.kv_cache_dtype == "fp8":
+        log.warning("the KV cache is int8: fp8 needs a GPU", extra={"arithmetic": arithmetic})
     facts = {"arithmetic": arithmetic, "num_threads": threads}
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     log.info("native runner", extra=facts)
@@ -256,7 +265,7 @@ def _check(described: Description, options: RunnerOptions) -> None:
         reason = "quantization may be none, int8, int8_group and int4, not fp8, which needs a GPU"
         raise NativeUnavailableError(reason, "--quantization int8")
     if options.kv_cache_dtype not in _KV_FORMATS:
-        reason = f"the KV cache may be float16, bfloat16 or int8, not {options.kv_cache_dtype}"
+        reason = f"the KV cache may be float16, bfloat16 or int8 (also for fp8), not {options.kv_cache_dtype}"
         raise NativeUnavailableError(reason, "--kv-cache-dtype int8")
     if options.block_size % PAGE_TOKENS:
         reason = f"block_size {options.block_size}: the native kernels need 16 or 32, because a page has {PAGE_TOKENS}"

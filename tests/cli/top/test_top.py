@@ -81,9 +81,9 @@ def test_a_view_of_80_columns_has_nodes_classes_and_tenants(busy: str) -> None:
 def test_a_wide_view_has_more_columns(busy: str) -> None:
     lines = top(busy, "--once", COLUMNS="140").stdout.splitlines()
     (header,) = (line for line in lines if line.startswith("node "))
-    assert header.split()[-5:] == ["p99", "hits", "preempt", "used+cached/blocks", "memory"]
+    assert header.split()[-6:] == ["hits", "preempt", "used+cached/blocks", "frag", "memory", "model"]
     assert max(map(len, lines)) <= 140
-    assert re.search(r" \d+M$", lines[lines.index(header) + 1])
+    assert re.search(r" \d+% +[\d,]+M +[\d,]+M$", lines[lines.index(header) + 1])
 
 
 def test_json_has_every_number_of_the_view(busy: str) -> None:
@@ -99,13 +99,15 @@ def test_json_has_every_number_of_the_view(busy: str) -> None:
         *("node_id", "state", "reason", "silent_ms", "num_jobs", "num_running", "num_waiting"),
         *("kv_blocks_used", "kv_blocks_cached", "kv_blocks_total", "tokens_in_per_s", "tokens_out_per_s"),
         *("mean_batch", "num_preemptions", "step_ms_p50", "step_ms_p99", "process_bytes", "arithmetic"),
+        *("page_utilization", "weight_bytes"),
         *("num_ranks", "num_rank_losses", "stage_idle", "rank_exchange_ms", "rank_wait_ms"),
         *("rank_weight_bytes", "rank_kv_bytes"),
         *("prefix_hit_rate", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"),
     }
     assert (node["state"], node["num_running"]) == ("ok", 3)
     assert node["kv_blocks_total"] > 0
-    assert node["process_bytes"] > 1 << 20
+    assert node["process_bytes"] > 1 << 20 and node["weight_bytes"] > 0
+    assert 0 < node["page_utilization"] <= 1
     assert [row["name"] for row in pool["classes"]] == [
         *("interactive", "standard", "batch"),
         *("interactive, background", "standard, background", "batch, background"),

@@ -82,6 +82,10 @@ class ReferenceTokenizer:
         """Return the bytes of a text."""
         return list(text.encode()) or [0]
 
+    def encode_prompt(self, text: str, owner: object) -> list[int]:
+        """Return what `encode` does."""
+        return self.encode(text)
+
     def encode_chat(
         self,
         messages: Sequence[dict[str, Any]],
@@ -286,6 +290,7 @@ class ReferenceEngine:
         return EngineStats(
             kv_blocks_total=total,
             kv_blocks_free=total - used,
+            kv_tokens_used=sum(len(live.prompt) + len(live.tokens) for live in self._live),
             block_size=BLOCK_SIZE,
             num_running=len(self._live),
             steps=self._num_steps,
@@ -294,6 +299,7 @@ class ReferenceEngine:
             step_ms_p50=self._step_s * 1e3,
             step_ms_p99=self._step_s * 1e3,
             process_bytes=resident_bytes(),
+            weight_bytes=1 << 30,
             arithmetic="reference",
         )
 

@@ -198,6 +198,7 @@ async def keep_working(redis_url: str) -> None:
             drain_cost_per_s=10.0,
             kv_blocks_total=64,
             kv_blocks_free=32,
+            kv_tokens_used=384,
             recent_engine_ms=shares,
             num_jobs=3,
             num_running=2,
@@ -213,6 +214,7 @@ async def keep_working(redis_url: str) -> None:
             stage_idle=(0.25, 0.5),
             rank_exchange_ms=1.5,
             rank_wait_ms=12.0,
+            weight_bytes=1100 << 20,
             rank_weight_bytes=(600 << 20, 500 << 20),
             rank_kv_bytes=(40 << 20, 30 << 20),
             gpu_utilization=0.5,
@@ -252,7 +254,8 @@ def test_page_shows_states_waits_backlog_and_shares_of_engine_time(page: Page, s
         expect(times.get_by_role("row", name="ITL")).to_have_text("Time between tokens (ITL)–––")
         expect(pool.locator(".node .load")).to_have_text(
             "3 jobs running · 2 of 16 sequences in the batch, 1 waiting · step 0 ms · 75 % of prompt tokens from the "
-            "cache in the last minute · 5 preemptions, 4 by swap · 2 ranks, lost 1 time · stages idle 25 %, 50 % · "
+            "cache in the last minute · 75 % of the held KV slots store a token, 25 % is fragmentation · "
+            "model 1,100 MiB · 5 preemptions, 4 by swap · 2 ranks, lost 1 time · stages idle 25 %, 50 % · "
             "a step exchanges for 1.5 ms and waits for 12 ms · weights by rank: 600 + 500 MiB · "
             "KV blocks by rank: 40 + 30 MiB · GPU 50 % busy · 20 of 80 GiB GPU memory"
         )

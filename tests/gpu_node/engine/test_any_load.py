@@ -35,6 +35,7 @@ class Whim(FirstComeFirstServed):
     def __init__(self) -> None:
         self.pressed: tuple[int, int] | None = None
         self.pick = 0
+        self.takes_turns = False
 
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
         """Rotate the waiting sequences of each turn, and pass those that do not fit."""
@@ -79,6 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
         eviction=st.sampled_from(("lru", "lfu", "length")),
         caching=st.sampled_from((True, True, True, False)),
         in_order=st.booleans(),
+        in_turns=st.booleans(),
         max_in_flight=st.integers(1, 2),
     )
     def start(
@@ -90,9 +92,11 @@ class EngineMachine(RuleBasedStateMachine):
         eviction: str,
         caching: bool,
         in_order: bool,
+        in_turns: bool,
         max_in_flight: int,
     ) -> None:
         self.budget, self.max_in_flight = budget, max_in_flight
+        self.whim.takes_turns = in_turns
         self.scheduler, self.memory = new_scheduler(
             num_blocks,
             num_host_blocks,

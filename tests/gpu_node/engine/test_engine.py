@@ -37,6 +37,8 @@ def greedy_alone(plain: Engine) -> list[tuple[int, ...]]:
     [
         {},
         {"max_num_batched_tokens": 7, "max_num_seqs": 5},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 5, "scheduling_policy": "round_robin"},
+        {"max_num_batched_tokens": 3, "max_num_seqs": 3, "num_kv_blocks": 14, "scheduling_policy": "round_robin"},
         {"num_kv_blocks": 12},
         {"enable_prefix_caching": False, "num_kv_blocks": 14},
         {"block_size": 32, "num_kv_blocks": 14, "max_num_batched_tokens": 16, "max_num_seqs": 3},

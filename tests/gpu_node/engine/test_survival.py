@@ -296,7 +296,7 @@ def test_growth_of_memory_is_logged_at_once(
 ) -> None:
     engine, now_s = make_engine(), iter(range(1_000_000))
     engine._memory_trace._now_s = lambda: next(now_s)
-    with caplog.at_level(logging.DEBUG, logger="penstock"):
+    with caplog.at_level(logging.INFO, logger="penstock"):
         for mib in (100, 105, 109, 120, 110, 131, 200):
             monkeypatch.setattr(memory_trace, "resident_bytes", lambda mib=mib: mib << 20)
             engine.step()

@@ -163,6 +163,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"num_kv_blocks": 200, "max_num_seqs": 16},
     {"num_kv_blocks": 14, "num_swap_blocks": 24, "preemption": "swap", "scheduling_policy": "priority"},
     {"num_kv_blocks": 14, "max_num_batched_tokens": 24, "max_num_seqs": 6, "scheduling_policy": "fair"},
+    {"num_kv_blocks": 14, "max_num_batched_tokens": 24, "max_num_seqs": 6, "scheduling_policy": "round_robin"},
     {"num_kv_blocks": 200, "max_num_seqs": 16, "scheduling_policy": "fair"},
     {"num_kv_blocks": 60, "speculative": "ngram"},
     {"num_kv_blocks": 60, "speculative": "ngram", "scheduling_policy": "fair"},

@@ -19,7 +19,13 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.contract.errors import RequestError
 from penstock.gpu_node.engine.text import encoder
-from penstock.gpu_node.engine.text.encoder import MIN_CACHED_CHARS, ChatEncoder, LongTextEncoder, separator_of
+from penstock.gpu_node.engine.text.encoder import (
+    MIN_CACHED_CHARS,
+    ChatEncoder,
+    LongTextEncoder,
+    separator_of,
+    token_ids_of,
+)
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 SEPARATORS = ["<|im_start|>", "<|im_end|>", "<|im_end|>\n"]
@@ -268,6 +274,22 @@ def test_a_piece_is_encoded_again_for_each_tenant_and_salt(backend: Backend) -> 
         assert counting.num_chars - before == len(text)
         assert chats.encode(text, owner) == _whole(backend, text)
         assert counting.num_chars - before < len(text) + MIN_CACHED_CHARS
+
+
+def test_a_plain_prompt_is_encoded_again_for_each_tenant_and_salt(tiny_model: Path, backend: Backend) -> None:
+    counting, text = Counting(backend), "a secret that two know. " * 100
+    tokenizer = Tokenizer(tiny_model)
+    tokenizer._long_texts = LongTextEncoder(counting, separator_of(backend))
+    want = token_ids_of(backend, text, framed=True)
+    for owner in (("a", None), ("b", None), ("a", "s"), ("as", None)):
+        before = counting.num_chars
+        assert tokenizer.encode_prompt(text, owner) == want
+        assert counting.num_chars - before >= len(text)
+        before = counting.num_chars
+        first = tokenizer.encode_prompt(text, owner)
+        first.append(0)
+        assert tokenizer.encode_prompt(text, owner) == want
+        assert counting.num_chars == before
 
 
 def test_least_recently_used_piece_is_evicted(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def check_native(folder: Path, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int8_group", "int4"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_sizes_are_those_of_the_native_runner(tiny_model: Path, quantization: str, kv_cache_dtype: str) -> None:
     check_native(tiny_model, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
 
@@ -138,6 +138,16 @@ def test_replicas_on_the_cpu_share_the_weights_and_divide_the_default_kv_cache()
     small = Devices("cpu", 4, None, shared_bytes=3 * GIB)
     (refused,) = planned("llama-1b", small, [(1, 1, 1)], dtype="bfloat16").shapes
     assert refused.problem.endswith("of memory; a smaller kv_cache_gib would fit")
+
+
+def test_a_kv_cache_of_fp8_is_planned_as_int8_on_a_cpu() -> None:
+    devices = Devices("cpu", 1, None, 4 * GIB)
+    plans = [
+        planned("llama-1b", devices, [(1, 1, 1)], dtype="bfloat16", kv_cache_dtype=name)
+        for name in ("fp8_e4m3", "int8", "auto")
+    ]
+    assert [one.kv_cache_dtype for one in plans] == ["int8", "int8", "bfloat16"]
+    assert plans[0].shapes == plans[1].shapes and plans[0].kv_token_bytes < plans[2].kv_token_bytes
 
 
 def test_what_a_gpu_cannot_compute_is_refused(tmp_path: Path) -> None:

@@ -90,11 +90,24 @@ def test_the_arithmetic_is_named_and_logged(
     model.runner.close()
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_a_kv_cache_of_fp8_is_int8_on_a_cpu_and_the_log_says_so_once(
+    llama: Llama, this_isa: Isa, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All nodes with either setting compute alike, so they share a pool and continue each other's jobs."""
+    model, other = (_load(llama(), kv_cache_dtype=one) for one in (name, "int8"))
+    assert (model.arithmetic, model.revision) == (other.arithmetic, other.revision)
+    (said,) = [record for record in caplog.records if "KV cache is int8" in record.getMessage()]
+    assert said.levelno == logging.WARNING
+    for one in (model, other):
+        one.runner.close()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"dtype": "float32"}, "bfloat16, not float32"),
-        ({"kv_cache_dtype": "float32"}, "float16, bfloat16 or int8, not float32"),
+        ({"kv_cache_dtype": "float32"}, r"float16, bfloat16 or int8 \(also for fp8\), not float32"),
         ({"block_size": 8}, "need 16 or 32, because a page has 16 tokens; remedy: --block-size 16"),
         ({"quantization": "fp8"}, "none, int8, int8_group and int4, not fp8"),
     ],
