@@ -21,6 +21,8 @@ from penstock.gpu_node.engine.structured.schema.facts import (
     declared_types,
     listed_values,
 )
+from penstock.gpu_node.engine.structured.schema.formats import ENFORCED_FORMATS, PATTERNS
+from penstock.gpu_node.engine.structured.schema.numbers import check_listed, check_steps, with_held_numbers
 from penstock.gpu_node.engine.structured.schema.objects import rust_pattern, rust_patterns, with_names, without_size
 
 MAX_DISTINCT_VALUES = 4
@@ -105,10 +107,6 @@ def _exclusions(reader: FactReader, one: Facts, other: Facts) -> list[dict[str, 
 
 OPTIONS_KEYWORD = "x-guidance"
 """llguidance's own options inside a schema. They could switch the enforcement off."""
-ENFORCED_FORMATS = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-)
-"""Formats that answers keep to. Any other `format` is an annotation, as the standard has it."""
 _MAPS = frozenset(("properties", "definitions", "$defs"))
 _LISTS = frozenset(("allOf", "anyOf", "prefixItems"))
 _SINGLE = frozenset(("additionalProperties", "additionalItems"))
@@ -145,7 +143,9 @@ def rewritten(text: str) -> str:
     if OPTIONS_KEYWORD in root:
         raise UnenforceableError(OPTIONS_KEYWORD, "#", "it is not supported; remove it")
     try:
-        return json.dumps(_Rewriter(SchemaDocument(root)).schema(root, "#", 0))
+        result = _Rewriter(SchemaDocument(root)).schema(root, "#", 0)
+        check_steps(result)
+        return json.dumps(result)
     except (TypeError, AttributeError):
         raise ValueError("it is not a JSON schema: the value of a keyword has the wrong type") from None
     except RecursionError:
@@ -169,6 +169,7 @@ class _Rewriter:
             return given
         types = declared_types(given)
         besides: list[Any] = []
+        given = with_held_numbers(given, path)
         if "object" in types:
             if "propertyNames" in given and self.document.is_known("propertyNames"):
                 given = with_names(self.document, given, path)
@@ -205,8 +206,8 @@ class _Rewriter:
             return self.all_of(value, path, depth)
         if keyword in _SINGLE or keyword == "items":
             return self.schema(value, path, depth)
-        if keyword in ("enum", "const", "default", "examples"):
-            return value
+        if keyword in ("enum", "const"):
+            return value  # In a draft without the keyword.
         return self._foreign(value, path, depth) if self._targets else value
 
     def _foreign(self, value: Any, path: str, depth: int) -> Any:
@@ -237,6 +238,13 @@ def _referenced(document: SchemaDocument) -> list[Any]:
 def _format(_: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
     if not isinstance(value, str) or value in ENFORCED_FORMATS:
         place.result[keyword] = value
+        if isinstance(value, str) and value in PATTERNS:
+            # A `pattern` of the same schema stays what it is. Both must match.
+            place.besides.append({"pattern": PATTERNS[value]})
+
+
+def _listed(_: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
+    place.result[keyword] = check_listed(keyword, value, f"{place.path}/{keyword}")
 
 
 def _pattern(_: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
@@ -321,6 +329,10 @@ def _dependencies(rewriter: _Rewriter, place: _Target, keyword: str, value: Any)
 
 
 _RULES: dict[str, _Rule] = {
+    "enum": _listed,
+    "const": _listed,
+    "default": _drop,
+    "examples": _drop,
     "format": _format,
     "pattern": _pattern,
     "patternProperties": _pattern_properties,
