@@ -16,13 +16,6 @@ _DATE = (
     "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
     f"|(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
 )
-_TIME = (
-    "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-)
+_TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 """Without leap seconds: which minutes have one is known only half a year ahead, so most readers refuse them."""
-PATTERNS = {
-    "date": f"^{_DATE}$",
-    "date-time": f"^{_DATE}[tT]{_TIME}$",
-    "time": f"^{_TIME}$",
-    "hostname": "^.{1,253}$",
-}
+PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[tT]{_TIME}$", "time": f"^{_TIME}$", "hostname": "^.{1,253}$"}

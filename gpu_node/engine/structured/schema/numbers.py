@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from decimal import ROUND_CEILING, Context, Decimal
 from fractions import Fraction
 from typing import Any
 
 from penstock.gpu_node.engine.structured.schema.document import UnenforceableError
-from penstock.gpu_node.engine.structured.schema.facts import ALL_TYPES, declared_types
+from penstock.gpu_node.engine.structured.schema.facts import declared_types
 
 LARGEST = (1 << 63) - 1024
 """The largest double that is an int64. The library's ranges end there, and so do its listed whole numbers."""
@@ -83,7 +83,9 @@ def check_steps(root: Any, path: str = "#") -> None:
     """Refuse values of `multipleOf` that the library cannot combine, if the schemas are such that it might have to."""
     steps = {_decimal_step(step) for step in _steps(root)} - {None}
     exponents = [exponent for _, exponent in filter(None, steps)]
-    scaled = sorted((value * 10 ** (max(exponents) - exponent) for value, exponent in filter(None, steps)), reverse=True)
+    scaled = sorted(
+        (value * 10 ** (max(exponents) - exponent) for value, exponent in filter(None, steps)), reverse=True
+    )
     if len(scaled) > 1 and scaled[0] * scaled[1] > MAX_STEP and _combines(root):
         raise UnenforceableError("multipleOf", path, "values of several schemas have too many digits to be combined")
 
@@ -206,15 +208,12 @@ def _short(low: Fraction) -> float:
     """Return the lowest number of few digits from `low` on."""
     digits = Context(prec=_NUM_DIGITS, rounding=ROUND_CEILING)
     short = digits.divide(Decimal(low.numerator), Decimal(low.denominator))
-    last = Decimal(1).scaleb(-_MAX_DECIMALS)
-    if abs(short) < last * 10**_NUM_DIGITS:
-        short = Context(prec=2 * _NUM_DIGITS).quantize(short, last) if short == 0 else short
-        short = short.quantize(last, rounding=ROUND_CEILING, context=Context(prec=3 * _NUM_DIGITS))
+    short = short.quantize(Decimal(1).scaleb(-_MAX_DECIMALS), rounding=ROUND_CEILING, context=Context(prec=60))
     return int(short) if short == short.to_integral_value() else float(short)
 
 
 def _bounds(given: dict[str, Any]) -> Iterator[tuple[int, Fraction, bool]]:
-    """Yield (side, bound times side, whether the bound itself is excluded). The side is 1 for a lower bound, else -1."""
+    """Yield (side, bound times side, whether the bound is excluded). The side is 1 for a lower bound, else -1."""
     for side, (closed, opened) in ((1, _LOWER), (-1, _UPPER)):
         for keyword in (closed, opened):
             value = given.get(keyword)
@@ -241,6 +240,8 @@ def _checked(found: dict[str, float], given: dict[str, Any], path: str) -> dict[
             keyword = next(name for name in (*_LOWER, *_UPPER) if name in given)
             reason = f"no number within its bounds can be kept to its last digit; {_AS_STRING}"
             raise UnenforceableError(keyword, path, reason)
+        # No value satisfies the given bounds either, as the library will say.
+        return found | {"minimum": min(low, LARGEST + 1024), "maximum": max(high, -LARGEST - 1024)}
     return found
 
 
@@ -265,5 +266,7 @@ def _is_held(value: float) -> bool:
 
 
 def _shown(value: float) -> str:
+    if math.isinf(value):
+        return "beyond a double's range"
     shown = json.dumps(value)
     return shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}…"

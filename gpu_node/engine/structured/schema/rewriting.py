@@ -145,9 +145,14 @@ def rewritten(text: str) -> str:
     try:
         result = _Rewriter(SchemaDocument(root)).schema(root, "#", 0)
         check_steps(result)
-        return json.dumps(result)
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
     except (TypeError, AttributeError):
         raise ValueError("it is not a JSON schema: the value of a keyword has the wrong type") from None
+    try:
+        return json.dumps(result, allow_nan=False)
+    except ValueError:
+        raise ValueError("a number of the schema is too large for a double") from None
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
 
