@@ -321,7 +321,7 @@ class Campaign:
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self._maker = SchemaMaker(self._rng)
-        self._compiler = Compiler(LLTokenizer(TokenizerWrapper(_Bytes())))
+        self._compiler = compiler_of_bytes()
         self.found = Found()
 
     def run(self, count: int) -> Found:
@@ -398,6 +398,11 @@ def _check_multiple(validator: Any, step: Any, instance: Any, schema: Any) -> It
     is_huge = not size.is_finite() or abs(size.adjusted()) > _DIGITS
     if is_huge or (Fraction(size) / Fraction(decimal.Decimal(step))).denominator != 1:
         yield ValidationError(f"{instance!r} is not a multiple of {step}")
+
+
+def compiler_of_bytes() -> Compiler:
+    """Return a node's compiler of grammars over single bytes, so that any text can be tried."""
+    return Compiler(LLTokenizer(TokenizerWrapper(_Bytes())))
 
 
 def accepts(whole: LLMatcher, text: str) -> bool:

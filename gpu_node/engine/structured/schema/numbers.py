@@ -23,6 +23,10 @@ MAX_STEP = (1 << 32) - 1
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 _KEYWORDS = frozenset((*_LOWER, *_UPPER, "multipleOf"))
+_LEAST = ("minLength", "minItems", "minProperties")
+_MOST = ("maxLength", "maxItems", "maxProperties")
+MAX_SIZE = (1 << 31) - 1
+"""The library's largest size of a text. No answer is so long."""
 _WHOLE_DOUBLES = 1 << 53
 """Doubles hold every whole number up to this one."""
 _LONE_BOUND = 10**18
@@ -56,16 +60,16 @@ def check_listed(keyword: str, value: Any, path: str) -> Any:
     )
 
 
-def with_held_numbers(given: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a schema with bounds and a `multipleOf` that the library holds. The new bounds lie within the given ones.
+def with_held_numbers(given: dict[str, Any], path: str) -> tuple[dict[str, Any], list[Any]]:
+    """Return a schema with bounds and a `multipleOf` that the library holds, and what must hold besides.
 
-    Raises UnenforceableError if there are none. Values of wrong types stay, because the library refuses them.
+    The new bounds lie within the given ones. Raises UnenforceableError if there are none. Values of wrong types stay, because the library refuses them.
     """
     types, kind = declared_types(given), given.get("type", "")
     if not _KEYWORDS & given.keys() or not types & {"integer", "number"} or not isinstance(kind, str | list):
-        return given
+        return given, []
     if any(_is_wrong(keyword, given[keyword]) for keyword in _KEYWORDS & given.keys()):
-        return given
+        return given, []
     rest = {keyword: value for keyword, value in given.items() if keyword not in _KEYWORDS}
     step = _step_of(given, path)
     is_whole = "number" not in types
@@ -74,9 +78,35 @@ def with_held_numbers(given: dict[str, Any], path: str) -> dict[str, Any]:
         is_whole, rest["type"] = True, sorted(types - {"number"})
     if is_whole:
         # A whole number is a multiple of p/q, in lowest terms, exactly if it is one of p.
-        return rest | _whole_range(given, 1 if step is None else step.numerator, path)
+        return rest | _whole_range(given, 1 if step is None else step.numerator, path), []
     held = {} if step is None else {"multipleOf": _held_step(step, given["multipleOf"], path)}
-    return rest | held | _range(given, path)
+    found, besides = _range(given, path), list[Any]()
+    for keyword, side in (("minimum", -1), ("maximum", 1)):
+        if keyword in found and (shorter := _shorter(found[keyword] * side)):
+            besides.append({"anyOf": [{keyword: found.pop(keyword)}, {"enum": [one * side for one in shorter]}]})
+    return rest | held | found, besides
+
+
+def _shorter(bound: float) -> list[float]:
+    """Return the positive numbers that are a bound with fewer decimals.
+
+    They lie within it, but the library takes a decimal fraction that begins like its bound only if it ends so too.
+    """
+    whole, _, decimals = format(Decimal(repr(bound)), "f").partition(".")
+    return [float(f"{whole}.{decimals[:i]}") for i in range(1, len(decimals)) if bound > 0 and decimals[i - 1] != "0"]
+
+
+def with_held_sizes(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with sizes as the library takes them: without a fraction of zeros, and not above MAX_SIZE."""
+    held = {}
+    for keyword in given.keys() & {*_LEAST, *_MOST}:
+        value = given[keyword]
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if keyword in _MOST and isinstance(value, int | float) and value > MAX_SIZE:
+            value = MAX_SIZE
+        held[keyword] = value
+    return given | held if held else given
 
 
 def check_steps(root: Any, path: str = "#") -> None:

@@ -22,7 +22,12 @@ from penstock.gpu_node.engine.structured.schema.facts import (
     listed_values,
 )
 from penstock.gpu_node.engine.structured.schema.formats import ENFORCED_FORMATS, PATTERNS
-from penstock.gpu_node.engine.structured.schema.numbers import check_listed, check_steps, with_held_numbers
+from penstock.gpu_node.engine.structured.schema.numbers import (
+    check_listed,
+    check_steps,
+    with_held_numbers,
+    with_held_sizes,
+)
 from penstock.gpu_node.engine.structured.schema.objects import rust_pattern, rust_patterns, with_names, without_size
 
 MAX_DISTINCT_VALUES = 4
@@ -173,12 +178,12 @@ class _Rewriter:
         if not isinstance(given, dict):
             return given
         types = declared_types(given)
-        besides: list[Any] = []
-        given = with_held_numbers(given, path)
+        given, besides = with_held_numbers(with_held_sizes(given), path)
         if "object" in types:
             if "propertyNames" in given and self.document.is_known("propertyNames"):
                 given = with_names(self.document, given, path)
-            given, besides = without_size(given)
+            given, of_size = without_size(given)
+            besides = [*besides, *of_size]
         place = _Target(given, {}, besides, path, depth + 1)
         for keyword, value in given.items():
             if (keyword in _OF_ARRAYS and "array" not in types) or (keyword in _OF_OBJECTS and "object" not in types):
