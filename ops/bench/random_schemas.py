@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -416,10 +417,13 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--write", type=Path, help="file for the report")
     options = parser.parse_args(None if arguments is None else list(arguments))
     began_s = time.monotonic()
     found = Campaign(options.seed).run(options.count)
     print(found.report())
+    if options.write is not None:
+        options.write.write_text(found.report())
     print(f"{time.monotonic() - began_s:.0f} s", file=sys.stderr)
     return 1 if found.failures else 0
 

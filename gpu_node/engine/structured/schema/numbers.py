@@ -63,7 +63,8 @@ def check_listed(keyword: str, value: Any, path: str) -> Any:
 def with_held_numbers(given: dict[str, Any], path: str) -> tuple[dict[str, Any], list[Any]]:
     """Return a schema with bounds and a `multipleOf` that the library holds, and what must hold besides.
 
-    The new bounds lie within the given ones. Raises UnenforceableError if there are none. Values of wrong types stay, because the library refuses them.
+    The new bounds lie within the given ones. Raises UnenforceableError if there are none. Values of wrong types stay,
+    because the library refuses them.
     """
     types, kind = declared_types(given), given.get("type", "")
     if not _KEYWORDS & given.keys() or not types & {"integer", "number"} or not isinstance(kind, str | list):
@@ -149,7 +150,7 @@ def _combines(root: Any) -> bool:
 def _is_wrong(keyword: str, value: Any) -> bool:
     if isinstance(value, bool):
         return not keyword.startswith("exclusive")
-    return not isinstance(value, int | float) or math.isnan(value)
+    return not isinstance(value, int | float) or value != value
 
 
 def _step_of(given: dict[str, Any], path: str) -> Fraction | None:
@@ -279,7 +280,7 @@ def _meanings(value: float) -> set[Fraction]:
     """Return what a number means: its digits, and for a large double also its exact value, which readers may take."""
     if isinstance(value, int):
         return {Fraction(value)}
-    if math.isinf(value):
+    if abs(value) == math.inf:
         return {Fraction(10**400 if value > 0 else -(10**400))}
     return {_decimal(value), Fraction(value)} if abs(value) >= _WHOLE_DOUBLES else {_decimal(value)}
 
@@ -296,7 +297,7 @@ def _is_held(value: float) -> bool:
 
 
 def _shown(value: float) -> str:
-    if math.isinf(value):
+    if abs(value) == math.inf:
         return "beyond a double's range"
     shown = json.dumps(value)
     return shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}…"
