@@ -153,9 +153,29 @@ def test_a_listed_number_that_would_change_is_refused_by_its_place(door: httpx.C
 
 @pytest.mark.parametrize("ask", [*PLAIN, *TOOLS, *LATER])
 def test_bounds_of_int64_are_taken_and_kept(door: httpx.Client, ask: Door) -> None:
-    answer = ask(door, {"type": "integer", "minimum": 2**63 - 2000, "maximum": 2**63 - 1})
+    answer = ask(door, {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1})
     assert answer.status_code == 200, answer.text
-    assert 2**63 - 2000 <= answer_in(answer.text) <= 2**63 - 1
+    assert -(2**63) <= answer_in(answer.text) <= 2**63 - 1
+
+
+DOUBLE = 1.7976931348623157e308
+BOUNDS: dict[str, dict[str, Any]] = {
+    "int64 from below": {"type": "integer", "minimum": 2**63 - 2000},
+    "int64 from above": {"type": "integer", "maximum": -(2**63) + 2000},
+    "uint64": {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
+    "doubles": {"type": "number", "minimum": -DOUBLE, "maximum": DOUBLE},
+    "open doubles": {"type": "number", "exclusiveMinimum": -DOUBLE, "exclusiveMaximum": DOUBLE},
+    "multiples": {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**63 - 1, "multipleOf": 7},
+    "hundredths": {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.07},
+    "a long text": {"type": "string", "pattern": "^a$", "maxLength": 2**63 - 1},
+    "a length with a fraction": {"type": "string", "pattern": "^a$", "minLength": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_valid_bounds_are_taken(door: httpx.Client, name: str) -> None:
+    answer = chat(door, BOUNDS[name])
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("ask", [*PLAIN, *TOOLS, *LATER])
