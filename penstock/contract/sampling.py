@@ -5,7 +5,6 @@ Bodies, refusals, flags and tables of fields are made from `SamplingParams`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict
 
@@ -23,7 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.contract.fields import MESSAGES, OPENAI, RESPONSES, WRONG_MEMBER, CheckedInput, Endpoint, Named, Option
 from penstock.contract.output import MAX_LOGPROBS
-from penstock.contract.tools import WantedCalls, json_of
+from penstock.contract.tools import JsonNumberError, WantedCalls, json_of, json_text
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -79,8 +78,10 @@ class StructuredOutputs(Named):
     def _as_text(cls, value: Any) -> Any:
         try:
             if isinstance(value, Mapping):
-                return json.dumps(value, allow_nan=False)
+                return json_text(value)
             is_schema = value is None or isinstance(json_of(value), dict)
+        except JsonNumberError:
+            raise
         except (TypeError, ValueError, RecursionError):
             is_schema = False
         if not is_schema:

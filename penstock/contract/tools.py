@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
@@ -157,15 +158,44 @@ def narrowed(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[list[Mapp
 
 
 def json_of(text: str) -> Any:
-    """Parse JSON. Raises ValueError also for NaN, infinity, lone surrogates and too deep nesting."""
+    """Parse JSON. Raises ValueError also for numbers beyond doubles, NaN, lone surrogates and too deep nesting."""
     try:
-        value = json.loads(text, parse_constant=_not_json)
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        value = json.loads(text)
+        json_text(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except UnicodeEncodeError:
         raise ValueError("text must be valid Unicode, without lone surrogates") from None
     return value
+
+
+_SHOWN_CHARS = 200
+
+
+class JsonNumberError(ValueError):
+    """A number that readers of JSON cannot hold. The message names its place by a JSON pointer."""
+
+    def __init__(self, number: float, path: str) -> None:
+        shown = path if len(path) <= _SHOWN_CHARS else f"{path[:_SHOWN_CHARS]}…"
+        found = "is NaN, which JSON does not have" if math.isnan(number) else "is beyond the range of a double"
+        super().__init__(f"the number at #{shown} {found}; give it as a string")
+
+
+def json_text(value: Any, *, ensure_ascii: bool = True) -> str:
+    """Return a value as JSON. Raises JsonNumberError for a number that is infinite, as 1e400 is, or NaN."""
+    try:
+        return json.dumps(value, allow_nan=False, ensure_ascii=ensure_ascii)
+    except ValueError:
+        waiting: list[tuple[str, Any]] = [("", value)]
+        while waiting:
+            path, one = waiting.pop()
+            if isinstance(one, float) and not math.isfinite(one):
+                raise JsonNumberError(one, path) from None
+            if isinstance(one, Mapping):
+                waiting += [(f"{path}/{name}", member) for name, member in one.items()]
+            elif isinstance(one, list | tuple):
+                waiting += [(f"{path}/{i}", member) for i, member in enumerate(one)]
+        raise
 
 
 def count_calls(messages: Any) -> int:
@@ -181,10 +211,6 @@ def few_calls(messages: Any) -> Any:
     if num_calls > MAX_CALLS_OF_CHAT:
         raise ValueError(f"the messages have {num_calls} tool calls together; the limit is {MAX_CALLS_OF_CHAT}")
     return messages
-
-
-def _not_json(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _object(text: str) -> str:

@@ -21,6 +21,14 @@ _WORDS = tuple(
         (r"Resource '(.*?)' is not present in a registry", r"$ref '\1' leads out of the schema"),
         (r"(?:Pointer|Anchor) '(.*?)' (?:does not exist|not found)", r"$ref '\1' leads nowhere"),
         (r"recursion limit exceeded", "it is nested too deeply"),
+        (
+            r"Unsatisfiable schema: Regex is empty",
+            "no value can satisfy it: no text has its format, pattern and length",
+        ),
+        (
+            r"Unable to determine if regex is empty",
+            "whether a text has its format, pattern and length takes too long to find out",
+        ),
         (r"Unsatisfiable schema: (.*)", r"no value can satisfy it: \1"),
         (r"Invalid type: (.*)", r"'\1' is not a JSON type"),
         (r"Expected positive integer for '(.*?)', got (.*)", r"\1 must be a non-negative integer, not \2"),

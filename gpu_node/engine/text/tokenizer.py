@@ -348,6 +348,14 @@ class Tokenizer:
         text: str = self._backend.to_str()
         return text
 
+    def to_json_of(self, vocab_size: int) -> str:
+        """Return the tokenizer in that format without the tokens beyond a model's vocabulary.
+
+        Some fine-tuned models come with a tokenizer of more tokens than their matrices have rows.
+        """
+        text = self.to_json()
+        return text if len(self.token_bytes) <= vocab_size else _without_ids(text, vocab_size)
+
     def new_detokenizer(self, *, begins_text: bool = True) -> Detokenizer:
         """Return a detokenizer at the start of a text, or after the text of a prompt.
 
@@ -391,6 +399,22 @@ class Tokenizer:
     @property
     def _strips_first_space(self) -> bool:
         return any(step["type"] == "Strip" and step["start"] > 0 for step in self._decoder_steps)
+
+
+def _without_ids(text: str, num_ids: int) -> str:
+    """Return a tokenizer.json without the tokens from an id on."""
+    spec: dict[str, Any] = json.loads(text)
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < num_ids]
+    model = spec["model"]
+    vocab = model["vocab"]
+    if isinstance(vocab, list):
+        model["vocab"] = vocab[:num_ids]
+    else:
+        model["vocab"] = kept = {token: token_id for token, token_id in vocab.items() if token_id < num_ids}
+        if len(kept) < len(vocab) and "merges" in model:
+            pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+            model["merges"] = [pair for pair in pairs if {*pair, "".join(pair)} <= kept.keys()]
+    return json.dumps(spec, ensure_ascii=False)
 
 
 def _decoder_steps(backend: Any) -> list[dict[str, Any]]:

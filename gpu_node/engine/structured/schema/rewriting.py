@@ -21,6 +21,13 @@ from penstock.gpu_node.engine.structured.schema.facts import (
     declared_types,
     listed_values,
 )
+from penstock.gpu_node.engine.structured.schema.formats import ENFORCED_FORMATS, PATTERNS
+from penstock.gpu_node.engine.structured.schema.numbers import (
+    check_listed,
+    check_steps,
+    with_held_numbers,
+    with_held_sizes,
+)
 from penstock.gpu_node.engine.structured.schema.objects import rust_pattern, rust_patterns, with_names, without_size
 
 MAX_DISTINCT_VALUES = 4
@@ -105,10 +112,6 @@ def _exclusions(reader: FactReader, one: Facts, other: Facts) -> list[dict[str, 
 
 OPTIONS_KEYWORD = "x-guidance"
 """llguidance's own options inside a schema. They could switch the enforcement off."""
-ENFORCED_FORMATS = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-)
-"""Formats that answers keep to. Any other `format` is an annotation, as the standard has it."""
 _MAPS = frozenset(("properties", "definitions", "$defs"))
 _LISTS = frozenset(("allOf", "anyOf", "prefixItems"))
 _SINGLE = frozenset(("additionalProperties", "additionalItems"))
@@ -145,9 +148,16 @@ def rewritten(text: str) -> str:
     if OPTIONS_KEYWORD in root:
         raise UnenforceableError(OPTIONS_KEYWORD, "#", "it is not supported; remove it")
     try:
-        return json.dumps(_Rewriter(SchemaDocument(root)).schema(root, "#", 0))
+        result = _Rewriter(SchemaDocument(root)).schema(root, "#", 0)
+        check_steps(result)
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
     except (TypeError, AttributeError):
         raise ValueError("it is not a JSON schema: the value of a keyword has the wrong type") from None
+    try:
+        return json.dumps(result, allow_nan=False)
+    except ValueError:
+        raise ValueError("a number of the schema is too large for a double") from None
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
 
@@ -168,11 +178,12 @@ class _Rewriter:
         if not isinstance(given, dict):
             return given
         types = declared_types(given)
-        besides: list[Any] = []
+        given, besides = with_held_numbers(with_held_sizes(given), path)
         if "object" in types:
             if "propertyNames" in given and self.document.is_known("propertyNames"):
                 given = with_names(self.document, given, path)
-            given, besides = without_size(given)
+            given, of_size = without_size(given)
+            besides = [*besides, *of_size]
         place = _Target(given, {}, besides, path, depth + 1)
         for keyword, value in given.items():
             if (keyword in _OF_ARRAYS and "array" not in types) or (keyword in _OF_OBJECTS and "object" not in types):
@@ -205,8 +216,8 @@ class _Rewriter:
             return self.all_of(value, path, depth)
         if keyword in _SINGLE or keyword == "items":
             return self.schema(value, path, depth)
-        if keyword in ("enum", "const", "default", "examples"):
-            return value
+        if keyword in ("enum", "const"):
+            return value  # In a draft without the keyword.
         return self._foreign(value, path, depth) if self._targets else value
 
     def _foreign(self, value: Any, path: str, depth: int) -> Any:
@@ -237,6 +248,13 @@ def _referenced(document: SchemaDocument) -> list[Any]:
 def _format(_: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
     if not isinstance(value, str) or value in ENFORCED_FORMATS:
         place.result[keyword] = value
+        if isinstance(value, str) and value in PATTERNS:
+            # A `pattern` of the same schema stays what it is. Both must match.
+            place.besides.append({"pattern": PATTERNS[value]})
+
+
+def _listed(_: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
+    place.result[keyword] = check_listed(keyword, value, f"{place.path}/{keyword}")
 
 
 def _pattern(_: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
@@ -321,6 +339,10 @@ def _dependencies(rewriter: _Rewriter, place: _Target, keyword: str, value: Any)
 
 
 _RULES: dict[str, _Rule] = {
+    "enum": _listed,
+    "const": _listed,
+    "default": _drop,
+    "examples": _drop,
     "format": _format,
     "pattern": _pattern,
     "patternProperties": _pattern_properties,
