@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
-from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import generation_config
@@ -150,7 +149,7 @@ def with_gguf_settings(config: dict[str, Any], file: GgufFile) -> dict[str, Any]
         config = config | _settings(header, config)
     except (KeyError, TypeError, ArithmeticError) as error:
         raise ConfigError(f"cannot read {file.path}: its metadata is incomplete or invalid: {error!r}") from error
-    scaling = rope_scaling(header, file.mapped.content)
+    scaling = rope_scaling(file)
     rope = config.get("rope_parameters") or {}
     if not scaling:
         return config
@@ -177,7 +176,8 @@ def _settings(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
         embedding = header.tensors.get("token_embd.weight")
         if embedding is not None:
             found["vocab_size"] = embedding.shape[0]
-        found["tie_word_embeddings"] = "output.weight" not in header.tensors
+    # Like llama.cpp. transformers reads the tensors of the first part alone.
+    found["tie_word_embeddings"] = "output.weight" not in header.tensors
     if name == "llama" and metadata.get("llama.expert_count"):
         found["architectures"] = ["MixtralForCausalLM"]
         found["num_local_experts"] = metadata["llama.expert_count"]
@@ -209,17 +209,15 @@ _ROPE_FIELDS = {
 """GGUF's field names (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and those of config.json."""
 
 
-def rope_scaling(header: GgufHeader, content: NDArray[np.uint8]) -> dict[str, Any]:
-    """Return the fields of config.json's `rope_parameters` that scale RoPE; empty if it is not scaled.
-
-    content: the bytes of the file.
-    """
+def rope_scaling(file: GgufFile) -> dict[str, Any]:
+    """Return the fields of config.json's `rope_parameters` that scale RoPE; empty if it is not scaled."""
+    header = file.header
 
     def values(name: str) -> list[float] | None:
         tensor = header.tensors.get(name)
         if tensor is None or tensor.ggml_type != "f32":
             return None
-        numbers: list[float] = content[tensor.start : tensor.start + tensor.num_bytes].view(np.float32).tolist()
+        numbers: list[float] = file.bytes_of(tensor).view(np.float32).tolist()
         return numbers
 
     factors, long_factors = values(_FACTORS), {field: values(name) for field, name in _LONG_FACTORS.items()}

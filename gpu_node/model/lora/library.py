@@ -25,11 +25,12 @@ from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.json_object import read_object
+from penstock.gpu_node.model.checkpoint.source import ADAPTER_CONFIG
 from penstock.gpu_node.model.checkpoint.stored_tensors import StoredTensor, read_safetensors
 from penstock.gpu_node.model.checkpoint.tensors import rows_by_part
 from penstock.gpu_node.model.protocol import LowRank, MatrixName
 
-CONFIG_FILE = "adapter_config.json"
+CONFIG_FILE = ADAPTER_CONFIG
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
