@@ -19,7 +19,15 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import generation_config
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader
-from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, describe_llama
+from penstock.gpu_node.model.checkpoint.gguf_llama import describe_llama
+from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
+    BYTE_LEVEL,
+    TOKENIZER_LISTS,
+    chat_template_of,
+    end_ids,
+    follow_llama_cpp,
+    name_of,
+)
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 
 LLAMA_LIKE = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
@@ -37,10 +45,11 @@ def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float],
     try:
         # Parse the header first, because its errors for truncated files are clearer than those of transformers.
         header = file.header_with(TOKENIZER_LISTS)
+        _check_tokenizer(file.path, header)
         tokenizer = describe_llama(header, folder)
         if tokenizer is None:
             describe_by_transformers(file.path, header, folder, progress)
-        _add_sampling(header, folder / generation_config.FILE)
+        _add_generation(header, folder / generation_config.FILE)
     except ConfigError:
         raise
     except OSError as error:
@@ -53,12 +62,21 @@ def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float],
     return tokenizer
 
 
-def _add_sampling(header: GgufHeader, path: Path) -> None:
-    """Add the sampling that the file recommends to its generation_config.json."""
+def _check_tokenizer(path: Path, header: GgufHeader) -> None:
+    """Refuse a tokenizer whose way to split words is not known, which would give other tokens without a word."""
+    try:
+        if header.metadata.get("tokenizer.ggml.model") == BYTE_LEVEL:
+            name_of(header.metadata)
+    except ConfigError as error:
+        raise ConfigError(f"cannot read {path}: {error.message}") from error
+
+
+def _add_generation(header: GgufHeader, path: Path) -> None:
+    """Add the sampling that the file recommends, and all tokens that end an answer, to its generation_config.json."""
     found = {name: header.metadata[key] for key, name in generation_config.FROM_GGUF.items() if key in header.metadata}
-    if found:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps(given | found, indent=2) + "\n", encoding="utf-8")
+    given = json.loads(path.read_text(encoding="utf-8"))
+    ends = {"eos_token_id": end_ids(header.metadata)}
+    path.write_text(json.dumps(given | found | ends, indent=2) + "\n", encoding="utf-8")
 
 
 def describe_by_transformers(
@@ -83,7 +101,10 @@ def describe_by_transformers(
     with torch.device("meta"):
         model = auto_model.from_config(config, dtype=torch.bfloat16)
     model.config.architectures = [type(model).__name__]
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = chat_template_of(header.metadata, tokenizer.chat_template)
     tokenizer.save_pretrained(folder)
+    follow_llama_cpp(tokenizer.backend_tokenizer, header.metadata).save(str(folder / "tokenizer.json"))
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
 
