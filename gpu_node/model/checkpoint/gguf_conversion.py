@@ -27,11 +27,13 @@ from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
     end_ids,
     follow_llama_cpp,
     name_of,
+    named_templates,
 )
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 
 LLAMA_LIKE = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 """Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's."""
+_TEMPLATES = "additional_chat_templates"
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors that only writing raises."""
 
@@ -50,6 +52,9 @@ def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float],
         if tokenizer is None:
             describe_by_transformers(file.path, header, folder, progress)
         _add_generation(header, folder / generation_config.FILE)
+        for name, template in named_templates(header.metadata).items():
+            (folder / _TEMPLATES).mkdir(exist_ok=True)
+            (folder / _TEMPLATES / f"{name}.jinja").write_text(template, encoding="utf-8")
     except ConfigError:
         raise
     except OSError as error:

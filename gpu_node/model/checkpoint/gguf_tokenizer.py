@@ -8,6 +8,7 @@ https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,7 +102,7 @@ def follow_llama_cpp(backend: Tokenizer, metadata: Mapping[str, Any]) -> Tokeniz
         name = name_of(metadata)
         backend = _without_foreign_tokens(backend, len(metadata[TOKENIZER_LISTS[0]]))
         backend.pre_tokenizer = _splits(name)
-        backend.model.ignore_merges = name in _IGNORE_MERGES  # type: ignore[attr-defined]
+        backend.model.ignore_merges = name in _IGNORE_MERGES
     elif model == _SENTENCE_PIECE:
         _put_spaces(backend, metadata)
     if model in (BYTE_LEVEL, _SENTENCE_PIECE):
@@ -150,7 +151,7 @@ def _put_spaces(backend: Tokenizer, metadata: Mapping[str, Any]) -> None:
     if has_prefix or not architecture.startswith("gemma"):
         spaces = normalizers.Replace(" ", "\u2581")
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if has_prefix else spaces
-        backend.pre_tokenizer = None  # type: ignore[assignment]
+        backend.pre_tokenizer = None
         text = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
         backend.decoder = decoders.Sequence([*text, decoders.Strip(" ", 1, 0)] if has_prefix else text)
     name = str(metadata.get("general.name", "")).lower()
@@ -204,6 +205,15 @@ def chat_template_of(metadata: Mapping[str, Any], template: str) -> str:
     if token_id is None or "bos_token" in template or metadata[TOKENIZER_LISTS[0]][token_id] in template:
         return template
     return "{{- bos_token }}" + template
+
+
+_NAMED_TEMPLATE = re.compile(r"tokenizer\.chat_template\.([\w-]+)")
+
+
+def named_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates beside the default one by name, such as `tool_use`."""
+    found = {match[1]: text for key, text in metadata.items() if (match := _NAMED_TEMPLATE.fullmatch(key))}
+    return {name: chat_template_of(metadata, text) for name, text in found.items() if isinstance(text, str)}
 
 
 _ENDS = frozenset(

@@ -19,6 +19,8 @@ from penstock.gpu_node.model.checkpoint.weight_files import INDEX, SINGLE, first
 
 _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
 _FOLDERS = ["*/*"]
+_TEMPLATES = "additional_chat_templates/*.jinja"
+"""Chat templates for tools and documents, in their own folder."""
 POOLING_FILE = "1_Pooling/config.json"
 """How a model in sentence-transformers' format embeds a text."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -73,7 +75,9 @@ def downloaded(model: HubModel, progress: Progress) -> Path:
         sizes = _sizes(model, folder)
         wanted = _weight_names(model, folder, sizes)
         missing = sum(sizes[name] for name in wanted if name in sizes and not (folder / name).is_file())
-        _snapshot(model, [*wanted, POOLING_FILE], commit=folder.name, bar_class=_bar_class(missing, progress))
+        _snapshot(
+            model, [*wanted, POOLING_FILE, _TEMPLATES], commit=folder.name, bar_class=_bar_class(missing, progress)
+        )
         progress(1.0)
         return folder
 
