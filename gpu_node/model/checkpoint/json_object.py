@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises ConfigError if it is missing, unreadable or not an object."""
+    if path.is_symlink() and not path.exists():
+        require_usable(path)
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
