@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
+from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 from penstock.gpu_node.model.checkpoint.weight_files import gguf_names, gguf_parts
 
 _MAGIC = b"GGUF"
@@ -80,6 +81,13 @@ def read_header(content: memoryview, lists: Container[str] = ()) -> GgufHeader:
     if not is_split(metadata):
         _check_layers(metadata, len(tensors))
     return GgufHeader({key: value for key, value in metadata.items() if value is not None}, tensors)
+
+
+def starts_as_gguf(path: Path) -> bool:
+    """Return whether a file begins as a GGUF file does. Raises ConfigError if it cannot be read."""
+    require_usable(path)
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 def is_split(metadata: Mapping[str, Any]) -> bool:

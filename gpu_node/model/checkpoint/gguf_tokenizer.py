@@ -225,15 +225,18 @@ _ENDS = frozenset(
     *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
 }
 """Texts of tokens that end an answer in llama.cpp, whatever else the file says."""
+_TAG = "</s>"
+"""For Gemma it is a tag of HTML and no special token. It ends answers in llama.cpp, but not here."""
 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end an answer: those that the file names, and those with one of the known texts."""
     tokens: Sequence[str] = metadata.get(TOKENIZER_LISTS[0]) or ()
+    kinds: Sequence[int] = metadata.get(TOKENIZER_LISTS[1]) or ()
     named = {special_id(metadata, name) for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")}
     known = {text: token_id for token_id, text in enumerate(tokens) if text in _ENDS}
     if known.keys() & {"<|call|>", "<|calls|>"} and known.keys() & {"<|return|>", "<|flush|>"}:
         known.pop("<|end|>", None)  # It ends a message of an answer, not the answer.
-    if "<|tool_response>" in known:
-        known.pop("</s>", None)
+    if (tag := known.get(_TAG)) is not None and kinds[tag : tag + 1] not in ([], [CONTROL]):
+        del known[_TAG]
     return sorted({token_id for token_id in (*named, *known.values()) if token_id is not None})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once, samples
 from penstock.gpu_node.model.checkpoint.gguf_conversion import describe_gguf
-from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, starts_as_gguf
 from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.usable_file import require_usable, require_usable_descriptions
@@ -22,6 +23,9 @@ _CONVERTER_VERSION = 4
 """Increased when the converters' output changes, so that no node uses outdated cached files."""
 
 ADAPTER_CONFIG = "adapter_config.json"
+
+_PIECE = re.compile(r"(.+\.gguf)([.-](?:part|split)[-_]?)[a-z0-9]+", re.IGNORECASE)
+"""A file that was cut by bytes, for a limit on the size of files; it is not a part of a split model."""
 
 Progress = Callable[[str, float], None]
 """Receives a loading stage and the fraction of it that is done, 0 to 1."""
@@ -81,13 +85,23 @@ def open_model(model: str, progress: Progress, revision: str | None = None) -> O
             base = read_object(path / ADAPTER_CONFIG).get("base_model_name_or_path")
             raise ConfigError(f"{path} is a LoRA adapter of {base}, not a model: serve that with --lora NAME={path}")
         return OpenModel(ModelSource(path))
+    _check_gguf(path)
+    return _open_gguf(path, progress)
+
+
+def _check_gguf(path: Path) -> None:
+    """Raise ConfigError for what is no GGUF file, whatever its name is: those in the store of Ollama have no ending."""
     if path.is_symlink():
         require_usable(path)
-    if path.suffix != ".gguf":
+    if path.suffix != ".gguf" and not path.is_file():
         raise ConfigError(f"there is no folder {path}")
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    return _open_gguf(path, progress)
+    if (piece := _PIECE.fullmatch(path.name)) is not None:
+        join = f"cat {piece[1]}{piece[2]}* > {piece[1]}"
+        raise ConfigError(f"{path} is a piece of a GGUF file, cut by bytes; join the pieces: {join}")
+    if path.suffix != ".gguf" and not starts_as_gguf(path):
+        raise ConfigError(f"{path} is neither a folder nor a GGUF file")
 
 
 def _open_gguf(path: Path, progress: Progress) -> OpenModel:
