@@ -237,6 +237,6 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     known = {text: token_id for token_id, text in enumerate(tokens) if text in _ENDS}
     if known.keys() & {"<|call|>", "<|calls|>"} and known.keys() & {"<|return|>", "<|flush|>"}:
         known.pop("<|end|>", None)  # It ends a message of an answer, not the answer.
-    if (tag := known.get(_TAG)) is not None and kinds[tag : tag + 1] not in ([], [CONTROL]):
+    if kinds and _TAG in known and kinds[known[_TAG]] != CONTROL:
         del known[_TAG]
     return sorted({token_id for token_id in (*named, *known.values()) if token_id is not None})
