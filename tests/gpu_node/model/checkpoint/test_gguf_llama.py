@@ -12,14 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from tokenizers import pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers.models import BPE
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.checkpoint import gguf_conversion as gguf
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader, read_header
 from penstock.gpu_node.model.checkpoint.gguf_llama import describe_llama
-from penstock.gpu_node.model.checkpoint.gguf_tokenizer import TOKENIZER_LISTS, end_ids
+from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
+    TOKENIZER_LISTS,
+    end_ids,
+    follow_llama_cpp,
+    named_templates,
+)
 from penstock.gpu_node.model.checkpoint.source import open_model
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|日本|>", "<a b>"]
@@ -269,3 +276,63 @@ def test_all_tokens_that_end_an_answer_in_llama_cpp_end_it(
     named = {f"tokenizer.ggml.{name}_token_id": token_id for name, token_id in ids.items()}
     found = end_ids({"tokenizer.ggml.model": "gpt2", TOKENIZER_LISTS[0]: texts[: len(SPECIAL)], **named})
     assert set(found) == ends
+
+
+# --- SentencePiece
+
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "h", "i", "▁h", "hi", "▁hi", "<|user|>"]
+KINDS = [2, CONTROL, CONTROL, *[6] * 256, *[NORMAL] * 6, CONTROL]
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Returns the tokenizer of a SentencePiece model with some metadata, as transformers describes it at first."""
+    vocab = {piece: i for i, piece in enumerate(PIECES)}
+
+    def tokenizer(architecture: str = "llama", **facts: Any) -> Any:
+        backend = BackendTokenizer(BPE(vocab=vocab, merges=[("▁", "h"), ("▁h", "i"), ("h", "i")], byte_fallback=True))
+        backend.add_special_tokens([AddedToken(PIECES[i], normalized=False) for i in (0, 1, 2, len(PIECES) - 1)])
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        metadata = {"general.architecture": architecture, "tokenizer.ggml.model": "llama"}
+        metadata |= {TOKENIZER_LISTS[0]: PIECES, TOKENIZER_LISTS[1]: KINDS}
+        named = {name: facts.pop(name) for name in ("name",) if name in facts}
+        metadata |= {f"general.{name}": value for name, value in named.items()}
+        return follow_llama_cpp(backend, metadata | {f"tokenizer.ggml.{name}": fact for name, fact in facts.items()})
+
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("facts", "text", "tokens"),
+    [
+        ({}, "hi", ["<s>", "▁hi"]),
+        ({}, " hi", ["<s>", "▁", "▁hi"]),
+        ({}, "<|user|>hi</s>hi", ["<s>", "<|user|>", "▁hi", "</s>", "▁hi"]),
+        ({"add_bos_token": False}, "hi", ["▁hi"]),
+        ({"add_eos_token": True}, "hi", ["<s>", "▁hi", "</s>"]),
+        ({"bos_token_id": 2}, "hi", ["</s>", "▁hi"]),
+        ({"add_space_prefix": False}, "hi<|user|>hi hi", ["<s>", "hi", "<|user|>", "hi", "▁hi"]),
+        ({"architecture": "phi3", "name": "Phi-3 mini"}, "<|user|>\nhi", ["<s>", "<|user|>", "▁hi"]),
+        ({"architecture": "phi3", "name": "Another"}, "<|user|>\nhi", ["<s>", "<|user|>", "▁", "<0x0A>", "hi"]),
+    ],
+)
+def test_pieces_are_those_of_llama_cpp(
+    facts: dict[str, Any], text: str, tokens: list[str], pieces: Callable[..., Any]
+) -> None:
+    assert [PIECES[token_id] for token_id in pieces(**facts).encode(text).ids] == tokens
+
+
+@pytest.mark.parametrize(("prefix", "decoded"), [(True, "hi hi"), (False, " hi hi")])
+def test_only_a_space_that_was_put_before_a_text_is_dropped(
+    prefix: bool, decoded: str, pieces: Callable[..., Any]
+) -> None:
+    tokenizer = pieces(add_space_prefix=prefix)
+    assert tokenizer.decode([tokenizer.token_to_id("▁hi")] * 2) == decoded
+
+
+def test_named_templates_of_a_file_are_those_of_the_model(tmp_path: Path) -> None:
+    writer: Any = GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_chat_template([{"name": "default", "template": "x"}, {"name": "tool_use", "template": "y"}])
+    metadata = {key: field.value for key, field in writer.kv_data[0].items() if isinstance(field.value, str)}
+    assert metadata["tokenizer.chat_template"] == "x"
+    assert named_templates(metadata | {TOKENIZER_LISTS[0]: []}) == {"tool_use": "y"}
