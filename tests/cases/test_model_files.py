@@ -10,12 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from fakes.served_model import served
 from fixtures.gguf_file import write_gguf
 from fixtures.tiny_model import make_tiny_model
 from safetensors.torch import load_file, save_file
 
 from penstock import ConfigError, Engine, SamplingParams
+from penstock.gpu_node.settings import pool_of_model
 
 SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 INDEX = "model.safetensors.index.json"
@@ -177,6 +179,10 @@ def test_a_split_model_is_given_by_any_part_or_by_its_folder(given: str, gguf: P
     assert _answer(model) == _answer(gguf)
 
 
+def test_all_parts_of_a_model_have_one_name() -> None:
+    assert {pool_of_model(f"/models/m-0000{i}-of-00003.gguf") for i in (1, 2, 3)} == {"m"}
+
+
 def test_a_missing_part_is_named(parts: list[Path]) -> None:
     parts[1].unlink()
     with pytest.raises(ConfigError, match=f"one of {len(parts)} parts of a model; missing: {parts[1].name}"):
@@ -199,6 +205,57 @@ def test_a_folder_with_several_gguf_models_asks_for_one(gguf: Path, parts: list[
     shutil.copy(gguf, parts[0].parent / "a.gguf")
     with pytest.raises(ConfigError, match=f"several models; name the file of one: a.gguf, {parts[0].name}"):
         _engine(parts[0].parent)
+
+
+@pytest.mark.parametrize("token_id", [0, 2])
+def test_an_answer_of_a_gguf_model_ends_at_each_token_that_ends_one_in_llama_cpp(token_id: int, gguf: Path) -> None:
+    """The file names token 2 alone, <|im_end|>. Token 0 is <|endoftext|>."""
+    params = SamplingParams(temperature=0, max_tokens=8, logit_bias={token_id: 100.0})
+    (generation,) = _engine(gguf).generate(["the gate"], params)
+    assert generation.finish_reason == "stop"
+
+
+def test_a_gguf_file_needs_no_ending_of_its_name(gguf: Path, tmp_path: Path) -> None:
+    assert _answer(Path(shutil.copy(gguf, tmp_path / "sha256-0123"))) == _answer(gguf)
+
+
+def test_a_piece_that_was_cut_by_bytes_is_named(gguf: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf.part00").write_bytes(gguf.read_bytes()[:5000])
+    with pytest.raises(ConfigError, match=r"is a piece of a GGUF file.*cat m\.gguf\.part\* > m\.gguf"):
+        _engine(tmp_path / "m.gguf.part00")
+
+
+# --- adapters
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "problem"),
+    [
+        ({}, "model.embed_tokens.weight", "has base_model.model.model.embed_tokens.weight: adapters of the embedding"),
+        ({}, "lm_head.lora_A.weight", "adapters of the embedding or of the head are not supported; merge"),
+        ({}, "model.embed_tokens.lora_embedding_A", "adapters of the embedding"),
+        ({"modules_to_save": ["lm_head"]}, "", r"modules_to_save is not supported; it is \['lm_head'\]"),
+    ],
+)
+def test_an_adapter_of_the_embedding_or_head_is_refused_by_name(
+    config: dict[str, Any], name: str, problem: str, tiny: Path, tmp_path: Path
+) -> None:
+    tensors = {f"base_model.model.{name}": torch.zeros(4, 64)} if name else {}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8} | config))
+    with pytest.raises(ConfigError, match=f"lora sql: .*{problem}"):
+        _engine(tiny, lora={"sql": tmp_path})
+
+
+def test_names_of_an_adapter_may_lack_their_first_part(tiny: Path, tmp_path: Path) -> None:
+    """As PEFT writes them for a model without its head, or if they keep the adapter's own name."""
+    name = "base_model.model.layers.0.mlp.down_proj.lora_"
+    tensors = {f"{name}A.weight": torch.ones(4, 128), f"{name}B.default.weight": torch.ones(64, 4)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    engine = _engine(tiny, lora={"sql": tmp_path})
+    answers = [engine.generate(["the gate"], GREEDY, adapters=one)[0].token_ids for one in (None, "sql")]
+    assert answers[0] != answers[1]
 
 
 # --- through the gateway

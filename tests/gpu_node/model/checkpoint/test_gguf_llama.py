@@ -293,7 +293,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
         backend = BackendTokenizer(BPE(vocab=vocab, merges=[("▁", "h"), ("▁h", "i"), ("h", "i")], byte_fallback=True))
         backend.add_special_tokens([AddedToken(PIECES[i], normalized=False) for i in (0, 1, 2, len(PIECES) - 1)])
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-        metadata = {"general.architecture": architecture, "tokenizer.ggml.model": "llama"}
+        metadata: dict[str, Any] = {"general.architecture": architecture, "tokenizer.ggml.model": "llama"}
         metadata |= {TOKENIZER_LISTS[0]: PIECES, TOKENIZER_LISTS[1]: KINDS}
         named = {name: facts.pop(name) for name in ("name",) if name in facts}
         metadata |= {f"general.{name}": value for name, value in named.items()}
