@@ -100,11 +100,14 @@ def follow_llama_cpp(backend: Tokenizer, metadata: Mapping[str, Any]) -> Tokeniz
     model = metadata.get("tokenizer.ggml.model")
     if model == BYTE_LEVEL:
         name = name_of(metadata)
-        backend = _without_foreign_tokens(backend, len(metadata[TOKENIZER_LISTS[0]]))
+        backend = _with_own_marks(backend, metadata)
         backend.pre_tokenizer = _splits(name)
         backend.model.ignore_merges = name in _IGNORE_MERGES
     elif model == _SENTENCE_PIECE:
         _put_spaces(backend, metadata)
+        ends = [AddedToken(text, normalized=False, special=True) for text in _known_ends(metadata)]
+        known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        backend.add_special_tokens([end for end in ends if end.content not in known])
     if model in (BYTE_LEVEL, _SENTENCE_PIECE):
         backend.post_processor = _frame(backend, metadata)
     return backend
@@ -132,16 +135,41 @@ def _splits(name: str) -> pre_tokenizers.PreTokenizer:
     return splits[0] if len(splits) == 1 else pre_tokenizers.Sequence(splits)
 
 
-def _without_foreign_tokens(backend: Tokenizer, num_tokens: int) -> Tokenizer:
-    """Return the tokenizer without added tokens that the file does not have.
+def _marks(metadata: Mapping[str, Any]) -> dict[int, bool]:
+    """Return the ids of tokens that no text is split in, and whether each is a special token.
 
-    transformers adds `<|endoftext|>` to every byte-level vocabulary.
+    A token that ends an answer by its text is special, whatever its type is.
     """
-    if all(token_id < num_tokens for token_id in backend.get_added_tokens_decoder()):
-        return backend
-    content = json.loads(backend.to_str())
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < num_tokens]
-    return Tokenizer.from_str(json.dumps(content))
+    kinds: Sequence[int] = metadata.get(TOKENIZER_LISTS[1]) or ()
+    marks = {at: kind == CONTROL for at, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)}
+    return marks | dict.fromkeys(_known_ends(metadata).values(), True)
+
+
+def _with_own_marks(backend: Tokenizer, metadata: Mapping[str, Any]) -> Tokenizer:
+    """Return a byte-level tokenizer with the special tokens of the file, and with no others.
+
+    transformers spells a special token in the alphabet of bytes if it has letters outside it, so that no text has it:
+    those of DeepSeek, for example. And it adds `<|endoftext|>` to every vocabulary.
+    """
+    tokens: Sequence[str] = metadata[TOKENIZER_LISTS[0]]
+    marks = _marks(metadata)
+    added = backend.get_added_tokens_decoder()
+    respelled = {at: spelling for at in marks if (spelling := backend.id_to_token(at)) != tokens[at]}
+    if respelled or any(at >= len(tokens) for at in added):
+        content = json.loads(backend.to_str())
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < len(tokens)]
+        vocab = content["model"]["vocab"]
+        for at, spelling in respelled.items():
+            vocab.pop(spelling, None)
+            vocab[tokens[at]] = at
+        backend = Tokenizer.from_str(json.dumps(content))
+        added = backend.get_added_tokens_decoder()
+    # A word that is there twice has only one id.
+    new = [at for at in marks if backend.token_to_id(tokens[at]) == at]
+    new = [at for at in new if at not in added or added[at].special != marks[at]]
+    backend.add_special_tokens([AddedToken(tokens[at], normalized=False, special=True) for at in new if marks[at]])
+    backend.add_tokens([AddedToken(tokens[at], normalized=False) for at in new if not marks[at]])
+    return backend
 
 
 def _put_spaces(backend: Tokenizer, metadata: Mapping[str, Any]) -> None:
@@ -231,12 +259,16 @@ _TAG = "</s>"
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end an answer: those that the file names, and those with one of the known texts."""
+    named = {special_id(metadata, name) for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")}
+    return sorted({token_id for token_id in (*named, *_known_ends(metadata).values()) if token_id is not None})
+
+
+def _known_ends(metadata: Mapping[str, Any]) -> dict[str, int]:
     tokens: Sequence[str] = metadata.get(TOKENIZER_LISTS[0]) or ()
     kinds: Sequence[int] = metadata.get(TOKENIZER_LISTS[1]) or ()
-    named = {special_id(metadata, name) for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")}
     known = {text: token_id for token_id, text in enumerate(tokens) if text in _ENDS}
     if known.keys() & {"<|call|>", "<|calls|>"} and known.keys() & {"<|return|>", "<|flush|>"}:
         known.pop("<|end|>", None)  # It ends a message of an answer, not the answer.
     if kinds and _TAG in known and kinds[known[_TAG]] != CONTROL:
         del known[_TAG]
-    return sorted({token_id for token_id in (*named, *known.values()) if token_id is not None})
+    return known

@@ -19,7 +19,7 @@ _WITHOUT_VOCABULARY = re.compile(
 """From these files alone, transformers silently makes a tokenizer without a vocabulary."""
 _PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 """Tokenizer classes that use tokenizer.json unchanged. Other classes read only its vocabulary and merges."""
-_EXPORT_VERSION = 1
+_EXPORT_VERSION = 2
 
 
 def plain_tokenizer(folder: Path) -> Path:

@@ -251,6 +251,24 @@ def test_an_unknown_way_to_split_words_is_refused(tmp_path: Path) -> None:
         _described(tmp_path, pre="kimi-k2")
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_special_tokens_are_found_in_a_text_whatever_their_letters(architecture: str, tmp_path: Path) -> None:
+    """As DeepSeek's are spelled. transformers respells them in the alphabet of bytes."""
+    marks = ["<｜User｜>", "<｜end▁of▁sentence｜>"]
+    kinds = [CONTROL] * 3 + [USER_DEFINED, CONTROL] + [NORMAL] * len(WORDS)
+    facts: dict[str, Any] = {"architecture": architecture, "tokens": [*SPECIAL[:3], *marks, *WORDS], "kinds": kinds}
+    tokenizer = _described(tmp_path, pre="qwen2", template=None, **facts)
+    assert tokenizer.encode("<｜User｜>12<｜end▁of▁sentence｜>") == [3, *tokenizer.encode("12"), 4]
+    assert tokenizer.decode([3, 4, 3]) == "<｜User｜>" * 2
+
+
+@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED])
+def test_a_token_that_ends_an_answer_is_special_whatever_the_file_says(kind: int, tmp_path: Path) -> None:
+    kinds = [CONTROL, CONTROL, kind, CONTROL, CONTROL, *[NORMAL] * len(WORDS)]
+    tokenizer = _described(tmp_path, kinds=kinds)
+    assert tokenizer.encode("<|im_end|>") == [2] and tokenizer.decode([2]) == ""
+
+
 def test_a_token_that_the_file_lacks_is_not_added(tmp_path: Path) -> None:
     """transformers adds <|endoftext|> to each byte-level vocabulary, with an id for which the model has no row."""
     tokenizer = _described(tmp_path, tokens=[*WORDS, *SPECIAL[1:]], kinds=[NORMAL] * len(WORDS) + [CONTROL] * 4, ids={})
