@@ -230,9 +230,10 @@ def _frame(backend: Tokenizer, metadata: Mapping[str, Any]) -> TemplateProcessin
 def chat_template_of(metadata: Mapping[str, Any], template: str) -> str:
     """Return a chat template that begins with BOS if texts do: llama.cpp adds it where the template does not."""
     token_id = special_id(metadata, "bos") if begins_with_bos(metadata) else None
-    if token_id is None or "bos_token" in template or metadata[TOKENIZER_LISTS[0]][token_id] in template:
+    bos = None if token_id is None else metadata[TOKENIZER_LISTS[0]][token_id]
+    if bos is None or "bos_token" in template or bos in template:
         return template
-    return "{{- bos_token }}" + template
+    return "{{- " + json.dumps(bos) + " }}" + template
 
 
 _NAMED_TEMPLATE = re.compile(r"tokenizer\.chat_template\.([\w-]+)")
