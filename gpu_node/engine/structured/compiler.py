@@ -63,7 +63,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._eos_token_ids = sorted(eos_token_ids)
         # Before the node serves. The library holds the GIL meanwhile: 50 ms for 150,000 tokens.
-        self._host = MaskHost(tokenizer.to_json_of(vocab_size), vocab_size, self._eos_token_ids)
+        self._host = MaskHost(tokenizer.to_json(vocab_size), vocab_size, self._eos_token_ids)
         self._known: LRUCache[_Key, Grammar | _Refusal] = LRUCache(MAX_CACHED_BYTES, getsizeof=lambda one: one.size)
         self._used: weakref.WeakValueDictionary[_Key, Grammar] = weakref.WeakValueDictionary()
         """Grammars that a caller of `prepare` or a guide holds, even after the cache has dropped them."""

@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from types import MappingProxyType
@@ -89,6 +89,27 @@ def _opens_reasoning(template: ChatTemplate, variables: Mapping[str, bool]) -> b
     except RequestError:
         # The template may not accept this message.
         return False
+
+
+_TURN_ENDS = frozenset(
+    ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end|>", "<|return|>", "<|end_of_turn|>")
+) | {"<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<EOT>", "[EOT]"}
+
+
+def ends_of_turn(template: ChatTemplate, added: Collection[str]) -> frozenset[str]:
+    """Return those of a tokenizer's added tokens that end an answer by a template, whatever other files say.
+
+    That is the token which the template puts after an answer, and well-known ones that it contains. `added`: the texts
+    of the added tokens.
+    """
+    mark = secrets.token_hex(16)
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
+    after = ""
+    with suppress(RequestError, UnavailableError):  # The template may not accept this chat.
+        after = template.render(chat, None, {GENERATION_PROMPT: False}).rpartition(mark)[2].lstrip()
+    first = max((token for token in added if token and after.startswith(token)), key=len, default=None)
+    known = {token for token in _TURN_ENDS if token in added and token in template.source}
+    return frozenset(known if first is None else known | {first})
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from penstock.gpu_node.engine.text.chat import (
     NO_VARIABLES,
     TELLING_MARKS,
     ChatTemplate,
+    ends_of_turn,
     reasoning_parser_of,
     template_messages,
     thinking_switches_of,
@@ -41,6 +42,8 @@ from penstock.gpu_node.engine.text.encoder import (
 from penstock.gpu_node.engine.text.output import Detokenizer
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 
+_OF_TOOLS = "tool_use"
+"""The name of the chat template for chats with tools, in a model with several."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _Token = str | Mapping[str, Any]
 
@@ -52,7 +55,8 @@ class TokenizerFiles:
     backend: tokenizers.Tokenizer
     special_tokens: Mapping[str, str]
     """Texts of the special tokens, by name: `eos_token`, …"""
-    chat_template: str | None
+    chat_templates: Mapping[str, str]
+    """Chat templates by name; `default` is that of chats without tools."""
 
 
 def read_tokenizer_files(folder: Path, read: tokenizers.Tokenizer | None = None) -> TokenizerFiles:
@@ -72,7 +76,7 @@ def read_tokenizer_files(folder: Path, read: tokenizers.Tokenizer | None = None)
     named = dict(_named_tokens(config))
     _add_tokens(backend, config, named)
     special_tokens = {name: _added_token(token).content for name, token in named.items()}
-    return TokenizerFiles(backend, special_tokens, _chat_template(folder, config))
+    return TokenizerFiles(backend, special_tokens, _chat_templates(folder, config))
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -113,16 +117,23 @@ def _added_token(token: _Token, **flags: bool) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(token["content"], **({flag: token[flag] for flag in _FLAGS if flag in token} | flags))
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the default template: from its own file, else from the config, which may have several by name."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        by_name = {named["name"]: named["template"] for named in template}
-        template = by_name.get("default")
-    return template if isinstance(template, str) else None
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the templates by name: from files of their own, else from the config, as transformers does."""
+    default, others = folder / "chat_template.jinja", sorted(folder.glob("additional_chat_templates/*.jinja"))
+    paths = {"default": default} if default.is_file() else {}
+    paths |= {path.stem: path for path in others}
+    if paths:
+        return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    found = config.get("chat_template")
+    if found is None:
+        # Processors write the template into a JSON file.
+        found = _read_object(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, list):
+        # An entry without a name or a template is of no use.
+        entries = [entry for entry in found if isinstance(entry, dict) and {"name", "template"} <= entry.keys()]
+        found = {entry["name"]: entry["template"] for entry in entries}
+    named = found if isinstance(found, dict) else {"default": found}
+    return {str(name): template for name, template in named.items() if isinstance(template, str)}
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -216,8 +227,13 @@ class Tokenizer:
         self._chats = ChatEncoder(files.backend, separator, self._long_texts)
         self._prompts = TokenCache(MAX_CACHED_PROMPT_TOKENS)
         self._special_tokens = files.special_tokens
-        template = files.chat_template if chat_template is None else chat_template
-        self._template = None if template is None else ChatTemplate(template, files.special_tokens)
+        templates = files.chat_templates if chat_template is None else {"default": chat_template}
+        source = templates.get("default") or templates.get(_OF_TOOLS)
+        self._template = None if source is None else ChatTemplate(source, files.special_tokens)
+        of_tools = templates.get(_OF_TOOLS)
+        is_same = of_tools is None or of_tools == source
+        self._tool_template = self._template if is_same else ChatTemplate(of_tools or "", files.special_tokens)
+        """The template of chats with tools."""
         self._decoder_steps = _decoder_steps(self._backend)
         tokens = tokens_by_id(self._backend) if written is None else written.tokens
         self.token_bytes = self._token_table(tokens, vocab_size)
@@ -274,7 +290,8 @@ class Tokenizer:
             raise RequestError(message, param="tools")
         rendered, offered = template_messages(messages), None if tools is None else json.loads(tools)
         variables = NO_VARIABLES if template_kwargs is None else json.loads(template_kwargs)
-        text = self._template.render(rendered, offered, variables, now)
+        template = self._tool_template if offered is not None and self._tool_template else self._template
+        text = template.render(rendered, offered, variables, now)
         if max_tokens is not None:
             self._require_fit(text, max_tokens)
         return self._long_texts.encode(text, framed=True) if framed else self._chats.encode(text, owner)
@@ -293,12 +310,12 @@ class Tokenizer:
     @property
     def takes_tools(self) -> bool:
         """Whether the chat template accepts tools."""
-        return self._template is not None and self._template.takes_tools
+        return self._tool_template is not None and self._tool_template.takes_tools
 
     @property
     def tool_parser(self) -> ToolParserName:
         """The parser of the model's tool calls, as detected from its chat template."""
-        return "none" if self._template is None else tool_parser_of(self._template)
+        return "none" if self._tool_template is None else tool_parser_of(self._tool_template)
 
     @property
     def reasoning_parser(self) -> ReasoningParserName:
@@ -343,18 +360,15 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
-    def to_json(self) -> str:
-        """Return the tokenizer in the format of tokenizer.json."""
-        text: str = self._backend.to_str()
-        return text
+    def to_json(self, vocab_size: int | None = None) -> str:
+        """Return the tokenizer in the format of tokenizer.json, without tokens for which the model has no logit.
 
-    def to_json_of(self, vocab_size: int) -> str:
-        """Return the tokenizer in that format without the tokens beyond a model's vocabulary.
-
-        Some fine-tuned models come with a tokenizer of more tokens than their matrices have rows.
+        vocab_size: the number of logits; None for all tokens.
         """
-        text = self.to_json()
-        return text if len(self.token_bytes) <= vocab_size else _without_ids(text, vocab_size)
+        text: str = self._backend.to_str()
+        if vocab_size is None or len(self.token_bytes) <= vocab_size:
+            return text
+        return _without_ids(text, vocab_size)
 
     def new_detokenizer(self, *, begins_text: bool = True) -> Detokenizer:
         """Return a detokenizer at the start of a text, or after the text of a prompt.
@@ -376,12 +390,17 @@ class Tokenizer:
             return 0
         return max(map(len, [*self.token_bytes, *(token.content.encode() for token in added)]))
 
-    @property
+    @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """The end-of-sequence id that the tokenizer names, if any."""
+        """The ids of the end-of-sequence token that the tokenizer names, and of those that end a turn of a chat."""
         eos = self._special_tokens.get("eos_token")
-        token_id = None if eos is None else self._backend.token_to_id(eos)
-        return frozenset() if token_id is None else frozenset((token_id,))
+        texts = set() if eos is None else {eos}
+        added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        for template in {self._template, self._tool_template}:
+            if template is not None:
+                texts |= ends_of_turn(template, added)
+        token_ids = (self._backend.token_to_id(text) for text in texts)
+        return frozenset(token_id for token_id in token_ids if token_id is not None)
 
     def _token_table(self, tokens: Sequence[str], vocab_size: int) -> list[bytes]:
         added_tokens = self._backend.get_added_tokens_decoder()

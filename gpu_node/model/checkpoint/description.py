@@ -79,7 +79,10 @@ def num_host_blocks(options: RunnerOptions, block_bytes: int, num_device_blocks:
     return min(num_device_blocks, int(min(default_gib * 2**30, available_bytes() * SWAP_SHARE)) // block_bytes)
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    *("chat_template.json", "additional_chat_templates/*.jinja"),
+)
 _CONFIG_FILES = ("config.json", "generation_config.json")
 
 
@@ -128,4 +131,5 @@ def stamps_of_source(source: ModelSource) -> list[tuple[int, ...]]:
 
 
 def _present(source: ModelSource, names: Iterable[str]) -> list[Path]:
-    return [path for name in names if (path := source.folder / name).is_file()]
+    """Return the files of the folder that match one of some patterns."""
+    return [path for name in names for path in sorted(source.folder.glob(name)) if path.is_file()]

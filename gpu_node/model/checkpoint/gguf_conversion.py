@@ -15,16 +15,25 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
-from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import generation_config
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader
-from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, describe_llama
+from penstock.gpu_node.model.checkpoint.gguf_llama import describe_llama
+from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
+    BYTE_LEVEL,
+    TOKENIZER_LISTS,
+    chat_template_of,
+    end_ids,
+    follow_llama_cpp,
+    name_of,
+    named_templates,
+)
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 
 LLAMA_LIKE = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 """Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's."""
+_TEMPLATES = "additional_chat_templates"
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors that only writing raises."""
 
@@ -38,10 +47,14 @@ def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float],
     try:
         # Parse the header first, because its errors for truncated files are clearer than those of transformers.
         header = file.header_with(TOKENIZER_LISTS)
+        _check_tokenizer(file.path, header)
         tokenizer = describe_llama(header, folder)
         if tokenizer is None:
             describe_by_transformers(file.path, header, folder, progress)
-        _add_sampling(header, folder / generation_config.FILE)
+        _add_generation(header, folder / generation_config.FILE)
+        for name, template in named_templates(header.metadata).items():
+            (folder / _TEMPLATES).mkdir(exist_ok=True)
+            (folder / _TEMPLATES / f"{name}.jinja").write_text(template, encoding="utf-8")
     except ConfigError:
         raise
     except OSError as error:
@@ -54,12 +67,21 @@ def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float],
     return tokenizer
 
 
-def _add_sampling(header: GgufHeader, path: Path) -> None:
-    """Add the sampling that the file recommends to its generation_config.json."""
+def _check_tokenizer(path: Path, header: GgufHeader) -> None:
+    """Refuse a tokenizer whose way to split words is not known, which would give other tokens without a word."""
+    try:
+        if header.metadata.get("tokenizer.ggml.model") == BYTE_LEVEL:
+            name_of(header.metadata)
+    except ConfigError as error:
+        raise ConfigError(f"cannot read {path}: {error.message}") from error
+
+
+def _add_generation(header: GgufHeader, path: Path) -> None:
+    """Add the sampling that the file recommends, and all tokens that end an answer, to its generation_config.json."""
     found = {name: header.metadata[key] for key, name in generation_config.FROM_GGUF.items() if key in header.metadata}
-    if found:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps(given | found, indent=2) + "\n", encoding="utf-8")
+    given = json.loads(path.read_text(encoding="utf-8"))
+    ends = {"eos_token_id": end_ids(header.metadata)}
+    path.write_text(json.dumps(given | found | ends, indent=2) + "\n", encoding="utf-8")
 
 
 def describe_by_transformers(
@@ -84,7 +106,10 @@ def describe_by_transformers(
     with torch.device("meta"):
         model = auto_model.from_config(config, dtype=torch.bfloat16)
     model.config.architectures = [type(model).__name__]
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = chat_template_of(header.metadata, tokenizer.chat_template)
     tokenizer.save_pretrained(folder)
+    follow_llama_cpp(tokenizer.backend_tokenizer, header.metadata).save(str(folder / "tokenizer.json"))
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
 
@@ -150,7 +175,7 @@ def with_gguf_settings(config: dict[str, Any], file: GgufFile) -> dict[str, Any]
         config = config | _settings(header, config)
     except (KeyError, TypeError, ArithmeticError) as error:
         raise ConfigError(f"cannot read {file.path}: its metadata is incomplete or invalid: {error!r}") from error
-    scaling = rope_scaling(header, file.mapped.content)
+    scaling = rope_scaling(file)
     rope = config.get("rope_parameters") or {}
     if not scaling:
         return config
@@ -177,7 +202,8 @@ def _settings(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
         embedding = header.tensors.get("token_embd.weight")
         if embedding is not None:
             found["vocab_size"] = embedding.shape[0]
-        found["tie_word_embeddings"] = "output.weight" not in header.tensors
+    # Like llama.cpp. transformers reads the tensors of the first part alone.
+    found["tie_word_embeddings"] = "output.weight" not in header.tensors
     if name == "llama" and metadata.get("llama.expert_count"):
         found["architectures"] = ["MixtralForCausalLM"]
         found["num_local_experts"] = metadata["llama.expert_count"]
@@ -209,17 +235,15 @@ _ROPE_FIELDS = {
 """GGUF's field names (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and those of config.json."""
 
 
-def rope_scaling(header: GgufHeader, content: NDArray[np.uint8]) -> dict[str, Any]:
-    """Return the fields of config.json's `rope_parameters` that scale RoPE; empty if it is not scaled.
-
-    content: the bytes of the file.
-    """
+def rope_scaling(file: GgufFile) -> dict[str, Any]:
+    """Return the fields of config.json's `rope_parameters` that scale RoPE; empty if it is not scaled."""
+    header = file.header
 
     def values(name: str) -> list[float] | None:
         tensor = header.tensors.get(name)
         if tensor is None or tensor.ggml_type != "f32":
             return None
-        numbers: list[float] = content[tensor.start : tensor.start + tensor.num_bytes].view(np.float32).tolist()
+        numbers: list[float] = file.bytes_of(tensor).view(np.float32).tolist()
         return numbers
 
     factors, long_factors = values(_FACTORS), {field: values(name) for field, name in _LONG_FACTORS.items()}

@@ -1,4 +1,4 @@
-"""A GGUF file: its header, read once, that is its metadata and the offset of each tensor; and its mapped content.
+"""A GGUF file, whole or in parts: its metadata and the offset of each tensor, read once; and its mapped content.
 
 The `gguf` package also parses headers, but creates an array for each token of the vocabulary, which takes seconds.
 Skipping lists takes milliseconds. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -13,10 +13,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
+from penstock.gpu_node.model.checkpoint.usable_file import require_usable
+from penstock.gpu_node.model.checkpoint.weight_files import gguf_names, gguf_parts
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -27,6 +31,8 @@ _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q
 _SCALARS = {number: struct.Struct(f"<{code}") for number, code in _CODES.items()}
 _STRING, _ARRAY = 8, 9
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
+_SPLIT_COUNT, _SPLIT_NO = "split.count", "split.no"
+"""The number of a model's parts, and the index of one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,8 @@ class GgufTensor:
     """The tensor's dimensions, the slowest one first."""
     start: int
     num_bytes: int
+    part: int = 0
+    """The index of its file, if the model is split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +78,22 @@ def read_header(content: memoryview, lists: Container[str] = ()) -> GgufHeader:
     for name, tensor in tensors.items():
         if tensor.start + tensor.num_bytes > len(content):
             raise ConfigError(f"the file is cut short: tensor {name} ends past the end of the file")
-    _check_layers(metadata, len(tensors))
+    if not is_split(metadata):
+        _check_layers(metadata, len(tensors))
     return GgufHeader({key: value for key, value in metadata.items() if value is not None}, tensors)
+
+
+def starts_as_gguf(path: Path) -> bool:
+    """Return whether a file begins as a GGUF file does. Raises ConfigError if it cannot be read."""
+    require_usable(path)
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def is_split(metadata: Mapping[str, Any]) -> bool:
+    """Return whether a file is one of several parts."""
+    count = metadata.get(_SPLIT_COUNT)
+    return isinstance(count, int) and count > 1
 
 
 def _check_layers(metadata: Mapping[str, Any], num_tensors: int) -> None:
@@ -172,12 +194,13 @@ class _Cursor:
 
 
 class GgufFile:
-    """A GGUF file that is mapped."""
+    """A GGUF file that is mapped, with all its parts if it is split. The first part has the metadata."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for an empty file."""
-        self.path = path
-        self.mapped = MappedFile(path)
+        """`path`: the file, or any part of a split one. Raises ConfigError for a missing part and an empty file."""
+        paths = gguf_parts(path)
+        self.path = paths[0]
+        self.parts = tuple(MappedFile(part) for part in paths)
         self._header: GgufHeader | None = None
 
     @property
@@ -189,11 +212,43 @@ class GgufFile:
 
     def header_with(self, lists: Container[str]) -> GgufHeader:
         """Return the header with some lists. Raises ConfigError as `header` does."""
-        try:
-            found = read_header(self.mapped.content.data, lists)
-        except ConfigError as error:
-            raise ConfigError(f"cannot read {self.path}: {error.message}") from error
+        found = self._read(0, lists)
+        if len(self.parts) > 1 or is_split(found.metadata):
+            found = self._joined(found)
         # A vocabulary takes many megabytes, so it is not kept.
         kept = {key: value for key, value in found.metadata.items() if key not in lists}
         self._header = replace(found, metadata=kept)
         return found
+
+    def bytes_of(self, tensor: GgufTensor) -> NDArray[np.uint8]:
+        """Return the bytes of a tensor."""
+        return self.parts[tensor.part].content[tensor.start : tensor.start + tensor.num_bytes]
+
+    def _path_of(self, part: int) -> Path:
+        return self.path.with_name(gguf_names(self.path.name)[part])
+
+    def _read(self, part: int, lists: Container[str]) -> GgufHeader:
+        try:
+            return read_header(self.parts[part].content.data, lists)
+        except ConfigError as error:
+            raise ConfigError(f"cannot read {self._path_of(part)}: {error.message}") from error
+
+    def _joined(self, first: GgufHeader) -> GgufHeader:
+        """Return the header of the first part with the tensors of all. Raises ConfigError for parts that do not fit."""
+        headers = [first, *(self._read(part, ()) for part in range(1, len(self.parts)))]
+        tensors: dict[str, GgufTensor] = {}
+        for part, header in enumerate(headers):
+            number, count = header.metadata.get(_SPLIT_NO), header.metadata.get(_SPLIT_COUNT)
+            if (number, count) != (part, len(headers)):
+                is_part = f"is part {number} of {count}" if count is not None else "is not part of a split model"
+                expected = f"its name must end in -{(number or 0) + 1:05}-of-{count or 1:05}.gguf"
+                raise ConfigError(f"cannot read {self._path_of(part)}: its metadata says that it {is_part}; {expected}")
+            tensors |= {name: replace(tensor, part=part) for name, tensor in header.tensors.items()}
+        total = first.metadata.get("split.tensors.count", len(tensors))
+        if total != len(tensors):
+            raise ConfigError(f"cannot read {self.path}: its parts have {len(tensors)} tensors, not {total}")
+        try:
+            _check_layers(first.metadata, len(tensors))
+        except ConfigError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.message}") from error
+        return replace(first, tensors=tensors)

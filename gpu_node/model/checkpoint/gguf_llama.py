@@ -13,14 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from tokenizers.processors import TemplateProcessing
 
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufHeader
+from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
+    CONTROL,
+    TOKENIZER_LISTS,
+    USER_DEFINED,
+    chat_template_of,
+    follow_llama_cpp,
+)
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 
-TOKENIZER_LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
 _SIZES = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -48,19 +53,7 @@ _DEFAULTS = {
     "pretraining_tp": 1,
     "use_cache": True,
 }
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _LLAMA3_SPLIT),
-    **dict.fromkeys(("default", "gpt-2", "smollm"), None),
-}
-"""The supported names of `tokenizer.ggml.pre`, and the pattern of their words; None: GPT-2's."""
-_CONTROL, _USER_DEFINED = 3, 4
 _IN_BYTE_ALPHABET = re.compile("[!-~¡-¬®-\u0143]*")
-_GPT2_END = "<|endoftext|>"
-"""GPT-2's special token, which transformers adds to every byte-level vocabulary without it."""
 _UNLIMITED = int(1e30)
 
 
@@ -85,7 +78,8 @@ def describe_llama(header: GgufHeader, folder: Path) -> WrittenTokenizer | None:
     folder.mkdir()
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     if template is not None:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        text = chat_template_of(metadata, template)
+        (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
     facts = {"backend": "tokenizers", "is_local": True, "local_files_only": False, "model_max_length": _UNLIMITED}
     _write(folder / "tokenizer_config.json", {**facts, **named, "tokenizer_class": "TokenizersBackend"})
     _write(folder / "config.json", config)
@@ -132,7 +126,6 @@ def _has_plain_tokenizer(metadata: Mapping[str, Any]) -> bool:
     tokens, kinds, merges = (metadata.get(name) or () for name in TOKENIZER_LISTS)
     return (
         metadata.get("tokenizer.ggml.model") == "gpt2"
-        and metadata.get("tokenizer.ggml.pre") in _SPLITS
         and bool(tokens and kinds and merges)
         and len(tokens) == len(kinds)
         and metadata.get("tokenizer.chat_template", "a template") != ""
@@ -147,21 +140,15 @@ def _tokenizer(metadata: Mapping[str, Any], named: Mapping[str, str | None]) -> 
     vocab = {spelling: index for index, spelling in enumerate(spellings)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
     backend = Tokenizer(BPE(vocab=vocab, merges=pairs, continuing_subword_prefix="", end_of_word_suffix=""))
-    split = _SPLITS[metadata["tokenizer.ggml.pre"]]
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if split is not None:
-        words = pre_tokenizers.Split(Regex(split), behavior="isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([words, alphabet])
     backend.decoder = decoders.ByteLevel()
-    _add_tokens(backend, [_GPT2_END], special=True)
-    marked = [index for index, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)]
-    control = [tokens[i] for i in marked if kinds[i] == _CONTROL and tokens[i] == spellings[i]]
+    marked = [index for index, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)]
+    control = [tokens[i] for i in marked if kinds[i] == CONTROL and tokens[i] == spellings[i]]
     _add_tokens(backend, control, special=True)
-    defined = [tokens[i] for i in marked if kinds[i] == _USER_DEFINED]
+    defined = [tokens[i] for i in marked if kinds[i] == USER_DEFINED]
     _add_tokens(backend, [token for token in defined if backend.token_to_id(token) is not None], special=False)
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     _add_tokens(backend, [token for token in named.values() if token is not None and token not in known], special=True)
-    backend.post_processor = _frame(backend, metadata, named)
+    backend = follow_llama_cpp(backend, metadata)
     # Of tokens that are spelled alike, only the last one has an id.
     by_id = [""] * len(tokens)
     for spelling, index in vocab.items():
@@ -183,20 +170,6 @@ def _spellings(tokens: list[str], alphabet: pre_tokenizers.ByteLevel) -> list[st
 
 def _add_tokens(backend: Tokenizer, tokens: list[str], *, special: bool) -> None:
     backend.add_tokens([AddedToken(token, normalized=False, special=special) for token in tokens])
-
-
-def _frame(backend: Tokenizer, metadata: Mapping[str, Any], named: Mapping[str, str | None]) -> TemplateProcessing:
-    """Return the processor that adds the special tokens around a text."""
-    bos, eos = (
-        named[f"{name}_token"] if metadata.get(f"tokenizer.ggml.add_{name}_token") is True else None
-        for name in ("bos", "eos")
-    )
-    single, second = (
-        " ".join([f"{token}:{i}" for token in (bos, text, eos) if token is not None])
-        for i, text in enumerate(("$A", "$B"))
-    )
-    tokens = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]
-    return TemplateProcessing(single=single, pair=f"{single} {second}", special_tokens=tokens)
 
 
 def _transformers_version() -> str:

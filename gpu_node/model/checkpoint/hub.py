@@ -14,13 +14,16 @@ from typing import Any, Self
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.checkpoint.json_object import read_object, shards_of
+from penstock.gpu_node.model.checkpoint.json_object import read_object
+from penstock.gpu_node.model.checkpoint.weight_files import INDEX, SINGLE, first_parts, gguf_names, index_of
 from penstock.runtime.trusted_folders import trusted_folder
 
 log = logging.getLogger("penstock.node")
 
 _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
 _FOLDERS = ["*/*"]
+_TEMPLATES = "additional_chat_templates/*.jinja"
+"""Chat templates for tools and documents, in their own folder."""
 POOLING_FILE = "1_Pooling/config.json"
 """How a model in sentence-transformers' format embeds a text."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -75,7 +78,9 @@ def downloaded(model: HubModel, progress: Progress) -> Path:
         sizes = _sizes(model, folder)
         wanted = _weight_names(model, folder, sizes)
         missing = sum(sizes[name] for name in wanted if name in sizes and not (folder / name).is_file())
-        _snapshot(model, [*wanted, POOLING_FILE], commit=folder.name, bar_class=_bar_class(missing, progress))
+        _snapshot(
+            model, [*wanted, POOLING_FILE, _TEMPLATES], commit=folder.name, bar_class=_bar_class(missing, progress)
+        )
         progress(1.0)
         return folder
 
@@ -114,10 +119,11 @@ def _gguf_file(model: HubModel, file: str, progress: Progress) -> Path:
     # A tiny file first, only to learn the commit and its list of files.
     folder = _snapshot(model, [".gitattributes"])
     sizes = _sizes(model, folder)
-    if sizes and file not in sizes:
-        raise ConfigError(f"model {model} has no file {file}; it has {_listed(sizes, '.gguf')}")
-    missing = 0 if (folder / file).is_file() else sizes.get(file, 0)
-    _snapshot(model, [file], commit=folder.name, bar_class=_bar_class(missing, progress))
+    parts = [(Path(file).parent / name).as_posix() for name in gguf_names(Path(file).name)]
+    if lacking := [part for part in parts if sizes and part not in sizes]:
+        raise ConfigError(f"model {model} has no file {lacking[0]}; it has {_listed(sizes)}")
+    missing = sum(sizes.get(part, 0) for part in parts if not (folder / part).is_file())
+    _snapshot(model, parts, commit=folder.name, bar_class=_bar_class(missing, progress))
     progress(1.0)
     return folder / file
 
@@ -139,23 +145,25 @@ def _sizes(model: HubModel, folder: Path) -> dict[str, int]:
 
 def _weight_names(model: HubModel, folder: Path, sizes: Mapping[str, int]) -> list[str]:
     """Return the names of a model's safetensors files, without duplicates. Raises ConfigError if there are none."""
-    shards = shards_of(folder)
-    if shards is not None:
-        return shards
     names = sorted(sizes) or sorted(path.name for path in folder.iterdir())
     found = [name for name in names if name.endswith(".safetensors") and "/" not in name]
+    if SINGLE in found:
+        return [SINGLE]
+    if (index := folder / INDEX).is_file():
+        return sorted(set(index_of(index).values()))
     if found:
-        return ["model.safetensors"] if "model.safetensors" in found else found
+        return found
     if any(name.endswith(".gguf") for name in names):
-        files = _listed(names, ".gguf")
+        files = _listed(names)
         raise ConfigError(f"model {model} has no .safetensors; name one of its files as {model.repo_id}:FILE: {files}")
     if any(name.endswith(_PICKLES) for name in names):
         raise ConfigError(f"model {model} has only pickled weights, which can run code; use .safetensors or .gguf")
     raise ConfigError(f"model {model} has no .safetensors weights")
 
 
-def _listed(names: Mapping[str, int] | list[str], ending: str) -> str:
-    return ", ".join(sorted(name for name in names if name.endswith(ending))) or f"no {ending}"
+def _listed(names: Mapping[str, int] | list[str]) -> str:
+    """Return the GGUF files among the names, for an error."""
+    return ", ".join(first_parts(names)) or "no .gguf"
 
 
 def _bar_class(num_bytes: int, progress: Progress) -> type[Any]:

@@ -1,4 +1,4 @@
-"""Read JSON files of unknown origin: objects, and the index of a sharded checkpoint."""
+"""Read JSON objects from files of unknown origin."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
-
-INDEX = "model.safetensors.index.json"
+from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises ConfigError if it is missing, unreadable or not an object."""
+    if path.is_symlink() and not path.exists():
+        require_usable(path)
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
@@ -26,17 +27,3 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object")
     return content
-
-
-def shards_of(folder: Path) -> list[str] | None:
-    """Return the sorted names of the files in a folder's index; None if there is no index.
-
-    Raises ConfigError for an index that cannot be read or names no files.
-    """
-    path = folder / INDEX
-    if not path.is_file():
-        return None
-    files = read_object(path).get("weight_map")
-    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
-        raise ConfigError(f"{path} has no weight_map that says which tensors are in which files")
-    return sorted(set(files.values()))

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 from penstock.kernels.cpu.probe import available_bytes
 
 _PART_BYTES = 64 << 20
@@ -57,7 +58,8 @@ class MappedFile:
     """A mapped file. Its pages are read when they are first used."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for an empty file."""
+        """Raises ConfigError for an empty file, a link to nothing, or a pointer of Git LFS."""
+        require_usable(path)
         with path.open("rb") as file:
             self.stamp = stamp_of(os.fstat(file.fileno()))
             """Device, inode, size and mtime: they change when the file is written or replaced."""

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.dummy import RandomWeights
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader, GgufTensor
-from penstock.gpu_node.model.checkpoint.json_object import INDEX, shards_of
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.source import ModelSource
+from penstock.gpu_node.model.checkpoint.weight_files import gguf_parts, safetensors_files, weight_map
 
 _SAFETENSORS_KINDS = {
     "BF16": ("bfloat16", 2),
@@ -37,6 +37,8 @@ _SAFETENSORS_KINDS = {
 """The supported safetensors dtypes, with the bytes per number."""
 _FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_BASES = ("model", "gpt_neox", "transformer")
+"""What names of a decoder's tensors begin with in a checkpoint of the decoder and its head."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _STACK_DIMS = 3
 
@@ -128,12 +130,9 @@ class Checkpoint:
             return made
         if source.gguf is not None:
             gguf = gguf or GgufFile(source.gguf)
-            return cls(_GgufTensors(gguf).find, (gguf.mapped,))
+            return cls(_GgufTensors(gguf).find, gguf.parts)
         files = {path: MappedFile(path) for path in weight_files(source)}
-        tensors: dict[str, StoredTensor] = {}
-        for path, file in files.items():
-            tensors |= read_safetensors(path, file.content)
-        return cls(tensors.get, files.values(), read_scaled)
+        return cls(_finder_of(_tensors_of(source.folder, files)), files.values(), read_scaled)
 
     def get(self, name: str, *shape: int) -> Stored:
         """Return a tensor by name. Its data is read lazily from the mapped file, unless it is quantized.
@@ -180,21 +179,34 @@ def weight_files(source: ModelSource) -> list[Path]:
     """Return a model's weight files. Raises ConfigError if files are missing or the weights are pickled."""
     if source.is_dummy:
         return []
-    if source.gguf is not None:
-        return [source.gguf]
-    folder = source.folder
-    names = shards_of(folder)
-    if names is not None:
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise ConfigError(f"{folder / INDEX} names files that are not there: {', '.join(missing)}")
-        return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise ConfigError(f"{folder} has only pickled weights, which can run code; use .safetensors or .gguf")
-    raise ConfigError(f"{folder} has no .safetensors weights")
+    return safetensors_files(source.folder) if source.gguf is None else gguf_parts(source.gguf)
+
+
+def _tensors_of(folder: Path, files: Mapping[Path, MappedFile]) -> dict[str, StoredTensor]:
+    """Return the tensors of safetensors files by name: each from the file that the folder's index names, if any does.
+
+    Raises ConfigError if two files have the same tensor, because one of them is old.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    owners, found_in = weight_map(folder), dict[str, str]()
+    for path, file in files.items():
+        for name, tensor in read_safetensors(path, file.content):
+            if owners.get(name, path.name) != path.name:
+                continue
+            if name in tensors:
+                raise ConfigError(f"{folder}: tensor {name} is in both {found_in[name]} and {path.name}; remove one")
+            tensors[name], found_in[name] = tensor, path.name
+    return tensors
+
+
+def _finder_of(tensors: Mapping[str, StoredTensor]) -> FindStored:
+    """Return a function that finds tensors by name. A model saved without its head lacks the first part of names."""
+
+    def find(name: str) -> StoredTensor | None:
+        first, _, rest = name.partition(".")
+        return tensors.get(name) or (tensors.get(rest) if first in _BASES else None)
+
+    return find
 
 
 def read_safetensors(path: Path, content: NDArray[np.uint8]) -> Iterable[tuple[str, StoredTensor]]:
@@ -272,7 +284,7 @@ class _GgufTensors:
     """Finds the tensors of a GGUF file by Hugging Face's names, in Hugging Face's row order."""
 
     def __init__(self, file: GgufFile) -> None:
-        self._content = file.mapped.content
+        self._bytes_of = file.bytes_of
         self._header = file.header
         try:
             self._interleaved, self._names = conventions_of(self._header)
@@ -286,7 +298,7 @@ class _GgufTensors:
         tensor: GgufTensor | None = self._header.tensors.get(gguf_name)
         if tensor is None:
             return None
-        data = self._content[tensor.start : tensor.start + tensor.num_bytes]
+        data = self._bytes_of(tensor)
         kind = _GGML_KINDS.get(tensor.ggml_type, tensor.ggml_type)
         stored = StoredTensor(name, kind, tensor.shape, _rows(data, tensor.shape))
         if expert is not None:

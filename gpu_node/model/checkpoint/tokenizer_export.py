@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
 
-_PATTERNS = ("*token*", "*.model", "vocab*", "merges*", "chat_template*", "config.json")
-_WITHOUT_VOCABULARY = re.compile(r"(config|tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template.*")
+_PATTERNS = ("*token*", "*.model", "vocab*", "merges*", "chat_template*", "additional_chat_templates/*", "config.json")
+_WITHOUT_VOCABULARY = re.compile(
+    r"(config|tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template.*|.*\.jinja"
+)
 """From these files alone, transformers silently makes a tokenizer without a vocabulary."""
 _PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 """Tokenizer classes that use tokenizer.json unchanged. Other classes read only its vocabulary and merges."""
-_EXPORT_VERSION = 1
+_EXPORT_VERSION = 2
 
 
 def plain_tokenizer(folder: Path) -> Path:
@@ -57,3 +60,5 @@ def _export(folder: Path, target: Path) -> None:
     if not tokenizer.is_fast:
         raise ConfigError(f"the tokenizer in {folder} cannot be written as a tokenizer.json")
     tokenizer.save_pretrained(target)
+    if tokenizer.chat_template is None and (template := folder / "chat_template.json").is_file():
+        shutil.copy(template, target)

@@ -78,7 +78,7 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
     config = read_object(source.folder / "config.json")
     if gguf is not None:
         config = with_gguf_settings(config, gguf)
-        if gguf.mapped.stamp not in stamps:
+        if any(part.stamp not in stamps for part in gguf.parts):
             raise _replaced(model)
     described = _describe(opened, config, options)
     return FoundModel(model, config, described, stamps, opened.tokenizer)

@@ -25,14 +25,17 @@ from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.json_object import read_object
+from penstock.gpu_node.model.checkpoint.source import ADAPTER_CONFIG
 from penstock.gpu_node.model.checkpoint.stored_tensors import StoredTensor, read_safetensors
 from penstock.gpu_node.model.checkpoint.tensors import rows_by_part
+from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 from penstock.gpu_node.model.protocol import LowRank, MatrixName
 
-CONFIG_FILE = "adapter_config.json"
+CONFIG_FILE = ADAPTER_CONFIG
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
+_ADAPTER_NAME = re.compile(r"\.lora_([AB])\.[^.]+\.weight$")
 _KINDS = {"bfloat16", "float16", "float32"}
 _UNSUPPORTED = (
     *("use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"),
@@ -95,7 +98,9 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
     if rank > max_rank:
         raise ConfigError(f"{CONFIG_FILE}: r is {rank}, more than max_lora_rank {max_rank}")
     # Read into memory: a write to a mapped file would change the tensors, and truncation would crash the process.
-    stored = dict(read_safetensors(weights, np.frombuffer(weights.read_bytes(), np.uint8)))
+    read = read_safetensors(weights, np.frombuffer(weights.read_bytes(), np.uint8))
+    # PEFT's module names an adapter; a file that was saved without PEFT's own function keeps that name.
+    stored = {_ADAPTER_NAME.sub(r".lora_\1.weight", key): tensor for key, tensor in read}
     pairs: dict[tuple[int, MatrixName], tuple[_Pair, ...]] = {}
     for layer in range(spec.num_layers):
         for matrix in spec.adapted_matrices:
@@ -103,10 +108,19 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
             if found:
                 pairs[layer, matrix] = found
     if stored:
-        raise ConfigError(f"{WEIGHTS_FILE} has {next(iter(stored))}, which matches no layer matrix of this model")
+        raise ConfigError(_unmatched(next(iter(stored)), spec))
     if not pairs:
         raise ConfigError(f"{WEIGHTS_FILE} has no tensors")
     return LoraAdapter(name, digest, rank, factor, pairs)
+
+
+def _unmatched(name: str, spec: ModelSpec) -> str:
+    """Return why a tensor of an adapter cannot be used."""
+    tables = (spec.names.embedding, spec.names.head, "lora_embedding_", "embed_tokens.", "lm_head.")
+    if any(table in name for table in tables):
+        remedy = "merge the adapter into the base model, with merge_and_unload of PEFT, and serve the result"
+        return f"{WEIGHTS_FILE} has {name}: adapters of the embedding or of the head are not supported; {remedy}"
+    return f"{WEIGHTS_FILE} has {name}, which matches no layer matrix of this model"
 
 
 def _pairs_of(
@@ -116,8 +130,11 @@ def _pairs_of(
     is_fused = matrix == "qkv" and len(spec.names.qkv) == 1
     order = np.concatenate(rows_by_part(spec)) if is_fused else None
     for part, (name, rows) in enumerate(spec.parts_of(matrix)):
-        base = _PREFIX + name.format(layer=layer)
-        down_name, up_name = f"{base}.lora_A.weight", f"{base}.lora_B.weight"
+        full = name.format(layer=layer)
+        # An adapter of a model without its head, as those for embeddings are, lacks the first part of names.
+        known = (f"{_PREFIX}{one}.lora_A.weight" for one in (full, full.partition(".")[2]))
+        down_name = next((one for one in known if one in stored), f"{_PREFIX}{full}.lora_A.weight")
+        up_name = down_name.replace(".lora_A.", ".lora_B.")
         if down_name in stored or up_name in stored:
             down = _take(stored, down_name, (rank, spec.columns_of(matrix)))
             yield _Pair(part, down, _take(stored, up_name, (rows, rank)), order)
@@ -140,7 +157,7 @@ def _rank_and_factor(config: Mapping[str, Any]) -> tuple[int, float]:
         raise ConfigError(f"{CONFIG_FILE}: peft_type {kind!r} is not supported, only LORA")
     for name in _UNSUPPORTED:
         if config.get(name):
-            raise ConfigError(f"{CONFIG_FILE}: {name} is not supported")
+            raise ConfigError(f"{CONFIG_FILE}: {name} is not supported; it is {str(config[name])[:200]}")
     if config.get("bias", "none") != "none":
         raise ConfigError(f"{CONFIG_FILE}: bias {config['bias']!r} is not supported, only none")
     if config.get("init_lora_weights") not in _PLAIN_INITS:
@@ -156,7 +173,8 @@ def _rank_and_factor(config: Mapping[str, Any]) -> tuple[int, float]:
 
 def _weights_of(folder: Path) -> Path:
     path = folder / WEIGHTS_FILE
-    if path.is_file():
+    if path.is_file() or path.is_symlink():
+        require_usable(path)
         return path
     if (folder / _PICKLE_FILE).is_file():
         raise ConfigError(f"{folder} has only {_PICKLE_FILE}, a pickle, which can run code; use {WEIGHTS_FILE}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -23,7 +24,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of a config.json. Raises ConfigError that lists the supported architectures."""
     named = config.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else "none"
-    family = families().get(architecture)
+    # A model that was saved without its head, as those for embeddings are, names itself `…Model`.
+    family = families().get(architecture) or families().get(re.sub("Model$", "ForCausalLM", architecture))
     if family is None:
         # A checkpoint with an auto_map ships its own Python code for the model.
         own_code = "; code that a checkpoint brings (trust_remote_code) is never run" if config.get("auto_map") else ""

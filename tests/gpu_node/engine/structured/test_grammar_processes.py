@@ -79,7 +79,7 @@ def test_a_serving_engine_does_not_serialize_its_tokenizer(tiny_model: Path, mon
     """The library would hold the interpreter's lock for 50 ms, and with it the event loop."""
     engine = _engine(tiny_model)
 
-    def holds_the_lock(tokenizer: Tokenizer) -> str:
+    def holds_the_lock(tokenizer: Tokenizer, vocab_size: int | None = None) -> str:
         raise AssertionError("a request serializes the tokenizer")
 
     monkeypatch.setattr(Tokenizer, "to_json", holds_the_lock)

@@ -61,7 +61,7 @@ def test_a_full_disk_is_not_blamed_on_the_model(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "tokenizer.json"))
 
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(GgufFile, "header_with", lambda *_: None)
+    monkeypatch.setattr(GgufFile, "header_with", lambda *_: GgufHeader({}, {}))
     monkeypatch.setattr(gguf, "describe_llama", full)
     model = tmp_path / "m.gguf"
     model.write_bytes(b"GGUF")
@@ -72,6 +72,7 @@ def test_a_full_disk_is_not_blamed_on_the_model(tmp_path: Path, monkeypatch: pyt
 def test_model_with_a_long_name_can_be_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def described(_header: object, folder: Path) -> bool:
         folder.mkdir()
+        (folder / "generation_config.json").write_text("{}")
         return True
 
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))

@@ -85,4 +85,4 @@ def test_a_gguf_file_may_recommend_sampling(tmp_path: Path, monkeypatch: pytest.
     path.write_bytes(_with_entries(demo_model().read_bytes(), recommended))
     folder = resolve_model(str(path), lambda *_: None).folder
     assert sampling_defaults("auto", folder) == {"temperature": 0.5, "top_k": 7}
-    assert json.loads((folder / FILE).read_text())["eos_token_id"] == 2
+    assert json.loads((folder / FILE).read_text())["eos_token_id"] == [0, 2, 4]

@@ -1,4 +1,7 @@
-"""A GGUF file of a Llama is described without transformers, byte for byte as transformers describes it."""
+"""A GGUF file of a Llama is described without transformers, byte for byte as transformers describes it.
+
+Where llama.cpp has other tokens than transformers, both descriptions have llama.cpp's.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from tokenizers import pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers.models import BPE
 
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.checkpoint import gguf_conversion as gguf
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader, read_header
-from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, describe_llama
+from penstock.gpu_node.model.checkpoint.gguf_llama import describe_llama
+from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
+    TOKENIZER_LISTS,
+    end_ids,
+    follow_llama_cpp,
+    named_templates,
+)
 from penstock.gpu_node.model.checkpoint.source import open_model
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|日本|>", "<a b>"]
@@ -47,7 +59,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 LEFT_TO_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "another architecture": {"architecture": "qwen2"},
-    "another pattern of words": {"pre": "tekken"},
     "a model that transformers renames": {"name": "mistral"},
     "heads that do not divide": {"heads": 3},
     "an id without a token": {"ids": {"eos": 100_000}},
@@ -60,7 +71,7 @@ def write(
     architecture: str = "llama",
     tokens: list[str] | None = None,
     kinds: list[int] | None = None,
-    pre: str = "smollm",
+    pre: str | None = "smollm",
     ids: Mapping[str, int] | None = None,
     add_bos: bool | None = None,
     add_eos: bool | None = None,
@@ -69,6 +80,7 @@ def write(
     output: bool = False,
     heads: int = 4,
     vocab_size: bool = True,
+    merges: list[str] | None = None,
 ) -> Path:
     writer: Any = GGUFWriter(path, architecture)
     tokens = tokens or [*SPECIAL, *WORDS]
@@ -81,13 +93,13 @@ def write(
     writer.add_rope_freq_base(5e5)
     writer.add_rope_dimension_count(8)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds or [CONTROL] * len(SPECIAL) + [NORMAL] * len(WORDS))
-    writer.add_token_merges(MERGES)
+    writer.add_token_merges(merges or MERGES)
     for key, token_id in ({"bos": 1, "eos": 2, "pad": 2} if ids is None else ids).items():
         getattr(writer, f"add_{key}_token_id")(token_id)
     optional: list[tuple[Callable[[Any], None], Any]] = [
+        (writer.add_tokenizer_pre, pre),
         (writer.add_add_bos_token, add_bos),
         (writer.add_add_eos_token, add_eos),
         (writer.add_chat_template, template),
@@ -169,3 +181,176 @@ def test_the_tokenizer_of_a_gguf_file_is_in_memory_only_if_it_was_written_now(tm
     assert first.source == second.source
     assert first.tokenizer is not None
     assert second.tokenizer is None
+
+
+def _described(tmp_path: Path, **facts: Any) -> Tokenizer:
+    gguf.describe_gguf(GgufFile(write(tmp_path / "m.gguf", **facts)), tmp_path / "m", lambda stage, fraction: None)
+    return Tokenizer(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "tokens"),
+    [
+        ("smollm", "12\n\n12", ["1", "2", "ĊĊ", "1", "2"]),
+        ("smollm", "\n\n1", ["ĊĊ", "1"]),
+        ("gpt-2", "\n\n1", ["Ċ", "Ċ", "1"]),
+        ("qwen2", "12", ["1", "2"]),
+        ("llama-bpe", "12", ["<|im_start|>", "12"]),
+        ("llama-bpe", " win", ["<|im_start|>", "Ġwin"]),
+        ("dbrx", " win", ["Ġw", "in"]),
+        ("tekken", "12 win", ["<|im_start|>", "1", "2", "Ġwin"]),
+        ("gpt-4o", "12 win", ["12", "Ġw", "in"]),
+        ("default", "1212", ["12", "1", "2"]),
+        (None, "1212", ["12", "1", "2"]),
+        ("gpt-2", "1212", ["12", "12"]),
+        ("deepseek-coder", "12 win", ["1", "2", "Ġw", "in"]),
+    ],
+)
+def test_words_are_split_as_by_llama_cpp(pre: str | None, text: str, tokens: list[str], tmp_path: Path) -> None:
+    # No merge makes " win": it is one token only where the vocabulary counts before the merges.
+    words, merges = [*WORDS, "Ġwin", "ĊĊ"], [*MERGES, "Ċ Ċ"]
+    facts: dict[str, Any] = {"tokens": [*SPECIAL, *words], "kinds": [CONTROL] * len(SPECIAL) + [NORMAL] * len(words)}
+    tokenizer = _described(tmp_path, pre=pre, merges=merges, **facts)
+    assert tokenizer.names_of(tokenizer.encode(text)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("pre", "add_bos", "add_eos", "frame"),
+    [
+        ("llama-bpe", None, None, (1, 0)),
+        ("llama-bpe", False, None, (0, 0)),
+        ("tekken", None, True, (1, 1)),
+        ("qwen2", None, None, (0, 0)),
+        ("qwen2", True, None, (1, 0)),
+    ],
+)
+def test_a_text_begins_with_bos_as_in_llama_cpp(
+    pre: str, add_bos: bool | None, add_eos: bool | None, frame: tuple[int, int], tmp_path: Path
+) -> None:
+    tokenizer = _described(tmp_path, pre=pre, add_bos=add_bos, add_eos=add_eos)
+    plain = tokenizer.encode("the", framed=False)
+    assert tokenizer.encode("the") == [1] * frame[0] + plain + [2] * frame[1]
+
+
+@pytest.mark.parametrize(
+    ("template", "add_bos", "rendered"),
+    [
+        ("{{ messages[0].content }}", True, "<|im_start|>the"),
+        ("{{ bos_token }}{{ messages[0].content }}", True, "<|im_start|>the"),
+        ("<|im_start|>{{ messages[0].content }}", True, "<|im_start|>the"),
+        ("{{ messages[0].content }}", False, "the"),
+    ],
+)
+def test_a_chat_begins_with_bos_once(template: str, add_bos: bool, rendered: str, tmp_path: Path) -> None:
+    tokenizer = _described(tmp_path, template=template, add_bos=add_bos)
+    assert tokenizer.text_of(tokenizer.encode_chat([{"role": "user", "content": "the"}])) == rendered
+
+
+def test_an_unknown_way_to_split_words_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"m\.gguf: tokenizer\.ggml\.pre is 'kimi-k2'.*known: .*llama-bpe"):
+        _described(tmp_path, pre="kimi-k2")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_special_tokens_are_found_in_a_text_whatever_their_letters(architecture: str, tmp_path: Path) -> None:
+    """As DeepSeek's are spelled. transformers respells them in the alphabet of bytes."""
+    marks = ["<｜User｜>", "<｜end▁of▁sentence｜>"]
+    kinds = [CONTROL] * 3 + [USER_DEFINED, CONTROL] + [NORMAL] * len(WORDS)
+    facts: dict[str, Any] = {"architecture": architecture, "tokens": [*SPECIAL[:3], *marks, *WORDS], "kinds": kinds}
+    tokenizer = _described(tmp_path, pre="qwen2", template=None, **facts)
+    assert tokenizer.encode("<｜User｜>12<｜end▁of▁sentence｜>") == [3, *tokenizer.encode("12"), 4]
+    assert tokenizer.decode([3, 4, 3]) == "<｜User｜>" * 2
+
+
+@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED])
+def test_a_token_that_ends_an_answer_is_special_whatever_the_file_says(kind: int, tmp_path: Path) -> None:
+    kinds = [CONTROL, CONTROL, kind, CONTROL, CONTROL, *[NORMAL] * len(WORDS)]
+    tokenizer = _described(tmp_path, kinds=kinds)
+    assert tokenizer.encode("<|im_end|>") == [2] and tokenizer.decode([2]) == ""
+
+
+def test_a_token_that_the_file_lacks_is_not_added(tmp_path: Path) -> None:
+    """transformers adds <|endoftext|> to each byte-level vocabulary, with an id for which the model has no row."""
+    tokenizer = _described(tmp_path, tokens=[*WORDS, *SPECIAL[1:]], kinds=[NORMAL] * len(WORDS) + [CONTROL] * 4, ids={})
+    assert tokenizer.id_of("<|endoftext|>") is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ids", "ends"),
+    [
+        ({}, {"eos": 2}, {0, 2}),  # <|endoftext|> and <|im_end|>
+        ({}, {}, {0, 2}),
+        ({}, {"eos": 3, "eot": 4}, {0, 2, 3, 4}),
+        ({4: "<|eot_id|>"}, {"eos": 3, "eom": 1}, {0, 1, 2, 3, 4}),
+        ({0: "<a>", 2: "<b>", 4: "<end_of_turn>"}, {"eos": 3}, {3, 4}),
+        ({0: "<a>", 2: "<b>", 3: "<|end|>", 4: "</s>"}, {"eos": 100}, {3, 4}),
+        ({0: "<|return|>", 2: "<|call|>", 3: "<|end|>"}, {"eos": 0}, {0, 2}),
+    ],
+)
+def test_all_tokens_that_end_an_answer_in_llama_cpp_end_it(
+    tokens: dict[int, str], ids: dict[str, int], ends: set[int]
+) -> None:
+    texts = [tokens.get(i, text) for i, text in enumerate(SPECIAL)] + WORDS
+    named = {f"tokenizer.ggml.{name}_token_id": token_id for name, token_id in ids.items()}
+    found = end_ids({"tokenizer.ggml.model": "gpt2", TOKENIZER_LISTS[0]: texts[: len(SPECIAL)], **named})
+    assert set(found) == ends
+
+
+# --- SentencePiece
+
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "h", "i", "▁h", "hi", "▁hi", "<|user|>"]
+KINDS = [2, CONTROL, CONTROL, *[6] * 256, *[NORMAL] * 6, CONTROL]
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Returns the tokenizer of a SentencePiece model with some metadata, as transformers describes it at first."""
+    vocab = {piece: i for i, piece in enumerate(PIECES)}
+
+    def tokenizer(architecture: str = "llama", **facts: Any) -> Any:
+        backend = BackendTokenizer(BPE(vocab=vocab, merges=[("▁", "h"), ("▁h", "i"), ("h", "i")], byte_fallback=True))
+        backend.add_special_tokens([AddedToken(PIECES[i], normalized=False) for i in (0, 1, 2, len(PIECES) - 1)])
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        metadata: dict[str, Any] = {"general.architecture": architecture, "tokenizer.ggml.model": "llama"}
+        metadata |= {TOKENIZER_LISTS[0]: PIECES, TOKENIZER_LISTS[1]: KINDS}
+        named = {name: facts.pop(name) for name in ("name",) if name in facts}
+        metadata |= {f"general.{name}": value for name, value in named.items()}
+        return follow_llama_cpp(backend, metadata | {f"tokenizer.ggml.{name}": fact for name, fact in facts.items()})
+
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("facts", "text", "tokens"),
+    [
+        ({}, "hi", ["<s>", "▁hi"]),
+        ({}, " hi", ["<s>", "▁", "▁hi"]),
+        ({}, "<|user|>hi</s>hi", ["<s>", "<|user|>", "▁hi", "</s>", "▁hi"]),
+        ({"add_bos_token": False}, "hi", ["▁hi"]),
+        ({"add_eos_token": True}, "hi", ["<s>", "▁hi", "</s>"]),
+        ({"bos_token_id": 2}, "hi", ["</s>", "▁hi"]),
+        ({"add_space_prefix": False}, "hi<|user|>hi hi", ["<s>", "hi", "<|user|>", "hi", "▁hi"]),
+        ({"architecture": "phi3", "name": "Phi-3 mini"}, "<|user|>\nhi", ["<s>", "<|user|>", "▁hi"]),
+        ({"architecture": "phi3", "name": "Another"}, "<|user|>\nhi", ["<s>", "<|user|>", "▁", "<0x0A>", "hi"]),
+    ],
+)
+def test_pieces_are_those_of_llama_cpp(
+    facts: dict[str, Any], text: str, tokens: list[str], pieces: Callable[..., Any]
+) -> None:
+    assert [PIECES[token_id] for token_id in pieces(**facts).encode(text).ids] == tokens
+
+
+@pytest.mark.parametrize(("prefix", "decoded"), [(True, "hi hi"), (False, " hi hi")])
+def test_only_a_space_that_was_put_before_a_text_is_dropped(
+    prefix: bool, decoded: str, pieces: Callable[..., Any]
+) -> None:
+    tokenizer = pieces(add_space_prefix=prefix)
+    assert tokenizer.decode([tokenizer.token_to_id("▁hi")] * 2) == decoded
+
+
+def test_named_templates_of_a_file_are_those_of_the_model(tmp_path: Path) -> None:
+    writer: Any = GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_chat_template([{"name": "default", "template": "x"}, {"name": "tool_use", "template": "y"}])
+    metadata = {key: field.value for key, field in writer.kv_data[0].items() if isinstance(field.value, str)}
+    assert metadata["tokenizer.chat_template"] == "x"
+    assert named_templates(metadata | {TOKENIZER_LISTS[0]: []}) == {"tool_use": "y"}

@@ -102,6 +102,18 @@ def test_shards_are_those_of_the_index(hub: HubServer, change: Callable[..., Pat
     assert sorted(path.name for path in _get(MODEL).glob("*.safetensors")) == sorted(index["weight_map"].values())
 
 
+def test_a_stale_index_beside_the_single_file_does_not_count(hub: HubServer, change: Callable[..., Path]) -> None:
+    folder = change("old-1-of-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "old-1-of-1.safetensors"}}')
+    hub.add(MODEL, folder)
+    assert [path.name for path in _get(MODEL).glob("*.safetensors")] == [WEIGHTS]
+
+
+def test_chat_templates_in_their_own_folder_are_downloaded(hub: HubServer, change: Callable[..., Path]) -> None:
+    hub.add(MODEL, change("additional_chat_templates/tool_use.jinja"))
+    assert (_get(MODEL) / "additional_chat_templates/tool_use.jinja").is_file()
+
+
 def test_interrupted_download_continues(hub: HubServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 500)
     hub.add(MODEL, tiny_model)
@@ -155,6 +167,22 @@ def test_gguf_file_is_named_after_a_colon(hub: HubServer, change: Callable[..., 
         _get(MODEL)
     with pytest.raises(ConfigError, match=r"must be a \.gguf file"):
         _get(f"{MODEL}:model.bin")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_all_parts_of_a_split_gguf_file_are_downloaded(
+    number: int, hub: HubServer, change: Callable[..., Path]
+) -> None:
+    parts = [f"q8/m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    folder = change(*parts, "m.gguf")
+    (folder / WEIGHTS).unlink()
+    hub.add(MODEL, folder)
+    path = _get(f"{MODEL}:{parts[number - 1]}")
+    assert sorted(file.name for file in path.parent.iterdir()) == [Path(part).name for part in parts]
+    with pytest.raises(ConfigError, match=r"as org/tiny:FILE: m\.gguf, q8/m-00001-of-00002\.gguf$"):
+        _get(MODEL)
+    with pytest.raises(ConfigError, match=r"org/tiny has no file q8/m-00001-of-00003\.gguf"):
+        _get(f"{MODEL}:q8/m-00003-of-00003.gguf")
 
 
 def test_token_gives_access_to_gated_models(hub: HubServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

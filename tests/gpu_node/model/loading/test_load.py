@@ -103,6 +103,7 @@ def test_sharded_weights_load_and_a_missing_shard_is_named(model_copy: Path) -> 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a.safetensors"]}, {"weight_map": {"a": 1}}])
 def test_an_index_that_names_no_files_is_refused(model_copy: Path, index: dict[str, Any]) -> None:
+    (model_copy / "model.safetensors").unlink()
     (model_copy / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"index\.json has no weight_map"):
         _load(model_copy)
