@@ -1,7 +1,7 @@
 """What penstock's tasks need of the settings of a user's Celery app, checked before a task can be lost.
 
-A worker removes a message in a format that its app does not accept, and only writes a line into its log. A caller learns
-nothing of it, and waits for ever.
+A worker removes a message in a format that its app does not accept, and only writes a line into its log. So a caller
+waits for ever.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from celery import Celery
-from kombu import Queue
 from kombu.serialization import registry
 
 from penstock.contract.errors import ConfigError
@@ -24,8 +23,8 @@ def check_formats(app: Celery) -> None:
     if not _accepts(conf.accept_content, SERIALIZER):
         shown = _in_words(conf.accept_content)
         raise ConfigError(
-            f"accept_content: penstock's tasks are JSON, and this Celery app accepts only {shown}, so its workers would "
-            f"drop them; set accept_content to {_with(conf.accept_content, SERIALIZER)} in the app of callers and workers",
+            f"accept_content: penstock's tasks are JSON, and this Celery app accepts only {shown}, so its workers "
+            f"would drop them; set accept_content to {_with(conf.accept_content, SERIALIZER)} for callers and workers",
             param="accept_content",
         )
     if not conf.result_backend:
@@ -36,7 +35,7 @@ def check_formats(app: Celery) -> None:
         raise ConfigError(
             f"{name}: this Celery app writes results as {written} (result_serializer) and reads only "
             f"{_in_words(accepted)}, so no caller could read an answer; set {name} to {_with(accepted, written)}, or "
-            f"result_serializer to one of them",
+            "result_serializer to one of them",
             param=name,
         )
 
@@ -48,14 +47,14 @@ def check_visibility_timeout(app: Celery, lease_s: float) -> None:
         return
     if app.connection_for_read().transport.driver_type == "redis":
         raise ConfigError(
-            f"broker_transport_options: visibility_timeout is {timeout_s:g} s, shorter than the lease of penstock's tasks "
-            f"({lease_s:g} s), so Celery would start running tasks again and again; set visibility_timeout to at least "
-            f"{lease_s:g}, or PENSTOCK_CELERY_TASK_LEASE_S to at most {timeout_s:g}",
+            f"broker_transport_options: visibility_timeout is {timeout_s:g} s, shorter than the lease of penstock's "
+            f"tasks ({lease_s:g} s), so Celery would start running tasks again and again; set visibility_timeout to at "
+            f"least {lease_s:g}, or PENSTOCK_CELERY_TASK_LEASE_S to at most {timeout_s:g}",
             param="broker_transport_options",
         )
 
 
-def declared_queue(app: Celery, name: str) -> Queue:
+def declared_queue(app: Celery, name: str) -> Any:
     """Return the queue of penstock's tasks. An app with `task_create_missing_queues=False` gets this queue too."""
     queues: Any = app.amqp.queues
     if name not in queues:

@@ -15,6 +15,7 @@ from typing import Any, Self
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.checkpoint.json_object import read_object, shards_of
+from penstock.runtime.proxies import proxy_error
 
 _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
 _FOLDERS = ["*/*"]
@@ -199,3 +200,5 @@ def _as_config_errors(model: HubModel) -> Iterator[None]:
             raise ConfigError(f"model {model} is {state}, and HF_HUB_OFFLINE forbids downloading it") from error
         reason = re.sub(r"\s+", " ", str(error))[:300].rstrip(". ")
         raise ConfigError(f"cannot download model {model} from {constants.ENDPOINT}: {reason}") from error
+    except (ImportError, ValueError) as error:
+        raise proxy_error(error) or error from None
