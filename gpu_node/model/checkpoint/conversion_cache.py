@@ -26,9 +26,10 @@ def built_once(name: str, build: Callable[[Path], None]) -> Path:
     folder is built for this process only. Raises ConfigError if no folder can be written.
     """
     folder = cache_folder() / "models" / name
-    if folder.is_dir():
-        return folder
     try:
+        # Raises an error too: in the home of another user, which may not be entered.
+        if folder.is_dir():
+            return folder
         building = _building_folder(folder)
     except OSError as error:
         try:
