@@ -53,9 +53,9 @@ from penstock.runtime.embedded_redis import (
     find_or_start_redis,
 )
 from penstock.runtime.event_loop import cancel_until_done
-from penstock.runtime.local_redis import RunningRedis
+from penstock.runtime.local_redis import RunningRedis, leads_to
 from penstock.runtime.logging import LOADING_STAGES, LogSettings, ProgressLog, configure_logging
-from penstock.runtime.settings import without_password
+from penstock.runtime.settings import RedisSettings, without_password
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -229,7 +229,8 @@ def serve(
         ),
     ] = None,
     ephemeral: Annotated[
-        bool, typer.Option("--ephemeral", help="Keep the jobs of that Redis only in memory, until this command ends.")
+        bool,
+        typer.Option("--ephemeral", help="Keep jobs only in memory, until this command ends, in a Redis for it alone."),
     ] = False,
     maxmemory_mib: Annotated[
         int, typer.Option(min=16, help="Memory limit of that Redis in MiB.")
@@ -263,7 +264,7 @@ def serve(
         raise ConfigError("ephemeral: --ephemeral keeps nothing in the folder of --data-dir; give one of them")
     configure_logging(logs, prefix=log_prefix("serve"))
     folders = {"data_dir": data_dir, "default_dir": None if ephemeral else default_data_folder()}
-    with find_or_start_redis(redis_url, **folders, maxmemory_mib=maxmemory_mib) as (url, server):
+    with find_or_start_redis(redis_url, **folders, maxmemory_mib=maxmemory_mib, alone=ephemeral) as (url, server):
         kept_in = server.data_dir if isinstance(server, EmbeddedRedis) else data_dir
         of_gateway["keys_seen_file"] = keys_seen_file(str(kept_in.resolve()) if kept_in else without_password(url))
         words = (words_of(of_node, NODE_FLAGS), words_of(of_gateway))
@@ -332,7 +333,7 @@ async def _serve(
         # Counted meanwhile, before the node has taken any of them.
         started = start_all(supervisor, redis_url, model, nodes, of_gateway)
         ready, waiting = await asyncio.gather(started, _waiting_jobs(server))
-        _print_ready(*ready, redis_url, is_local=server is not None)
+        _print_ready(*ready, redis_url, server)
         _say_what_waits(waiting, ready[0]["pool"])
         # A restarted gateway must use the same port, even if port 0 was requested, because callers know this one.
         port = str(urlsplit(ready[1]["url"]).port)
@@ -410,12 +411,17 @@ def _log_start(model: str, redis_url: str, server: EmbeddedRedis | RunningRedis 
     _log.info("starting", extra={"model": model, "redis": without_password(redis_url)})
 
 
-def _print_ready(node: Event, gateway: Event, redis_url: str, *, is_local: bool) -> None:
+def _print_ready(node: Event, gateway: Event, redis_url: str, server: EmbeddedRedis | RunningRedis | None) -> None:
     body = {"model": node["pool"], "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
     data = shlex.quote(json.dumps(body))
     print(f"\nServing {node['pool']} at {gateway['url']}/v1   (page: {gateway['url']}/)")
-    print(f"Redis: {without_password(redis_url)}\n")
+    shared = (
+        f"   (of {server.owner}: its models and jobs are shown here too)" if isinstance(server, RunningRedis) else ""
+    )
+    print(f"Redis: {without_password(redis_url)}{shared}\n")
     print(f"  curl -N {gateway['url']}/v1/chat/completions -H 'Content-Type: application/json' -d {data}")
-    if is_local:
-        print("  penstock submit 'Hello!'")
+    if server is not None:
+        # Another `penstock serve` has the address at which commands look: this one is reached by its URL.
+        is_found = leads_to(RedisSettings.load().runtime_dir, redis_url)
+        print(f"  {'' if is_found else f'PENSTOCK_REDIS_URL={redis_url} '}penstock submit 'Hello!'")
     print(flush=True)
