@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,7 +73,9 @@ def audit(
         raise typer.Exit(EXIT_FOUND)
 
 
-async def audit_pools(redis_url: str, pools: list[str] | None, *, repair: bool = False) -> AsyncIterator[PoolAudit]:
+async def audit_pools(
+    redis_url: str, pools: list[str] | None, *, repair: bool = False
+) -> AsyncGenerator[PoolAudit, None]:
     """Yield the findings of each of these pools (None: of all pools)."""
     from penstock.producer.files.service import audit_storage
     from penstock.queue.broker.admin import AdminBroker
@@ -117,13 +120,14 @@ def audit_lines(audited: PoolAudit, *, repair: bool) -> Iterator[str]:
         yield f"{audited.pool}: {matching.get(audited.pool, 'all keys match the jobs')}"
 
 
-async def _audit_all(places: Mapping[str, list[str] | None], *, repair: bool) -> AsyncIterator[PoolAudit]:
+async def _audit_all(places: Mapping[str, list[str] | None], *, repair: bool) -> AsyncGenerator[PoolAudit, None]:
     """Yield the findings of pools in each Redis. Raises UnavailableError behind those of the others if one is away."""
     away: UnavailableError | None = None
     for url, pools in places.items():
         try:
-            async for audited in audit_pools(url, pools, repair=repair):
-                yield audited
+            async with aclosing(audit_pools(url, pools, repair=repair)) as found:
+                async for audited in found:
+                    yield audited
         except UnavailableError as error:
             if len(places) == 1:
                 raise
@@ -135,20 +139,23 @@ async def _audit_all(places: Mapping[str, list[str] | None], *, repair: bool) ->
 async def _show(places: Mapping[str, list[str] | None], *, repair: bool) -> int:
     """Print the findings, and return how many remain."""
     num_left = 0
-    async for audited in _audit_all(places, repair=repair):
-        print("\n".join(audit_lines(audited, repair=repair)))
-        num_left += len(audited.left)
+    # Closed at an error of the output too, while the loop still runs.
+    async with aclosing(_audit_all(places, repair=repair)) as audits:
+        async for audited in audits:
+            print("\n".join(audit_lines(audited, repair=repair)))
+            num_left += len(audited.left)
     return num_left
 
 
 async def _show_as_json(places: Mapping[str, list[str] | None], *, repair: bool) -> int:
     """Print the findings as JSON, and return how many remain."""
     num_left = 0
-    with JsonArray() as array:
-        async for audited in _audit_all(places, repair=repair):
-            found, left = ([_object_of(one) for one in findings] for findings in (audited.found, audited.left))
-            array.add({"pool": audited.pool, "found": found, "left": left})
-            num_left += len(left)
+    async with aclosing(_audit_all(places, repair=repair)) as audits:
+        with JsonArray() as array:
+            async for audited in audits:
+                found, left = ([_object_of(one) for one in findings] for findings in (audited.found, audited.left))
+                array.add({"pool": audited.pool, "found": found, "left": left})
+                num_left += len(left)
     return num_left
 
 

@@ -70,7 +70,8 @@ async def _demo(redis_url: str, model: str, question: str, options: dict[str, ob
         messages = [{"role": "user", "content": question}]
         print(f"> {question}\n")
         body = {"model": node["pool"], "messages": messages, **options}
-        async with httpx.AsyncClient(timeout=None) as client:
+        # A proxy of the environment does not reach this machine.
+        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
             events = ask(client, f"{gateway['url']}/v1/chat/completions", body)
             speed = await supervisor.unless_one_dies(_show(events))
         print(f"\n\n{speed}")

@@ -16,6 +16,7 @@ from typer.main import get_command
 
 from penstock import __version__
 from penstock.cli.command_line import App, Group, usage_line, write_section
+from penstock.cli.output import EXIT_FAILED, give_up_stdout, problem_of_output
 from penstock.cli.output import exit_code_of as exit_code_of
 from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError
 
@@ -142,11 +143,19 @@ class _Root(Group):
         standalone_mode = options.get("standalone_mode", True)
         try:
             status = super().main(*arguments, **options | {"standalone_mode": False})
+            # What is still in the buffer may not fit on a disk, which must not go unnoticed.
+            sys.stdout.flush()
         except typer.TyperException as error:
             if not standalone_mode:
                 raise
             print(f"penstock: {usage_line(error)}", file=sys.stderr)
             sys.exit(error.exit_code)
+        except (OSError, ExceptionGroup) as error:
+            if not standalone_mode or (problem := problem_of_output(error)) is None:
+                raise
+            print(f"penstock: {problem}", file=sys.stderr)
+            give_up_stdout()
+            sys.exit(EXIT_FAILED)
         if not standalone_mode:
             return status
         sys.exit(status or 0)

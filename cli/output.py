@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import unicodedata
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Annotated, Any, Self, TextIO
@@ -62,6 +65,27 @@ def say_empty(what: str) -> None:
 
 def _is_shown(character: str) -> bool:
     return character in "\n\t" or unicodedata.category(character) != "Cc"
+
+
+_NOT_WRITTEN = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
+
+
+def problem_of_output(error: Exception) -> str | None:
+    """Return one sentence about a file or a stdout that cannot be written; None for another error."""
+    if isinstance(error, ExceptionGroup):
+        # Of the tasks of a command, the first one tells: the others often end with the same error.
+        return next(filter(None, map(problem_of_output, error.exceptions)), None)
+    if not isinstance(error, OSError) or error.errno not in _NOT_WRITTEN:
+        return None
+    return f"the output cannot be written: {f'{error.filename}: ' if error.filename else ''}{error.strerror}"
+
+
+def give_up_stdout() -> None:
+    """Drop what stdout could not write. Otherwise Python tries once more at its end, and shows a traceback."""
+    with suppress(OSError, ValueError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
 
 
 class JsonArray:

@@ -56,9 +56,9 @@ from penstock.runtime.embedded_redis import (
     find_or_start_redis,
 )
 from penstock.runtime.event_loop import cancel_until_done
-from penstock.runtime.local_redis import RunningRedis
+from penstock.runtime.local_redis import RunningRedis, leads_to
 from penstock.runtime.logging import LOADING_STAGES, LogSettings, ProgressLog, configure_logging
-from penstock.runtime.settings import without_password
+from penstock.runtime.settings import RedisSettings, without_password
 from penstock.runtime.trusted_folders import UntrustedError, trusted_folder
 
 if TYPE_CHECKING:
@@ -251,7 +251,8 @@ def serve(
         ),
     ] = None,
     ephemeral: Annotated[
-        bool, typer.Option("--ephemeral", help="Keep the jobs of that Redis only in memory, until this command ends.")
+        bool,
+        typer.Option("--ephemeral", help="Keep jobs only in memory, until this command ends, in a Redis for it alone."),
     ] = False,
     maxmemory_mib: Annotated[
         int, typer.Option(min=16, help="Memory limit of that Redis in MiB.")
@@ -292,7 +293,7 @@ def serve(
     for theirs, ours in unread_variables(os.environ).items():
         _log.warning("a variable of another server is not read", extra={"variable": theirs, "ours": ours})
     folders = {"data_dir": data_dir, "default_dir": None if ephemeral else default_data_folder()}
-    with find_or_start_redis(redis_url, **folders, maxmemory_mib=maxmemory_mib) as (url, server):
+    with find_or_start_redis(redis_url, **folders, maxmemory_mib=maxmemory_mib, alone=ephemeral) as (url, server):
         kept_in = server.data_dir if isinstance(server, EmbeddedRedis) else data_dir
         if of_gateway["keys_seen_file"] is None:
             of_gateway["keys_seen_file"] = keys_seen_file(str(kept_in.resolve()) if kept_in else without_password(url))
@@ -380,7 +381,7 @@ async def _serve(
         # Counted meanwhile, before the node has taken any of them.
         started = start_all(supervisor, redis_url, model, nodes, of_gateway)
         ready, waiting = await asyncio.gather(started, _waiting_jobs(server))
-        _print_ready(*ready, redis_url, is_local=server is not None, needs_key=gateway.api_key is not None)
+        _print_ready(*ready, redis_url, server, needs_key=gateway.api_key is not None)
         _say_what_waits(waiting, ready[0]["pool"])
         # A restarted gateway must use the same port, even if port 0 was requested, because callers know this one.
         port = str(urlsplit(ready[1]["url"]).port)
@@ -458,13 +459,20 @@ def _log_start(model: str, redis_url: str, server: EmbeddedRedis | RunningRedis 
     _log.info("starting", extra={"model": model, "redis": without_password(redis_url)})
 
 
-def _print_ready(node: Event, gateway: Event, redis_url: str, *, is_local: bool, needs_key: bool) -> None:
+def _print_ready(
+    node: Event, gateway: Event, redis_url: str, server: EmbeddedRedis | RunningRedis | None, *, needs_key: bool
+) -> None:
     body = {"model": node["pool"], "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
     data = shlex.quote(json.dumps(body))
     print(f"\nServing {node['pool']} at {gateway['url']}/v1   (page: {gateway['url']}/)")
-    print(f"Redis: {without_password(redis_url)}\n")
+    shared = (
+        f"   (of {server.owner}: its models and jobs are shown here too)" if isinstance(server, RunningRedis) else ""
+    )
+    print(f"Redis: {without_password(redis_url)}{shared}\n")
     key = '-H "Authorization: Bearer $KEY" ' if needs_key else ""
     print(f"  curl -N {gateway['url']}/v1/chat/completions {key}-H 'Content-Type: application/json' -d {data}")
-    if is_local:
-        print("  penstock submit 'Hello!'")
+    if server is not None:
+        # Another `penstock serve` has the address at which commands look: this one is reached by its URL.
+        is_found = leads_to(RedisSettings.load().runtime_dir, redis_url)
+        print(f"  {'' if is_found else f'PENSTOCK_REDIS_URL={redis_url} '}penstock submit 'Hello!'")
     print(flush=True)

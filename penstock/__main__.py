@@ -3,10 +3,12 @@
 import sys
 
 from penstock.contract.errors import EXIT_INTERRUPTED, EXIT_WRONG_USE
+from penstock.runtime.init_process import reap_orphans_if_first
 
 
 def main() -> None:
     """Runs the command. Ctrl-C is as quiet while its modules are loaded as it is later."""
+    reap_orphans_if_first()
     try:
         from penstock.cli.main import app
 

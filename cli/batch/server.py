@@ -29,6 +29,7 @@ from penstock.contract.errors import (
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import BatchProgress
 from penstock.queue.files.batch import MESSAGES_ENDPOINT, is_of_messages
+from penstock.runtime.proxies import is_loopback, proxy_error, tls_for
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -80,11 +81,15 @@ class Server:
         timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+            is_here = is_loopback(self.url)
+            options: dict[str, Any] = {"trust_env": False, "verify": tls_for(self.url)} if is_here else {}
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, **options)
         except httpx.InvalidURL as error:
             raise ConfigError(f"base_url: {error}", param="base_url") from None
         except UnicodeEncodeError:
             raise ConfigError("api_key must be ASCII text", param="api_key") from None
+        except (ImportError, ValueError) as error:
+            raise proxy_error(error) or error from None
 
     def __enter__(self) -> Self:
         return self

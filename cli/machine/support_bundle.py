@@ -34,6 +34,7 @@ from penstock.producer.client.settings import ClientSettings
 from penstock.producer.files.storage import FilesSettings
 from penstock.runtime.local_redis import running_url
 from penstock.runtime.logging import LogSettings
+from penstock.runtime.proxies import is_loopback
 from penstock.runtime.settings import KeySettings, RedisSettings, Settings, redis_names_of
 from penstock.runtime.stack_dump import offering_processes, stacks_of
 
@@ -262,7 +263,8 @@ def _scraped(source: str) -> str:
     if key := os.environ.get("PENSTOCK_API_KEY"):
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=METRICS_TIMEOUT_S) as answer:
+        proxies = urllib.request.ProxyHandler({} if is_loopback(source) else None)
+        with urllib.request.build_opener(proxies).open(request, timeout=METRICS_TIMEOUT_S) as answer:
             return str(answer.read(MAX_METRICS_BYTES).decode(errors="replace"))
     except (OSError, ValueError) as error:
         return f"# not read: {error}; --metrics names another URL, such as http://127.0.0.1:9102/metrics\n"

@@ -25,6 +25,8 @@ from penstock.kernels.cpu.probe import Isa, usable_cores
 SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Libraries that an image ships, for machines without a compiler."""
+SHARED = Path(__file__).parent / "built"
+"""Builds for all users of this installation. Its owner writes them, who could change the sources as well."""
 PACKAGE = "penstock_kernels"
 """The package of the wheel with compiled libraries."""
 
@@ -64,7 +66,7 @@ def library_path(
     extra_flags: Sequence[str] = (),
     extra_sources: Sequence[Path] = (),
 ) -> Path:
-    """Return the compiled kernels: a prebuilt library, an earlier build in `cache`, or a new build.
+    """Return the compiled kernels: a prebuilt library, an earlier build in `cache` or beside the sources, or a new one.
 
     A new build calls `progress` with the fraction that is done. Tests give the extras: flags for compiler and linker,
     and sources to compile in. Raises BuildError if there is no compiler or the build fails.
@@ -75,6 +77,9 @@ def library_path(
     compiler, sources = _compiler(), (*_sources(), *extra_sources)
     flags = (*_FLAGS, *_ISA_FLAGS[isa], *extra_flags)
     path = cache / f"penstock-cpu-{isa}-{_digest(' '.join(flags), _version(compiler), sources=sources)}.so"
+    is_for_all = not extra_flags and not extra_sources
+    if is_for_all and not os.access(path, os.R_OK) and (shared := SHARED / path.name).is_file():
+        return shared
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         # Not through a link, and without truncation: a foreign link would otherwise empty the file that it names.
@@ -84,7 +89,26 @@ def library_path(
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.is_file():
                 _build(compiler, flags, sources, path, progress)
+    if is_for_all:
+        _share(path, isa)
     return path
+
+
+def _share(path: Path, isa: Isa) -> None:
+    """Copy a build beside the sources if this user owns them, so that no other user, as in a container, compiles."""
+    try:
+        if SHARED.parent.stat().st_uid != os.geteuid():
+            return
+        SHARED.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=SHARED) as folder:
+            new = shutil.copyfile(path, Path(folder) / path.name)
+            new.chmod(0o644)
+            for old in SHARED.glob(f"penstock-cpu-{isa}-*.so"):
+                old.unlink()
+            new.rename(SHARED / path.name)
+    except OSError:
+        # Such as an installation on a read-only file system. The build in the cache is enough for this user.
+        return
 
 
 def origin_of(isa: Isa) -> str:

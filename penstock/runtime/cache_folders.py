@@ -6,7 +6,9 @@ import atexit
 import logging
 import os
 import shutil
+import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.runtime.trusted_folders import UntrustedError, trusted_folder
@@ -15,16 +17,18 @@ _LOG = logging.getLogger(__package__)
 _STEM_BYTES = 100
 UNTRUSTED = "another user may write the cache folder, so it is not used"
 """A warning, with the reason and the remedy."""
+_NOWHERE = Path("/dev/null/penstock")
+"""Neither root nor another user can make this folder. The writer reports it."""
 
 
 def cache_folder() -> Path:
-    """Return the folder of files that are built once per machine: $PENSTOCK_CACHE, else ~/.cache/penstock."""
-    given = Path(os.environ.get("PENSTOCK_CACHE") or "~/.cache/penstock")
-    try:
-        return given.expanduser()
-    except RuntimeError:
-        # The user has no home folder, as in many containers. Writing to this path fails, and the writer reports it.
-        return Path("/nonexistent/penstock")
+    """Return the folder of files that are built once per machine: $PENSTOCK_CACHE, else ~/.cache/penstock.
+
+    A user without a home, as in a container with a random user id, has a folder below `/tmp/penstock-UID`.
+    """
+    if given := os.environ.get("PENSTOCK_CACHE"):
+        return _expanded(Path(given)) or _temporary("cache")
+    return _in_home(".cache/penstock") or _temporary("cache")
 
 
 def trusted_cache(name: str) -> Path:
@@ -36,12 +40,44 @@ def trusted_cache(name: str) -> Path:
 
 
 def state_folder() -> Path:
-    """Return the folder of what must outlive a process: $XDG_STATE_HOME/penstock, else ~/.local/state/penstock."""
-    given = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
+    """Return the folder of what must outlive a process: $XDG_STATE_HOME/penstock, else ~/.local/state/penstock.
+
+    A user without a home has a folder below `/tmp/penstock-UID`, which lives as long as its container.
+    """
+    if given := os.environ.get("XDG_STATE_HOME"):
+        return (_expanded(Path(given)) or _temporary("state")) / "penstock"
+    return _in_home(".local/state/penstock") or _temporary("state")
+
+
+def _in_home(name: str) -> Path | None:
+    """Return a folder of the user's home; None if it is not there and this user cannot create it."""
+    folder = _expanded(Path("~") / name)
+    if folder is None or os.access(folder, os.R_OK | os.X_OK):
+        return folder
+    # The first one that is there decides. `exists` would raise an error in a folder that may not be entered.
+    parent = next((each for each in folder.parents if os.access(each, os.F_OK)), folder)
+    return folder if os.access(parent, os.W_OK | os.X_OK) else None
+
+
+def _expanded(path: Path) -> Path | None:
     try:
-        return given.expanduser() / "penstock"
+        return path.expanduser()
     except RuntimeError:
-        return Path("/nonexistent/penstock")
+        # No HOME, and no entry in /etc/passwd.
+        return None
+
+
+def _temporary(name: str) -> Path:
+    """Return a folder of this user alone, below that of the local Redis. Others may not have made it beforehand."""
+    base = Path(f"/tmp/penstock-{os.getuid()}")
+    with suppress(OSError):
+        base.mkdir(mode=0o700)
+    try:
+        found = base.lstat()
+    except OSError:
+        return _NOWHERE
+    is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+    return base / name if is_private else _NOWHERE
 
 
 def file_stem(name: str) -> str:

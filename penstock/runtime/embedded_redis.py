@@ -29,7 +29,7 @@ from typing import IO, Self
 
 from penstock.contract.errors import ConfigError
 from penstock.runtime.cache_folders import state_folder
-from penstock.runtime.local_redis import SOCKET, LocalAddress, RunningRedis, fits_socket
+from penstock.runtime.local_redis import SOCKET, LocalAddress, RunningRedis, fits_socket, lent_address
 from penstock.runtime.process_guard import guarded
 from penstock.runtime.settings import RedisSettings
 from penstock.runtime.trusted_folders import UntrustedError, open_own, trusted_folder
@@ -413,17 +413,22 @@ def resolve_redis(url: str | None = None) -> Iterator[str]:
 
 @contextmanager
 def find_or_start_redis(
-    url: str | None, *, data_dir: Path | None, maxmemory_mib: int, default_dir: Path | None = None
+    url: str | None, *, data_dir: Path | None, maxmemory_mib: int, default_dir: Path | None = None, alone: bool = False
 ) -> Iterator[tuple[str, EmbeddedRedis | RunningRedis | None]]:
     """Yield the URL of the Redis of `penstock serve`: the given one, else PENSTOCK_REDIS_URL, else the local address.
 
     At the local address it starts a server, or joins the one that another `penstock serve` runs. It also yields that
-    server. A server that it starts keeps its jobs in `data_dir`, else in `default_dir`, else in memory. Raises
-    ConfigError if there is a server to join but a `data_dir` is given.
+    server. A server that it starts keeps its jobs in `data_dir`, else in `default_dir`, else in memory. With `alone` it
+    always starts one, in memory, and the local address leads to it while no other server is there. Raises ConfigError
+    if there is a server to join but a `data_dir` is given.
     """
     settings = RedisSettings.load(redis_url=url)
     if settings.redis_url:
         yield settings.redis_url, None
+        return
+    if alone:
+        with EmbeddedRedis(maxmemory_mib=maxmemory_mib) as server, lent_address(settings.runtime_dir, server.url):
+            yield server.url, server
         return
     address = LocalAddress.take(settings.runtime_dir)
     if isinstance(address, RunningRedis):

@@ -4,7 +4,8 @@ A client or a command uses, in this order:
 
 1. the URL that it is given, by `--redis-url` or `Client(url)`;
 2. `PENSTOCK_REDIS_URL`;
-3. the Redis that this user's `penstock serve` runs, at `unix:///tmp/penstock-UID/redis.sock`.
+3. the Redis that this user's `penstock serve` runs, at `unix:///tmp/penstock-UID/redis.sock`. While only a
+   `penstock serve --ephemeral` runs, that is a link to its Redis.
 
 It tries nothing else. Port 6379, for example, is open to every user of the machine.
 
@@ -20,7 +21,8 @@ import os
 import socket
 import stat
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -113,6 +115,44 @@ class RunningRedis:
     def accepts(self) -> bool:
         """Return whether a server accepts connections at the URL."""
         return _accepts(Path(self.url.removeprefix("unix://")))
+
+
+@contextmanager
+def lent_address(given: Path | None, url: str) -> Iterator[None]:
+    """Let the local address lead to a server elsewhere, by a link, while no other server of this user is there.
+
+    A later `penstock serve` takes the address, and the server keeps its own.
+    """
+    link, target = local_folder(given) / SOCKET, url.removeprefix("unix://")
+    with suppress(OSError, ConfigError):
+        _link(link, target)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if os.readlink(link) == target:
+                link.unlink()
+
+
+def leads_to(given: Path | None, url: str) -> bool:
+    """Return whether the local address is that of a server, or leads to it."""
+    return os.path.realpath(local_folder(given) / SOCKET) == os.path.realpath(url.removeprefix("unix://"))
+
+
+def _link(link: Path, target: str) -> None:
+    """Raises OSError if another process has the address, and ConfigError if others may enter the folder."""
+    folder = link.parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(folder)
+    with ExitStack() as opened:
+        # A `penstock serve` that takes the address at this moment waits.
+        for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / _LOCK, _LOCK_FLAGS)):
+            fcntl.flock(_open(path, flags, opened), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _accepts(link):
+            return
+        new = folder / f".{SOCKET}-{os.getpid()}"
+        new.symlink_to(target)
+        new.replace(link)
 
 
 def _open(path: Path, flags: int, opened: ExitStack) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from celery import Celery, bootsteps, signals
@@ -13,6 +14,7 @@ from penstock.contract.errors import ConflictError
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.task_leases import leases_step
 from penstock.producer.batch.tasks import GENERATE, GENERATE_FROM, RUN_FILE, TASKS, add_tasks
+from penstock.producer.batch.user_app import check_formats, check_visibility_timeout, declared_queue
 from penstock.producer.batch.worker_metrics import WorkerMetrics, metrics_step
 from penstock.producer.batch.worker_process import WorkerClient, carry_trace
 from penstock.runtime.settings import redis_url_of
@@ -91,16 +93,19 @@ def install(
     which only workers need; by default it is found as clients find it. With `stored_batches`, workers of the app that
     have PENSTOCK_FILES_URL also run the batches of `/v1/batches` and `/v1/messages/batches`. Of `settings`,
     `task_lease_s`, `stored_batches` and those of the metrics apply. Raises ConflictError if the tasks are installed
-    with another queue or Redis.
+    with another queue or Redis, and ConfigError if the app would lose tasks or results. Settings that follow later
+    are checked when a task is sent, and when a worker starts.
     """
     settings = settings or CelerySettings.load()
+    check_formats(app)
     if stored_batches and settings.stored_batches:
         app.steps["worker"].add(STORED_BATCHES)
     if (installed := tasks_of(app)) is not None:
         if installed.queue != queue or redis_url not in (None, installed.redis_url):
             raise ConflictError("this Celery app has penstock's tasks with another queue or redis_url", param="queue")
         return installed
-    app.steps["worker"].add(_taking_step(queue))
+    app.steps["worker"].add(_taking_step(queue, settings.task_lease_s))
+    signals.celeryd_init.connect(partial(_declare, app, queue), weak=False)
     return add_to(app, queue, redis_url, settings, leased=TASKS)
 
 
@@ -120,7 +125,13 @@ def add_to(
     return tasks
 
 
-def _taking_step(queue: str) -> type[bootsteps.Step]:
+def _declare(app: Celery, queue: str, instance: Any, **_: Any) -> None:
+    """Declare the queue in a worker before it reads `-Q`."""
+    if instance.app is app:
+        declared_queue(app, queue)
+
+
+def _taking_step(queue: str, lease_s: float) -> type[bootsteps.Step]:
     class TakesFromQueue(bootsteps.Step):  # type: ignore[misc]  # celery ships no types
         """Lets a worker take from penstock's queue too, if its command line names no queues."""
 
@@ -132,5 +143,8 @@ def _taking_step(queue: str) -> type[bootsteps.Step]:
             elif queue not in queues.consume_from:
                 message = "this worker takes no tasks of penstock, because -Q does not name their queue"
                 _LOG.info(message, extra={"queue": queue})
+                return
+            check_formats(worker.app)
+            check_visibility_timeout(worker.app, lease_s)
 
     return TakesFromQueue

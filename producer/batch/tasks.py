@@ -22,6 +22,7 @@ from penstock.contract.job import checked_durability
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, request_of
 from penstock.producer.batch.runner import answer, answer_rows, opened
+from penstock.producer.batch.user_app import SERIALIZER, check_formats, declared_queue
 from penstock.producer.batch.worker_metrics import WorkerMetrics
 from penstock.producer.batch.worker_process import TaskTraces, WorkerClient
 from penstock.producer.client import AsyncClient
@@ -50,7 +51,9 @@ class _RetryingTask(Task):  # type: ignore[misc]  # celery ships no types
     argsrepr_maxsize = 0
     kwargsrepr_maxsize = 0
     resultrepr_maxsize = 0
-    serializer = "json"
+    serializer = SERIALIZER
+    # An app's `task_ignore_result` would throw the answers away. A call may still say `ignore_result=True`.
+    ignore_result = False
     # Remove a task from the queue when it is done, not when a worker takes it. A second run of it changes nothing.
     acks_late = True
     reject_on_worker_lost = True
@@ -58,7 +61,14 @@ class _RetryingTask(Task):  # type: ignore[misc]  # celery ships no types
     """The queue to which the task is sent. Celery's own attribute for it will be removed in version 6."""
 
     def _get_exec_options(self) -> dict[str, Any]:
-        return {**super()._get_exec_options(), "queue": self.destination}
+        """Return the options of each call. Celery asks for them when a task is sent, and the settings are final."""
+        check_formats(self.app)
+        queue = declared_queue(self.app, self.destination)
+        options = {**super()._get_exec_options(), "queue": self.destination}
+        # Else the exchange of a route for all tasks (`task_routes`) would take them, which may have no queue.
+        if queue.exchange.type == "direct":
+            return {**options, "exchange": ""}
+        return {**options, "exchange": queue.exchange.name, "routing_key": queue.routing_key}
 
 
 class _Worker:
@@ -197,6 +207,9 @@ def _run_with_retries(task: Task, work: Callable[[], T]) -> T:
         try:
             return work()
         except (BusyError, UnavailableError) as error:
+            if task.request.is_eager:
+                # It runs in its caller's process (`task_always_eager`), where Celery would retry without a pause.
+                raise
             pause_s = min(error.retry_after_ms / 1000, longest_pause_s)
             _retry_later(task, error, pause_s)
         # Celery's Redis took no message. The worker keeps the task, so the task is not lost.

@@ -112,18 +112,25 @@ class AsyncClient:
     async def connect(self) -> Self:
         """Subscribe to this client's inbox. `async with` does it too, and a second call does nothing.
 
-        Raises UnavailableError if Redis is unreachable, or if the client was closed, which is final.
+        Raises UnavailableError if Redis is unreachable, if the client was closed, which is final, or if it is connected
+        in another event loop.
         """
         async with self._connecting:
             if self._is_closed:
                 raise UnavailableError("the client was closed: make another one", code="client_closed")
             if not self._is_open:
                 await self.servers.open()
+            self.servers.directory.patience.require_open()
         return self
 
     async def close(self) -> None:
         """End every stream, task and connection of this client. Only jobs that need no reader continue."""
+        lost_its_loop = self.servers.directory.patience.lost_its_loop
+        if self._is_open and not lost_its_loop:
+            self.servers.directory.patience.require_open()
         self._is_closed = True
+        if lost_its_loop:
+            return  # All of these ended with that loop.
         await self.runs.close()
         await self._keys.close()
         await self.servers.close()

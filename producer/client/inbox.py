@@ -257,6 +257,8 @@ class ClientInbox:
 
     def _require_open(self) -> None:
         if self._tasks is None:
+            # With the event loop of the client its tasks have ended, which has another remedy.
+            self.patience.require_open()
             raise UnavailableError("the client's inbox is closed", code="client_closed")
 
     async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:

@@ -16,6 +16,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.weight_files import INDEX, SINGLE, first_parts, gguf_names, index_of
+from penstock.runtime.proxies import proxy_error
 from penstock.runtime.trusted_folders import trusted_folder
 
 log = logging.getLogger("penstock.node")
@@ -221,3 +222,5 @@ def _as_config_errors(model: HubModel) -> Iterator[None]:
             raise ConfigError(f"model {model} is {state}, and HF_HUB_OFFLINE forbids downloading it") from error
         reason = re.sub(r"\s+", " ", str(error))[:300].rstrip(". ")
         raise ConfigError(f"cannot download model {model} from {constants.ENDPOINT}: {reason}") from error
+    except (ImportError, ValueError) as error:
+        raise proxy_error(error) or error from None

@@ -8,7 +8,7 @@ import random
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -83,7 +83,25 @@ class Patience:
     def __init__(self, outage_s: float) -> None:
         self._outage_s = outage_s
         self._slots = asyncio.Semaphore(MAX_CALLS)
-        self.is_open = False
+        self._is_open = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop in which the client connected: its tasks and connections live there only."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the client is connected."""
+        return self._is_open
+
+    @is_open.setter
+    def is_open(self, is_open: bool) -> None:
+        self._is_open = is_open
+        with suppress(RuntimeError):
+            self._loop = asyncio.get_running_loop()
+
+    @property
+    def lost_its_loop(self) -> bool:
+        """Whether the event loop in which the client connected has been closed."""
+        return self._is_open and self._loop is not None and self._loop.is_closed()
 
     async def call(self, request: Callable[[], Awaitable[T]]) -> T:
         """Return the answer of an idempotent request.
@@ -103,9 +121,15 @@ class Patience:
             self._slots.release()
 
     def require_open(self) -> None:
-        """Raise UnavailableError unless the client is connected."""
-        if not self.is_open:
+        """Raise UnavailableError unless the client is connected in this event loop."""
+        if not self._is_open:
             raise UnavailableError("the client is not connected: use `with` or connect()", code="client_closed")
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            message = (
+                "the client is connected in another event loop: each asyncio.run needs its own AsyncClient "
+                "(`async with AsyncClient() as client`); penstock.Client serves all threads and loops"
+            )
+            raise UnavailableError(message, code="client_closed")
 
     async def _wait_for_slot(self, give_up_s: float) -> None:
         try:

@@ -8,18 +8,23 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import requests
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.environment_variables import OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
 
+from penstock.runtime.proxies import is_loopback
 from penstock.runtime.tracing.context import SCOPE
 
 _LOG = logging.getLogger(__package__)
 
+_DEFAULT_ENDPOINT = "http://localhost:4318"
+"""OTLP's own default."""
 CLOSE_S = 2.0
 """Longest time that the end of a process waits for its last spans."""
 EXPORT_INTERVAL_MS = 1000
@@ -67,6 +72,17 @@ class _SpanIds(RandomIdGenerator):
         return given or super().generate_span_id()
 
 
+def _session_for(endpoint: str | None) -> requests.Session:
+    """Return a session that reaches a collector on this machine without the environment's proxies."""
+    of_environment = (
+        os.environ.get(name) for name in (OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, OTEL_EXPORTER_OTLP_ENDPOINT)
+    )
+    url = endpoint or next(filter(None, of_environment), _DEFAULT_ENDPOINT)
+    session = requests.Session()
+    session.trust_env = not is_loopback(url)
+    return session
+
+
 class Tracing:
     """A process's spans. OTEL_TRACES_SAMPLER decides which traces are recorded; a caller's decision comes first."""
 
@@ -80,7 +96,7 @@ class Tracing:
         # At its end the process waits for CLOSE_S, not for as long as the SDK's own handler would.
         self._provider = TracerProvider(resource=resource, id_generator=self._ids, shutdown_on_exit=False)
         interval_ms = None if "OTEL_BSP_SCHEDULE_DELAY" in os.environ else EXPORT_INTERVAL_MS
-        quiet = QuietExporter(exporter or OTLPSpanExporter(endpoint=endpoint))
+        quiet = QuietExporter(exporter or OTLPSpanExporter(endpoint=endpoint, session=_session_for(endpoint)))
         self._provider.add_span_processor(BatchSpanProcessor(quiet, schedule_delay_millis=interval_ms))
         self.tracer = self._provider.get_tracer(SCOPE)
 

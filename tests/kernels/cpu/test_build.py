@@ -36,6 +36,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "value.h").write_text("#define VALUE 42\n")
     monkeypatch.setattr(build, "SOURCES", folder)
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(build, "SHARED", tmp_path / "built")
     if shutil.which("g++") is None:
         pytest.skip("no g++")
     monkeypatch.setenv("CXX", "g++")
@@ -78,6 +79,19 @@ def test_a_change_of_source_header_flags_or_instruction_set_builds_anew(sources:
     (sources / "other.cpp").write_text("int other() { return 2; }\n")
     paths.append(library_path(ISA, cache, _silent))
     assert len(set(paths)) == 5
+
+
+def test_the_owner_of_the_sources_compiles_for_all_users(
+    sources: Path, tmp_path: Path, compiler_calls: Callable[[], int]
+) -> None:
+    built = library_path(ISA, tmp_path / "cache", _silent)
+    num_calls = compiler_calls()
+    found = library_path(ISA, tmp_path / "no-such-cache", _silent)
+    assert found.parent == build.SHARED and found.stat().st_mode & 0o777 == 0o644
+    assert found.read_bytes() == built.read_bytes() and compiler_calls() == num_calls
+    (sources / "value.h").write_text("#define VALUE 43\n")
+    assert _answer(library_path(ISA, tmp_path / "cache", _silent)) == 43
+    assert len([*build.SHARED.iterdir()]) == 1, "the build of older sources is gone"
 
 
 def test_extra_sources_are_compiled_into_a_library_of_their_own(sources: Path, tmp_path: Path) -> None:
@@ -184,7 +198,7 @@ BUILD_AT_ONCE = """
 import pathlib, sys
 from penstock.kernels.cpu import build
 sources, cache = map(pathlib.Path, sys.argv[1:])
-build.SOURCES, build.PREBUILT = sources, cache / "none"
+build.SOURCES, build.PREBUILT, build.SHARED = sources, cache / "none", cache.with_name("built")
 print("ready", flush=True)
 sys.stdin.read()
 print(build.library_path("avx2", cache, lambda fraction: None))

@@ -16,7 +16,6 @@ from typing import Any, cast
 import pytest
 import redis as sync_redis
 from celery import Celery, chain, chord, group
-from celery.exceptions import ImproperlyConfigured
 from fakes.fake_node import FakeNode
 from fakes.waiting import wait_until
 from faults.test_batches import ended, make_without_gateway
@@ -252,15 +251,6 @@ def test_a_worker_takes_from_the_queue_unless_it_names_its_queues(chosen: str | 
     (step,) = app.steps["worker"]
     step(worker).create(worker)
     assert set(app.amqp.queues.consume_from) == taken
-    app.close()
-
-
-def test_an_app_without_missing_queues_says_which_one_is_missing() -> None:
-    app = Celery("shop", broker="memory://", set_as_current=False)
-    app.conf.task_create_missing_queues = False
-    llm = install(app)
-    with pytest.raises((KeyError, ImproperlyConfigured), match=QUEUE):
-        llm.generate("x").delay()
     app.close()
 
 

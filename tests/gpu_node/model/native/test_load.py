@@ -141,6 +141,7 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr("penstock.kernels.cpu.build.PREBUILT", tmp_path)
+    monkeypatch.setattr("penstock.kernels.cpu.build.SHARED", tmp_path / "built")
     return re.escape("no C++ compiler: looked for no-such-compiler")
 
 
