@@ -30,6 +30,7 @@ NAV: Nav = {
         "Run a batch every night": "docs/howto/nightly_batch.md",
         "Use your own Celery app": "docs/howto/celery_shop.md",
         "Run agents": "docs/howto/agents.md",
+        "Run with Docker Compose": "docs/howto/compose.md",
         "Serve many LoRA adapters": "docs/howto/lora_fleet.md",
         "Run on Kubernetes": "docs/howto/kubernetes.md",
         "Tune a node": "docs/howto/tuning.md",

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 import pytest
@@ -319,6 +320,41 @@ def test_secrets_are_made_once_and_kept(tmp_path: Path) -> None:
     assert password in (tmp_path / "worker/aws_credentials").read_text()
 
 
+def test_programs_outside_have_users_only_with_the_second_file(tmp_path: Path) -> None:
+    """A client does what a gateway does; a subscriber receives the channels of its tenant alone."""
+    (tmp_path / "outside").mkdir()
+    users = tmp_path / "redis/users.acl"
+    assert made_secrets(tmp_path).returncode == 0
+    inside = users.read_text()
+    assert "subscriber" not in inside and "user client" not in inside
+
+    address = {"OUTSIDE_ADDRESS": "redis://127.0.0.1:6379", "SUBSCRIBER_TENANTS": "default acme"}
+    assert made_secrets(tmp_path, **address).returncode == 0
+    first = urls_outside(tmp_path)
+    assert first.keys() == {"client", "subscriber-default", "subscriber-acme"}
+    assert users.read_text().startswith(inside)
+    for tenant in ("default", "acme"):
+        rule = next(line for line in users.read_text().splitlines() if line.startswith(f"user subscriber-{tenant} "))
+        assert f" &penstock:{{*}}:channel:{tenant}:* -@all " in rule and "~" not in rule
+        assert f">{first[f'subscriber-{tenant}'].password} " in rule
+
+    # Another address keeps the passwords; a tenant that is no longer named loses its user.
+    moved = {"OUTSIDE_ADDRESS": "rediss://queue.example.com:6380", "SUBSCRIBER_TENANTS": "acme"}
+    assert made_secrets(tmp_path, **moved).returncode == 0
+    second = urls_outside(tmp_path)
+    assert second.keys() == {"client", "subscriber-acme"}
+    assert (second["client"].scheme, second["client"].hostname) == ("rediss", "queue.example.com")
+    assert {name: url.password for name, url in second.items()} == {name: first[name].password for name in second}
+    assert "subscriber-default" not in users.read_text()
+
+    refused = made_secrets(tmp_path, **address | {"SUBSCRIBER_TENANTS": "a*"})
+    assert refused.returncode == 1 and "SUBSCRIBER_TENANTS: 'a*' is no tenant" in refused.stderr
+
+
+def urls_outside(folder: Path) -> dict[str, SplitResult]:
+    return {path.stem.removesuffix("_url"): urlsplit(path.read_text()) for path in (folder / "outside").glob("*_url")}
+
+
 @pytest.mark.parametrize("url", ["redis://redis:6379/0", "redis://worker:a%40b@redis:6379/0", "redis://node:a@redis/0"])
 def test_a_secret_that_redis_could_not_read_is_named(url: str, tmp_path: Path) -> None:
     (tmp_path / "worker").mkdir()
@@ -420,6 +456,21 @@ def test_nothing_is_reachable_from_other_machines_unless_asked_for() -> None:
     assert published.pop("gateway") == ["${GATEWAY_BIND:-127.0.0.1}:${GATEWAY_PORT:-8000}:8000"]
     assert {port.partition(":-")[2][:10] for ports in published.values() for port in ports} == {"127.0.0.1}"}
     assert set(published) == {"prometheus", "grafana"}
+
+
+def test_redis_is_published_on_loopback_or_with_tls() -> None:
+    plain, tls = (
+        yaml.safe_load((ROOT / f"docker-compose.{name}.yml").read_text())["services"] for name in ("redis", "redis-tls")
+    )
+    assert plain["redis"] == {"ports": ["127.0.0.1:${REDIS_PORT:-6379}:6379"]}
+    assert [port.rpartition(":")[2] for port in tls["redis"]["ports"]] == ["6380"]
+    words = tls["redis"]["command"]
+    assert words[: len(SERVICES["redis"]["command"])] == SERVICES["redis"]["command"]
+    # `port` stays 6379 for the other containers; 6380 has TLS alone.
+    assert words[words.index("--tls-port") + 1] == "6380" and "--port" not in words
+    assert (plain["admin"], plain["secrets"]["volumes"]) == (tls["admin"], tls["secrets"]["volumes"])
+    # A missing certificate or name ends the command, with a reason.
+    assert set(re.findall(r"\$\{(\w+):\?", FILES["docker-compose.redis-tls.yml"])) == {"REDIS_HOST", "REDIS_TLS_DIR"}
 
 
 FILES = {path.name: path.read_text() for path in sorted(ROOT.glob("docker-compose*.yml"))}

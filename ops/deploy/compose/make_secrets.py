@@ -64,8 +64,12 @@ def make(
 
 def users_of(rules: Path, passwords: dict[str, str]) -> str:
     """Return the users of Redis for the services: the rules with the passwords in them."""
-    paths = sorted(path for path in rules.glob("*.acl") if path.stem != SUBSCRIBER)
-    lines = [_PLACEHOLDER.sub(lambda found: passwords[found[1].lower()], _rule(path)) for path in paths]
+    lines = []
+    for path in sorted(rules.glob("*.acl")):
+        line = _rule(path)
+        if any(found[1].lower() not in passwords for found in _PLACEHOLDER.finditer(line)):
+            continue  # a role that no service has, such as a subscriber
+        lines.append(_PLACEHOLDER.sub(lambda found: passwords[found[1].lower()], line))
     if not lines:
         raise SecretError(f"no *.acl in {rules}")
     return "".join(f"{line}\n" for line in lines)
@@ -80,7 +84,8 @@ def users_outside(folder: Path, rules: Path, outside: Outside) -> str:
     for tenant in outside.tenants:
         if not _TENANT.fullmatch(tenant):
             raise SecretError(f"SUBSCRIBER_TENANTS: {tenant!r} is no tenant: 1 to 64 letters, digits, - or _")
-        users.append((f"{SUBSCRIBER}-{tenant}", _rule(rules / f"{SUBSCRIBER}.acl").replace("@TENANT@", tenant)))
+        rule = _rule(rules / f"{SUBSCRIBER}.acl").replace(":channel:default:", f":channel:{tenant}:")
+        users.append((f"{SUBSCRIBER}-{tenant}", rule))
     for old in set(folder.glob("*_url")) - {folder / f"{user}_url" for user, _ in users}:
         old.unlink()
     lines = []
