@@ -93,7 +93,9 @@ def server_with_read_only_keys(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("this Redis knows no keys that may only be read")
     (edit,) = re.findall(r"sed -i '(.+)' \*\.acl", (ACL / "README.md").read_text())
     rules = subprocess.run(["sed", edit], input=ALL_RULES, capture_output=True, text=True, check=True).stdout
-    made = run_path(str(ROOT / "ops/deploy/compose/make_secrets.py"))["users_of"](ACL, dict.fromkeys(ROLES, "x"))
+    made = run_path(str(ROOT / "ops/deploy/compose/make_secrets.py"))["users_of"](
+        ACL, dict.fromkeys((*ROLES, "subscriber"), "x")
+    )
     read_only = [re.findall(r"^user (\w+) |( %R~\S+)", text, re.MULTILINE) for text in (made, rules)]
     assert read_only[0] == read_only[1]
     with serving(tmp_path, rules) as socket:
