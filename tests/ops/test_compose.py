@@ -437,6 +437,8 @@ def test_a_service_that_is_taken_over_can_change_nothing_but_its_data(service: s
     assert described["read_only"] is True
     assert described["security_opt"] == ["no-new-privileges:true"]
     assert described["cap_drop"] == ["ALL"]
+    # Orphans, such as those of a killed node, would stay as zombies.
+    assert described["init"] is True
     assert described["logging"]["driver"] == "local"
 
 
