@@ -367,7 +367,8 @@ def test_a_secret_that_redis_could_not_read_is_named(url: str, tmp_path: Path) -
 def test_every_volume_of_ours_is_a_folder_that_the_images_user_owns() -> None:
     """A volume gets owner and files from each container that is made while it is empty, and all are made at first."""
     made = DOCKERFILE.replace("\\\n", " ")
-    owned = {word for line in re.findall(r"--owner penstock --group penstock (.*)", made) for word in line.split()}
+    owners = r"--owner penstock --group (?:penstock|root --mode 775) (.*?)(?:&&|$)"
+    owned = {word for line in re.findall(owners, made, re.MULTILINE) for word in line.split()}
     secrets = [volume.partition(":")[2] for volume in SERVICES["secrets"]["volumes"]]
     assert {*secrets, "/secrets", "/keys", "/keys-of-prometheus", "/files", "/data", "/cache"} <= owned
     # Else the volume of a role would get the folders of all roles, and their parent's owner.
