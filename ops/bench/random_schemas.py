@@ -183,17 +183,16 @@ class SchemaMaker:
 
     def _near_number(self, value: float) -> str:
         """Return a number equal to a given one, or near it, in one of several spellings."""
-        exact = (
-            decimal.Decimal(repr(value))
-            if abs(value) < float("inf")
-            else decimal.Decimal("1e400").copy_sign(decimal.Decimal(value))
-        )
-        tiny = exact * decimal.Decimal("1e-17")
-        step = self._rng.choice([0, 0, 0, 1, -1, 2, -2, 512, -512, 1024, decimal.Decimal("0.5"), tiny, -tiny])
-        text = format(exact + step, "f")
+        exact = decimal.Decimal(repr(value))
+        if not exact.is_finite():
+            exact = decimal.Decimal("1e400").copy_sign(exact)
+        tiny, half = exact * decimal.Decimal("1e-17"), decimal.Decimal("0.5")
+        steps = [*map(decimal.Decimal, (0, 0, 0, 1, -1, 2, -2, 512, -512, 1024)), half, tiny, -tiny]
+        exact += self._rng.choice(steps)
+        text = format(exact, "f")
         way = self._rng.random()
         if way < 0.15:
-            return repr(float(exact + step)).replace("inf", "1e400")
+            return repr(float(exact)).replace("inf", "1e400")
         if way < 0.3 and "." not in text:
             return f"{text}.0"
         return text.rstrip("0").rstrip(".") if "." in text and way < 0.8 else text

@@ -1,4 +1,4 @@
-"""Structured output: what a schema says is enforced to the last digit and day, or refused by name, at every door."""
+"""Structured output: what a schema says is enforced to the last digit and day, or refused by name, in every API."""
 
 from __future__ import annotations
 

@@ -292,6 +292,25 @@ def test_ids_past_the_tokenizer_have_no_text(tiny_model: Path) -> None:
     assert padded.decode([999, *padded.encode("the"), 500]) == "the"
 
 
+@pytest.mark.parametrize("num_rows", [262, 386])
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_a_tokenizer_for_grammars_has_no_token_without_a_row(
+    tiny_model: Path, tmp_path: Path, kind: str, num_rows: int
+) -> None:
+    folder = tmp_path / "tokenizer"
+    if kind == "bytes":
+        shutil.copytree(tiny_model, folder)
+    else:
+        write_sentencepiece_tokenizer(folder)
+    plain = Tokenizer(folder)
+    backend = Backend.from_str(plain.to_json())
+    backend.add_special_tokens([f"<extra_{i}>" for i in range(4)])
+    backend.save(str(folder / "tokenizer.json"))
+    known = backend.get_vocab(with_added_tokens=True)
+    kept = Backend.from_str(Tokenizer(folder).to_json_of(num_rows)).get_vocab(with_added_tokens=True)
+    assert kept == {token: token_id for token, token_id in known.items() if token_id < num_rows}
+
+
 def test_a_decoder_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     backend: Any = Backend(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     backend.decoder = decoders.WordPiece()
