@@ -243,6 +243,8 @@ class Entry:
     def _holder_of(self, key: str, known: Mapping[str, ApiKey]) -> ApiKey:
         if (given := identify_given(key, self._given, known, self._pepper)) is not None:
             return given
+        if self._given and not key_id_of(key):
+            raise UnauthorizedError("unknown API key")  # A given key has no form that this one could lack.
         try:
             return identify(key, known, self._pepper)
         except UnauthorizedError:

@@ -44,7 +44,7 @@ def test_a_variable_of_kubernetes_sets_nothing() -> None:
 def test_only_changed_settings_of_chosen_parts_are_lines_for_people() -> None:
     words = ("config", "show", "gateway", "files", "--changed")
     run = run_command(*words, PENSTOCK_GATEWAY_DRAIN_S="5", PENSTOCK_NODE_MODEL="m")
-    assert run.stdout == "gateway:\n  PENSTOCK_GATEWAY_DRAIN_S = 5  (PENSTOCK_GATEWAY_DRAIN_S)\n"
+    assert run.stdout == "gateway:\n  PENSTOCK_GATEWAY_DRAIN_S = 5.0  (PENSTOCK_GATEWAY_DRAIN_S)\n"
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def test_parts_that_fail_are_replaced_by_their_error(tmp_path: Path) -> None:
         ("key pk-abcdef0123456789.", "key pk-***."),
         ("Authorization: Bearer abc.def-0123456789", "Authorization: Bearer ***"),
         ("HF_TOKEN=hf_0123456789abcdef", "HF_TOKEN=hf_***"),
+        ("penstock serve --api-key abc --port 1", "penstock serve --api-key *** --port 1"),
         ("http://localhost:8000/metrics", "http://localhost:8000/metrics"),
     ],
 )
