@@ -31,6 +31,7 @@ FOREIGN = {
     "--loglevel",
     "--from-literal",
     "--detach",
+    "--build",
     "--no-build",
     "--no-deps",
     "--no-log-prefix",
