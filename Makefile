@@ -26,6 +26,7 @@
 #   make bench-peers install what make bench compares with (llama.cpp is compiled: minutes)
 #   make bench-gpu   measure a CUDA device, in ten minutes; BENCH=--dry runs through it on the CPU
 #   make gpu-venv    what a bare GPU machine has (Python 3.12, torch 2.11, Triton 3.6.0; 3 GB), for the slow tests
+#   make lowest      the tests of Celery with the oldest versions that pyproject.toml allows (minutes)
 #   make wheels      the wheels of a release, of this commit, in dist/ (minutes); docs/RELEASE.md
 #   make sbom        the software bill of materials of those wheels
 #   make lock        bring requirements.lock in line with pyproject.toml (a minute); LOCK=--upgrade chooses all anew
@@ -58,7 +59,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv wheels sbom lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -154,6 +155,17 @@ build/gpu-venv/.installed:
 	python3.12 -m venv build/gpu-venv
 	build/gpu-venv/bin/pip install --quiet torch==2.11.0 triton==3.6.0 'numpy>=2.1,<2.5' pytest
 	@touch $@
+
+# They lie in a folder before those of the lock, so that torch need not be installed twice.
+lowest: $(STAMP)
+	rm -rf build/lowest
+	$(PYTHON) -m venv build/lowest/uv
+	build/lowest/uv/bin/pip install --quiet uv==0.13.8
+	build/lowest/uv/bin/uv pip compile --quiet pyproject.toml --extra batch --resolution lowest-direct \
+	  --python-version 3.11 --no-annotate --no-header --output-file build/lowest/versions
+	build/lowest/uv/bin/uv pip install --quiet --python $(BIN)/python --no-deps --target build/lowest/packages \
+	  --requirement build/lowest/versions
+	PYTHONPATH=build/lowest/packages $(BIN)/python -m pytest -q $(or $(T),tests/producer/batch tests/cases/test_celery.py)
 
 wheels: build/wheels/.installed
 	build/wheels/bin/python ops/wheels/build.py $(WHEELS)

@@ -26,7 +26,7 @@ SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Libraries that an image ships, for machines without a compiler."""
 SHARED = Path(__file__).parent / "built"
-"""Builds for all users of this installation. Its owner writes them, who could change the sources as well."""
+"""Builds for all users of this installation. Only its owner writes them, and could change the sources as well."""
 PACKAGE = "penstock_kernels"
 """The package of the wheel with compiled libraries."""
 

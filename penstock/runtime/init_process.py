@@ -1,4 +1,4 @@
-"""What the first process of a container owes to all others: it reaps orphans, and passes signals on.
+"""The first process of a container: it reaps orphans, and passes signals on to the command.
 
 The kernel gives every orphan to process 1, and keeps it as a zombie until that process waits for it. A command cannot
 do this itself: its libraries wait for their own children. So the command runs in a child. Only the standard library is

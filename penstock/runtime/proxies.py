@@ -35,7 +35,7 @@ def is_loopback(url: str) -> bool:
 
 
 def tls_for(url: str) -> ssl.SSLContext | bool:
-    """Return httpx's `verify` for a client that ignores the environment's proxies and heeds its certificates."""
+    """Return httpx's `verify` for a client that ignores the environment's proxies but trusts its certificates."""
     if not url.startswith("https://"):
         return True
     import httpx

@@ -47,9 +47,9 @@ def check_visibility_timeout(app: Celery, lease_s: float) -> None:
         return
     if app.connection_for_read().transport.driver_type == "redis":
         raise ConfigError(
-            f"broker_transport_options: visibility_timeout is {timeout_s:g} s, shorter than the lease of penstock's "
-            f"tasks ({lease_s:g} s), so Celery would start running tasks again and again; set visibility_timeout to at "
-            f"least {lease_s:g}, or PENSTOCK_CELERY_TASK_LEASE_S to at most {timeout_s:g}",
+            f"broker_transport_options: visibility_timeout is {timeout_s:g} s. The lease of penstock's tasks is "
+            f"longer ({lease_s:g} s), so Celery would start running tasks again and again. Set visibility_timeout to "
+            f"at least {lease_s:g}, or PENSTOCK_CELERY_TASK_LEASE_S to at most {timeout_s:g}",
             param="broker_transport_options",
         )
 

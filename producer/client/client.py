@@ -112,8 +112,7 @@ class AsyncClient:
     async def connect(self) -> Self:
         """Subscribe to this client's inbox. `async with` does it too, and a second call does nothing.
 
-        Raises UnavailableError if Redis is unreachable, if the client was closed, which is final, or if it is connected
-        in another event loop.
+        Raises UnavailableError if Redis is unreachable, if the client was closed, or if it is in another event loop.
         """
         async with self._connecting:
             if self._is_closed:
@@ -125,12 +124,10 @@ class AsyncClient:
 
     async def close(self) -> None:
         """End every stream, task and connection of this client. Only jobs that need no reader continue."""
-        lost_its_loop = self.servers.directory.patience.lost_its_loop
-        if self._is_open and not lost_its_loop:
-            self.servers.directory.patience.require_open()
+        has_ended = self._is_open and not self.servers.directory.patience.is_in_its_loop()
         self._is_closed = True
-        if lost_its_loop:
-            return  # All of these ended with that loop.
+        if has_ended:
+            return  # All of these ended with the event loop of the client.
         await self.runs.close()
         await self._keys.close()
         await self.servers.close()

@@ -13,12 +13,13 @@ import pytest
 from celery import Celery, signals
 from celery.contrib.testing.worker import start_worker
 from fakes.fake_node import FakeNode
-from kombu import Queue
+from kombu.entity import Queue
 
 from penstock.celery import QUEUE, PenstockTasks, install
 from penstock.contract.errors import ConfigError, UnavailableError
 from penstock.producer.batch.settings import CelerySettings
 
+OWN: Any = [Queue("shop")]  # type: ignore[no-untyped-call]  # kombu ships no types
 LEASES = CelerySettings(task_lease_s=5)
 
 
@@ -96,11 +97,11 @@ def test_a_visibility_timeout_below_the_lease_is_named_where_the_broker_is_redis
     "settings",
     [
         {"task_create_missing_queues": False},
-        {"task_create_missing_queues": False, "task_queues": [Queue("shop")], "task_default_queue": "shop"},
+        {"task_create_missing_queues": False, "task_queues": OWN, "task_default_queue": "shop"},
         {"task_routes": {"*": {"exchange": "elsewhere", "routing_key": "nowhere"}}},
         {"task_routes": {"penstock.*": {"queue": "moved"}}},
         {"task_default_exchange": "shop", "task_default_exchange_type": "topic"},
-        {"task_queues": [Queue("shop")], "task_default_queue": "shop", "task_ignore_result": True},
+        {"task_queues": OWN, "task_default_queue": "shop", "task_ignore_result": True},
     ],
 )
 def test_tasks_reach_their_queue_and_answers_are_kept(settings: dict[str, Any]) -> None:

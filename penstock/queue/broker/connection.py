@@ -98,10 +98,15 @@ class Patience:
         with suppress(RuntimeError):
             self._loop = asyncio.get_running_loop()
 
-    @property
-    def lost_its_loop(self) -> bool:
-        """Whether the event loop in which the client connected has been closed."""
-        return self._is_open and self._loop is not None and self._loop.is_closed()
+    def is_in_its_loop(self) -> bool:
+        """Return whether the client connected in this event loop; False if its own one was closed.
+
+        Raises UnavailableError if its own one is another and is still there.
+        """
+        if self._loop is None or not self._loop.is_closed():
+            self.require_open()
+            return True
+        return False
 
     async def call(self, request: Callable[[], Awaitable[T]]) -> T:
         """Return the answer of an idempotent request.
