@@ -1,4 +1,4 @@
-"""`channel`: each door that queues a job publishes it on Redis, where any client reads it as the page says."""
+"""`channel`: each API that queues a job publishes it on Redis, where any client reads it as the page says."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from penstock.producer.batch.celery_app import make_app
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import GENERATE
 from penstock.producer.client.job_objects import outcome_object
+from penstock.queue import keys
 from tests.pages import blocks_of
 from tests.source_tree import ROOT
 
@@ -213,6 +214,27 @@ def test_the_python_client_publishes_and_attaches(server: RedisProcess, http: ht
         assert outcome is not None
         assert heard.job() == (plain.id, "", outcome_object(outcome))
         job.cancel()
+
+
+def test_the_subscriber_hears_its_own_tenant_and_reads_no_key(server: RedisProcess) -> None:
+    def may(*command: str) -> bool:
+        with redis.Redis.from_url(server.url_of("subscriber"), protocol=2) as client:
+            try:
+                client.execute_command(*command)
+            except redis.NoPermissionError:
+                return False
+        return True
+
+    job_id = "m.00000000-0000-7000-8000-000000000000"
+    mine = [keys.own_channel(job_id, "default"), keys.own_channel("other" + job_id, "default", "orders")]
+    pattern = "penstock:{*}:channel:default:*"
+    assert [may("SUBSCRIBE", mine[0]), may("SUBSCRIBE", mine[1]), may("PSUBSCRIBE", pattern)] == [True] * 3
+    foreign = [keys.own_channel(job_id, tenant, name) for tenant in ("default2", "x") for name in ("", "default")]
+    foreign += [keys.inbox_channel("m", "me"), keys.doorbell("m", "n1"), "somebody:else", "*"]
+    assert [one for one in foreign for word in ("SUBSCRIBE", "PSUBSCRIBE") if may(word, one)] == []
+    refused = (("PUBLISH", mine[0], "x"), ("LRANGE", keys.log(job_id), "0", "-1"), ("GET", keys.record("m")))
+    refused += (("PUBSUB", "CHANNELS"), ("INFO",), ("CONFIG", "GET", "*"), ("EVAL", "return 1", "0"))
+    assert [command for command in refused if may(*command)] == []
 
 
 # The page's programs.

@@ -159,7 +159,7 @@ class Ear:
 
 @dataclass
 class Run:
-    """The jobs of a campaign, and who reads each."""
+    """The jobs of a campaign, and the subscribers that read them."""
 
     url: str
     keys: dict[str, str]
