@@ -331,14 +331,13 @@ class AsyncClient:
     ) -> AsyncJob:
         """Return a handle on a job that any process submitted, for reading the chunks after index `after`.
 
-        With a `channel`, as in `submit`, its further chunks are published there too. Raises NotFoundError if Redis does
-        not know the job, or if it is another tenant's, and ConflictError if the open job has another channel.
+        Its further chunks are published on the `channel` too. Raises NotFoundError if Redis does not know the job, or
+        if it is another tenant's, and ConflictError if the open job has another channel.
         """
         if after < -1:
             raise RequestError("after must be -1 (all of the job) or the index of a chunk", param="after")
-        source = self._source(job_id, tenant)
+        source, inbox = self._source(job_id, tenant), self.servers.of_job(job_id).inbox
         source.own_channel = checked_channel(channel)
-        inbox = self.servers.of_job(job_id).inbox
         box = inbox.open_box(source.feed)
         try:
             attached = await source.attach()
