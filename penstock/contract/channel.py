@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.fields import UNKNOWN_FIELD, WRONG_MEMBER
+from penstock.contract.fields import UNKNOWN_FIELD, WRONG_MEMBER, CheckedInput
+from penstock.contract.problems import request_error
 
 ChannelFormat = Literal["msgpack", "json"]
 """What a message is: a chunk as the log has it, or an event of `/v1/jobs/ID/stream`."""
@@ -99,3 +100,15 @@ GivenChannel = Annotated[
     ),
 ]
 """A valid channel in a body, as it was sent."""
+
+
+class _Attachment(CheckedInput):
+    channel: ChannelOfJob = None
+
+
+def checked_channel(channel: ChannelOption) -> Channel | None:
+    """Return the channel that a caller names, None for none. Raises RequestError."""
+    try:
+        return _Attachment(channel=channel).channel
+    except ValidationError as error:
+        raise request_error(error) from None

@@ -144,8 +144,7 @@ tenant's ended jobs, with what the pool counted of the tenant.
     channel
     P:inbox:<process>          one per reading process and pool: all chunks of a step for that reader, concatenated
     penstock:echo:<process>    messages of a reading process to itself, which prove that its subscription is alive
-    P:channel:<t>:<id>         a job's own channel, one chunk per message, if requested at submit or attach; with the
-                               name that the caller gave in place of the id, all jobs of the tenant that name it
+    P:channel:<t>:<id>         a job's own channel, one chunk a message, if requested; or by a name, of several jobs
     P:doorbell:<node>          a node's doorbell: an empty message, the id of a canceled job, or `profile`
 
 Stored files and batches belong to no pool. F stands for `penstock:{.files}`; no pool can have that name. Their only
@@ -492,7 +491,7 @@ def echo_channel(process: str) -> str:
 
 
 def own_channel(job_id: str, tenant: str, name: str = "") -> str:
-    """Channel of one job, or of all jobs of a tenant that share a name, for Redis clients in any language."""
+    """Channel of one job, or of a tenant's jobs that share a name, for Redis clients in any language."""
     return f"{prefix(pool_of(job_id))}:channel:{tenant}:{name or job_id}"
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack, cast
 
-from penstock.contract.channel import Channel, ChannelOption
+from penstock.contract.channel import ChannelOption, checked_channel
 from penstock.contract.errors import NotFoundError, PenstockError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id, prompts_of
 from penstock.contract.job_actions import FilterOptions, JobFilter
@@ -24,15 +24,7 @@ from penstock.producer.client.control import DeadLetterBox, JobControl
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, embedded, submit_all
 from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted
-from penstock.producer.client.request import (
-    Prompt,
-    built_job,
-    check_streamable,
-    checked_channel,
-    choose_pool,
-    fitting_pools,
-    job_key_of,
-)
+from penstock.producer.client.request import Prompt, built_job, check_streamable, choose_pool, fitting_pools, job_key_of
 from penstock.producer.client.run import pairs_of, results_of
 from penstock.producer.client.servers import QueueServers
 from penstock.producer.client.settings import ClientSettings, ClientStats
@@ -343,14 +335,13 @@ class AsyncClient:
     ) -> AsyncJob:
         """Return a handle on a job that any process submitted, for reading the chunks after index `after`.
 
-        With a `channel`, as in `submit`, the queue publishes the job's further chunks there too. Raises NotFoundError
-        if Redis does not know the job, or if it belongs to another tenant. Raises ConflictError if the open job has
-        another channel.
+        Its further chunks are published on the `channel` too. Raises NotFoundError if Redis does not know the job, or
+        if it is another tenant's, and ConflictError if the open job has another channel.
         """
         if after < -1:
             raise RequestError("after must be -1 (all of the job) or the index of a chunk", param="after")
-        source = self._source(job_id, tenant, channel=checked_channel(channel))
-        inbox = self.servers.of_job(job_id).inbox
+        source, inbox = self._source(job_id, tenant), self.servers.of_job(job_id).inbox
+        source.own_channel = checked_channel(channel)
         box = inbox.open_box(source.feed)
         try:
             attached = await source.attach()
@@ -483,23 +474,15 @@ class AsyncClient:
     def _handle(self, job_id: str, tenant: str | None = None) -> AsyncJob:
         return AsyncJob(self._source(job_id, tenant), self.servers.of_job(job_id).inbox)
 
-    def _source(
-        self,
-        job_id: str,
-        tenant: str | None = None,
-        submission: Submission | None = None,
-        *,
-        channel: Channel | None = None,
-    ) -> JobSource:
+    def _source(self, job_id: str, tenant: str | None = None, submission: Submission | None = None) -> JobSource:
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
         server = self.servers.of_job(job_id)
         parts = server.broker, server.inbox, server.queue_watch
         if submission is None:
-            return JobSource(*parts, job_id, tenant or self._tenant, channel=channel)
+            return JobSource(*parts, job_id, tenant or self._tenant)
         kept = KeptSubmission(submission, self._kept)
-        job = submission.job
-        return JobSource(*parts, job_id, job.tenant, kept, is_background=job.background, channel=job.channel)
+        return JobSource(*parts, job_id, submission.job.tenant, kept, job=submission.job)
 
     async def _enqueue(self, submission: Submission) -> AsyncJob:
         job, server = submission.job, self.servers.of(submission.job.pool)

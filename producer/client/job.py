@@ -15,13 +15,13 @@ from typing import NamedTuple, TypeVar
 
 from penstock.contract.channel import Channel
 from penstock.contract.errors import NotFoundError, RequestError, ResultTimeoutError, UnavailableError, error_of
-from penstock.contract.job import MEMORY, pool_of
+from penstock.contract.job import MEMORY, JobDef, pool_of
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.mailbox import Feed, Mailbox, QueueWatch, SeenEnd, WaitWatcher
 from penstock.producer.client.stream import ChunkSink, StreamCursor, StreamReader
+from penstock.queue import keys
 from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission, Submitted
-from penstock.queue.keys import own_channel
 from penstock.queue.results import Fetches, PackedResult
 from penstock.runtime import crash_points
 
@@ -188,25 +188,26 @@ class JobSource:
         tenant: str,
         kept: KeptSubmission | None = None,
         *,
-        is_background: bool | None = None,
-        channel: Channel | None = None,
+        job: JobDef | None = None,
     ) -> None:
-        """`kept` and `is_background` are those of a job that this process submitted."""
+        """`kept` and `job` are those of a job that this process submitted."""
         self._broker = broker
         self._inbox = inbox
         self._queue_watch = queue_watch
         self.job_id = job_id
         self.tenant = tenant
         self._kept = kept
-        self.is_background = is_background
+        self.is_background = None if job is None else job.background
         """Whether the job continues without a reader; None if another process submitted it."""
-        self._channel = channel
+        self.own_channel: Channel | None = None if job is None else job.channel
+        """The channel that this process asks for, each time that it attaches."""
         self.feed = inbox.feed(job_id)
 
     @property
     def channel(self) -> str | None:
         """The whole name of the channel that this process asked for, or None."""
-        return None if self._channel is None else own_channel(self.job_id, self.tenant, self._channel.name)
+        own = self.own_channel
+        return None if own is None else keys.own_channel(self.job_id, self.tenant, own.name)
 
     def forget_submission(self) -> None:
         """Give back the memory of the prompt, once the result was read. The job is not submitted again after that."""
@@ -217,11 +218,11 @@ class JobSource:
         await self._inbox.wait_for_detach(self.job_id)
         inbox = self._inbox.name
         try:
-            attached = await self._broker.attach(self.job_id, self.tenant, inbox=inbox, channel=self._channel)
+            attached = await self._broker.attach(self.job_id, self.tenant, inbox=inbox, channel=self.own_channel)
             if not self._inbox.listens_to(pool := pool_of(self.job_id)):
                 # Only now, so that ids that name no job add no subscription. The answer above may already be old.
                 await self._inbox.listen_to(pool)
-                attached = await self._broker.attach(self.job_id, self.tenant, inbox=inbox, channel=self._channel)
+                attached = await self._broker.attach(self.job_id, self.tenant, inbox=inbox, channel=self.own_channel)
         except NotFoundError:
             submission = None if self._kept is None else self._kept.submission
             if submission is None or self.feed.ended:

@@ -14,8 +14,8 @@ from penstock.queue.broker.jobs import JobStatus
 def job_object(status: JobStatus) -> dict[str, Any]:
     """Return a job's state and ledger, without its result.
 
-    `max_tokens` is present if the context lowered it, `retry_of` if the job repeats another one, `webhooks` if it names
-    endpoints, `channel` if its chunks are published, and `custom_id` if it was submitted with one.
+    `max_tokens` is present if the context lowered it, and `retry_of` if the job repeats another one. `webhooks`,
+    `channel` and `custom_id` are present if it has them.
     """
     shown = {
         "id": status.job_id,

@@ -16,9 +16,7 @@ import uuid_utils
 from pydantic import ValidationError
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.channel import Channel, ChannelOfJob, ChannelOption
 from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
-from penstock.contract.fields import CheckedInput
 from penstock.contract.job import (
     MAX_DEADLINE_S,
     MAX_READER_GRACE_S,
@@ -190,18 +188,6 @@ _ARGUMENT_OF = {
     "reader_grace_ms": "reader_grace_s",
 }
 """Fields of a job to the arguments that callers pass for them."""
-
-
-class _Attachment(CheckedInput):
-    channel: ChannelOfJob = None
-
-
-def checked_channel(channel: ChannelOption) -> Channel | None:
-    """Return the channel that a caller names, None for none. Raises RequestError."""
-    try:
-        return _Attachment(channel=channel).channel
-    except ValidationError as error:
-        raise request_error(error) from None
 
 
 def choose_pool(

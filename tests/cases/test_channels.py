@@ -1,4 +1,4 @@
-"""`channel`: each door that queues a job publishes it on Redis, where any client reads it as the page says."""
+"""`channel`: each API that queues a job publishes it on Redis, where any client reads it as the page says."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fakes.acl_users import OBSERVER, rules_of, with_passwords
 from fakes.processes.python_process import run_python
 from fakes.served_model import served
 from faults.tools.redis_process import RedisProcess, free_port
+from redis.exceptions import NoPermissionError
 
 from penstock import Client
 from penstock.contract.errors import ConflictError, RequestError
@@ -26,6 +27,7 @@ from penstock.producer.batch.celery_app import make_app
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import GENERATE
 from penstock.producer.client.job_objects import outcome_object
+from penstock.queue import keys
 from tests.pages import blocks_of
 from tests.source_tree import ROOT
 
@@ -62,7 +64,7 @@ class Heard:
 
     def __init__(self, server: RedisProcess, pool: str, name: str = NAMED["name"]) -> None:
         self.channel = f"penstock:{{{pool}}}:channel:default:{name}"
-        self._pubsub = redis.Redis.from_url(server.url_of("subscriber")).pubsub()
+        self._pubsub = redis.Redis.from_url(server.url_of("subscriber")).pubsub()  # type: ignore[no-untyped-call]
         self._pubsub.subscribe(self.channel)
         assert self._pubsub.get_message(timeout=60) is not None
 
@@ -213,6 +215,27 @@ def test_the_python_client_publishes_and_attaches(server: RedisProcess, http: ht
         assert outcome is not None
         assert heard.job() == (plain.id, "", outcome_object(outcome))
         job.cancel()
+
+
+def test_the_subscriber_hears_its_own_tenant_and_reads_no_key(server: RedisProcess) -> None:
+    def may(*command: str) -> bool:
+        with redis.Redis.from_url(server.url_of("subscriber"), protocol=2) as client:
+            try:
+                client.execute_command(*command)
+            except NoPermissionError:
+                return False
+        return True
+
+    job_id = "m.00000000-0000-7000-8000-000000000000"
+    mine = [keys.own_channel(job_id, "default"), keys.own_channel("other" + job_id, "default", "orders")]
+    pattern = "penstock:{*}:channel:default:*"
+    assert [may("SUBSCRIBE", mine[0]), may("SUBSCRIBE", mine[1]), may("PSUBSCRIBE", pattern)] == [True] * 3
+    foreign = [keys.own_channel(job_id, tenant, name) for tenant in ("default2", "x") for name in ("", "default")]
+    foreign += [keys.inbox_channel("m", "me"), keys.doorbell("m", "n1"), "somebody:else", "*"]
+    assert [one for one in foreign for word in ("SUBSCRIBE", "PSUBSCRIBE") if may(word, one)] == []
+    refused = [["PUBLISH", mine[0], "x"], ["LRANGE", keys.log(job_id), "0", "-1"], ["GET", keys.record("m")]]
+    refused += [["PUBSUB", "CHANNELS"], ["INFO"], ["CONFIG", "GET", "*"], ["EVAL", "return 1", "0"]]
+    assert [command for command in refused if may(*command)] == []
 
 
 # The page's programs.

@@ -143,7 +143,7 @@ class Ear:
     def _listen(self) -> None:
         while not self._ended:
             try:
-                with redis.Redis.from_url(self._url).pubsub() as pubsub:
+                with redis.Redis.from_url(self._url).pubsub() as pubsub:  # type: ignore[no-untyped-call]
                     pubsub.psubscribe(self._pattern)
                     while not self._ended:
                         message = pubsub.get_message(ignore_subscribe_messages=True, timeout=1.0)
@@ -159,7 +159,7 @@ class Ear:
 
 @dataclass
 class Run:
-    """The jobs of a campaign, and who reads each."""
+    """The jobs of a campaign, and the subscribers that read them."""
 
     url: str
     keys: dict[str, str]
@@ -255,8 +255,10 @@ async def run(args: argparse.Namespace) -> list[str]:
             for language in LANGUAGES
         }
         ears = {tenant: Ear(server.url_of(tenant), tenant) for tenant in TENANTS}
-        for one in (*subscribers.values(), *ears.values()):
-            stack.callback(one.close)
+        for subscriber in subscribers.values():
+            stack.callback(subscriber.close)
+        for ear in ears.values():
+            stack.callback(ear.close)
         return await _disturbed(args, fleet, Run(fleet.gateways[0].url, keys, subscribers, rng), ears)
 
 

@@ -139,7 +139,7 @@ async def test_a_plain_subscriber_gets_every_token_of_a_job_with_its_own_channel
     with NodeProcess(redis_url, model=demo_file, pool=POOL):
         job_id = f"{POOL}.{uuid7()}"
         async with redis.pubsub() as subscription, AsyncClient(redis_url) as client:
-            await subscription.subscribe(own_channel(job_id))
+            await subscription.subscribe(own_channel(job_id, "default"))
             job = await client.submit("Once upon a time", job_id=job_id, channel=True, temperature=0, max_tokens=16)
             result = await job.result()
             heard: list[int] = []

@@ -24,7 +24,6 @@ from redis.asyncio import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
-from uuid_utils import uuid7
 
 from penstock.contract.errors import ConfigError, UnsupportedDurabilityError
 from penstock.contract.job import FSYNC
@@ -326,35 +325,6 @@ def test_other_channels_are_out_of_reach(server: Path, role: str) -> None:
     assert not may(server, role, "SUBSCRIBE", FOREIGN)
     for channel in (keys.inbox_channel(POOL, "me"), keys.doorbell(POOL, "n1")):
         assert may(server, role, "PUBLISH", channel, b"")
-
-
-def test_a_subscriber_hears_its_own_tenant_and_reads_no_key(server: Path) -> None:
-    job_id = f"{POOL}.{uuid7()}"
-    mine = [
-        keys.own_channel(job_id, "default"),
-        keys.own_channel(job_id, "default", "orders"),
-        f"{keys.prefix(POOL + '~2')}:channel:default:x",
-    ]
-    pattern = "penstock:{*}:channel:default:*"
-    assert [may(server, "subscriber", "SUBSCRIBE", channel) for channel in mine] == [True] * 3
-    assert may(server, "subscriber", "PSUBSCRIBE", pattern)
-    foreign = [
-        *(keys.own_channel(job_id, tenant, name) for tenant in ("default2", "x") for name in ("", "default")),
-        *(keys.inbox_channel(POOL, "me"), keys.doorbell(POOL, "n1"), FOREIGN, "*"),
-    ]
-    assert not any(
-        may(server, "subscriber", word, channel) for word in ("SUBSCRIBE", "PSUBSCRIBE") for channel in foreign
-    )
-    for command in (
-        *(
-            ("PUBLISH", mine[0], "x"),
-            ("LRANGE", keys.log(job_id), 0, -1),
-            ("GET", f"{P}:record"),
-            ("PUBSUB", "CHANNELS"),
-        ),
-        *(("INFO",), ("CONFIG", "GET", "*"), ("EVAL", "return 1", "0")),
-    ):
-        assert not may(server, "subscriber", *command), command
 
 
 STRANGE = (("GET", f"{P}:config"), ("INFO",), ("PUBLISH", "x", "y"), ("ACL", "LIST"), (*EVAL, "GET", f"{P}:config"))

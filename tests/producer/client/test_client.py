@@ -256,7 +256,7 @@ async def test_same_idempotency_key_is_the_same_job(client: AsyncClient, node: F
 async def test_own_channel_carries_one_chunk_a_message(client: AsyncClient, told_node: FakeNode, redis: Redis) -> None:
     job = await client.submit("hello", max_tokens=3, channel=True)
     pubsub = redis.pubsub()
-    await pubsub.subscribe(keys.own_channel(job.id))
+    await pubsub.subscribe(keys.own_channel(job.id, job.tenant))
     [run] = await told_node.take()
     await run.say(3)
     await run.finish()

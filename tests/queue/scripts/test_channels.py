@@ -1,4 +1,4 @@
-"""Channels of jobs: who may read them, and messages in JSON, which any program can read."""
+"""Channels of jobs: their names, and messages in JSON, which any program can read."""
 
 from __future__ import annotations
 
