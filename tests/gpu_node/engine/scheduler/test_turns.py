@@ -15,7 +15,7 @@ from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.steps import Step
 from penstock.queue.policy import PolicyConfig, PolicyName
 
-AGING_MS = 1e12
+AGING_MS = 10**12
 BUDGET = 8
 
 

@@ -100,6 +100,7 @@ def test_a_kv_cache_of_fp8_is_int8_on_a_cpu_and_the_log_says_so_once(
     (said,) = [record for record in caplog.records if "KV cache is int8" in record.getMessage()]
     assert said.levelno == logging.WARNING
     for one in (model, other):
+        assert isinstance(one.runner, NativeRunner)
         one.runner.close()
 
 
