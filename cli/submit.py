@@ -150,6 +150,8 @@ async def _submit_group(client: AsyncClient, lines: list[tuple[int, bytes]], sha
     """Submit some lines and print their outcomes. Return how many were refused."""
     from pydantic_core import to_json
 
+    from penstock.producer.openai.json_parts import on_one_line
+
     found = [_request_of(raw) for _, raw in lines]
     requests = [one if isinstance(one, PenstockError) else {**shared, **one} for _, one in found]
     num_refused = 0
@@ -160,7 +162,7 @@ async def _submit_group(client: AsyncClient, lines: list[tuple[int, bytes]], sha
             shown = {"line": number, **named, "error": error}
         else:
             shown = {"line": number, **named, "id": outcome.job_id, "state": outcome.state}
-        write_text(to_json(shown).decode() + "\n")
+        write_text(on_one_line(to_json(shown).decode()) + "\n")
     return num_refused
 
 

@@ -143,7 +143,7 @@ class _CallItem(_AnyCallItem):
     call_id: CallId
     name: FunctionName
     namespace: FunctionName | None = None
-    arguments: Annotated[Arguments, BeforeValidator(lambda text: text or "{}")]
+    arguments: Arguments
 
     @property
     def offered(self) -> str:

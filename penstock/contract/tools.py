@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, StringConstraints
+from pydantic_core import from_json
 
 from penstock.contract.fields import Named
 
@@ -79,6 +80,7 @@ def reasoning_parser_for(parser: str, thinking_switches: Collection[str], templa
 # Tools of a chat: the offered functions, calls made in earlier messages, and the calls that the output may contain.
 
 _CHOICES = ("auto", "none", "required")
+_ALLOWED = "allowed_tools"
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 1 << 18
 MAX_CALLS = 128
@@ -95,21 +97,62 @@ ReasoningParserName = Literal["none", "think", "think_open"]
 """`think_open`: the chat template itself opens the reasoning block, so the output begins inside it."""
 
 ToolChoice = str | Mapping[str, Any]
-"""`auto`, `none`, `required`, or OpenAI's form of one function: {"type": "function", "function": {"name": …}}."""
+"""`auto`, `none`, `required`, or OpenAI's form of one function, {"type": "function", "function": {"name": …}}, or of
+some functions, `allowed_tools`."""
 
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CALL_ID_CHARS)]
 FunctionName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_FUNCTION_NAME_CHARS)]
 
 
+def allowed_of(choice: object) -> tuple[str, frozenset[str]] | None:
+    """Return mode and names of OpenAI's `allowed_tools`, or None for another `tool_choice`.
+
+    Chats have these members in an object `allowed_tools`, and functions in objects `function`. Responses have not. Both
+    forms are accepted. Raises ValueError that names the wrong member.
+    """
+    if not isinstance(choice, Mapping) or choice.get("type") != _ALLOWED:
+        return None
+    given = choice.get(_ALLOWED, choice)
+    mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
+    if mode not in ("auto", "required"):
+        raise ValueError("mode of allowed_tools must be auto or required")
+    if not isinstance(tools, list | tuple) or not 1 <= len(tools) <= MAX_TOOLS:
+        raise ValueError(f"tools of allowed_tools must be a list of 1 to {MAX_TOOLS} tools")
+    return mode, frozenset(map(_allowed_name, tools))
+
+
+def _allowed_name(tool: object) -> str:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise ValueError('each tool of allowed_tools must be {"type": "function", "function": {"name": …}}')
+    return name
+
+
+def allowed_only(choice: ToolChoice, tools: str | None) -> tuple[ToolChoice, str | None]:
+    """Return the choice and the offered tools after `allowed_tools`: its mode, and the tools that it names.
+
+    Raises ValueError for a wrong choice, and for a choice that names none of the tools.
+    """
+    allowed = allowed_of(choice)
+    if allowed is None:
+        return choice, tools
+    mode, names = allowed
+    left = [tool for tool in json.loads(tools or "[]") if tool["function"]["name"] in names]
+    if not left:
+        raise ValueError(f"the tools have no function {min(names)[:100]!r}")
+    return mode, json.dumps(left)
+
+
 def chosen_function(choice: object) -> str | None:
     """Return the function that a `tool_choice` names, or None for a word. Raises ValueError for any other value."""
-    if isinstance(choice, str) and choice in _CHOICES:
+    if (isinstance(choice, str) and choice in _CHOICES) or allowed_of(choice) is not None:
         return None
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or choice != {"type": "function", "function": {"name": name}}:
         words = ", ".join(_CHOICES)
-        raise ValueError(f'must be {words} or {{"type": "function", "function": {{"name": …}}}}')
+        raise ValueError(f'must be {words}, {{"type": "function", "function": {{"name": …}}}}, or allowed_tools')
     return name
 
 
@@ -165,11 +208,36 @@ Tools = Annotated[
     str, BeforeValidator(_as_text), StringConstraints(max_length=MAX_TOOLS_CHARS), AfterValidator(_offers)
 ]
 """OpenAI's list of tools as JSON text."""
-Arguments = Annotated[str, StringConstraints(max_length=MAX_ARGUMENTS_CHARS), AfterValidator(_object)]
-
-
 TEXT_ARGUMENT = "input"
 """The only argument of a function that stands for a tool with a text as its input."""
+
+
+def _as_object(text: str) -> str:
+    """Return the arguments of an earlier call as the text of a JSON object, because chat templates need an object.
+
+    A limit of tokens may have cut the call, and the client sends it again in each later turn. Such a text keeps its
+    whole members and the beginning of the last text. A text that some servers write for no arguments becomes {}.
+    """
+    if text.strip() in ("", "null"):
+        return "{}"
+    if not text.lstrip().startswith("{"):
+        return _object(text)
+    try:
+        return _object(text)
+    except json.JSONDecodeError:
+        return _completed(text)
+
+
+def _completed(text: str) -> str:
+    try:
+        members = from_json(text, allow_partial="trailing-strings", allow_inf_nan=False)
+    except ValueError:  # It is no beginning of an object, so the model gets it as a text.
+        members = {TEXT_ARGUMENT: text}
+    return json.dumps(members, ensure_ascii=False)
+
+
+Arguments = Annotated[str, StringConstraints(max_length=MAX_ARGUMENTS_CHARS), AfterValidator(_as_object)]
+"""The arguments of an earlier call. What is not yet the text of a JSON object is completed."""
 GRAMMAR_KEYWORD = "x-grammar"
 """The keyword in that argument's schema with the grammar of the text. A node enforces it."""
 

@@ -41,6 +41,7 @@ from penstock.contract.tools import (
     ToolChoice,
     WantedCalls,
     WantedFunction,
+    allowed_only,
     chosen_function,
     closed,
     reasoning_parser_for,
@@ -66,6 +67,8 @@ def with_choice(job: JobDef, choice: ToolChoice, *, parallel: bool, record: Pool
     `parallel` allows several calls; `record` names the model's call format. Raises RequestError that names `tools` or
     `tool_choice`.
     """
+    choice, tools = _allowed(choice, job.tools)
+    job = job if tools == job.tools else job.model_copy(update={"tools": tools})
     name = _name_in(choice)
     is_forced = name is not None or choice == "required"
     if job.tools is None:
@@ -98,6 +101,14 @@ def _chosen(tools: str, name: str | None) -> list[dict[str, Any]]:
     if not chosen:
         raise RequestError(f"tool_choice: the tools have no function {str(name)[:100]!r}", param="tool_choice")
     return chosen
+
+
+def _allowed(choice: ToolChoice, tools: str | None) -> tuple[ToolChoice, str | None]:
+    """Return the choice and the tools that are left by `allowed_tools`."""
+    try:
+        return allowed_only(choice, tools)
+    except ValueError as error:
+        raise RequestError(f"tool_choice: {error}", param="tool_choice") from None
 
 
 def _name_in(choice: ToolChoice) -> str | None:

@@ -8,7 +8,6 @@ A row's number counts the lines that are not blank, from 0. So it stays the same
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, Literal, Protocol
@@ -28,6 +27,7 @@ from penstock.producer.batch.request import (
 )
 from penstock.producer.batch.results import answer_row, error_row, row_id_of
 from penstock.producer.files.storage import storage_errors
+from penstock.producer.openai.json_parts import json_line
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, MESSAGES_ENDPOINT, BatchSpec, RowProblem
 
 MAX_PROBLEMS = 100
@@ -268,7 +268,7 @@ class OpenAiLines:
 
     def answered(self, row: StoredRow, body: Mapping[str, Any], job_id: str) -> FinishedRow:
         """Return an answered row."""
-        line = _line(answer_row(row_id_of(self._batch_id, row.custom_id), row.custom_id, dict(body), job_id))
+        line = json_line(answer_row(row_id_of(self._batch_id, row.custom_id), row.custom_id, dict(body), job_id))
         return FinishedRow(row.number, OUTPUT, line, "completed", job_id, body.get("usage") or {})
 
     def failed(self, row: StoredRow, error: PenstockError, names: Mapping[str, str]) -> FinishedRow:
@@ -281,7 +281,7 @@ class OpenAiLines:
 
     def _error_line(self, row: StoredRow, error: PenstockError) -> bytes:
         failed = error_row(row_id_of(self._batch_id, row.custom_id), row.custom_id, error)
-        return _line({"line": row.line, **failed})
+        return json_line({"line": row.line, **failed})
 
 
 class MessageLines:
@@ -314,8 +314,4 @@ class MessageLines:
 
 
 def _result_line(custom_id: str, result: Mapping[str, Any]) -> bytes:
-    return _line({"custom_id": custom_id, "result": result})
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    return json_line({"custom_id": custom_id, "result": result})
