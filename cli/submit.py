@@ -172,13 +172,16 @@ def _request_of(raw: bytes) -> tuple[dict[str, Any], dict[str, Any] | PenstockEr
 
     from penstock.contract.fields import UNKNOWN_FIELD
     from penstock.contract.job import QueueOptions, SamplingParams
+    from penstock.contract.json_text import json_refusal, without_mark
     from penstock.contract.problems import MAX_NAME_CHARS
     from penstock.producer.batch.request import request_of_line
 
     try:
-        fields = from_json(raw, allow_inf_nan=False)
+        fields = from_json(without_mark(raw), allow_inf_nan=False)
+    except RequestError as error:
+        return {}, error
     except ValueError as error:
-        return {}, RequestError(f"not JSON: {error}")
+        return {}, json_refusal(raw, error, "not JSON")
     if not isinstance(fields, dict):
         return {}, RequestError("must be a JSON object")
     named = {name: fields.pop(name) for name in ("custom_id",) if name in fields}

@@ -15,10 +15,12 @@ from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError, UnavailableError
 from penstock.contract.job import is_job_id
+from penstock.contract.json_text import json_refusal, without_mark
 from penstock.contract.priority import allowed_class, default_class
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.budget import Claim, Refusal, SharedBudget
@@ -119,7 +121,7 @@ async def read_json_body(request: Request, memory: BodyMemory, *, max_bytes: int
 
     So a slow client holds only what it has sent. While the body waits for memory, its time stands still. Raises
     TooLargeError for a larger body; the server then discards the rest. Raises RequestError for a body that arrives too
-    slowly, ends early, or is not plain JSON by its headers.
+    slowly, ends early, is not plain JSON by its headers, or has another encoding than UTF-8.
     """
     limit = asyncio.timeout(timeout_s)
     try:
@@ -130,7 +132,7 @@ async def read_json_body(request: Request, memory: BodyMemory, *, max_bytes: int
     except ClientDisconnect:
         raise RequestError("the body ended early", code="body_incomplete") from None
     check_kind(request)
-    return body
+    return without_mark(body)
 
 
 async def _read(request: Request, memory: BodyMemory, max_bytes: int, limit: asyncio.Timeout) -> bytes:
@@ -417,11 +419,16 @@ class RequestReader:
             memory.release()
 
     async def small_json(self, request: Request) -> bytes:
-        """Read the bytes of a JSON body that has at most FREE_BODY_BYTES."""
+        """Read the bytes of a JSON body, empty or valid, that has at most FREE_BODY_BYTES."""
         memory = BodyMemory(self._budgets, caller_of(request).tenant)
         try:
             timeout_s = self._settings.body_timeout_s
-            return await read_json_body(request, memory, max_bytes=FREE_BODY_BYTES, timeout_s=timeout_s)
+            raw = await read_json_body(request, memory, max_bytes=FREE_BODY_BYTES, timeout_s=timeout_s)
+            if raw:
+                from_json(raw)
+            return raw
+        except ValueError as error:
+            raise json_refusal(raw, error) from None
         finally:
             memory.release()
 

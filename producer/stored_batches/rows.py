@@ -14,8 +14,9 @@ from typing import IO, Any, Literal, Protocol
 
 from pydantic_core import from_json, to_json
 
-from penstock.contract.errors import PenstockError
+from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS
+from penstock.contract.json_text import json_refusal, without_mark
 from penstock.contract.problems import rename
 from penstock.producer.anthropic.message import error_body, message_of_error, status_of
 from penstock.producer.batch.request import (
@@ -192,9 +193,11 @@ def _parsed(raw: bytes, endpoint: str) -> tuple[str, Mapping[str, Any]]:
     if len(raw) > MAX_LINE_BYTES:
         raise WrongLineError("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
     try:
-        fields = from_json(raw, allow_inf_nan=False)
+        fields = from_json(without_mark(raw), allow_inf_nan=False)
+    except RequestError as error:
+        raise WrongLineError("invalid_json_line", error.message) from None
     except ValueError as error:
-        raise WrongLineError("invalid_json_line", f"not JSON: {str(error)[:200]}") from None
+        raise WrongLineError("invalid_json_line", json_refusal(raw, error, "not JSON").message) from None
     if not isinstance(fields, dict):
         raise WrongLineError("invalid_json_line", "the line must be a JSON object")
     custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")

@@ -1,0 +1,163 @@
+"""Bodies that clients send: those that repeat our own answers, in another encoding, and with other APIs' fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+USER = {"role": "user", "content": "hi"}
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TIME = {"name": "time", "parameters": {"type": "object", "properties": {}}}
+CHAT_TOOLS = [{"type": "function", "function": one} for one in (WEATHER, TIME)]
+MESSAGE_TOOLS = [{"name": one["name"], "input_schema": one["parameters"]} for one in (WEATHER, TIME)]
+RESPONSE_TOOLS = [{"type": "function", **one} for one in (WEATHER, TIME)]
+ENCODINGS = ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER], "max_tokens": 2},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 2},
+    "/v1/responses": {"input": [USER], "max_output_tokens": 2},
+    "/v1/messages": {"messages": [USER], "max_tokens": 2},
+    "/v1/jobs": {"messages": [USER], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [USER]},
+    "/tokenize": {"prompt": "hi"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(door: httpx.Client) -> str:
+    return str(door.get("/v1/models").json()["data"][0]["id"])
+
+
+def post(door: httpx.Client, path: str, content: bytes) -> httpx.Response:
+    return door.post(path, content=content, headers={"Content-Type": "application/json"})
+
+
+def answer(door: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answered = door.post(path, json=body)
+    assert answered.status_code in (200, 202), (path, answered.text)
+    found: dict[str, Any] = answered.json()
+    return found
+
+
+# Our own output is accepted in the next turn.
+
+
+@pytest.mark.parametrize("limit", [1, 8, 12, 16, 20, 24])
+def test_a_call_that_the_limit_cut_is_accepted_in_the_next_turn_of_a_chat(
+    door: httpx.Client, model: str, limit: int
+) -> None:
+    body = {"model": model, "messages": [USER], "tools": CHAT_TOOLS, "tool_choice": "required", "temperature": 0}
+    said = answer(door, "/v1/chat/completions", body | {"max_tokens": limit})["choices"][0]["message"]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in said.get("tool_calls") or ()]
+    answer(door, "/v1/chat/completions", body | {"messages": [USER, said, *results, USER], "max_tokens": 2})
+    answer(door, "/v1/jobs", {"model": model, "messages": [USER, said, *results, USER], "max_tokens": 2})
+
+
+@pytest.mark.parametrize("limit", [1, 8, 12, 16, 20, 24])
+def test_a_call_that_the_limit_cut_is_accepted_in_the_next_response(door: httpx.Client, model: str, limit: int) -> None:
+    body = {"model": model, "input": [USER], "tools": RESPONSE_TOOLS, "tool_choice": "required", "temperature": 0}
+    first = answer(door, "/v1/responses", body | {"max_output_tokens": limit})
+    calls = [item["call_id"] for item in first["output"] if item["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call, "output": ""} for call in calls]
+    again = body | {"max_output_tokens": 2}
+    answer(door, "/v1/responses", again | {"input": [USER, *first["output"], *results, USER]})
+    answer(door, "/v1/responses", again | {"input": [*results, USER], "previous_response_id": first["id"]})
+
+
+@pytest.mark.parametrize("limit", [1, 8, 12, 16, 20, 24])
+def test_a_call_that_the_limit_cut_is_accepted_in_the_next_message(door: httpx.Client, model: str, limit: int) -> None:
+    body = {"model": model, "messages": [USER], "tools": MESSAGE_TOOLS, "tool_choice": {"type": "any"}}
+    said = answer(door, "/v1/messages", body | {"max_tokens": limit, "temperature": 0})["content"]
+    results = [{"type": "tool_result", "tool_use_id": one["id"]} for one in said if one["type"] == "tool_use"]
+    turns = [USER, {"role": "assistant", "content": said}, {"role": "user", "content": [*results, text("go on")]}]
+    answer(door, "/v1/messages", body | {"messages": turns, "max_tokens": 2})
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"city": "Par', "{", '{"a', '{"a":', '{"a": tr', '{"a": [1, {"b"', "", " ", "null"]
+)
+def test_arguments_that_are_no_whole_object_are_accepted(door: httpx.Client, model: str, arguments: str) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": [text("sun")], "name": "weather"}
+    answer(door, "/v1/chat/completions", {"model": model, "messages": [USER, turn, result], "max_tokens": 1})
+    item = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": arguments}
+    output = {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "sun"}]}
+    answer(door, "/v1/responses", {"model": model, "input": [USER, item, output], "max_output_tokens": 1})
+
+
+TURNS: list[Any] = [
+    "",
+    None,
+    [],
+    [text("")],
+    [{"type": "refusal", "refusal": "no"}],
+    [{"type": "thinking", "thinking": "hm", "signature": ""}, text("yes")],
+]
+
+
+@pytest.mark.parametrize("content", TURNS)
+def test_an_assistant_message_of_any_content_is_accepted(door: httpx.Client, model: str, content: Any) -> None:
+    turn = {"role": "assistant", "content": content, "reasoning_content": "hm", "name": None, "audio": None}
+    answer(door, "/v1/chat/completions", {"model": model, "messages": [USER, turn, USER], "max_tokens": 1})
+
+
+# Two APIs have one rule.
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_accepted_where_tools_are(door: httpx.Client, model: str, mode: str) -> None:
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "time"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    flat = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "time"}]}
+    body = {"model": model, "messages": [USER], "tools": CHAT_TOOLS, "max_tokens": 30, "temperature": 0}
+    found = answer(door, "/v1/chat/completions", body | {"tool_choice": choice})["choices"][0]["message"]
+    names = {call["function"]["name"] for call in found.get("tool_calls") or ()}
+    assert names == {"time"} if mode == "required" else names <= {"time"}
+    answer(door, "/v1/jobs", body | {"tool_choice": choice})
+    given = {"model": model, "input": [USER], "tools": RESPONSE_TOOLS, "max_output_tokens": 30, "temperature": 0}
+    for one in (choice, flat):
+        answer(door, "/v1/responses", given | {"tool_choice": one})
+
+
+def test_allowed_tools_that_are_not_offered_are_refused_by_name(door: httpx.Client, model: str) -> None:
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    body = {"model": model, "messages": [USER], "tools": CHAT_TOOLS, "tool_choice": choice}
+    refused = door.post("/v1/chat/completions", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "tool_choice"
+    assert "'other'" in refused.text
+
+
+# Encodings.
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_byte_order_mark_is_accepted_and_other_encodings_are_named(door: httpx.Client, model: str, path: str) -> None:
+    import json
+
+    said = json.dumps({"model": model, **BODIES[path]})
+    assert post(door, path, said.encode("utf-8-sig")).status_code in (200, 202)
+    for encoding in ENCODINGS[1:]:
+        refused = post(door, path, said.encode(encoding))
+        assert refused.status_code == 400
+        assert encoding[:6].upper() in refused.text
+
+
+@pytest.mark.parametrize("half", [b"\\ud83d", b"\\uDE00", b"\xed\xa0\xbd"])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_lone_surrogate_is_reported_with_its_field(door: httpx.Client, model: str, path: str, half: bytes) -> None:
+    import json
+
+    raw = json.dumps({"model": model, **BODIES[path]}).encode().replace(b'"hi"', b'"h%bi"' % half)
+    refused = post(door, path, raw)
+    assert refused.status_code == 400
+    field = next(name for name in ("messages", "prompt", "input") if name in BODIES[path])
+    assert f"{field}[0].content: must be valid Unicode" in refused.text or f"{field}: must be valid" in refused.text
