@@ -95,7 +95,7 @@ class RequestSplitter:
         if not self._has_begun:
             if len(self._held) < _MARK_BYTES:
                 return b""
-            self._held, self._has_begun = bytearray(without_mark(bytes(self._held))), True
+            self._begin()
         while True:
             if self._expected == "request":
                 if not self._read_request():
@@ -110,10 +110,16 @@ class RequestSplitter:
 
     def end(self) -> None:
         """Note that the body has ended."""
+        if not self._has_begun:
+            self._begin()
+            self.push(b"")
         if self._expected != "end":
             raise RequestError("the body ends early: it is not valid JSON")
         if not self._numbers:
             raise RequestError("requests: must have at least 1 item", param="requests")
+
+    def _begin(self) -> None:
+        self._held, self._has_begun = bytearray(without_mark(bytes(self._held))), True
 
     def _taken(self, num_bytes: int) -> bytes:
         taken = bytes(self._held[:num_bytes])

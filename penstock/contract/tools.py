@@ -148,9 +148,11 @@ def chosen_function(choice: object) -> str | None:
     """Return the function that a `tool_choice` names, or None for a word. Raises ValueError for any other value."""
     if (isinstance(choice, str) and choice in _CHOICES) or allowed_of(choice) is not None:
         return None
-    function = choice.get("function") if isinstance(choice, Mapping) else None
+    function = choice.get("function", choice) if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or choice != {"type": "function", "function": {"name": name}}:
+    # Responses have the name without an object around it.
+    forms = {"type": "function", "function": {"name": name}}, {"type": "function", "name": name}
+    if not isinstance(name, str) or choice not in forms:
         words = ", ".join(_CHOICES)
         raise ValueError(f'must be {words}, {{"type": "function", "function": {{"name": …}}}}, or allowed_tools')
     return name

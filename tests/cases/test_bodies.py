@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fakes.served_model import TOOL_TEMPLATE, served
+from fixtures.dequantized import dequantized
 
 USER = {"role": "user", "content": "hi"}
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
@@ -23,6 +30,18 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": [USER]},
     "/tokenize": {"prompt": "hi"},
 }
+
+
+@pytest.fixture(scope="module")
+def door(demo_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of the demo model with a chat template that takes tools."""
+    folder = tmp_path_factory.mktemp("models") / "demo"
+    shutil.copytree(dequantized(demo_file), folder, copy_function=os.symlink)
+    template = folder / "chat_template.jinja"
+    template.unlink(missing_ok=True)
+    template.write_text(TOOL_TEMPLATE)
+    with served(folder, tool_parser="hermes") as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +160,6 @@ def test_allowed_tools_that_are_not_offered_are_refused_by_name(door: httpx.Clie
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_byte_order_mark_is_accepted_and_other_encodings_are_named(door: httpx.Client, model: str, path: str) -> None:
-    import json
-
     said = json.dumps({"model": model, **BODIES[path]})
     assert post(door, path, said.encode("utf-8-sig")).status_code in (200, 202)
     for encoding in ENCODINGS[1:]:
@@ -154,8 +171,6 @@ def test_a_byte_order_mark_is_accepted_and_other_encodings_are_named(door: httpx
 @pytest.mark.parametrize("half", [b"\\ud83d", b"\\uDE00", b"\xed\xa0\xbd"])
 @pytest.mark.parametrize("path", BODIES)
 def test_a_lone_surrogate_is_reported_with_its_field(door: httpx.Client, model: str, path: str, half: bytes) -> None:
-    import json
-
     raw = json.dumps({"model": model, **BODIES[path]}).encode().replace(b'"hi"', b'"h%bi"' % half)
     refused = post(door, path, raw)
     assert refused.status_code == 400
