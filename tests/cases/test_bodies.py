@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,12 @@ TIME = {"name": "time", "parameters": {"type": "object", "properties": {}}}
 CHAT_TOOLS = [{"type": "function", "function": one} for one in (WEATHER, TIME)]
 MESSAGE_TOOLS = [{"name": one["name"], "input_schema": one["parameters"]} for one in (WEATHER, TIME)]
 RESPONSE_TOOLS = [{"type": "function", **one} for one in (WEATHER, TIME)]
+ONE_TURN_EACH = """{%- for message in messages -%}
+{%- if message.role == "assistant" and not loop.first and messages[loop.index0 - 1].role == "assistant" -%}
+{{- raise_exception("two turns of the assistant in a row") -}}
+{%- endif -%}{%- endfor -%}"""
+"""What some chat templates check."""
+IDLE_S = 2
 ENCODINGS = ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [USER], "max_tokens": 2},
@@ -39,9 +47,15 @@ def door(demo_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     shutil.copytree(dequantized(demo_file), folder, copy_function=os.symlink)
     template = folder / "chat_template.jinja"
     template.unlink(missing_ok=True)
-    template.write_text(TOOL_TEMPLATE)
-    with served(folder, tool_parser="hermes") as url, httpx.Client(base_url=url, timeout=60) as client:
-        yield client
+    template.write_text(ONE_TURN_EACH + TOOL_TEMPLATE)
+    limits = httpx.Limits(keepalive_expiry=IDLE_S / 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_GATEWAY_IDLE_CONNECTION_S", str(IDLE_S))
+        with (
+            served(folder, tool_parser="hermes") as url,
+            httpx.Client(base_url=url, timeout=60, limits=limits) as client,
+        ):
+            yield client
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +167,29 @@ def test_allowed_tools_that_are_not_offered_are_refused_by_name(door: httpx.Clie
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "tool_choice"
     assert "'other'" in refused.text
+
+
+def test_two_turns_of_the_assistant_become_one_where_a_template_takes_no_two(door: httpx.Client, model: str) -> None:
+    turns = [{"role": "assistant", "content": one} for one in ("first", "second")]
+    answer(door, "/v1/messages", {"model": model, "messages": [USER, *turns, USER], "max_tokens": 1})
+    call = {"type": "tool_use", "id": "c1", "name": "time", "input": {}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]}
+    calling = [turns[0], {"role": "assistant", "content": [call]}]
+    answer(door, "/v1/messages", {"model": model, "messages": [USER, *calling, result], "max_tokens": 1})
+    answer(door, "/v1/responses", {"model": model, "input": [USER, *turns, USER], "max_output_tokens": 1})
+
+
+# Connections.
+
+
+def test_a_connection_stays_open_as_long_as_the_gateway_is_told(door: httpx.Client) -> None:
+    with socket.create_connection((door.base_url.host, door.base_url.port or 80), timeout=30) as line:
+        line.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert line.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        began_s = time.monotonic()
+        while line.recv(1 << 16):
+            pass
+        assert IDLE_S / 2 < time.monotonic() - began_s < 20
 
 
 # Encodings.
