@@ -15,12 +15,11 @@ from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
-from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError, UnavailableError
 from penstock.contract.job import is_job_id
-from penstock.contract.json_text import json_refusal, without_mark
+from penstock.contract.json_text import json_or_empty, without_mark
 from penstock.contract.priority import allowed_class, default_class
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.budget import Claim, Refusal, SharedBudget
@@ -422,13 +421,8 @@ class RequestReader:
         """Read the bytes of a JSON body, empty or valid, that has at most FREE_BODY_BYTES."""
         memory = BodyMemory(self._budgets, caller_of(request).tenant)
         try:
-            timeout_s = self._settings.body_timeout_s
-            raw = await read_json_body(request, memory, max_bytes=FREE_BODY_BYTES, timeout_s=timeout_s)
-            if raw:
-                from_json(raw)
-            return raw
-        except ValueError as error:
-            raise json_refusal(raw, error) from None
+            limit_s = self._settings.body_timeout_s
+            return json_or_empty(await read_json_body(request, memory, max_bytes=FREE_BODY_BYTES, timeout_s=limit_s))
         finally:
             memory.release()
 

@@ -10,6 +10,8 @@ import json
 import re
 from typing import Any
 
+from pydantic_core import from_json
+
 from penstock.contract.errors import RequestError
 
 _MAX_PATH_CHARS = 128
@@ -48,6 +50,16 @@ def json_refusal(raw: bytes, error: object, what: str = "the body is not valid J
         rule = "must be valid Unicode, without lone surrogates"
         return RequestError(f"{path}: {rule}" if path else f"the JSON {rule}", param=path or None)
     return RequestError(f"{what}: {str(error)[:200]}")
+
+
+def json_or_empty(raw: bytes) -> bytes:
+    """Return the bytes. Raises RequestError if they are neither empty nor JSON."""
+    try:
+        if raw:
+            from_json(raw)
+    except ValueError as error:
+        raise json_refusal(raw, error) from None
+    return raw
 
 
 def _place_of_surrogate(raw: bytes) -> str | None:
