@@ -136,11 +136,10 @@ async def read_json_body(request: Request, memory: BodyMemory, *, max_bytes: int
 
 async def _read(request: Request, memory: BodyMemory, max_bytes: int, limit: asyncio.Timeout) -> bytes:
     declared = request.headers.get("content-length", "")
-    num_whole = int(declared) if declared.isdecimal() else 0
+    num_whole, body = int(declared) if declared.isdecimal() else 0, bytearray()
     too_large = TooLargeError(f"the body is larger than {max_bytes} bytes", code="body_too_large")
     if num_whole > max_bytes:
         raise too_large
-    body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > max_bytes:
