@@ -163,6 +163,8 @@ async def _submit_group(client: AsyncClient, lines: list[tuple[int, bytes]], sha
     """Submit some lines and print their outcomes. Return how many were refused."""
     from pydantic_core import to_json
 
+    from penstock.producer.openai.json_parts import on_one_line
+
     found = [_request_of(raw) for _, raw in lines]
     requests = [one if isinstance(one, PenstockError) else {**shared, **one} for _, one in found]
     num_refused = 0
@@ -174,7 +176,7 @@ async def _submit_group(client: AsyncClient, lines: list[tuple[int, bytes]], sha
         else:
             channel = {} if outcome.channel is None else {"channel": outcome.channel}
             shown = {"line": number, **named, "id": outcome.job_id, "state": outcome.state, **channel}
-        write_text(to_json(shown).decode() + "\n")
+        write_text(on_one_line(to_json(shown).decode()) + "\n")
     return num_refused
 
 
@@ -184,13 +186,16 @@ def _request_of(raw: bytes) -> tuple[dict[str, Any], dict[str, Any] | PenstockEr
 
     from penstock.contract.fields import UNKNOWN_FIELD
     from penstock.contract.job import QueueOptions, SamplingParams
+    from penstock.contract.json_text import json_refusal, without_mark
     from penstock.contract.problems import MAX_NAME_CHARS
     from penstock.producer.batch.request import request_of_line
 
     try:
-        fields = from_json(raw, allow_inf_nan=False)
+        fields = from_json(without_mark(raw), allow_inf_nan=False)
+    except RequestError as error:
+        return {}, error
     except ValueError as error:
-        return {}, RequestError(f"not JSON: {error}")
+        return {}, json_refusal(raw, error, "not JSON")
     if not isinstance(fields, dict):
         return {}, RequestError("must be a JSON object")
     named = {name: fields.pop(name) for name in ("custom_id",) if name in fields}

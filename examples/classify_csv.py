@@ -45,7 +45,7 @@ def main(source: Path, target: Path, clock: str | None = None) -> None:
     print(f"{done.num_answered} rows have a label, {done.num_failed} have none")
 
     labels = {}
-    for answer in map(json.loads, results.read_text().splitlines()):
+    for answer in map(json.loads, results.read_bytes().splitlines()):
         response = answer["response"]
         labels[answer["custom_id"]] = response["body"]["choices"][0]["message"]["content"] if response else ""
     with source.open(newline="") as file, target.open("w", newline="") as out:

@@ -25,7 +25,7 @@ def write_requests(folder: Path, requests: Path) -> None:
 
 def vectors_in(results: Path) -> dict[str, list[float]]:
     """Return the vector of each file, which has the length 1."""
-    answers = map(json.loads, results.read_text().splitlines())
+    answers = map(json.loads, results.read_bytes().splitlines())
     return {
         answer["custom_id"]: answer["response"]["body"]["data"][0]["embedding"]
         for answer in answers

@@ -345,11 +345,6 @@ def _add_cors(app: FastAPI, settings: GatewaySettings, errors: ErrorShapes, rout
         )
 
 
-IDLE_S = 75
-"""Seconds that a connection may stay idle between two requests. The client must close an idle connection first;
-otherwise it may send a request just as the server closes. Clients and proxies such as nginx close within 60 s."""
-
-
 class _Server(uvicorn.Server):
     """A uvicorn server that can print its URL to stdout and cuts off open answers at the end of the drain.
 
@@ -422,7 +417,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         # A browser must not take a stored file or a JSON text for a page.
         headers=[("X-Content-Type-Options", "nosniff")],
         timeout_graceful_shutdown=math.ceil(settings.drain_s) + END_GRACE_S,
-        timeout_keep_alive=IDLE_S,
+        timeout_keep_alive=settings.idle_connection_s,
         # BoundedHead closes any connection beyond `max_connections`. So uvicorn's own refusal never applies.
         limit_concurrency=max_connections_of(settings) + 1,
     )

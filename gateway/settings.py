@@ -49,6 +49,9 @@ class GatewaySettings(Settings):
     """Seconds that a stream waits for its first token or a refusal before it sends HTTP status 200."""
     keep_alive_s: float = Field(default=10.0, gt=0)
     """Seconds of silence on a stream after which the gateway sends a keep-alive comment."""
+    idle_connection_s: int = Field(default=75, ge=1, le=24 * 3600)
+    """Seconds that a connection may stay open between two requests. A proxy before the gateway must close its idle
+    connections earlier: nginx does after 60 s, AWS's load balancers after 60 s, Google's after 600 s."""
     response_retention_s: float = Field(default=86_400.0, ge=1, le=30 * 86_400)
     """Seconds for which a stored response of `/v1/responses`, with its output, is kept after its end."""
     send_timeout_s: float = Field(default=60.0, gt=0)

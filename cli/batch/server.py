@@ -359,13 +359,14 @@ def prepared(source: str, model: str | None, retry_of: str | None) -> Iterator[t
 def _changed(path: Path, target: Path, model: str | None, retry_of: str | None) -> Path:
     """Write the rows that an error file lists (None: all), with `model` in those that name none."""
     from penstock.producer.batch.request import lines_of
+    from penstock.producer.openai.json_parts import json_line
 
     wanted = None if retry_of is None else _failed_in(retry_of)
     num_rows = 0
-    with target.open("w", encoding="utf-8") as file:
+    with target.open("wb") as file:
         for line in lines_of(path):
             if wanted is None or line.custom_id in wanted:
-                file.write(json.dumps(_with_model(line, model), ensure_ascii=False) + "\n")
+                file.write(json_line(_with_model(line, model)))
                 num_rows += 1
     if not num_rows:
         raise RequestError(f"retry_of: no row of the input is in {retry_of}", param="retry_of")
@@ -373,11 +374,13 @@ def _changed(path: Path, target: Path, model: str | None, retry_of: str | None) 
 
 
 def _failed_in(name: str) -> set[str]:
-    try:
-        with storage.readable("retry_of"):
-            return {str(json.loads(line)["custom_id"]) for line in Path(name).read_text("utf-8").splitlines()}
-    except (ValueError, KeyError, TypeError):
-        raise RequestError(f"retry_of: {name} is no error file of a batch", param="retry_of") from None
+    from penstock.producer.batch.request import lines_of
+
+    with storage.readable("retry_of"):
+        try:
+            return {line.custom_id for line in lines_of(Path(name))}
+        except RequestError:
+            raise RequestError(f"retry_of: {name} is no error file of a batch", param="retry_of") from None
 
 
 def _with_model(line: InputLine, model: str | None) -> dict[str, Any]:

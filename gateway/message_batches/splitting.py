@@ -24,6 +24,8 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import RequestError, TooLargeError
+from penstock.contract.json_text import json_refusal, without_mark
+from penstock.contract.problems import put_under
 from penstock.gateway.request.structure import check_structure
 from penstock.runtime.process_memory import limit_growth
 
@@ -39,6 +41,8 @@ MAX_GROWTH_BYTES = 192 << 20
 PARSE_TIMEOUT_S = 20
 """Seconds that one piece of a body may take. After that the process is killed."""
 _READ_BYTES = 256 << 10
+_MARK_BYTES = 4
+"""Bytes of the longest byte order mark."""
 _BLANK = re.compile(rb"[ \t\r\n]*+")
 _OUTSIDE = re.compile(rb'(?:[^"{}\[\]]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
 """What stands between two brackets: whole strings, and anything else."""
@@ -76,6 +80,8 @@ class RequestSplitter:
         self._at = self._depth = 0
         """Position in the request that is being read, and the number of its open brackets."""
         self._is_in_string = False
+        self._has_begun = False
+        """Whether the first bytes have arrived, which tell the body's encoding."""
 
     @property
     def num_rows(self) -> int:
@@ -86,6 +92,10 @@ class RequestSplitter:
         """Add a piece of the body, and return the lines of the requests that end in it."""
         self._held += piece
         lines = list[bytes]()
+        if not self._has_begun:
+            if len(self._held) < _MARK_BYTES:
+                return b""
+            self._begin()
         while True:
             if self._expected == "request":
                 if not self._read_request():
@@ -100,10 +110,16 @@ class RequestSplitter:
 
     def end(self) -> None:
         """Note that the body has ended."""
+        if not self._has_begun:
+            self._begin()
+            self.push(b"")
         if self._expected != "end":
             raise RequestError("the body ends early: it is not valid JSON")
         if not self._numbers:
             raise RequestError("requests: must have at least 1 item", param="requests")
+
+    def _begin(self) -> None:
+        self._held, self._has_begun = bytearray(without_mark(bytes(self._held))), True
 
     def _taken(self, num_bytes: int) -> bytes:
         taken = bytes(self._held[:num_bytes])
@@ -162,7 +178,10 @@ class RequestSplitter:
         try:
             fields: dict[str, Any] = from_json(raw, allow_inf_nan=False)
         except ValueError as error:
-            raise RequestError(f"{name}: not valid JSON: {str(error)[:200]}", param=name) from None
+            refusal = json_refusal(raw, error, f"{name}: not valid JSON")
+            if refusal.param is not None:
+                put_under(refusal, name)
+            raise RequestError(refusal.message, param=refusal.param or name) from None
         custom_id, params = fields.get("custom_id"), fields.get("params")
         if not isinstance(custom_id, str) or _CUSTOM_ID.fullmatch(custom_id) is None:
             message = f"{name}.custom_id: must be a string that matches the pattern ^[a-zA-Z0-9_-]{{1,64}}$"

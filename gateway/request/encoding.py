@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError, from_json, to_json
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
 from penstock.contract.fields import UNKNOWN_FIELD, Wire
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS, PackedPrompt, SamplingParams, is_job_id
+from penstock.contract.json_text import json_refusal
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.contract.tasks import Task
 from penstock.gateway.request.generation import ParsedBody, RequestBody, RequestContent, parse, with_packed_prompts
@@ -50,7 +51,7 @@ def parse_list(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool =
     try:
         found = from_json(raw, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        raise json_refusal(raw, error) from None
     if isinstance(found, dict):
         if unknown := next((name for name in found if name != LIST_MEMBER), None):
             shown = unknown[:MAX_NAME_CHARS]
@@ -240,7 +241,7 @@ def parse_socket_message(
     try:
         data = from_json(raw, cache_strings="keys")
     except ValueError as error:
-        return SocketMessage(error=RequestError(f"the message is not valid JSON: {error}"))
+        return SocketMessage(error=json_refusal(raw, error, "the message is not valid JSON"))
     if not isinstance(data, dict):
         return SocketMessage(error=RequestError("the message must be a JSON object"))
     tag = data.get("id")

@@ -22,6 +22,7 @@ from penstock.contract.job import (
     ResponseRecord,
     SamplingParams,
 )
+from penstock.contract.json_text import json_refusal
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, put_under, rename, request_error
 from penstock.contract.tasks import Task
@@ -289,6 +290,8 @@ def parse(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool = Fals
     try:
         body = cast("RequestBody", record.model_validate_json(raw, context=ignored if ignores_unknown else None))
     except ValidationError as error:
+        if error.errors(include_url=False, include_input=False)[0]["type"] == "json_invalid":
+            raise json_refusal(raw, error.errors()[0]["ctx"]["error"]) from None
         refusal = request_error(error)
         if refusal.code == UNKNOWN_FIELD and not re.search(r"[.\[]", refusal.param or ""):
             refusal.message += "; a gateway with --unknown-fields ignore accepts it without effect"

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError, UnavailableError
 from penstock.contract.job import is_job_id
+from penstock.contract.json_text import json_or_empty, without_mark
 from penstock.contract.priority import allowed_class, default_class
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.budget import Claim, Refusal, SharedBudget
@@ -119,7 +120,7 @@ async def read_json_body(request: Request, memory: BodyMemory, *, max_bytes: int
 
     So a slow client holds only what it has sent. While the body waits for memory, its time stands still. Raises
     TooLargeError for a larger body; the server then discards the rest. Raises RequestError for a body that arrives too
-    slowly, ends early, or is not plain JSON by its headers.
+    slowly, ends early, is not plain JSON by its headers, or has another encoding than UTF-8.
     """
     limit = asyncio.timeout(timeout_s)
     try:
@@ -130,16 +131,15 @@ async def read_json_body(request: Request, memory: BodyMemory, *, max_bytes: int
     except ClientDisconnect:
         raise RequestError("the body ended early", code="body_incomplete") from None
     check_kind(request)
-    return body
+    return without_mark(body)
 
 
 async def _read(request: Request, memory: BodyMemory, max_bytes: int, limit: asyncio.Timeout) -> bytes:
     declared = request.headers.get("content-length", "")
-    num_whole = int(declared) if declared.isdecimal() else 0
+    num_whole, body = int(declared) if declared.isdecimal() else 0, bytearray()
     too_large = TooLargeError(f"the body is larger than {max_bytes} bytes", code="body_too_large")
     if num_whole > max_bytes:
         raise too_large
-    body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > max_bytes:
@@ -417,11 +417,11 @@ class RequestReader:
             memory.release()
 
     async def small_json(self, request: Request) -> bytes:
-        """Read the bytes of a JSON body that has at most FREE_BODY_BYTES."""
+        """Read the bytes of a JSON body, empty or valid, that has at most FREE_BODY_BYTES."""
         memory = BodyMemory(self._budgets, caller_of(request).tenant)
         try:
-            timeout_s = self._settings.body_timeout_s
-            return await read_json_body(request, memory, max_bytes=FREE_BODY_BYTES, timeout_s=timeout_s)
+            limit_s = self._settings.body_timeout_s
+            return json_or_empty(await read_json_body(request, memory, max_bytes=FREE_BODY_BYTES, timeout_s=limit_s))
         finally:
             memory.release()
 

@@ -143,7 +143,7 @@ class _CallItem(_AnyCallItem):
     call_id: CallId
     name: FunctionName
     namespace: FunctionName | None = None
-    arguments: Annotated[Arguments, BeforeValidator(lambda text: text or "{}")]
+    arguments: Arguments
 
     @property
     def offered(self) -> str:
@@ -428,6 +428,16 @@ class Messages:
         else:
             self.messages.append({"role": "user", "content": text})
 
+    def add_other(self, role: str, text: str, *, joins: bool) -> None:
+        """Add a message of another role. One of the assistant `joins` the assistant's message before it.
+
+        Some chat templates refuse two turns of the assistant in a row.
+        """
+        if joins and role == "assistant":
+            self.messages[-1]["content"] = "\n".join(one for one in (self.messages[-1]["content"], text) if one)
+        else:
+            self.messages.append({"role": role, "content": text})
+
     def add_summary(self, index: int, content: str) -> None:
         """Add the summary that the item at this index holds."""
         text, seal = opened(content)
@@ -436,7 +446,7 @@ class Messages:
 
 
 def messages_of(items: Sequence[AnyItem]) -> Messages:
-    """Translate items. A text of the assistant and the calls that follow it become one message.
+    """Translate items. Texts and calls of the assistant that follow one another become one message.
 
     Beside a summary stand the user's messages without the answers to them. They become one message with it, because
     many chat templates refuse two messages of the user in a row.
@@ -452,7 +462,7 @@ def messages_of(items: Sequence[AnyItem]) -> Messages:
             case _CompactionItem():
                 found.add_summary(index, item.encrypted_content)
             case _MessageItem():
-                messages.append({"role": item.role, "content": item.content})
+                found.add_other(item.role, item.content, joins=may_join)
             case _AnyCallItem() if item.call_id is not None:
                 if not may_join:
                     messages.append({"role": "assistant", "content": ""})

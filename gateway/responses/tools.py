@@ -248,7 +248,17 @@ def _choice_of(choice: object) -> object:
     if kind not in ("function", "custom", "allowed_tools"):
         message = "a choice of type {kind} is not supported; only function, custom and allowed_tools are"
         raise PydanticCustomError("unsupported_value", message, {"kind": repr(kind)[:64]})
-    return choice
+    given = _flat(choice, kind)
+    tools = given.get("tools")
+    return given | {"tools": [_flat(tool, "function") for tool in tools]} if isinstance(tools, list) else given
+
+
+def _flat(value: Any, member: str) -> Any:
+    """Return a choice or tool of a chat, whose members are in an object of this name, in the form of responses."""
+    inner = value.get(member) if isinstance(value, dict) else None
+    if not isinstance(inner, dict):
+        return value
+    return {**{name: one for name, one in value.items() if name != member}, **inner}
 
 
 Choice = Annotated[

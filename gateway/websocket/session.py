@@ -28,7 +28,7 @@ from penstock.contract.errors import (
 )
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.errors import ErrorShapes, error_body
-from penstock.gateway.http.cross_origin import check_page
+from penstock.gateway.http.entry import check_page
 from penstock.gateway.http.protocol import SOCKET_PATH
 from penstock.gateway.http.socket_protocol import EXTENSION, BoundedSocket
 from penstock.gateway.metrics import GatewayMetrics

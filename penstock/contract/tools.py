@@ -108,12 +108,13 @@ def chosen_function(choice: object) -> str | None:
     """Return the function that a `tool_choice` names, or None for a word. Raises ValueError for any other value."""
     if (isinstance(choice, str) and choice in _CHOICES) or allowed_names(choice) is not None:
         return None
-    function = choice.get("function") if isinstance(choice, Mapping) else None
+    function = choice.get("function", choice) if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or choice != {"type": "function", "function": {"name": name}}:
-        words = ", ".join(_CHOICES)
-        forms = '{"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}'
-        raise ValueError(f"must be {words}, {forms}")
+    # Responses have the name without an object around it.
+    forms = {"type": "function", "function": {"name": name}}, {"type": "function", "name": name}
+    if not isinstance(name, str) or choice not in forms:
+        shown = '{"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}'
+        raise ValueError(f"must be {', '.join(_CHOICES)}, {shown}")
     return name
 
 
@@ -267,6 +268,8 @@ Arguments = Annotated[str, StringConstraints(max_length=MAX_ARGUMENTS_CHARS), Af
 
 TEXT_ARGUMENT = "input"
 """The only argument of a function that stands for a tool with a text as its input."""
+
+
 GRAMMAR_KEYWORD = "x-grammar"
 """The keyword in that argument's schema with the grammar of the text. A node enforces it."""
 

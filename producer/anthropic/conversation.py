@@ -249,10 +249,17 @@ def _without_cleared(conversation: Sequence[ConversationMessage]) -> list[Conver
     ]
 
 
+def _join_turns(earlier: dict[str, Any], later: dict[str, Any]) -> None:
+    """Add a turn of the assistant to the one before it."""
+    earlier["content"] = "\n".join(text for text in (earlier["content"], later["content"]) if text)
+    if calls := [*earlier.get("tool_calls", ()), *later.get("tool_calls", ())]:
+        earlier["tool_calls"] = calls
+
+
 def messages_of(system: str | None, conversation: Sequence[ConversationMessage]) -> list[dict[str, Any]]:
     """Return penstock's messages. Consecutive texts of the user become one message, as in Anthropic's API.
 
-    Some chat templates refuse two messages of the user in a row.
+    So do consecutive turns of the assistant. Some chat templates refuse two messages of one role in a row.
     """
     messages: list[dict[str, Any]] = []
     conversation = _without_cleared(conversation)
@@ -261,6 +268,8 @@ def messages_of(system: str | None, conversation: Sequence[ConversationMessage])
         for part in message.parts():
             if messages and part["role"] == messages[-1]["role"] == "user":
                 messages[-1]["content"] += part["content"]
+            elif messages and part["role"] == messages[-1]["role"] == "assistant":
+                _join_turns(messages[-1], part)
             else:
                 messages.append(part)
     for one in messages:

@@ -24,6 +24,7 @@ from penstock.contract.channel import ChannelOption
 from penstock.contract.errors import ConfigError, RequestError
 from penstock.contract.fields import UNKNOWN_FIELD, IgnoredFields, only
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS, NO_SAMPLING, SamplingParams
+from penstock.contract.json_text import json_refusal, without_mark
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.tasks import Embed
 from penstock.producer.batch.rows import NAMES_OF_RESPONSES, EmbeddingRow, MessageRow, QueuedRow, ResponseRow
@@ -329,9 +330,11 @@ class _FrameReader(io.RawIOBase):
 
 def _parse(number: int, raw: bytes) -> InputLine:
     try:
-        fields = from_json(raw, allow_inf_nan=False)
+        fields = from_json(without_mark(raw) if number == 1 else raw, allow_inf_nan=False)
+    except RequestError as error:
+        raise _bad(number, error.message) from None
     except ValueError as error:
-        raise _bad(number, f"not JSON: {error}") from error
+        raise _bad(number, json_refusal(raw, error, "not JSON").message) from error
     if not isinstance(fields, dict):
         raise _bad(number, "must be a JSON object")
     custom_id = fields.get("custom_id")

@@ -30,6 +30,7 @@ from penstock.producer.batch.request import CHAT_URL, BatchRequest
 from penstock.producer.batch.rows import response_body
 from penstock.producer.batch.storage import OnWait, outlast
 from penstock.producer.client.request import answer_format
+from penstock.producer.openai.json_parts import json_line
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 from penstock.queue.files.batch import MESSAGES_ENDPOINT
 
@@ -135,7 +136,7 @@ class ResultsFile:
     async def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append rows and return when they are on disk."""
         fresh = list(rows)
-        left = memoryview(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in fresh))
+        left = memoryview(b"".join(json_line(row) for row in fresh))
         with storage.readable("output", self._file.name):
             while left:
                 left = left[self._file.write(left) :]

@@ -53,6 +53,7 @@ from penstock.producer.batch.storage import OnWait, outlast
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt, choose_pool, require_tool_parser
 from penstock.producer.client.tasks import output_of
+from penstock.producer.openai.json_parts import json_line
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.wire import WireError
 from penstock.runtime.event_loop import try_all
@@ -114,10 +115,10 @@ def publish_errors(batch: Batch, path: Path, failed: Mapping[str, Row], on_wait:
     folder_of_list = None if storage.is_remote(batch.errors_name) else Path(batch.errors_name).parent
     with tempfile.TemporaryDirectory(prefix="penstock-batch-", dir=folder_of_list) as folder:
         listed = Path(folder) / "errors"
-        with listed.open("w") as file:
+        with listed.open("wb") as file:
             for line in lines_of(path):
                 if line.custom_id in failed:
-                    file.write(json.dumps({"line": line.number, **failed[line.custom_id]}, ensure_ascii=False) + "\n")
+                    file.write(json_line({"line": line.number, **failed[line.custom_id]}))
         outlast(batch.errors_name, lambda: storage.publish(listed, batch.errors_name), on_wait)
 
 
@@ -409,7 +410,7 @@ def opened_retry(batch: Batch, on_wait: OnWait = lambda _: None) -> Iterator[Ope
         second = replace(batch, input=str(again), output=str(fresh), batch_id=f"{batch_id}:{digest}")
         with opened(replace(second, errors=str(folder / "errors")), on_wait) as one:
             yield one
-        new_rows = map(json.loads, fresh.read_text().splitlines())
+        new_rows = map(json.loads, fresh.read_bytes().splitlines())
         merged = [row for row in rows if row["error"] is None]
         merged += [{**row, "id": row_id_of(batch_id, row["custom_id"])} for row in new_rows]
         _publish(batch, source, merged, on_wait)
@@ -417,7 +418,7 @@ def opened_retry(batch: Batch, on_wait: OnWait = lambda _: None) -> Iterator[Ope
 
 
 def _rows_in(path: Path, batch: Batch, batch_id: str, num_lines: int) -> list[Row]:
-    rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()]
+    rows: list[Row] = [json.loads(line) for line in path.read_bytes().splitlines()]
     if len(rows) != num_lines or any(row["id"] != row_id_of(batch_id, row["custom_id"]) for row in rows):
         message = f"{batch.output} is not the whole output of this batch: first run it to its end with the same options"
         raise RequestError(message, param="output")
@@ -437,4 +438,4 @@ def _publish(batch: Batch, source: Path, rows: list[Row], on_wait: OnWait) -> No
 
 
 def _write(path: Path, rows: list[Row]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    path.write_bytes(b"".join(map(json_line, rows)))

@@ -6,6 +6,7 @@ Log-probabilities have the form of OpenAI's objects for chats and completions; t
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -103,6 +104,22 @@ def _batches(rows: Iterable[T]) -> Iterator[list[T]]:
     left = iter(rows)
     while batch := list(islice(left, ROWS_PER_PART)):
         yield batch
+
+
+# Lines of JSON Lines.
+
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Characters that JSON may have unescaped, and at which some readers of lines, such as `str.splitlines`, end a line."""
+
+
+def on_one_line(text: str) -> str:
+    """Return JSON text with the characters escaped at which any reader ends a line."""
+    return text.translate(_LINE_ENDS)
+
+
+def json_line(value: Any) -> bytes:
+    """Return a value as a line of a JSON Lines file."""
+    return on_one_line(json.dumps(value, ensure_ascii=False)).encode() + b"\n"
 
 
 # Token ids.

@@ -8,15 +8,15 @@ A row's number counts the lines that are not blank, from 0. So it stays the same
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, Literal, Protocol
 
 from pydantic_core import from_json, to_json
 
-from penstock.contract.errors import PenstockError
+from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS
+from penstock.contract.json_text import json_refusal, without_mark
 from penstock.contract.problems import rename
 from penstock.producer.anthropic.message import error_body, message_of_error, status_of
 from penstock.producer.batch.request import (
@@ -28,6 +28,7 @@ from penstock.producer.batch.request import (
 )
 from penstock.producer.batch.results import answer_row, error_row, row_id_of
 from penstock.producer.files.storage import storage_errors
+from penstock.producer.openai.json_parts import json_line
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, MESSAGES_ENDPOINT, BatchSpec, RowProblem
 
 MAX_PROBLEMS = 100
@@ -192,9 +193,11 @@ def _parsed(raw: bytes, endpoint: str) -> tuple[str, Mapping[str, Any]]:
     if len(raw) > MAX_LINE_BYTES:
         raise WrongLineError("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
     try:
-        fields = from_json(raw, allow_inf_nan=False)
+        fields = from_json(without_mark(raw), allow_inf_nan=False)
+    except RequestError as error:
+        raise WrongLineError("invalid_json_line", error.message) from None
     except ValueError as error:
-        raise WrongLineError("invalid_json_line", f"not JSON: {str(error)[:200]}") from None
+        raise WrongLineError("invalid_json_line", json_refusal(raw, error, "not JSON").message) from None
     if not isinstance(fields, dict):
         raise WrongLineError("invalid_json_line", "the line must be a JSON object")
     custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
@@ -268,7 +271,7 @@ class OpenAiLines:
 
     def answered(self, row: StoredRow, body: Mapping[str, Any], job_id: str) -> FinishedRow:
         """Return an answered row."""
-        line = _line(answer_row(row_id_of(self._batch_id, row.custom_id), row.custom_id, dict(body), job_id))
+        line = json_line(answer_row(row_id_of(self._batch_id, row.custom_id), row.custom_id, dict(body), job_id))
         return FinishedRow(row.number, OUTPUT, line, "completed", job_id, body.get("usage") or {})
 
     def failed(self, row: StoredRow, error: PenstockError, names: Mapping[str, str]) -> FinishedRow:
@@ -281,7 +284,7 @@ class OpenAiLines:
 
     def _error_line(self, row: StoredRow, error: PenstockError) -> bytes:
         failed = error_row(row_id_of(self._batch_id, row.custom_id), row.custom_id, error)
-        return _line({"line": row.line, **failed})
+        return json_line({"line": row.line, **failed})
 
 
 class MessageLines:
@@ -314,8 +317,4 @@ class MessageLines:
 
 
 def _result_line(custom_id: str, result: Mapping[str, Any]) -> bytes:
-    return _line({"custom_id": custom_id, "result": result})
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    return json_line({"custom_id": custom_id, "result": result})

@@ -1,7 +1,12 @@
-"""Bodies that clients of other servers send, and our own output as the next turn's input."""
+"""Bodies that clients send: those that repeat our own answers, in another encoding, and with other APIs' fields."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,120 +16,200 @@ import pytest
 from fakes.served_model import TOOL_TEMPLATE, served
 from fixtures.dequantized import dequantized
 
-pytestmark = pytest.mark.model
-
-MODEL = "SmolLM2-135M-Instruct"
-FUNCTIONS = [
-    {"name": name, "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
-    for name in ("weather", "time", "news")
-]
-TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
-CUT = [
-    '{"city": "Be',
-    '{"city": "Bern", "da',
-    '{"city": "Bern"',
-    '{"city": [1, 2',
-    "{",
-    '{"a": "\\ud83d',
-    "",
-    '{"a": tr',
-]
+USER = {"role": "user", "content": "hi"}
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TIME = {"name": "time", "parameters": {"type": "object", "properties": {}}}
+CHAT_TOOLS = [{"type": "function", "function": one} for one in (WEATHER, TIME)]
+MESSAGE_TOOLS = [{"name": one["name"], "input_schema": one["parameters"]} for one in (WEATHER, TIME)]
+RESPONSE_TOOLS = [{"type": "function", **one} for one in (WEATHER, TIME)]
+ONE_TURN_EACH = """{%- for message in messages -%}
+{%- if message.role == "assistant" and not loop.first and messages[loop.index0 - 1].role == "assistant" -%}
+{{- raise_exception("two turns of the assistant in a row") -}}
+{%- endif -%}{%- endfor -%}"""
+"""What some chat templates check."""
+IDLE_S = 2
+ENCODINGS = ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER], "max_tokens": 2},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 2},
+    "/v1/responses": {"input": [USER], "max_output_tokens": 2},
+    "/v1/messages": {"messages": [USER], "max_tokens": 2},
+    "/v1/jobs": {"messages": [USER], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [USER]},
+    "/tokenize": {"prompt": "hi"},
+}
 
 
 @pytest.fixture(scope="module")
-def tooled(demo_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """The demo model with a chat template that takes tools."""
-    folder = tmp_path_factory.mktemp("models") / "agent"
-    folder.mkdir()
-    for path in dequantized(str(demo_file)).iterdir():
-        (folder / path.name).symlink_to(path)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
-    with served(folder) as url, httpx.Client(base_url=url, timeout=120) as client:
-        yield client
+def door(demo_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of the demo model with a chat template that takes tools."""
+    folder = tmp_path_factory.mktemp("models") / "demo"
+    shutil.copytree(dequantized(demo_file), folder, copy_function=os.symlink)
+    template = folder / "chat_template.jinja"
+    template.unlink(missing_ok=True)
+    template.write_text(ONE_TURN_EACH + TOOL_TEMPLATE)
+    limits = httpx.Limits(keepalive_expiry=IDLE_S / 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_GATEWAY_IDLE_CONNECTION_S", str(IDLE_S))
+        with (
+            served(folder, tool_parser="hermes") as url,
+            httpx.Client(base_url=url, timeout=60, limits=limits) as client,
+        ):
+            yield client
 
 
-def chat(client: httpx.Client, messages: list[dict[str, Any]], **more: Any) -> httpx.Response:
-    body = {"model": "agent", "messages": messages, "max_tokens": 8, "temperature": 0, **more}
-    return client.post("/v1/chat/completions", json=body)
+@pytest.fixture(scope="module")
+def model(door: httpx.Client) -> str:
+    return str(door.get("/v1/models").json()["data"][0]["id"])
 
 
-def call_of(arguments: str) -> dict[str, Any]:
-    return {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+def post(door: httpx.Client, path: str, content: bytes) -> httpx.Response:
+    return door.post(path, content=content, headers={"Content-Type": "application/json"})
 
 
-@pytest.mark.parametrize("arguments", CUT)
-def test_arguments_that_max_tokens_cut_off_come_back_in_a_chat(tooled: httpx.Client, arguments: str) -> None:
-    turns = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "tool_calls": [call_of(arguments)]}]
-    answer = chat(tooled, [*turns, {"role": "tool", "tool_call_id": "c1", "content": "failed"}], tools=TOOLS)
-    assert answer.status_code == 200, answer.text
+def answer(door: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answered = door.post(path, json=body)
+    assert answered.status_code in (200, 202), (path, answered.text)
+    found: dict[str, Any] = answered.json()
+    return found
 
 
-@pytest.mark.parametrize("arguments", CUT)
-def test_arguments_that_max_tokens_cut_off_come_back_in_a_response(tooled: httpx.Client, arguments: str) -> None:
-    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": arguments, "status": "incomplete"}
-    items = [{"role": "user", "content": "Weather?"}, call]
-    items.append({"type": "function_call_output", "call_id": "c1", "output": "failed"})
-    answer = tooled.post("/v1/responses", json={"model": "agent", "input": items, "max_output_tokens": 8})
-    assert answer.status_code == 200, answer.text
+# Our own output is accepted in the next turn.
 
 
-@pytest.mark.parametrize("arguments", ["hello", "[1]", "7", '{"a": 1} and more', '{"a": NaN}'])
-def test_arguments_that_no_call_begins_with_are_refused(tooled: httpx.Client, arguments: str) -> None:
-    answer = chat(tooled, [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call_of(arguments)]}])
-    assert answer.status_code == 400 and "arguments" in answer.json()["error"]["param"]
+@pytest.mark.parametrize("limit", [1, 8, 12, 16, 20, 24])
+def test_a_call_that_the_limit_cut_is_accepted_in_the_next_turn_of_a_chat(
+    door: httpx.Client, model: str, limit: int
+) -> None:
+    body = {"model": model, "messages": [USER], "tools": CHAT_TOOLS, "tool_choice": "required", "temperature": 0}
+    said = answer(door, "/v1/chat/completions", body | {"max_tokens": limit})["choices"][0]["message"]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in said.get("tool_calls") or ()]
+    answer(door, "/v1/chat/completions", body | {"messages": [USER, said, *results, USER], "max_tokens": 2})
+    answer(door, "/v1/jobs", {"model": model, "messages": [USER, said, *results, USER], "max_tokens": 2})
 
 
-def test_our_own_cut_calls_come_back(tooled: httpx.Client) -> None:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "Weather in Bern?"}]
-    cut = 0
-    for limit in range(15, 24):
-        answer = chat(tooled, messages, tools=TOOLS, tool_choice="required", max_tokens=limit).json()
-        message = answer["choices"][0]["message"]
-        calls = message.get("tool_calls", [])
-        cut += sum(not call["function"]["arguments"].endswith("}") for call in calls)
-        results = [{"role": "tool", "tool_call_id": call["id"], "content": "cut off"} for call in calls]
-        assert chat(tooled, [*messages, message, *results], tools=TOOLS, max_tokens=1).status_code == 200
-    assert cut > 0
+@pytest.mark.parametrize("limit", [1, 8, 12, 16, 20, 24])
+def test_a_call_that_the_limit_cut_is_accepted_in_the_next_response(door: httpx.Client, model: str, limit: int) -> None:
+    body = {"model": model, "input": [USER], "tools": RESPONSE_TOOLS, "tool_choice": "required", "temperature": 0}
+    first = answer(door, "/v1/responses", body | {"max_output_tokens": limit})
+    calls = [item["call_id"] for item in first["output"] if item["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call, "output": ""} for call in calls]
+    again = body | {"max_output_tokens": 2}
+    answer(door, "/v1/responses", again | {"input": [USER, *first["output"], *results, USER]})
+    answer(door, "/v1/responses", again | {"input": [*results, USER], "previous_response_id": first["id"]})
 
 
-def allowed(mode: str, *names: str, is_flat: bool = False) -> dict[str, Any]:
-    tools = [
-        {"type": "function", "name": name} if is_flat else {"type": "function", "function": {"name": name}}
-        for name in names
-    ]
-    inner = {"mode": mode, "tools": tools}
-    return {"type": "allowed_tools"} | (inner if is_flat else {"allowed_tools": inner})
+@pytest.mark.parametrize("limit", [1, 8, 12, 16, 20, 24])
+def test_a_call_that_the_limit_cut_is_accepted_in_the_next_message(door: httpx.Client, model: str, limit: int) -> None:
+    body = {"model": model, "messages": [USER], "tools": MESSAGE_TOOLS, "tool_choice": {"type": "any"}}
+    said = answer(door, "/v1/messages", body | {"max_tokens": limit, "temperature": 0})["content"]
+    results = [{"type": "tool_result", "tool_use_id": one["id"]} for one in said if one["type"] == "tool_use"]
+    turns = [USER, {"role": "assistant", "content": said}, {"role": "user", "content": [*results, text("go on")]}]
+    answer(door, "/v1/messages", body | {"messages": turns, "max_tokens": 2})
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
-@pytest.mark.parametrize("name", ["weather", "time", "news"])
-def test_allowed_tools_are_the_only_ones_that_are_called(tooled: httpx.Client, name: str, is_flat: bool) -> None:
-    ask = [{"role": "user", "content": "Weather in Bern?"}]
-    answer = chat(tooled, ask, tools=TOOLS, tool_choice=allowed("required", name, is_flat=is_flat), max_tokens=40)
-    calls = answer.json()["choices"][0]["message"]["tool_calls"]
-    assert {call["function"]["name"] for call in calls} == {name}
-
-
-def test_allowed_tools_mean_the_same_in_jobs(tooled: httpx.Client) -> None:
-    body = {"model": "agent", "messages": [{"role": "user", "content": "Weather?"}], "tools": TOOLS}
-    body |= {"tool_choice": allowed("required", "news"), "params": {"max_tokens": 24}}
-    assert tooled.post("/v1/jobs", json=body).status_code == 202
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
 
 
 @pytest.mark.parametrize(
-    ("choice", "said"),
-    [
-        (allowed("auto", "weather", "nowhere"), "no function 'nowhere'"),
-        (allowed("maybe", "weather"), "mode must be auto or required"),
-        (allowed("auto"), "must be a list of 1 to"),
-        ({"type": "allowed_tools"}, "mode must be auto or required"),
-        (
-            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "mcp"}]}},
-            "each of allowed_tools",
-        ),
-    ],
+    "arguments", ['{"city": "Par', "{", '{"a', '{"a":', '{"a": tr', '{"a": [1, {"b"', "", " ", "null"]
 )
-def test_wrong_allowed_tools_are_refused_by_name(tooled: httpx.Client, choice: Any, said: str) -> None:
-    error = chat(tooled, [{"role": "user", "content": "x"}], tools=TOOLS, tool_choice=choice).json()["error"]
-    assert said in error["message"] and error["param"] == "tool_choice"
+def test_arguments_that_are_no_whole_object_are_accepted(door: httpx.Client, model: str, arguments: str) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": [text("sun")], "name": "weather"}
+    answer(door, "/v1/chat/completions", {"model": model, "messages": [USER, turn, result], "max_tokens": 1})
+    item = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": arguments}
+    output = {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "sun"}]}
+    answer(door, "/v1/responses", {"model": model, "input": [USER, item, output], "max_output_tokens": 1})
+
+
+TURNS: list[Any] = [
+    "",
+    None,
+    [],
+    [text("")],
+    [{"type": "refusal", "refusal": "no"}],
+    [{"type": "thinking", "thinking": "hm", "signature": ""}, text("yes")],
+]
+
+
+@pytest.mark.parametrize("content", TURNS)
+def test_an_assistant_message_of_any_content_is_accepted(door: httpx.Client, model: str, content: Any) -> None:
+    turn = {"role": "assistant", "content": content, "reasoning_content": "hm", "name": None, "audio": None}
+    answer(door, "/v1/chat/completions", {"model": model, "messages": [USER, turn, USER], "max_tokens": 1})
+
+
+# Two APIs have one rule.
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_accepted_where_tools_are(door: httpx.Client, model: str, mode: str) -> None:
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "time"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    flat = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "time"}]}
+    body = {"model": model, "messages": [USER], "tools": CHAT_TOOLS, "max_tokens": 30, "temperature": 0}
+    found = answer(door, "/v1/chat/completions", body | {"tool_choice": choice})["choices"][0]["message"]
+    names = {call["function"]["name"] for call in found.get("tool_calls") or ()}
+    assert names == {"time"} if mode == "required" else names <= {"time"}
+    answer(door, "/v1/jobs", body | {"tool_choice": choice})
+    given = {"model": model, "input": [USER], "tools": RESPONSE_TOOLS, "max_output_tokens": 30, "temperature": 0}
+    for one in (choice, flat):
+        answer(door, "/v1/responses", given | {"tool_choice": one})
+
+
+def test_allowed_tools_that_are_not_offered_are_refused_by_name(door: httpx.Client, model: str) -> None:
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    body = {"model": model, "messages": [USER], "tools": CHAT_TOOLS, "tool_choice": choice}
+    refused = door.post("/v1/chat/completions", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "tool_choice"
+    assert "'other'" in refused.text
+
+
+def test_two_turns_of_the_assistant_become_one_where_a_template_takes_no_two(door: httpx.Client, model: str) -> None:
+    turns = [{"role": "assistant", "content": one} for one in ("first", "second")]
+    answer(door, "/v1/messages", {"model": model, "messages": [USER, *turns, USER], "max_tokens": 1})
+    call = {"type": "tool_use", "id": "c1", "name": "time", "input": {}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]}
+    calling = [turns[0], {"role": "assistant", "content": [call]}]
+    answer(door, "/v1/messages", {"model": model, "messages": [USER, *calling, result], "max_tokens": 1})
+    answer(door, "/v1/responses", {"model": model, "input": [USER, *turns, USER], "max_output_tokens": 1})
+
+
+# Connections.
+
+
+def test_a_connection_stays_open_as_long_as_the_gateway_is_told(door: httpx.Client) -> None:
+    with socket.create_connection((door.base_url.host, door.base_url.port or 80), timeout=30) as line:
+        line.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert line.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        began_s = time.monotonic()
+        while line.recv(1 << 16):
+            pass
+        assert IDLE_S / 2 < time.monotonic() - began_s < 20
+
+
+# Encodings.
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_byte_order_mark_is_accepted_and_other_encodings_are_named(door: httpx.Client, model: str, path: str) -> None:
+    said = json.dumps({"model": model, **BODIES[path]})
+    assert post(door, path, said.encode("utf-8-sig")).status_code in (200, 202)
+    for encoding in ENCODINGS[1:]:
+        refused = post(door, path, said.encode(encoding))
+        assert refused.status_code == 400
+        assert encoding[:6].upper() in refused.text
+
+
+@pytest.mark.parametrize("half", [b"\\ud83d", b"\\uDE00", b"\xed\xa0\xbd"])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_lone_surrogate_is_reported_with_its_field(door: httpx.Client, model: str, path: str, half: bytes) -> None:
+    raw = json.dumps({"model": model, **BODIES[path]}).encode().replace(b'"hi"', b'"h%bi"' % half)
+    refused = post(door, path, raw)
+    assert refused.status_code == 400
+    field = next(name for name in ("messages", "prompt", "input") if name in BODIES[path])
+    assert f"{field}[0].content: must be valid Unicode" in refused.text or f"{field}: must be valid" in refused.text

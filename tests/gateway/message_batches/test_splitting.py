@@ -51,7 +51,10 @@ ROW = '{"custom_id":"a","params":{}}'
         (f'{{"requests": [{ROW},]}}', r"requests\[1\]: the list must have objects"),
         ('{"requests": [1]}', r"requests\[0\]: the list must have objects"),
         ('{"requests": [{"custom_id":"a","params":{]}]}', r"requests\[0\]: not valid JSON"),
-        ('{"requests": [{"custom_id":"a","params":{"t":"\\ud800"}}]}', r"requests\[0\]: not valid JSON"),
+        (
+            '{"requests": [{"custom_id":"a","params":{"t":"\\ud800"}}]}',
+            r"requests\[0\].params.t: must be valid Unicode",
+        ),
         ('{"requests": [{"custom_id":"a","params":{"t":1e999}}]}', r"requests\[0\].params: a number is too large"),
         (f'{{"requests": [{{"custom_id":"a","params":{"[" * 300}{"]" * 300}}}]}}', r"requests\[0\]: not valid JSON"),
         (f'{{"requests": [{ROW},{ROW}]}}', r"requests\[1\].custom_id: a is also that of requests\[0\]"),

@@ -144,7 +144,7 @@ def test_sampling_params_are_all_there() -> None:
         ('{"custom_id": "a"}\n\n{"custom_id": "b"\n', r"line 3: not JSON"),
         ('{"custom_id": "a"}\n{"custom_id": ""}\n', r"line 2: custom_id"),
         ('{"custom_id": 7}\n', r"line 1: custom_id"),
-        ('{"custom_id": "\\ud800"}\n', r"line 1: not JSON"),
+        ('{"custom_id": "\\ud800"}\n', r"line 1: custom_id: must be valid Unicode"),
         ('{"custom_id": "a", "body": {"temperature": NaN}}\n', r"line 1: not JSON"),
         ("[" * 100_000 + "\n", r"line 1: not JSON"),
         ("[1]\n", r"line 1: must be a JSON object"),

@@ -57,7 +57,7 @@ async def test_a_damaged_file_is_named(tmp_path: Path, pack: Any) -> None:
 
 
 def test_failed_rows_are_listed_by_line_and_only_they_run_again(served_url: str, tmp_path: Path) -> None:
-    rows = [chat_row("good"), chat_row("bad", model="later"), chat_row("worse", n=99)]
+    rows = [chat_row("good"), chat_row("bad", model="later"), chat_row("worse\u2028", n=99)]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(b"\n" + text_of(rows))
     files = (str(source), str(output), "--redis-url", served_url)
@@ -66,7 +66,7 @@ def test_failed_rows_are_listed_by_line_and_only_they_run_again(served_url: str,
     assert run.returncode == 1
     assert "1 answered, 2 failed" in said and f"failed rows: {tmp_path / 'out.errors.jsonl'}" in said
     listed = {row["custom_id"]: row for row in rows_in(tmp_path / "out.errors.jsonl")}
-    assert {name: row["line"] for name, row in listed.items()} == {"bad": 3, "worse": 4}
+    assert {name: row["line"] for name, row in listed.items()} == {"bad": 3, "worse\u2028": 4}
     assert listed["bad"]["error"]["code"] == "model_not_found"
     first = {row["custom_id"]: row for row in rows_in(output)}
 
