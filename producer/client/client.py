@@ -19,6 +19,7 @@ from penstock.contract.priority import Priority, class_not_allowed
 from penstock.contract.tasks import Detokenized, Embedding, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
+from penstock.producer.client import tasks
 from penstock.producer.client.completions import CompletionFeed, as_completed, checked_tag
 from penstock.producer.client.control import DeadLetterBox, JobControl
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
@@ -29,15 +30,6 @@ from penstock.producer.client.run import pairs_of, results_of
 from penstock.producer.client.servers import QueueServers
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
-from penstock.producer.client.tasks import (
-    CountOptions,
-    EmbedOptions,
-    TaskCallOptions,
-    TokenizeOptions,
-    output_of,
-    submit_detokenize,
-    submit_tokenize,
-)
 from penstock.producer.client.webhooks import Webhooks
 from penstock.queue.broker.completions import Completion, CompletionCursor
 from penstock.queue.broker.connection import warn_of_eviction
@@ -109,14 +101,14 @@ class AsyncClient:
         async with self._connecting:
             if self._is_closed:
                 raise UnavailableError("the client was closed: make another one", code="client_closed")
-            if not self._is_open:
+            if not self.servers.directory.patience.is_open:
                 await self.servers.open()
             self.servers.directory.patience.require_open()
         return self
 
     async def close(self) -> None:
         """End every stream, task and connection of this client. Only jobs that need no reader continue."""
-        has_ended = self._is_open and not self.servers.directory.patience.is_in_its_loop()
+        has_ended = self.servers.directory.patience.is_open and not self.servers.directory.patience.is_in_its_loop()
         self._is_closed = True
         if has_ended:
             return  # All of these ended with the event loop of the client.
@@ -133,17 +125,17 @@ class AsyncClient:
         await self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "connected" if self._is_open else "not connected"
+        state = (
+            "closed" if self._is_closed else "connected" if self.servers.directory.patience.is_open else "not connected"
+        )
         return f"<AsyncClient {self.servers.directory.shown_url} tenant={self._tenant} {state}>"
-
-    @property
-    def _is_open(self) -> bool:
-        return self.servers.directory.patience.is_open
 
     @property
     def is_alive(self) -> bool:
         """Whether this client is connected and receives chunks. Once this is false, make another client."""
-        return self._is_open and all(one.inbox.is_running for one in self.servers.all if one.patience.is_open)
+        return self.servers.directory.patience.is_open and all(
+            one.inbox.is_running for one in self.servers.all if one.patience.is_open
+        )
 
     async def served_pool(
         self, *names: str | None, adapter: str | None = None, key: JobKey | None = None, hides_models: bool = False
@@ -303,26 +295,26 @@ class AsyncClient:
         run = self.runs.new(self.submit, options, in_order=False)
         return pairs_of(run.answers(checked(prompts)))
 
-    async def tokenize(self, prompt: Prompt, **options: Unpack[TokenizeOptions]) -> Tokenized:
+    async def tokenize(self, prompt: Prompt, **options: Unpack[tasks.TokenizeOptions]) -> Tokenized:
         """Return the tokens of a text or a chat. A node answers from its tokenizer; no KV cache is needed.
 
         `TokenizeOptions` lists the options. Raises what `submit` raises, and UnsupportedKindError if the model's nodes
         belong to an older release.
         """
-        job = await self.submit(prompt, **submit_tokenize(options, return_tokens=True))
-        return output_of(await job.result(), Tokenized)
+        job = await self.submit(prompt, **tasks.submit_tokenize(options, return_tokens=True))
+        return tasks.output_of(await job.result(), Tokenized)
 
-    async def count_tokens(self, prompt: Prompt, **options: Unpack[CountOptions]) -> int:
+    async def count_tokens(self, prompt: Prompt, **options: Unpack[tasks.CountOptions]) -> int:
         """Return the number of tokens of a text or a chat; see `tokenize`."""
-        job = await self.submit(prompt, **submit_tokenize(options, return_tokens=False))
-        return output_of(await job.result(), Tokenized).num_tokens
+        job = await self.submit(prompt, **tasks.submit_tokenize(options, return_tokens=False))
+        return tasks.output_of(await job.result(), Tokenized).num_tokens
 
-    async def detokenize(self, token_ids: Sequence[int], **options: Unpack[TaskCallOptions]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], **options: Unpack[tasks.TaskCallOptions]) -> str:
         """Return the text of tokens, special tokens included. Raises what `tokenize` raises."""
-        job = await self.submit(token_ids, **submit_detokenize(options))
-        return output_of(await job.result(), Detokenized).text
+        job = await self.submit(token_ids, **tasks.submit_detokenize(options))
+        return tasks.output_of(await job.result(), Detokenized).text
 
-    async def embed(self, prompts: Sequence[Prompt], **options: Unpack[EmbedOptions]) -> list[Embedding]:
+    async def embed(self, prompts: Sequence[Prompt], **options: Unpack[tasks.EmbedOptions]) -> list[Embedding]:
         """Return the embeddings of prompts (texts, token ids or chats) in their order. Each prompt becomes a job.
 
         `EmbedOptions` lists the options. Raises what `tokenize` raises. If one job fails, the others are canceled.

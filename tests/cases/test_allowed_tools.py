@@ -34,7 +34,7 @@ def tooled(demo_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def chat(client: httpx.Client, messages: list[dict[str, Any]], **more: Any) -> httpx.Response:
-    body = {"model": "agent", "messages": messages, "max_tokens": 8, "temperature": 0, **more}
+    body: dict[str, Any] = {"model": "agent", "messages": messages, "max_tokens": 8, "temperature": 0, **more}
     return client.post("/v1/chat/completions", json=body)
 
 
@@ -57,7 +57,7 @@ def test_allowed_tools_are_the_only_ones_that_are_called(tooled: httpx.Client, n
 
 
 def test_allowed_tools_mean_the_same_in_jobs(tooled: httpx.Client) -> None:
-    body = {"model": "agent", "messages": [{"role": "user", "content": "Weather?"}], "tools": TOOLS}
+    body: dict[str, Any] = {"model": "agent", "messages": [{"role": "user", "content": "Weather?"}], "tools": TOOLS}
     body |= {"tool_choice": allowed("required", "news"), "params": {"max_tokens": 24}}
     assert tooled.post("/v1/jobs", json=body).status_code == 202
 

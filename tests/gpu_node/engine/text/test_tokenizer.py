@@ -307,7 +307,7 @@ def test_a_tokenizer_for_grammars_has_no_token_without_a_row(
     backend.add_special_tokens([f"<extra_{i}>" for i in range(4)])
     backend.save(str(folder / "tokenizer.json"))
     known = backend.get_vocab(with_added_tokens=True)
-    kept = Backend.from_str(Tokenizer(folder).to_json_of(num_rows)).get_vocab(with_added_tokens=True)
+    kept = Backend.from_str(Tokenizer(folder).to_json(num_rows)).get_vocab(with_added_tokens=True)
     assert kept == {token: token_id for token, token_id in known.items() if token_id < num_rows}
 
 
