@@ -97,7 +97,7 @@ def library_path(
 def _share(path: Path, isa: Isa) -> None:
     """Copy a build beside the sources if this user owns them, so that no other user, as in a container, compiles."""
     try:
-        if SHARED.parent.stat().st_uid != os.geteuid():
+        if SHARED.parent.stat().st_uid != os.geteuid() or (SHARED / path.name).exists():
             return
         SHARED.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".new-", dir=SHARED) as folder:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from celery import Celery, signals
 from celery.contrib.testing.worker import start_worker
+from fakes.command import restored_process
 from fakes.fake_node import FakeNode
 from kombu.entity import Queue
 
@@ -132,7 +133,8 @@ async def test_an_app_that_creates_no_queues_and_ignores_results_gets_its_answer
 
 
 def _answered(app: Celery, llm: PenstockTasks) -> dict[str, Any]:
-    with start_worker(app, perform_ping_check=False, pool="solo"):
+    # A worker sets the handlers and the level of the root logger.
+    with restored_process(), start_worker(app, perform_ping_check=False, pool="solo"):
         answer: dict[str, Any] = llm.generate("once", max_tokens=3).delay().get(timeout=60)
     return answer
 

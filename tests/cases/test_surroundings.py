@@ -80,9 +80,7 @@ def test_addresses_of_this_machine(url: str, is_here: bool) -> None:
     assert is_loopback(url) is is_here
 
 
-@pytest.mark.parametrize(
-    "words", [("--version",), ("--help",), ("submit", "--help"), ("config", "show"), ("--show-completion", "bash")]
-)
+@pytest.mark.parametrize("words", [("--version",), ("--help",), ("submit", "--help"), ("config", "show")])
 def test_a_full_disk_behind_stdout_is_one_sentence(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,7 +190,7 @@ def test_a_full_disk_refuses_writes_with_a_reason(tmp_path: Path) -> None:
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(folder)], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip(f"this user may not mount a small disk: {mounted.stderr.decode().strip()}")

@@ -247,8 +247,10 @@ def _library(isa: Isa, progress: Progress) -> Path:
     if (prebuilt := prebuilt_library(isa)) is not None:
         return prebuilt
     try:
-        library = library_path(isa, trusted_cache("native"), lambda done: progress("compile", done))
-        check_file(library)
+        folder = trusted_cache("native")
+        library = library_path(isa, folder, lambda done: progress("compile", done))
+        if library.parent == folder:
+            check_file(library)
         return library
     except OSError as error:
         folder = private_folder(cache_folder() / "native", error)

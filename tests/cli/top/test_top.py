@@ -291,12 +291,12 @@ def test_a_gpu_adds_columns_to_every_view() -> None:
     )
     pool = PoolFrame("p", "m", rows, (), (), (), {}, (0.0, 0.0), None)
     shown = {}
-    for width in (80, 140):
+    for width in (80, 160):
         console = Console(width=width, file=StringIO())
         console.print(screen_of(Frame(0, (pool,)), console))
         text = console.file.getvalue()  # type: ignore[attr-defined]
         shown[width] = [line.split() for line in text.splitlines() if line.startswith(("node ", "busy", "on-cpu"))]
         assert max(map(len, text.splitlines())) <= width
     assert [line[-1] for line in shown[80]] == ["GPU", "87%", "–"]
-    assert [line[-2:] for line in shown[140]] == [["GPU", "memory"], ["87%", "60/80G"], ["–", "–"]]
-    assert "50%" in shown[140][2]
+    assert [line[-2:] for line in shown[160]] == [["GPU", "memory"], ["87%", "60/80G"], ["–", "–"]]
+    assert "50%" in shown[160][2]

@@ -345,10 +345,10 @@ def test_the_accepted_values_of_the_page_are_sent_at_their_limits(http: httpx.Cl
             assert_refused(answer_to(http, path, **beside, **{name: outside}), name, HONORED, (name, limit))
 
 
-def number_of(text: str) -> int:
+def number_of(text: str) -> float:
     """Read a number of the page, such as 65,536 or -2^63."""
     base, _, power = text.lstrip("-").replace(",", "").partition("^")
-    value: int = int(base) ** int(power or 1)
+    value: float = float(base) if "." in base else int(base) ** int(power or 1)
     return -value if text.startswith("-") else value
 
 

@@ -290,6 +290,7 @@ def test_a_sequence_that_is_larger_than_the_device_runs_from_device_and_host() -
         eviction="lru",
         caching=True,
         in_order=True,
+        in_turns=False,
         max_in_flight=1,
     )
     machine.seen.clear()
