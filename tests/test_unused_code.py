@@ -33,7 +33,6 @@ ALLOWED = {
     "readinto": "io.BufferedReader calls it",
     "map_unordered": "a method of the public clients",
     "create_app": "the ASGI app for a server of one's own, and for tests",
-    "own_channel": "the channel of a plain subscriber, in the table of keys; clients in other languages use it",
     "handle_starttag": "html.parser calls it",
     "substituted": "a panel's query without Grafana's variables, for a Prometheus server",
     "effects": "the part of make fields that its test compares with the endpoints",
