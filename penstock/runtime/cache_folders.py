@@ -6,11 +6,12 @@ import atexit
 import logging
 import os
 import shutil
-import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.contract.errors import ConfigError
+from penstock.runtime.local_redis import check_private, local_folder
 from penstock.runtime.trusted_folders import UntrustedError, trusted_folder
 
 _LOG = logging.getLogger(__package__)
@@ -69,15 +70,14 @@ def _expanded(path: Path) -> Path | None:
 
 def _temporary(name: str) -> Path:
     """Return a folder of this user alone, below that of the local Redis. Others may not have made it beforehand."""
-    base = Path(f"/tmp/penstock-{os.getuid()}")
+    base = local_folder(None)
     with suppress(OSError):
         base.mkdir(mode=0o700)
     try:
-        found = base.lstat()
-    except OSError:
+        check_private(base)
+    except (OSError, ConfigError):
         return _NOWHERE
-    is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
-    return base / name if is_private else _NOWHERE
+    return base / name
 
 
 def file_stem(name: str) -> str:

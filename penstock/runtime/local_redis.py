@@ -58,7 +58,7 @@ def running_url(given: Path | None) -> str | None:
     folder = local_folder(given)
     if not os.path.lexists(folder):
         return None
-    _check_private(folder)
+    check_private(folder)
     return _url_in(folder) if _accepts(folder / SOCKET) else None
 
 
@@ -83,7 +83,7 @@ class LocalAddress:
             raise ConfigError(f"runtime_dir: {folder} is too long a path for a socket", param="runtime_dir")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(folder)
+            check_private(folder)
             with ExitStack() as opened:
                 locks = _open(folder, os.O_RDONLY | os.O_DIRECTORY, opened), _open(folder / _LOCK, _LOCK_FLAGS, opened)
                 if (running := _locked_or_running(locks, folder)) is None:
@@ -143,7 +143,7 @@ def _link(link: Path, target: str) -> None:
     """Raises OSError if another process has the address, and ConfigError if others may enter the folder."""
     folder = link.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(folder)
+    check_private(folder)
     with ExitStack() as opened:
         # A `penstock serve` that takes the address at this moment waits.
         for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / _LOCK, _LOCK_FLAGS)):
@@ -188,7 +188,7 @@ def _url_in(folder: Path) -> str:
     return f"unix://{folder / SOCKET}"
 
 
-def _check_private(folder: Path) -> None:
+def check_private(folder: Path) -> None:
     """Raise ConfigError unless `folder` is a folder of this user, not a link, which no other user may enter."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():

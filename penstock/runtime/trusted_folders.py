@@ -100,16 +100,21 @@ def trusted_folder(path: Path, *, remedy: str = "set PENSTOCK_CACHE to a folder 
 
 def check_files(folder: Path) -> None:
     """Raise UntrustedError if another user owns, or may write, one of the files in a trusted folder."""
+    account = Account.current()
     for path in folder.rglob("*"):
-        check_file(path)
+        _check_entry(path, account)
 
 
 def check_file(path: Path) -> None:
     """Raise UntrustedError if another user owns a file or may write it, and OSError if it is a link or missing."""
+    _check_entry(path, Account.current())
+
+
+def _check_entry(path: Path, account: Account) -> None:
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode):
         raise OSError(errno.ELOOP, "a link is not followed here", str(path))
-    _check(path, found, Account.current(), f"remove {path}")
+    _check(path, found, account, f"remove {path}")
 
 
 def open_own(path: Path, mode: int = 0o600) -> int:
@@ -117,13 +122,14 @@ def open_own(path: Path, mode: int = 0o600) -> int:
 
     Raises UntrustedError for a file of another user, before a byte of it changes.
     """
-    mode |= 0 if Account.current().team is None else 0o060
+    account = Account.current()
+    mode |= 0 if account.team is None else 0o060
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "this is no regular file", str(path))
-        _check(path, found, Account.current(), f"remove {path}")
+        _check(path, found, account, f"remove {path}")
     except OSError:
         os.close(descriptor)
         raise
