@@ -43,10 +43,9 @@ PARSE_TIMEOUT_S = 20
 _READ_BYTES = 256 << 10
 _MARK_BYTES = 4
 """Bytes of the longest byte order mark."""
-_BLANK = re.compile(rb"[ \t\r\n]*+")
-_OUTSIDE = re.compile(rb'(?:[^"{}\[\]]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
-"""What stands between two brackets: whole strings, and anything else."""
-_IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_BLANK = re.compile(rb"[ \t\r\n]*")
+_MARK = re.compile(rb'["{}\[\]]')
+"""What begins a string, or opens or closes a bracket."""
 _QUOTE, _OPENING = ord('"'), frozenset(b"{[")
 _NEXT: dict[str, dict[bytes, str]] = {
     "body": {b"{": "name"},
@@ -76,6 +75,14 @@ class RequestSplitter:
         self._numbers = dict[str, int]()
         self._held = bytearray()
         """What has arrived of the token or request that is being read."""
+        self._plain = bytearray()
+        """The same with other characters in place of escaped backslashes and quotes, so that a quote ends a string.
+
+        No pattern reads whole strings: one that can go back takes memory with each escape, and one that cannot (`*+`)
+        gives wrong ends in CPython 3.11.0 to 3.11.4 (CPython issue 106052).
+        """
+        self._cut = b""
+        """A backslash at the end of the last piece, whose second half has not arrived."""
         self._expected = "body"
         self._at = self._depth = 0
         """Position in the request that is being read, and the number of its open brackets."""
@@ -90,12 +97,13 @@ class RequestSplitter:
 
     def push(self, piece: bytes | bytearray) -> bytes:
         """Add a piece of the body, and return the lines of the requests that end in it."""
-        self._held += piece
-        lines = list[bytes]()
         if not self._has_begun:
+            self._held += piece
             if len(self._held) < _MARK_BYTES:
                 return b""
-            self._begin()
+            piece = self._begin()
+        self._add(piece)
+        lines = list[bytes]()
         while True:
             if self._expected == "request":
                 if not self._read_request():
@@ -111,19 +119,30 @@ class RequestSplitter:
     def end(self) -> None:
         """Note that the body has ended."""
         if not self._has_begun:
-            self._begin()
-            self.push(b"")
-        if self._expected != "end":
+            self.push(self._begin())
+        if self._expected != "end" or self._cut:
             raise RequestError("the body ends early: it is not valid JSON")
         if not self._numbers:
             raise RequestError("requests: must have at least 1 item", param="requests")
 
-    def _begin(self) -> None:
-        self._held, self._has_begun = bytearray(without_mark(bytes(self._held))), True
+    def _begin(self) -> bytes:
+        """Return the first bytes without the mark of their encoding."""
+        first, self._has_begun = without_mark(bytes(self._held)), True
+        self._held.clear()
+        return first
+
+    def _add(self, piece: bytes | bytearray) -> None:
+        piece = self._cut + piece
+        num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
+        self._cut = piece[len(piece) - num_backslashes % 2 :]
+        piece = piece[: len(piece) - len(self._cut)]
+        self._held += piece
+        self._plain += piece.replace(rb"\\", b"__").replace(rb"\"", b"__")
 
     def _taken(self, num_bytes: int) -> bytes:
         taken = bytes(self._held[:num_bytes])
         del self._held[:num_bytes]
+        del self._plain[:num_bytes]
         return taken
 
     def _read_token(self) -> bool:
@@ -150,23 +169,24 @@ class RequestSplitter:
         """Read on in a request. Return whether it ends at `_at`."""
         while True:
             if self._is_in_string:
-                self._at = _IN_STRING.match(self._held, self._at).end()  # type: ignore[union-attr]
-                # A backslash at the end belongs to the next piece.
-                if self._at == len(self._held) or self._held[self._at] != _QUOTE:
-                    return False
-                self._at += 1
+                quote = self._plain.find(b'"', self._at)
+                if quote < 0:
+                    break
+                self._at = quote + 1
                 self._is_in_string = False
-            self._at = _OUTSIDE.match(self._held, self._at).end()  # type: ignore[union-attr]
-            if self._at == len(self._held):
-                return False
-            mark = self._held[self._at]
-            self._at += 1
+            found = _MARK.search(self._plain, self._at)
+            if found is None:
+                break
+            self._at = found.end()
+            mark = self._plain[found.start()]
             if mark == _QUOTE:
                 self._is_in_string = True
                 continue
             self._depth += 1 if mark in _OPENING else -1
             if self._depth == 0:
                 return True
+        self._at = len(self._plain)
+        return False
 
     def _line_of(self, raw: bytes) -> bytes:
         number = self.num_rows

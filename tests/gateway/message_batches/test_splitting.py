@@ -46,6 +46,7 @@ ROW = '{"custom_id":"a","params":{}}'
         (f'{{"requests": [{ROW}]}} x', "one member"),
         ('{"requests": []}', "requests: must have at least 1 item"),
         (f'{{"requests": [{ROW}', "ends early"),
+        (f'{{"requests": [{ROW}]}}\\', "ends early"),
         ("", "ends early"),
         (f'{{"requests": [{ROW} {ROW}]}}', r"requests\[1\]: the list must have objects"),
         (f'{{"requests": [{ROW},]}}', r"requests\[1\]: the list must have objects"),
