@@ -78,8 +78,8 @@ class RequestSplitter:
         self._plain = bytearray()
         """The same with other characters in place of escaped backslashes and quotes, so that a quote ends a string.
 
-        No pattern reads whole strings: one that can go back takes memory with each escape, and one that cannot (`*+`)
-        gives wrong ends in CPython 3.11.0 to 3.11.4 (CPython issue 106052).
+        No pattern reads whole strings. One that can go back takes memory with each escape. One that cannot (`*+`) gives
+        wrong ends in CPython 3.11.0 to 3.11.4 (CPython issue 106052).
         """
         self._cut = b""
         """A backslash at the end of the last piece, whose second half has not arrived."""
