@@ -5,7 +5,7 @@
 #   make quick       its tests that need neither processes nor Redis nor torch (under a minute)
 #   make check       format, lint, types, language, types of users' scripts
 #   make lint-lua    luacheck on the scripts (Debian's lua-check); make lint-cpp: clang-format on C++ (also in make check)
-#   make language    what breaks the language rules, file by file; LANGUAGE="gpu_node --rule long", --counts, --lower
+#   make language    what breaks the language rules, and what they advise, file by file; LANGUAGE="gpu_node --rule long"
 #   make check-full  all of it, slow tests included; installs Jupyter and pyright for them
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"

@@ -8,9 +8,9 @@
 -- jobs queued that Redis has no memory for.
 --
 -- A job's hash has these fields:
---   state tenant level n entry body cost submitted taken first finished deadline needs_reader inboxes channel unread
---   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
---   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge
+--   state tenant level n entry body cost submitted taken first finished deadline needs_reader inboxes channel unread;
+--   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param;
+--   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge;
 --   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
 --   engine_preemptions used limits in_feed begun_deadline accepted tag1 … tag4 extra retry_of
 --   webhooks deleted
