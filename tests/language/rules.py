@@ -119,4 +119,3 @@ def all_findings() -> tuple[Finding, ...]:
         if path.suffix in NAMED:
             found += [finding for name in names_of(path) for finding in wrong_name(name, rules())]
     return tuple(found)
-

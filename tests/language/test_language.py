@@ -101,10 +101,7 @@ def test_people_may_be_called_people(text: str) -> None:
     assert [*findings_of(Passage(ROOT / "a.md", 1, text), rules())] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [("A sequence who waits.", "who"), ("A behaviour.", "behaviour → -or")],
-)
+@pytest.mark.parametrize(("text", "word"), [("A sequence who waits.", "who"), ("A behaviour.", "behaviour → -or")])
 def test_pronouns_for_things_and_british_spelling_are_found(text: str, word: str) -> None:
     assert [one.said for one in findings_of(Passage(ROOT / "a.md", 1, text), rules())] == [word]
 
