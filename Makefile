@@ -59,7 +59,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean
+.PHONY: demo test quick check modules language fields lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -83,6 +83,9 @@ lint-lua: $(STAMP)
 
 lint-cpp: $(STAMP)
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
+
+modules: $(STAMP)
+	$(BIN)/python -m pytest -q tests/traced_modules.py
 
 fields: $(STAMP)
 	$(BIN)/python -m penstock.gateway.api_docs.fields docs/FIELDS.md

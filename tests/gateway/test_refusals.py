@@ -31,7 +31,7 @@ def goes_on(http) -> Iterator[None]:
     assert http.post("/v1/completions", json=TEXT).json()["choices"][0]["text"] == "hi"
 
 
-def error_of(response) -> dict[str, object]:
+def error_of(response) -> dict[str, str]:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert response.headers["content-type"] == "application/json"
