@@ -47,6 +47,7 @@ class LazyCommands(Mapping[str, Any]):
         return len(self._entries)
 
 
+# Of one user, or of our own code and files.
 @cache
 def _load(entry: CommandEntry) -> Any:
     module, _, attribute = entry.home.partition(":")

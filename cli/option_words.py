@@ -52,11 +52,14 @@ class _Reader:
         self._has_model = any(word.partition("=")[0] in _MODEL_FLAGS for word in words)
         self._models: list[str] = []
         self._file = ""
+        # Of one user, or of our own code and files.
         self._sampling: dict[str, Any] = {}
         self._keys: list[str] = []
         self.taken: list[str] = []
+        # Of one user, or of our own code and files.
         self.notices: dict[str, str] = {}
         """Option → why it has no effect."""
+        # Of one user, or of our own code and files.
         self.problems: dict[str, str] = {}
         """Option → what to do instead; empty if nothing is known."""
 

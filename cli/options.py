@@ -61,6 +61,7 @@ def with_default(text: str, field: FieldInfo) -> str:
     return f"{text} Default: {default_in_words(field.default)}." if has_default else text
 
 
+# Of one user, or of our own code and files.
 @cache
 def _docstrings_in(module: str) -> Mapping[str, Mapping[str, str]]:
     """Return the docstrings of all fields in a module: by the name of the class, and by that of the field."""

@@ -209,6 +209,7 @@ class TopReader:
         self._activity = activity
         self._producer = producer
         self._shows = shows
+        # Of one user, or of our own code and files.
         self._seen: dict[tuple[str, str], _Seen] = {}
 
     async def read(self) -> Frame:

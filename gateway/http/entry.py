@@ -49,6 +49,7 @@ class AllowedHosts:
         """`address` is the one that the gateway listens on. `names` are allowed as well; `*` allows every name."""
         self._names = {*map(_name_of, names), _plain(address), _plain(socket.gethostname())}
         self._checks = "*" not in names and (bool(names) or is_loopback(address))
+        # Keyed by id: Host header, of a gateway without keys: it has one tenant.
         self._is_allowed = lru_cache(_MAX_NAMES)(self._decide)
 
     def check(self, headers: Headers) -> None:

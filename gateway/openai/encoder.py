@@ -46,6 +46,7 @@ class _OpenAIEncoder(ChunkEncoder):
         self._indices = head.indices
         self._has_ids = head.event_ids
         self._has_usage = bool(head.options.get("continuous_usage_stats"))
+        # Of one request.
         self._num_prompt_tokens: dict[str, int] = {}
         """Job → tokens of its prompt, if each event has the usage."""
 
@@ -90,6 +91,7 @@ class SseEncoder(_OpenAIEncoder):
     def __init__(self, renderer: Renderer, head: AnswerHead) -> None:
         super().__init__(renderer, head)
         self._is_bare = not self._has_ids and not self._has_usage
+        # Of one request.
         self._frames: dict[tuple[str, int], _Frame | None] = {}
 
     def _event_of(self, chunk: Chunk) -> bytes:
@@ -144,10 +146,12 @@ class ParsedSseEncoder(_OpenAIEncoder):
     def __init__(self, renderer: Renderer, head: AnswerHead) -> None:
         """Create the parsers. A resumed stream is parsed again from its start to restore their state."""
         super().__init__(renderer, head)
+        # Of one request.
         self._readers: dict[tuple[str, int], AnswerReader] = {}
         self._have_called: set[tuple[str, int]] = set()
         self._reports_ids = head.params.return_token_ids
         self._shows_prompt = head.params.prompt_logprobs is not None
+        # Of one request.
         self._prompt_ids: dict[str, list[int]] = {}
         """Job → the ids of its prompt, if they are reported."""
         self._have_begun: set[tuple[str, int]] = set()

@@ -30,7 +30,9 @@ class Ledger:
     def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT) -> None:
         self.max_model_len = max_model_len
         self.counts = NodeCounts()
+        # Keyed by id: job id.
         self._jobs: dict[str, HeldJob] = {}
+        # Keyed by id: lease.
         self._by_lease: dict[str, HeldJob] = {}
         self._predictor = LengthPredictor(RESERVED_QUANTILE)
         self.drain = DrainEstimator()

@@ -141,10 +141,12 @@ class Outbox:
         self._is_flushing = self._has_failed = False
         """Whether `run` flushes or pauses after a failure; whether a quick call failed since the last flush."""
         self._last_step_s = self._step_s = 0.0  # when it had outputs; the time since the step before
+        # Keyed by id: job id.
         self._dirty: dict[str, HeldJob] = {}
         self._reader_waits = False
         """Whether a reader waits for an unsent first token or an unsent end."""
         self._emptied = asyncio.Event()
+        # Keyed by id: lease.
         self._waiters: dict[str, asyncio.Future[None]] = {}
         """Callers of `until_removed`, by lease."""
 

@@ -164,6 +164,7 @@ class Health:
     def __init__(self) -> None:
         self._before: HealthSample | None = None
         self._max_step_tokens = 0
+        # Keyed by id: part of the node.
         self._troubles: dict[str, tuple[str, float]] = {}
 
     def look(self, sample: HealthSample) -> dict[str, str]:

@@ -145,17 +145,21 @@ class JobPreparation:
         self._threads = threads
         self._yielder = LoopYielder()
         self._task_threads = Threads(MAX_TASKS_AT_ONCE)
+        # Keyed by tenant; no text of a request.
         self._tasks_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant."""
         self._long_tasks = asyncio.Semaphore(MAX_TASKS_READ)
         self._trial_threads = Threads(MAX_TRIALS_AWAITED)
         """Threads that wait for grammar trials; separate, so that trials do not delay long prompts."""
+        # Keyed by tenant.
         self._trials_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant, so that one tenant's grammars do not delay another tenant's."""
         self._chat_threads = Threads(MAX_RENDERS_AT_ONCE)
         """Threads that wait for the chat template; separate, so that a slow template does not delay long prompts."""
+        # Keyed by tenant; no text of a request.
         self._chats_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant."""
+        # Keyed by tenant; no text of a request.
         self._long_prompts_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant."""
         self._running: set[asyncio.Task[None]] = set()

@@ -135,6 +135,7 @@ def option_of(record: type[BaseModel], name: str) -> Option:
     return next((mark for mark in record.model_fields[name].metadata if isinstance(mark, Option)), _UNMARKED)
 
 
+# Of one user, or of our own code and files.
 @cache
 def names_at(endpoint: Endpoint, record: type[BaseModel]) -> Mapping[str, str]:
     """Map the record's options to their names in bodies of an endpoint, without those that have none there."""

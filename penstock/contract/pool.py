@@ -284,9 +284,11 @@ class PoolRecord:
     max_token_bytes: int = 0
     tool_parser: str = "none"
     reasoning_parser: str = "none"
+    # Of one request.
     adapters: dict[str, str] = field(default_factory=dict)
     kinds: tuple[str, ...] = (GENERATE,)
     thinking_switches: tuple[str, ...] = ()
+    # Of one request.
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     """The sampling of requests that do not set it, by the names of `SamplingParams`."""
 
@@ -306,6 +308,7 @@ class NodePressure(EngineLoad):
     node_id: str
     num_jobs: int = 0
     jobs_by_level: PerLevel = ()
+    # Of one request.
     jobs_by_tenant: dict[str, int] = field(default_factory=dict)
     """Number of held jobs of the tenants with the most. `jobs_by_level` counts all jobs, most urgent level first."""
     max_num_seqs: int = 0
@@ -351,8 +354,10 @@ class NodePressure(EngineLoad):
     draining: bool = False
     predicted_outputs: tuple[tuple[int, int, int], ...] = ()
     """(bit length of prompt tokens, bit length of max_tokens, output tokens that 9 of 10 such choices stay within)."""
+    # Of one request.
     times_of_hour: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """How many times of the last hour were in each bucket of a histogram, by the names and bounds of `JOB_TIMES`."""
+    # Of one request.
     troubles: dict[str, str] = field(default_factory=dict)
     """Parts of the node that are unhealthy, or were so recently → the reason."""
 

@@ -107,6 +107,7 @@ class ResultsFile:
         self._batch_id = batch_id
         self.progress = progress
         self.custom_ids: set[str] = set()
+        # Keyed by id: part of one batch file.
         self.failed: dict[str, dict[str, Any]] = {}
         """The rows without an answer, by custom_id."""
         self.recent_job_ids: list[str] = []

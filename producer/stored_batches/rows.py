@@ -67,6 +67,7 @@ class InputCheck:
     """What a check found: the number of rows, the names of models, and what is wrong."""
 
     num_rows: int = 0
+    # Of one request.
     models: dict[str, int] = field(default_factory=dict)
     """Model → the first line that names it. The empty name stands for rows without one."""
     problems: list[RowProblem] = field(default_factory=list)

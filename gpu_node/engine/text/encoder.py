@@ -191,6 +191,7 @@ class TokenCache:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
+        # Keyed by tenant: (Owner, piece of a chat or plain prompt); an Owner is (tenant, cache_salt).
         self._known: LRUCache[tuple[Owner, str], Ids] = LRUCache(max_tokens, getsizeof=len)
         self._lock = threading.Lock()
 

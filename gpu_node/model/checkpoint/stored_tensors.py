@@ -347,6 +347,7 @@ def _check_kind(tensor: StoredTensor) -> None:
         raise ConfigError(f"tensor {tensor.name} is stored as {tensor.kind}, which cannot be read")
 
 
+# Of one user, or of our own code and files.
 @cache
 def _can_dequantize(kind: str) -> bool:
     """Return whether the gguf package can dequantize a ggml format, found by trying one block."""

@@ -200,6 +200,7 @@ class AdapterLibrary:
         self._folder = folder
         self._max_rank = max_rank
         self._digests: dict[Path, tuple[_Stamp, str]] = {}
+        # Keyed by id: digest of an adapter, which the operator chose.
         self._read: WeakValueDictionary[str, LoraAdapter] = WeakValueDictionary()
         self._kept: deque[LoraAdapter] = deque(maxlen=_MAX_KEPT)
         self._reported: dict[Path, str] = {}

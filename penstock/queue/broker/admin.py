@@ -54,6 +54,7 @@ class Excess:
 class JobSighting:
     """All places in a pool that name a job, and all tenants with a queue or a virtual time."""
 
+    # Of one request.
     jobs: dict[str, list[KeyEntry]] = field(default_factory=dict)
     virtual_times: set[tuple[str, str]] = field(default_factory=set)
     """(level, tenant)"""

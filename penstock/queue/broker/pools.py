@@ -82,6 +82,7 @@ class PoolList:
     """The list as one process reads it. `known` has the pools with a record, which no flood of names can hide."""
 
     redis: Redis
+    # Keyed by id: pool.
     known: dict[str, ListedPool] = field(default_factory=dict)
     _cursor: int = 0
     _logged: LoggedOnce = field(default_factory=lambda: LoggedOnce(_LOG))
