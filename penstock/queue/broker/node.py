@@ -259,7 +259,7 @@ class NodeBroker:
         answer = await self._call("heartbeat", self._revision, free, record, answered_call, check, *(held or ()))
         if answer[0] == b"SWEPT":
             raise LeaseLostError
-        return HeartbeatAnswer(*(tuple(i.decode() for i in ids) for ids in answer[1:]))
+        return HeartbeatAnswer(*(tuple(i.decode() for i in ids) for ids in answer[1:4]))
 
     async def declare_dead(self, seats: Sequence[str], *, has_joined: bool) -> Takeover:
         """Declare the earlier holders of these seats dead.
