@@ -145,7 +145,7 @@ end
 -- Ends the script for a pool of another protocol version. Must be called before the first write. connection.py
 -- translates the error. What is no number is no version: heartbeats write it again.
 local function check_version(version)
-  if version ~= PROTOCOL_VERSION and string.find(version, '^%d+$') then
+  if version ~= PROTOCOL_VERSION and string.find(version, '^%d+$') and #version < 6 then
     error('OTHER_PROTOCOL_VERSION ' .. version .. ' ' .. string.match(P, '{(.*)}'), 0)
   end
 end

@@ -143,7 +143,7 @@ do
     -- The first ones find the others.
     for _, name in ipairs({'level', 'tenant', 'entry', 'submitted', 'deadline', 'n', 'cost', 'needs_reader', 'losses',
       'preemptions', 'loss_mark', 'output', 'unread', 'weight'}) do
-      if job[name] and not is_right(name, job[name]) then set(name, FINDERS[name](job)) end
+      if job[name] and not is_right(name, job[name]) then set(name, found(job, name)) end
     end
     if job.entry == DELAYED and known.state and known.entry ~= DELAYED then set('entry', '') end
     -- A full Redis takes a write behind a free one.

@@ -313,7 +313,8 @@ do
   -- call skips a limited number of jobs.
   function paused.reader_by_age(examined, level)
     if paused.levels[tostring(level)] then return function() end end
-    if not next(paused.tenants) then
+    -- A pool whose index of a level is lost still has the queues of its tenants.
+    if not next(paused.tenants) and redis.call('EXISTS', P .. ':waiting:' .. level) == 1 then
       return reader_of_index(examined, new_count(MAX_SKIPPED), {level = tostring(level)}, P .. ':waiting:' .. level)
     end
     local readers, heads = {}, {}
@@ -380,6 +381,7 @@ do
   local function queue_by_virtual_time(level)
     local examined, tenants = new_count(MAX_EXAMINED), {}
     local found = paused.tenants_of(level)
+    if not found[1] then return queue_by_age(level) end
     for at = 1, #found, 2 do
       local is_paused = paused.levels[tostring(level)] or paused.tenants[found[at]]
       if not is_paused then tenants[#tenants + 1] = {name = found[at], time = virtual_time_of(found[at + 1], 0)} end
