@@ -10,7 +10,6 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
-from penstock.contract.output import Outcome
 from penstock.queue.broker.connection import connect, translated
 from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.runtime.embedded_redis import EmbeddedRedis
