@@ -315,7 +315,8 @@ def translated() -> Iterator[None]:
 
     An unreachable Redis raises UnavailableError, a full one BusyError, refused credentials or rights ConfigError, and a
     pool of another protocol version ProtocolVersionError. Their messages say all that callers need, so redis-py's error
-    is not shown as their cause. Any other error is of damaged data or a bug, and raises DamagedDataError with that cause.
+    is not shown as their cause. Any other error comes from damaged data or a bug. It raises DamagedDataError with that
+    cause.
     """
     try:
         with preserve_cancellation():

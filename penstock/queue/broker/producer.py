@@ -245,6 +245,8 @@ class ProducerBroker:
             if isinstance(reply, Exception):
                 with translated():
                     raise reply
+        with translated():
+            await self._check_level(values[RESULT_FIELDS.index("level")], job_id)
         fields = _fields_of(RESULT_FIELDS, values, job_id, tenant)
         if (outcome := outcome_of(fields)) is None:
             return None
@@ -380,7 +382,14 @@ class ProducerBroker:
                 if not str(error).startswith("WRONGTYPE"):
                     raise
                 raise _no_job(job_id) from None  # What is no record names no tenant who may see it.
+            await self._check_level(values[STATUS_FIELDS.index("level")], job_id)
         return _fields_of(STATUS_FIELDS, values, job_id, tenant)
+
+    async def _check_level(self, level: bytes | None, job_id: str) -> None:
+        """Raise ProtocolVersionError for a record of version 1, which has another name for this field."""
+        pool = pool_of(job_id)
+        if not level and not await cast(Any, self._redis.hexists(keys.config(pool), "version")):
+            raise other_version(pool, 1)
 
 
 def _fields_of(names: Sequence[str], values: Sequence[bytes | None], job_id: str, tenant: str) -> dict[str, str]:
@@ -388,8 +397,6 @@ def _fields_of(names: Sequence[str], values: Sequence[bytes | None], job_id: str
     fields = {name: (value or b"").decode(errors="replace") for name, value in zip(names, values, strict=True)}
     if fields["tenant"] != tenant:
         raise _no_job(job_id)
-    if not fields["level"] and fields["state"]:
-        raise other_version(pool_of(job_id), 1)  # Version 1 has another name for this field.
     return readable(fields)
 
 

@@ -67,6 +67,7 @@ local COUNTED_CHUNKS, MIN_RESERVED_BYTES = 12, 4096
 local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
 -- Numbers in Redis are smaller: Redis's integers, Lua's numbers and Python's times have them exactly.
 local MAX_NUMBER = 1e15
+local POLICIES = ' fcfs priority sjf fair round_robin '
 local JOB_FIELDS = {'state', 'tenant', 'level', 'n', 'entry', 'cost', 'submitted', 'deadline', 'needs_reader',
   'inboxes', 'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'loss_mark', 'preemptions',
   'cancel', 'revision', 'first', 'taken', 'body', 'urgency', 'charge', 'weight', 'window'}
@@ -172,7 +173,7 @@ local function read_config(names)
   for i, name in ipairs(names) do
     if name == 'policy' then
       local policy = values[i + 3] or ''
-      config.policy = string.find(' fcfs priority sjf fair round_robin ', ' ' .. policy .. ' ', 1, true) and policy or 'fair'
+      config.policy = string.find(POLICIES, ' ' .. policy .. ' ', 1, true) and policy or 'fair'
     elseif i > 1 then
       local number = tonumber(values[i + 3])
       if not (number and number >= 0 and number < MAX_NUMBER and number % 1 == 0) then

@@ -169,7 +169,6 @@ do
     job.submitted, job.deadline = find_submitted(job), find_deadline(job)
     redis.call('ZREM', P .. ':free', '')
     redis.call('HSET', job_key(id), 'submitted', job.submitted, unpack(fields))
-    count_event('unknown_sums')
     job = read_job(id)
     job.problem = 'its record'
     return job

@@ -18,7 +18,7 @@
 --   depth: jobs still queued per level. again_in_ms: when a job may become available, 0 if unknown.
 --   STALE: a later take of this node was already answered.
 local MAX_TAKEN, MAX_EXAMINED, MAX_SKIPPED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 512, 128, 32, 16384
-local MAX_SORTED, MAX_PASSED, MAX_TASKS_EXAMINED, LEAST_URGENT, FIRST_PAGE = 64, 16, 64, LEVELS - 1, 2
+local LEAST_URGENT = LEVELS - 1
 -- A take adds background jobs up to this number of jobs, because a chat waits while the node prepares what it took.
 local MAX_WITH_BACKGROUND = 32
 
@@ -223,6 +223,7 @@ end
 
 local function reader_of_stream(examined, skipped, known, key)
   -- Of many tenants, a take gets few jobs each. So the first page is short, and each further one twice as long.
+  local FIRST_PAGE = 2
   local from, count = '-', FIRST_PAGE
   return reader(examined, skipped, known, function()
     local ids = {}
@@ -314,7 +315,7 @@ do
   function paused.reader_by_age(examined, level)
     if paused.levels[tostring(level)] then return function() end end
     -- A pool whose index of a level is lost still has the queues of its tenants.
-    if not next(paused.tenants) and redis.call('EXISTS', P .. ':waiting:' .. level) == 1 then
+    if not next(paused.tenants) and redis.call('ZCARD', P .. ':waiting:' .. level) > 0 then
       return reader_of_index(examined, new_count(MAX_SKIPPED), {level = tostring(level)}, P .. ':waiting:' .. level)
     end
     local readers, heads = {}, {}
@@ -361,6 +362,7 @@ do
   end
 
   local function queue_by_cost(level)
+    local MAX_SORTED = 64
     local read = paused.reader_by_age(new_count(MAX_SORTED), level)
     local jobs = {}
     for job in read do
@@ -479,6 +481,7 @@ end
 -- Handles a job that does not fit; returns whether the walk continues. Younger jobs may overtake it until it is
 -- bypass_ms old. From then on this node keeps capacity free for it, unless another node already does.
 local function pass(job, name)
+  local MAX_PASSED = 16
   if now - tonumber(job.submitted) < config.bypass_ms then
     num_passed = num_passed + 1
     return num_passed < MAX_PASSED
@@ -734,6 +737,7 @@ end
 local stale = {}
 
 local function take_tasks()
+  local MAX_TASKS_EXAMINED = 64
   local num_examined = paused.is_any and MAX_SKIPPED or MAX_TASKS_EXAMINED
   for _, id in ipairs(redis.call('ZRANGE', P .. ':tasks', 0, num_examined - 1)) do
     if task_slots == 0 then return end
