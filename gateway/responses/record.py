@@ -158,7 +158,6 @@ class StoredResponse:
         """Return the record as bytes."""
         fields = {name: getattr(self, name) for name in ("created_s", "background", "echo", "previous")}
         fields["items"] = [(item_id, text.decode()) for item_id, text in self.items]
-        # Gateways of an older version can read the records without these two.
         if self.limits is not None:
             fields["limits"] = self.limits
         if self.called:

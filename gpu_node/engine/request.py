@@ -207,9 +207,7 @@ def open_choice(
     asked, params = request.asked, request.asked.params
     rule = _end_rule(asked, limits)
     includes_stop = params.include_stop_str_in_output
-    # Nodes of earlier releases dropped the first space of every output, so a log without it goes on without it.
-    begins_text = asked.begins_text or bool(resumed.text and not resumed.text.startswith(" "))
-    detokenizer = tokenizer.new_detokenizer(begins_text=begins_text)
+    detokenizer = tokenizer.new_detokenizer(begins_text=asked.begins_text)
     output = ChoiceOutput(rule, params.stop, detokenizer, includes_stop=includes_stop)
     for token_id in resumed.token_ids:
         if output.finish_reason is not None:

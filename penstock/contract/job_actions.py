@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypedDict, cast, get_args
 from penstock.contract.errors import ConflictError, NotFoundError, PenstockError, RequestError
 from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.job import MAX_DEADLINE_S, MAX_TAG_CHARS, TAG_PATTERN
-from penstock.contract.output import STATES, state_of
+from penstock.contract.output import STATES
 from penstock.contract.priority import NUM_LEVELS, ClassName, Priority, class_of_level, is_background
 
 MAX_POOL_CHARS = 69
@@ -24,12 +24,9 @@ _CURSOR_PATTERN = r"([0-9a-f]{8}-[0-9a-f-]{4,27})\.([0-9a-f]{8})"
 
 
 def checked_states(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the states of a filter; a text separates them by commas. Raises RequestError for an unknown one.
-
-    `done` is an older name of `succeeded`.
-    """
+    """Return the states of a filter; a text separates them by commas. Raises RequestError for an unknown one."""
     names = given.split(",") if isinstance(given, str) else tuple(given or ())
-    states = tuple(dict.fromkeys(state_of(name) for name in names))
+    states = tuple(dict.fromkeys(names))
     wrong = [state for state in states if state not in STATES]
     if wrong:
         raise RequestError(f"state: {wrong[0][:32]!r} is not one of {', '.join(STATES)}", param="state")

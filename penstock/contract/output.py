@@ -146,13 +146,6 @@ TerminalState = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
 """`dead`: it lost its nodes too often without progress, and is a dead letter."""
 STATES: tuple[str, ...] = (*get_args(OpenState), *get_args(TerminalState))
 TERMINAL_STATES = frozenset(get_args(TerminalState))
-_OLDER_NAMES = {"done": "succeeded"}
-"""States as earlier releases stored and sent them."""
-
-
-def state_of(name: str, code: str = "") -> str:
-    """Return a state by its present name. `name` may be that of an earlier release, which called `dead` failed."""
-    return "dead" if name == "failed" and code == "node_lost" else _OLDER_NAMES.get(name, name)
 
 
 def shown_state(name: str, *, is_cancelled: bool, begins_ms: int, now_ms: int) -> str:

@@ -68,7 +68,7 @@ class EngineLoad:
     process_bytes: int = 0
     """Physical memory of the engine's process."""
     weight_bytes: int = 0
-    """Memory of the model's weights; 0 if the runner does not know it, or from a node of an earlier release."""
+    """Memory of the model's weights; 0 if the runner does not know it."""
     arithmetic: str = ""
     """The runner and the formats of weights and KV cache with which it computes."""
     num_ranks: int = 1

@@ -112,8 +112,6 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:config                 hash    join, declare; sweep, declare_dead   protocol version; the pool's policy, limits
                                                                           and incarnation (completions.py); its clock
                                                                           (prelude.lua), and the last sweep's time
-    P:schema                 hash    join, declare                        the version again, for releases of protocol
-                                                                          version 1, which look for it here
     P:profile:<id>           list    node; penstock profile (LPOP)        a node's answer to `penstock profile`, 8
                                                                           pieces at a time; 30 s
     penstock:profile:<node>  string  penstock profile; node (DEL)         a request to profile that node; 15 s
@@ -192,7 +190,7 @@ from penstock.contract.job import pool_of
 
 # The version of the queue protocol, and the refusal of pools of another version.
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 1
 """Version of the keys, scripts and records in Redis, as in prelude.lua. Processes of one pool have the same version."""
 
 

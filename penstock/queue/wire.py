@@ -15,7 +15,7 @@ from penstock.contract.errors import InvariantError, PenstockError, UnsupportedK
 from penstock.contract.fields import UNKNOWN_FIELD
 from penstock.contract.job import JobDef
 from penstock.contract.job import Request as Request
-from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, PrefillProgress, TokenLogprobs, Usage, state_of
+from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, PrefillProgress, TokenLogprobs, Usage
 from penstock.contract.pool import NodePressure, PoolEntry, PoolRecord
 from penstock.contract.problems import problem_of
 from penstock.contract.tasks import GENERATE, KINDS, Task
@@ -257,32 +257,28 @@ def decode_pool(data: bytes) -> PoolRecord:
     return _decode_record(_pool_adapter, unpack_map(data))
 
 
+def decode_any_pool(data: bytes) -> tuple[PoolRecord, int]:
+    """Decode a pool record, and its protocol version. Of another version only the names count. Raises WireError."""
+    m = unpack_map(data, of_any_version=True)
+    if (version := m["v"]) != PROTOCOL_VERSION:
+        m = {name: m[name] for name in ("pool", "model", "aliases") if name in m}
+    return _decode_record(_pool_adapter, m), version
+
+
 def encode_entry(entry: PoolEntry) -> bytes:
-    """Encode a pool's entry. Another protocol version reads it as a pool record, and so learns this one's version."""
-    return pack({"v": PROTOCOL_VERSION, "model": entry.pool, **asdict(entry)})
+    """Encode a pool's entry, which every protocol version can read."""
+    return pack({"v": PROTOCOL_VERSION, **asdict(entry)})
 
 
 _entry_adapter = TypeAdapter(PoolEntry)
 
 
-def decode_entry(pool: str, data: bytes) -> PoolEntry | tuple[PoolRecord, int]:
-    """Decode a pool's entry, or the record and the version of a pool of another protocol version.
-
-    Raises WireError, also for what belongs to another pool.
-    """
-    m = unpack_map(data, of_any_version=True)
-    if (version := m["v"]) != PROTOCOL_VERSION:
-        record = _decode_record(_pool_adapter, m)
-        _check_pool(record.pool, pool)
-        return record, version
-    entry = _decode_record(_entry_adapter, m)
-    _check_pool(entry.pool, pool)
+def decode_entry(pool: str, data: bytes) -> PoolEntry:
+    """Decode a pool's entry, of any protocol version. Raises WireError, also for what belongs to another pool."""
+    entry = _decode_record(_entry_adapter, unpack_map(data, of_any_version=True))
+    if entry.pool != pool:
+        raise WireError(f"the entry names pool {entry.pool[:64]!r}")
     return entry
-
-
-def _check_pool(named: str, pool: str) -> None:
-    if named != pool:
-        raise WireError(f"the entry names pool {named[:64]!r}")
 
 
 def decode_pressure(data: bytes) -> NodePressure:
@@ -394,7 +390,7 @@ _CHUNK_TYPES |= {"f": str, "u": list, "e": dict, "l": list, "q": list, "n": int}
 
 
 def _outcome_of(fields: dict[str, Any]) -> Outcome:
-    state = state_of(fields["state"], fields.get("code", ""))
+    state = fields["state"]
     if state not in TERMINAL_STATES:
         raise WireError(f"{state!r} is not a terminal state")
     return Outcome(cast(Any, state), fields.get("code", ""), fields.get("message", ""), fields.get("param", ""))
@@ -450,7 +446,7 @@ def decode_chunks(data: bytes) -> list[Chunk]:
 
 _PROGRESS = "g"
 _NO_INDEX = -1
-"""Stands for the index. Readers of earlier releases take the message for a chunk that they already have."""
+"""Stands for the index."""
 
 
 @dataclass(frozen=True, slots=True)

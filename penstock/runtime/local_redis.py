@@ -69,7 +69,7 @@ class LocalAddress:
     folder: Path
     locks: tuple[int, int]
     """Open, locked file descriptors of the folder and of its lock file. A lock lasts until each process that inherited
-    the descriptor has closed it. The folder's lock holds if the file is deleted; older releases lock only the file."""
+    the descriptor has closed it. The folder's lock holds if the file is deleted."""
 
     @classmethod
     def take(cls, given: Path | None) -> Self | RunningRedis:

@@ -149,7 +149,7 @@ class CompletionFeed:
                 ids = (item.job_id for item in items if isinstance(item, Completion))
                 found = [job for job_id in ids if (job := left.pop(job_id, None)) is not None]
             if clock() >= next_check_s:
-                # Tasks, rows of batches and jobs of a node of an older release are in no feed.
+                # Tasks and rows of batches are in no feed.
                 in_turn = in_turn or [*left]
                 part, in_turn = in_turn[:_CHECKED_JOBS], in_turn[_CHECKED_JOBS:]
                 found += await self._checked(tenant, left, [job_id for job_id in part if job_id in left])

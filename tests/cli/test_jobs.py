@@ -46,7 +46,7 @@ def test_jobs_are_listed_newest_first_with_filters(pool: str) -> None:
         for options, expected in (
             (("--tenant", "acme"), ["ID", ids[0]]),
             (("--state", "scheduled", "--state", "running"), ["ID", ids[1]]),
-            (("--state", "done"), ["ID", ids[0]]),
+            (("--state", "succeeded"), ["ID", ids[0]]),
             (("--tag", "cli"), ["ID", ids[1]]),
             (("--priority", "batch", "--background", "--since", "1h", "--tenant", "acme"), ["ID", ids[0]]),
             (("--until", "2026-01-01"), []),

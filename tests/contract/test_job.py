@@ -264,7 +264,7 @@ def test_tool_calls_of_all_messages_of_a_chat_have_one_limit() -> None:
     one_more = {"role": "assistant", "content": "", "tool_calls": [call]}
     with pytest.raises(ValueError, match=f"{MAX_CALLS_OF_CHAT + 1} tool calls together; the limit is"):
         new_job(prompt=None, messages=[*turns, one_more])
-    request = msgpack.packb({"v": 4, "kind": "generate", "messages": [*turns, one_more], "params": {}})
+    request = msgpack.packb({"v": 1, "kind": "generate", "messages": [*turns, one_more], "params": {}})
     with pytest.raises(WireError, match="messages: the messages have"):
         decode_request(request)
 

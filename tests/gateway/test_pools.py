@@ -11,7 +11,7 @@ import pytest
 import redis
 import redis.asyncio
 from fakes.announced_pools import announcing, withdrawing
-from fakes.older_pool import REFUSAL, make_older_pool
+from fakes.other_version import REFUSAL, make_pool_of_other_version
 
 from penstock.contract.pool import RANKS_PART, NodePressure, PoolRecord
 from penstock.gateway.app import create_app
@@ -59,10 +59,12 @@ def test_a_model_is_known_as_soon_as_it_is_announced(stack, shared_engine, redis
             client.delete(keys.nodes("late"), keys.config("late"))
 
 
-def test_a_model_of_an_older_pool_is_a_503_with_both_versions_and_not_listed(stack, shared_engine, redis_url):
+def test_a_model_of_another_version_is_a_503_with_both_versions_and_not_listed(
+    stack, shared_engine, redis_url
+):
     async def make() -> None:
         async with redis.asyncio.Redis.from_url(redis_url) as client:
-            await make_older_pool(client, "old", "acme/older")
+            await make_pool_of_other_version(client, "old", "acme/older")
 
     stack.call(make())
     with httpx.Client(base_url=stack.start_gateway(), timeout=60) as http, redis.Redis.from_url(redis_url) as client:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from fakes.older_pool import REFUSAL, make_older_pool
+from fakes.other_version import REFUSAL, make_pool_of_other_version
 from fakes.processes.reference_engine import (
     ReferenceEngine,
     reference_choice,
@@ -123,8 +123,8 @@ async def test_a_node_takes_only_what_its_kv_cache_can_hold(redis_url: str, brok
         assert max(engine.batches) <= 4
 
 
-async def test_a_node_ends_with_both_versions_if_its_pool_is_older(redis_url: str, redis: Redis) -> None:
-    await make_older_pool(redis, POOL, POOL)
+async def test_a_node_ends_with_both_versions_if_its_pool_has_another_version(redis_url: str, redis: Redis) -> None:
+    await make_pool_of_other_version(redis, POOL, POOL)
     with pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool=POOL)):
         async with running(redis_url, ReferenceEngine()):
             pass

@@ -14,7 +14,7 @@ PROGRESS = PrefillProgress(total=5_000, cached=16, processed=512, time_ms=70)
 
 
 def test_bytes_of_a_progress_message() -> None:
-    head = b"\x84\xa1v\x04\xa1j\xd9&" + JOB_ID.encode()
+    head = b"\x84\xa1v\x01\xa1j\xd9&" + JOB_ID.encode()
     assert encode_progress(JOB_ID, PROGRESS) == head + b"\xa1i\xff\xa1g\x94\xcd\x13\x88\x10\xcd\x02\x00\x46"
 
 
@@ -32,14 +32,14 @@ def test_a_reader_of_an_earlier_release_drops_progress_as_a_chunk_that_it_has() 
 @pytest.mark.parametrize(
     "value",
     [
-        {"v": 4, "j": JOB_ID, "g": [1, 2, 3]},
-        {"v": 4, "j": JOB_ID, "g": [1, 2, 3, "4"]},
-        {"v": 4, "j": JOB_ID, "g": [1, 2, 3, True]},
-        {"v": 4, "j": JOB_ID, "g": 4},
-        {"v": 4, "j": 5, "g": [1, 2, 3, 4]},
-        {"v": 4, "g": [1, 2, 3, 4]},
+        {"v": 1, "j": JOB_ID, "g": [1, 2, 3]},
+        {"v": 1, "j": JOB_ID, "g": [1, 2, 3, "4"]},
+        {"v": 1, "j": JOB_ID, "g": [1, 2, 3, True]},
+        {"v": 1, "j": JOB_ID, "g": 4},
+        {"v": 1, "j": 5, "g": [1, 2, 3, 4]},
+        {"v": 1, "g": [1, 2, 3, 4]},
         {"v": 1, "j": JOB_ID, "g": [1, 2, 3, 4]},
-        {"v": 4, "j": JOB_ID, "g": [1, 2, 3, 4], "x": [[[[[[[[[]]]]]]]]]},
+        {"v": 1, "j": JOB_ID, "g": [1, 2, 3, 4], "x": [[[[[[[[[]]]]]]]]]},
         "g",
         7,
     ],

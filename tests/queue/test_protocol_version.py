@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
-from fakes.older_pool import REFUSAL, join_as_version_1, make_older_pool
-from fakes.queue.harness import CONFIG, LEASE_MS, POOL, RECORD, P, Queue, new_job
+from fakes.other_version import OTHER, REFUSAL, join_as_other_version, make_pool_of_other_version
+from fakes.queue.harness import CONFIG, POOL, RECORD, P, Queue, new_job
 
 from penstock.contract.errors import ProtocolVersionError
 from penstock.contract.pool import NodePressure
@@ -18,7 +18,7 @@ from penstock.queue.broker.producer import Submission
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.tenants.deletion import TenantBroker
 
-MODEL = "acme/older"
+MODEL = "acme/other"
 refused = pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool=POOL))
 
 
@@ -50,25 +50,27 @@ async def contents(queue: Queue) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("call", CALLS)
-async def test_an_older_pool_is_refused_with_both_versions_and_left_unchanged(queue: Queue, call: str) -> None:
-    job_id = await make_older_pool(queue.redis, POOL, MODEL)
+async def test_another_version_is_refused_with_both_versions_and_left_unchanged(
+    queue: Queue, call: str
+) -> None:
+    job_id = await make_pool_of_other_version(queue.redis, POOL, MODEL)
     before = await contents(queue)
     with refused:
         await CALLS[call](queue, job_id)
     assert await contents(queue) == before
 
 
-async def test_an_older_pool_is_listed_with_its_version_and_not_alive(queue: Queue) -> None:
-    await make_older_pool(queue.redis, POOL, MODEL)
+async def test_a_pool_of_another_version_is_listed_with_its_version_and_not_alive(queue: Queue) -> None:
+    await make_pool_of_other_version(queue.redis, POOL, MODEL)
     (pool,) = (await queue.producer.pools()).values()
-    assert (pool.model, pool.protocol_version, pool.is_alive) == (MODEL, 1, False)
+    assert (pool.model, pool.protocol_version, pool.is_alive) == (MODEL, OTHER, False)
 
 
 @pytest.mark.parametrize("call", ["join", "heartbeat", "sweep", "submit"])
 async def test_a_later_pool_is_refused_with_both_versions(queue: Queue, call: str) -> None:
     await queue.node()
     await cast(Any, queue.redis.hset(f"{P}:config", "version", 5))
-    with pytest.raises(ProtocolVersionError, match="version 5, and this release has version 4"):
+    with pytest.raises(ProtocolVersionError, match="version 5, and this release has version 1"):
         await CALLS[call](queue, "")
 
 
@@ -77,18 +79,10 @@ async def test_a_node_writes_the_version_that_python_names(queue: Queue) -> None
     assert await cast(Any, queue.redis.hget(f"{P}:config", "version")) == b"%d" % PROTOCOL_VERSION
 
 
-@pytest.mark.parametrize("silent_ms", [0, 100 * LEASE_MS])
-async def test_a_node_of_version_1_refuses_a_pool_of_this_version(queue: Queue, silent_ms: int) -> None:
-    """Version 1 counts the nodes as alive, whatever their last heartbeat."""
-    await queue.node()
-    await queue.age("nodes", "n1", silent_ms)
-    assert await join_as_version_1(queue.redis, POOL) == [b"MISMATCH", b"version", b"4"]
-
-
-async def test_a_pool_that_version_1_took_over_is_refused(queue: Queue) -> None:
+async def test_a_pool_that_another_version_took_over_is_refused(queue: Queue) -> None:
     node = await queue.node()
     await node.broker.leave()
-    assert await join_as_version_1(queue.redis, POOL) == [b"OK"]
+    await join_as_other_version(queue.redis, POOL)
     with refused:
         await queue.node("n2")
 
@@ -97,4 +91,4 @@ async def test_a_forgotten_pool_may_have_any_version(queue: Queue) -> None:
     node = await queue.node()
     await node.broker.leave()
     await AdminBroker(queue.redis).forget(POOL)
-    assert await join_as_version_1(queue.redis, POOL) == [b"OK"]
+    assert not await cast(Any, queue.redis.exists(f"{P}:config"))

@@ -52,7 +52,7 @@ def test_rows_that_do_not_fit_a_window_come_whole():
     assert [len(entry.tokens[1]) for entry in packed.prompt_logprobs][-1] == 2999
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc0", b"\x81\xa1v\x04", b"\x82\xa1v\x04\xa1u\x90", b"\xdf\xff\xff\xff\xff"])
+@pytest.mark.parametrize("data", [b"", b"\xc0", b"\x81\xa1v\x01", b"\x82\xa1v\x01\xa1u\x90", b"\xdf\xff\xff\xff\xff"])
 def test_bytes_that_are_no_result_are_refused(data):
     with pytest.raises(WireError):
         PackedResult(data, "j", DONE)

@@ -27,7 +27,7 @@ from penstock.queue.results import PackedResult, encode_detokenized, encode_embe
 from penstock.queue.wire import Request, WireError, decode_chunks, encode_chunk
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
-HEAD = b"\x87\xa1v\x04\xa1j\xd9&" + JOB_ID.encode()
+HEAD = b"\x87\xa1v\x01\xa1j\xd9&" + JOB_ID.encode()
 CALLED = Message(role="assistant", content="", tool_calls=(ToolCall(id="c", name="f", arguments="{}"),))
 TOOLS = '[{"function":{"name":""}}]'
 CUTS = [(0, 1, 2), (1, 0, 300)]
@@ -86,7 +86,7 @@ def test_request_bytes(prompt: dict[str, Any], golden: bytes) -> None:
     job = new_job(**prompt, params=SamplingParams(n=2, stop=("x",)), tenant="acme", deadline_ms=5)
     params = b"\xa6params\x82\xa1n\x02\xa4stop\x91\xa1x"
     num_fields = bytes([0x83 + len(prompt)])
-    assert wire.encode_request(job) == num_fields + b"\xa1v\x04\xa4kind\xa8generate" + golden + params
+    assert wire.encode_request(job) == num_fields + b"\xa1v\x01\xa4kind\xa8generate" + golden + params
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_request_bytes(prompt: dict[str, Any], golden: bytes) -> None:
 )
 def test_request_bytes_of_a_task(prompt: dict[str, Any], task: Task, golden: bytes) -> None:
     data = wire.encode_request(new_job(**prompt, task=task))
-    assert data == b"\x84\xa1v\x04\xa4kind" + golden
+    assert data == b"\x84\xa1v\x01\xa4kind" + golden
     assert wire.decode_request(data) == Request(SamplingParams(**task.sampling()), **prompt, task=task)
 
 
@@ -134,7 +134,7 @@ def test_packed_prompt_of_a_task_gives_the_same_bytes() -> None:
 def test_result_bytes_of_a_task() -> None:
     data = results.encode_result((), Usage(0, 0), [], output=encode_tokenized(2, 9, [1, 70_000], ["a", "é"]))
     assert data == (
-        b"\x85\xa1v\x04\xa7choices\x90\xa1u\x93\x00\x00\x00\xa4cuts\x90\xa1o\x86\xa4kind\xa8tokenize\xa3num\x02"
+        b"\x85\xa1v\x01\xa7choices\x90\xa1u\x93\x00\x00\x00\xa4cuts\x90\xa1o\x86\xa4kind\xa8tokenize\xa3num\x02"
         b"\xa7max_len\x09\xa6tokens\xc4\x08\x01\x00\x00\x00\x70\x11\x01\x00"
         b"\xa4strs\xc4\x03a\xc3\xa9\xa4ends\xc4\x08\x01\x00\x00\x00\x03\x00\x00\x00"
     )
@@ -144,7 +144,7 @@ def test_result_bytes_of_an_embedding() -> None:
     vector = struct.pack("<2f", 1.0, -0.5)
     data = results.encode_result((), Usage(3, 0), [], output=encode_embedding(vector, 3))
     assert data == (
-        b"\x85\xa1v\x04\xa7choices\x90\xa1u\x93\x03\x00\x00\xa4cuts\x90\xa1o\x83\xa4kind\xa5embed\xa3num\x03"
+        b"\x85\xa1v\x01\xa7choices\x90\xa1u\x93\x03\x00\x00\xa4cuts\x90\xa1o\x83\xa4kind\xa5embed\xa3num\x03"
         b"\xa6vector\xc4\x08\x00\x00\x80\x3f\x00\x00\x00\xbf"
     )
     assert results.decode_result(data, JOB_ID, Outcome("succeeded"), (1, 2, 3, 4)).output == Embedding((1.0, -0.5), 3)
@@ -175,7 +175,7 @@ def test_bytes_of_log_probabilities() -> None:
 def test_result_bytes() -> None:
     data = results.encode_result((Choice(0, "hi", (5, 6), "stop"),), Usage(1, 2), [(0, 2, 2)])
     assert data == (
-        b"\x84\xa1v\x04\xa7choices\x91\x84\xa1c\x00\xa1s\xa2hi\xa1t\x92\x05\x06\xa1f\xa4stop"
+        b"\x84\xa1v\x01\xa7choices\x91\x84\xa1c\x00\xa1s\xa2hi\xa1t\x92\x05\x06\xa1f\xa4stop"
         b"\xa1u\x93\x01\x02\x00\xa4cuts\x91\x93\x00\x02\x02"
     )
 
@@ -199,7 +199,7 @@ def test_pool_record_bytes() -> None:
         )
     )
     assert data == (
-        b"\x8e\xa1v\x04\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
+        b"\x8e\xa1v\x01\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
         b"\xa9created_s\x07\xa8revision\xa2r1"
         b"\xafmax_token_bytes\x20\xabtool_parser\xa6hermes\xb0reasoning_parser\xa5think\xa8adapters\x81\xa3sql\xa202"
         b"\xa5kinds\x92\xa8generate\xa1x\xb1thinking_switches\x91\xadthinking=true"
@@ -351,7 +351,7 @@ def test_records_round_trip(pressure: NodePressure, record: PoolRecord) -> None:
 
 
 def test_keys_of_a_later_version_are_ignored() -> None:
-    chunk = {"v": 4, "j": JOB_ID, "i": 0, "x": {"new": [1]}, "lp": [0.5], "zz": None}
+    chunk = {"v": 1, "j": JOB_ID, "i": 0, "x": {"new": [1]}, "lp": [0.5], "zz": None}
     assert decode_chunks(msgpack.packb(chunk)) == [Chunk(JOB_ID, 0)]
     record = msgpack.unpackb(wire.encode_record(PoolRecord("m", "x"))) | {"new": 1}
     assert wire.decode_pool(msgpack.packb(record)) == PoolRecord("m", "x")

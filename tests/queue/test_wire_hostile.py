@@ -149,7 +149,7 @@ def test_refusal_does_not_repeat_the_prompt() -> None:
 
 @pytest.mark.parametrize("end", [{"state": "running"}, {"code": "x"}, {"state": None}, {}])
 def test_end_without_a_terminal_state_is_refused_or_no_end(end: dict[str, Any]) -> None:
-    data = msgpack.packb({"v": 4, "j": JOB_ID, "i": 0, "e": end})
+    data = msgpack.packb({"v": 1, "j": JOB_ID, "i": 0, "e": end})
     if not end:
         assert decode_chunks(data)[0].outcome is None
         return
@@ -160,13 +160,13 @@ def test_end_without_a_terminal_state_is_refused_or_no_end(end: dict[str, Any]) 
 @pytest.mark.parametrize("ext", [msgpack.ExtType(5, b"x"), msgpack.ExtType(5, b""), msgpack.Timestamp(1, 2)])
 def test_extension_types_are_refused(ext: object) -> None:
     with pytest.raises(WireError):
-        decode_chunks(msgpack.packb({"v": 4, "j": JOB_ID, "i": 0, "x": ext}))
+        decode_chunks(msgpack.packb({"v": 1, "j": JOB_ID, "i": 0, "x": ext}))
 
 
 @pytest.mark.parametrize(("levels", "fine"), [(7, True), (8, False), (400, False), (5000, False)])
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1x"])
 def test_depth_is_bounded(opening: bytes, levels: int, fine: bool) -> None:
-    data = b"\x84\xa1v\x04\xa1j\xa1j\xa1i\x00\xa1x" + opening * levels + b"\x00"
+    data = b"\x84\xa1v\x01\xa1j\xa1j\xa1i\x00\xa1x" + opening * levels + b"\x00"
     if fine:
         assert decode_chunks(data) == [Chunk("j", 0)]
         return
@@ -191,7 +191,7 @@ def test_oversized_message_is_refused_unread() -> None:
     ],
 )
 def test_declared_lengths_reserve_no_memory(bomb: bytes) -> None:
-    data = (b"\x84\xa1v\x04\xa1j\xa1j\xa1i\x00\xa1x" + bomb).ljust(64 * 1024, b"\x00")
+    data = (b"\x84\xa1v\x01\xa1j\xa1j\xa1i\x00\xa1x" + bomb).ljust(64 * 1024, b"\x00")
     with traced() as peak:
         with pytest.raises(WireError):
             decode_chunks(data)
@@ -272,7 +272,7 @@ def test_no_input_crashes_a_decoder_or_makes_it_reserve_memory() -> None:
 
 def test_map_keys_are_strings() -> None:
     with pytest.raises(WireError):
-        decode_chunks(msgpack.packb({"v": 4, "j": "j", "i": 0, 5: 6}))
+        decode_chunks(msgpack.packb({"v": 1, "j": "j", "i": 0, 5: 6}))
     with pytest.raises(WireError, match="expected a msgpack map"):
         decode_chunks(b"\x01")
 

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
-from penstock.contract.output import TERMINAL_STATES, Outcome, state_of
+from penstock.contract.output import TERMINAL_STATES, Outcome
 from penstock.contract.pool import NodePressure, PoolEntry, PoolRecord
 from penstock.contract.priority import NUM_LEVELS, is_background
 from penstock.queue import keys, wire
@@ -319,7 +319,6 @@ class AdminBroker:
             redis.lrange(keys.log(job_id), 0, -1),
             redis.get(keys.result(job_id)),
         )
-        state = state_of(state, code)
         outcome = Outcome(cast(Any, state), code, message, param) if state in TERMINAL_STATES else None
         return JobHistory(job_id, outcome, tuple(log), result)
 

@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 from penstock.contract.errors import RequestError
 from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.job import MAX_TAGS, pool_of
-from penstock.contract.output import TERMINAL_STATES, state_of
+from penstock.contract.output import TERMINAL_STATES
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.wire import pack
@@ -315,7 +315,7 @@ class CompletionBroker:
                     pipe.hmget(keys.job(job_id), "state", "tenant")
                 found = await pipe.execute()
         own = tenant.encode()
-        return [state_of(state.decode()) if state and owner == own else None for state, owner in found]
+        return [state.decode() if state and owner == own else None for state, owner in found]
 
 
 def merged(cursor: CompletionCursor, pages: Sequence[FeedPage]) -> FeedPage:
@@ -360,15 +360,14 @@ def _completion(pool: str, entry: _Entry) -> Completion:
     return Completion(f"{pool}.{uuid}", state, tuple(tags), entry.id.ms)
 
 
-_KEPT_FIELDS = ("state", "finished", "code", "n", "in_feed", *(f"tag{number}" for number in range(1, MAX_TAGS + 1)))
+_KEPT_FIELDS = ("state", "finished", "n", "in_feed", *(f"tag{number}" for number in range(1, MAX_TAGS + 1)))
 
 
 def _kept(job_id: str, record: Any) -> Completion | None:
     """Return the completion of a job from its record; None for an open job, and one that is in no feed."""
     if isinstance(record, Exception):
         return None  # A damaged record hides this job alone.
-    name, finished, code, num_sequences, in_feed, *tags = ((value or b"").decode() for value in record)
-    state = state_of(name, code)
+    state, finished, num_sequences, in_feed, *tags = ((value or b"").decode() for value in record)
     if state not in TERMINAL_STATES or num_sequences == "0" or in_feed == "0" or not finished.isdecimal():
         return None
     return Completion(job_id, state, tuple(filter(None, tags)), int(finished))

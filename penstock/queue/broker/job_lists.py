@@ -324,7 +324,7 @@ def _letter(job_id: str, values: Sequence[bytes | None]) -> DeadLetter:
         (value or b"").decode() for value in values
     )
     numbers = (int(submitted), int(finished), int(chunks), int(preemptions))
-    # `node@ms node@ms`. An older version wrote the nodes alone; their time is 0.
+    # `node@ms node@ms`
     parts = (loss.partition("@") for loss in losses.split())
     lost = tuple(Loss(node_id, int(at_ms or 0)) for node_id, _, at_ms in parts)
     kind = (class_of_level(int(level)), is_background(int(level)))

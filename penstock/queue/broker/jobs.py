@@ -26,7 +26,6 @@ from penstock.contract.output import (
     QueuePosition,
     Usage,
     shown_state,
-    state_of,
 )
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, Priority, class_of_level, is_background
 from penstock.queue import keys, wire
@@ -176,7 +175,7 @@ def ledger_of(fields: Mapping[str, str]) -> JobLedger:
     """Return a job's ledger from STATUS_FIELDS of its record."""
     usage, kv_token_ms = _used(fields["used"])
     return JobLedger(
-        state_of(fields["state"], fields["code"]),
+        fields["state"],
         *times_ms_of(fields),
         node_id=fields["node"],
         retaken_ms=whole(fields["retaken"]),
@@ -201,7 +200,7 @@ def pool_ms(time: tuple[int, int], ahead_ms: bytes | None) -> int:
 
 def outcome_of(fields: Mapping[str, str]) -> Outcome | None:
     """Return how a job ended, or None for an open job."""
-    state = state_of(fields["state"], fields["code"])
+    state = fields["state"]
     if state not in TERMINAL_STATES:
         return None
     if state == "succeeded":

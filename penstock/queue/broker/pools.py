@@ -32,7 +32,6 @@ from penstock.queue import keys, wire
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.jobs import CLOCK_FIELDS, LEASE_MS, pool_ms, whole
 from penstock.queue.broker.queue_state import QueueReader, queue_state
-from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.wire import WireError
 
 # The list of pools in penstock:pools. It is a hint: a listed name is a pool only if it has a record.
@@ -71,9 +70,6 @@ class ListedPool:
     """A name of the list with its entry. A damaged entry allows the pool's own name alone."""
 
     entry: PoolEntry
-    older: PoolRecord | None = None
-    """The record of a pool of another protocol version, which announces it here."""
-    protocol_version: int = PROTOCOL_VERSION
     is_damaged: bool = False
 
 
@@ -136,11 +132,7 @@ def name_of(name: bytes) -> str | None:
 
 def parsed(pool: str, data: bytes) -> ListedPool:
     """Return a field of the list. Raises WireError."""
-    match wire.decode_entry(pool, data):
-        case (record, version):
-            return ListedPool(PoolEntry(pool), record, version)
-        case entry:
-            return ListedPool(entry)
+    return ListedPool(wire.decode_entry(pool, data))
 
 
 async def pool_names(redis: Redis) -> list[str]:

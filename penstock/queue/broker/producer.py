@@ -334,15 +334,13 @@ class ProducerBroker:
             time, listed = await asyncio.gather(cast(Any, self._redis).time(), self._list.read())
             records = await asyncio.gather(*(self._record_of(one) for one in listed.values()))
             found = [(one, record) for one, record in zip(listed.values(), records, strict=True) if record is not None]
-            served = await asyncio.gather(*(self._served(one, record, time) for one, record in found))
+            served = await asyncio.gather(*(self._served(one, *record, time) for one, record in found))
         self._list.known = {one.entry.pool: one for one, _ in found}
         by_name = {pool.pool: pool for pool in served}
         return dict(sorted(by_name.items(), key=lambda item: not item[1].is_alive))
 
-    async def _record_of(self, listed: ListedPool) -> PoolRecord | None:
-        """Return a pool's record, None without one. An unreadable record is logged; its nodes write it again."""
-        if listed.older is not None:
-            return listed.older
+    async def _record_of(self, listed: ListedPool) -> tuple[PoolRecord, int] | None:
+        """Return a pool's record and version, None without one. An unreadable record is logged."""
         pool = listed.entry.pool
         try:
             data = await self._redis.get(keys.record(pool))
@@ -353,8 +351,8 @@ class ProducerBroker:
             self._logged.warn("unreadable pool record", keys.record(pool), error)
             return None
 
-    async def _served(self, listed: ListedPool, record: PoolRecord, time: tuple[int, int]) -> ServedPool:
-        pool, version = record.pool, listed.protocol_version
+    async def _served(self, listed: ListedPool, record: PoolRecord, version: int, time: tuple[int, int]) -> ServedPool:
+        pool = record.pool
         if version != PROTOCOL_VERSION:
             return ServedPool(**asdict(record), is_alive=False, protocol_version=version)
         redis = cast(Any, self._redis)
@@ -386,10 +384,11 @@ class ProducerBroker:
         return _fields_of(STATUS_FIELDS, values, job_id, tenant)
 
     async def _check_level(self, level: bytes | None, job_id: str) -> None:
-        """Raise ProtocolVersionError for a record of version 1, which has another name for this field."""
+        """Raise ProtocolVersionError for a record without this field in a pool of another version."""
         pool = pool_of(job_id)
-        if not level and not await cast(Any, self._redis.hexists(keys.config(pool), "version")):
-            raise other_version(pool, 1)
+        version = None if level else await cast(Any, self._redis.hget(keys.config(pool), "version"))
+        if version not in (None, b"%d" % PROTOCOL_VERSION):
+            raise other_version(pool, version.decode())
 
 
 def _fields_of(names: Sequence[str], values: Sequence[bytes | None], job_id: str, tenant: str) -> dict[str, str]:
@@ -400,11 +399,11 @@ def _fields_of(names: Sequence[str], values: Sequence[bytes | None], job_id: str
     return readable(fields)
 
 
-def _decoded_record(pool: str, data: bytes) -> PoolRecord:
-    record = wire.decode_pool(data)
+def _decoded_record(pool: str, data: bytes) -> tuple[PoolRecord, int]:
+    record, version = wire.decode_any_pool(data)
     if record.pool != pool:
         raise WireError(f"the record names pool {record.pool[:64]!r}")
-    return record
+    return record, version
 
 
 def _no_job(job_id: str) -> NotFoundError:

@@ -137,7 +137,7 @@ def queue_state(
 
 
 def _sums(rows: Iterable[tuple[float, ...]]) -> list[float]:
-    """Return the sum per level. A node of an earlier release may report fewer levels, or none."""
+    """Return the sum per level. A record may have fewer levels, or none."""
     return [sum(column) for column in zip_longest(NO_JOBS, *rows, fillvalue=0)][:NUM_LEVELS]
 
 

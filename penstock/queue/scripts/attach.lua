@@ -8,8 +8,7 @@
 local id, tenant, inbox, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local job = read_job(id)
 if not job or job.tenant ~= tenant then return {'NOT_FOUND'} end
--- A job of protocol version 1 has no such field.
-if job.level == '' then check_version(older_version()) end
+check_version(redis.call('HGET', KEYS[1], 'version') or PROTOCOL_VERSION)
 if not is_terminal(job.state) and channels.differ(job, channel) then return {'CHANNEL_CONFLICT'} end
 redis.call('ZREM', P .. ':free', '')
 local pushed, now = 1, clock()

@@ -36,7 +36,7 @@ local function keys_of(job)
   if not job then return {} end
   local keys = {}
   for _, tag in ipairs(lists.read_tags(job.id)) do keys['tagged:' .. job.tenant .. ':' .. tag] = '0' end
-  local list = is_terminal(job.state) and (job.state == 'done' and 'succeeded' or job.state) or job.state
+  local list = job.state
   if job.state == 'queued' and job.entry == DELAYED and
     redis.call('ZSCORE', P .. ':delayed:' .. lane_of(job), job.id) then list = 'scheduled' end
   keys[string.sub(lists.key(list, job.tenant), #P + 2)] = '0'

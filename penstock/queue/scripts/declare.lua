@@ -2,15 +2,11 @@
 -- keeps its config and its record, because its nodes know them better.
 -- ARGV: the pool's record (wire.py), then its config as field value …
 -- Answer: {OK} | {EXISTS}
-local ENDLESS_MS = 10 ^ 15
 local now = clock()
-check_version(older_version())
 if read_config() then
   redis.call('SET', P .. ':record', ARGV[1], 'NX')
   return {'EXISTS'}
 end
 redis.call('HSET', KEYS[1], 'version', PROTOCOL_VERSION, 'incarnation', now, unpack(ARGV, 2))
--- As in join.lua: a node of protocol version 1 looks here.
-redis.call('HSET', P .. ':schema', 'version', PROTOCOL_VERSION, 'lease_ms', ENDLESS_MS)
 redis.call('SET', P .. ':record', ARGV[1])
 return {'OK'}

@@ -38,7 +38,6 @@ end
 local function finish_job(row, result)
   local id, lease, index, state, code, message, param = unpack(row, 1, 7)
   local kv_token_ms, chunks, preemptions = tonumber(row[8]), row[14], row[13]
-  if state == 'done' then state = 'succeeded' end
   if not is_terminal(state) then return 'ERR BAD_STATE ' .. state end
   local job = config and mended(read_job(id, FIELDS))
   if not job then return 'GONE' end

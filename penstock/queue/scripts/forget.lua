@@ -13,7 +13,7 @@ for _, tenant in ipairs(redis.call('HKEYS', P .. ':stored')) do
   end
 end
 for _, tenant in ipairs(redis.call('ZRANGE', P .. ':ended', 0, -1)) do redis.call('DEL', P .. ':ended:' .. tenant) end
-for _, name in ipairs({'record', 'schema', 'nodes', 'revisions', 'free', 'pressure', 'adapters', 'reservations', 'head_served',
+for _, name in ipairs({'record', 'nodes', 'revisions', 'free', 'pressure', 'adapters', 'reservations', 'head_served',
   'background_turns', 'delayed', 'deadlines', 'tasks', 'tenant_tasks', 'backlog', 'queued', 'queued_background', 'stored',
   'reserved', 'may_use', 'awaiting', 'lengths', 'expiry', 'readers', 'seats', 'sweep', 'counts', 'events', 'audit',
   'dead_letters', 'paused', 'bulks', 'ended', 'ended_before', 'outbox',

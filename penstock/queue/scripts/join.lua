@@ -2,8 +2,6 @@
 -- different config is refused. A dead node that was not swept yet does not count: no process may be left to sweep it.
 -- ARGV: node revision, then the config as field value …
 -- Answer: {OK} | {MISMATCH, field, the pool's value}
-local ENDLESS_MS = 10 ^ 15
-check_version(older_version())
 local node, revision, config, now = ARGV[1], ARGV[2], read_config(), clock()
 local alive = config and redis.call('ZCOUNT', P .. ':nodes', now - config.lease_ms, '+inf') or 0
 for at = 3, #ARGV, 2 do
@@ -19,9 +17,6 @@ redis.call('ZREM', P .. ':free', '')
 redis.call('HSET', KEYS[1], 'version', PROTOCOL_VERSION, unpack(ARGV, 3))
 -- Cursors into completions state it, so they notice that Redis lost everything.
 redis.call('HSETNX', KEYS[1], 'incarnation', now)
--- A node of protocol version 1 reads its version and lease here. While P:nodes lists a node, it refuses to join, and
--- with an endless lease its scripts sweep nothing.
-redis.call('HSET', P .. ':schema', 'version', PROTOCOL_VERSION, 'lease_ms', ENDLESS_MS)
 if redis.call('ZADD', P .. ':nodes', now, node) == 1 then note_event(now, 'node_joined', node, '-', '-', '-') end
 redis.call('ZADD', P .. ':revisions', now, revision)
 return {'OK'}

@@ -90,8 +90,6 @@ local function fits(id, is_tagged)
   if not job.state or (levels and not levels[values[2] or '']) then return false end
   if states then
     local state = shown_state(job, now)
-    if state == 'done' then state = 'succeeded' end
-    if state == 'failed' and redis.call('HGET', job_key(id), 'code') == 'node_lost' then state = 'dead' end
     if not states[state] then return false end
   end
   return asked.tag == '' or is_tagged or has_tag(id)

@@ -50,7 +50,7 @@
 -- queue.lua replaces it for its scripts.
 local redis = redis
 local P = string.sub(KEYS[1], 1, -8)
-local PROTOCOL_VERSION = '4'
+local PROTOCOL_VERSION = '1'
 local CLASSES, LEVELS = 3, 6
 local MAX_INBOXES = 16
 local MAX_DEBTS = 1000
@@ -151,9 +151,6 @@ local function check_version(version)
   end
 end
 
--- The version of a pool without P:config: that of an unknown pool is ours. Protocol version 1 has it in P:schema.
-local function older_version() return redis.call('HGET', P .. ':schema', 'version') or PROTOCOL_VERSION end
-
 -- The default of a pool's setting, which stands in for a damaged one until a heartbeat writes the pool's own again; nil for
 -- one that may be absent. gpu_node/settings.py has the same values.
 local function default_of(name)
@@ -167,7 +164,7 @@ local function read_config(names)
   names = names or CONFIG_FIELDS
   local values = redis.call('HMGET', KEYS[1], 'ahead_ms', 'swept_ms', 'lease_ms', unpack(names))
   pool_time.read(values[1], values[2], values[3])
-  check_version(values[4] or older_version())
+  if values[4] then check_version(values[4]) end
   if not values[4] then return nil end
   local config = {}
   for i, name in ipairs(names) do
@@ -237,9 +234,7 @@ local function free_seats(node)
 end
 
 local function is_terminal(state)
-  -- Earlier releases called `succeeded` done.
-  return state == 'succeeded' or state == 'failed' or state == 'cancelled' or state == 'expired' or state == 'dead' or
-    state == 'done'
+  return state == 'succeeded' or state == 'failed' or state == 'cancelled' or state == 'expired' or state == 'dead'
 end
 
 -- The state that callers see. Redis stores a scheduled job as queued, and a cancelling one as running (output.py,

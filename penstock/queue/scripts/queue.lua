@@ -658,18 +658,6 @@ do
     count_now(P .. ':may_use', job.tenant, job.may_use)
   end
 
-  -- Drops the bounds of ended jobs among the largest ones: a script of an older release ends a job without that.
-  local function drop_ended(tenant)
-    local has_dropped = false
-    for _, id in ipairs(redis.call('ZREVRANGE', bounds_key(tenant), 0, MAX_LOOKED_AT - 1)) do
-      if is_terminal(redis.call('HGET', job_key(id), 'state') or 'succeeded') then
-        remove_bound(id, tenant)
-        has_dropped = true
-      end
-    end
-    return has_dropped
-  end
-
   -- The tokens of a tenant's jobs that ended in the last minute: their sum, and {slot, tokens} from the oldest slot on.
   local function used_lately(tenant, now)
     local slots, sum, oldest = {}, 0, math.floor(now / SLOT_MS) - NUM_SLOTS + 1
@@ -690,7 +678,6 @@ do
     local used, slots = used_lately(job.tenant, now)
     local over = used + sum - math.max(largest, job.may_use) - job.minute_tokens
     if over <= 0 then return 0 end
-    if drop_ended(job.tenant) then return token_wait_of(job, now) end
     for _, one in ipairs(slots) do
       over = over - one[2]
       if over <= 0 then return math.max(1, (one[1] + NUM_SLOTS) * SLOT_MS - now) end

@@ -733,7 +733,7 @@ do
 end
 
 -- Takes the oldest tasks that the walk did not reach. An isolated one waits for its place in the order. An id is stale
--- if a node of an older release took the job, since that release does not know P:tasks.
+-- if Redis lost the job's record, or P:tasks lists what is no waiting task.
 local stale = {}
 
 local function take_tasks()

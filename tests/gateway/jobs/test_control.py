@@ -84,7 +84,7 @@ def test_jobs_have_tags_and_metadata_and_are_listed_by_them(callers: Callers) ->
     assert answer.status_code == 200, answer.text
     (found,) = http.get("/v1/jobs", params={"tag": "http:chat"}).json()["data"]
     assert (found["state"], found["metadata"], "custom_id" in found) == ("succeeded", {"of": "chat"}, False)
-    assert listed(http, tag="http:chat", state="done") == [found["id"]]
+    assert listed(http, tag="http:chat", state="succeeded") == [found["id"]]
 
 
 @pytest.mark.parametrize(

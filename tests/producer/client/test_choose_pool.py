@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fakes.older_pool import REFUSAL
+from fakes.other_version import OTHER, REFUSAL
 from uuid_utils import uuid7
 
 from penstock.contract.errors import NotFoundError, PenstockError, ProtocolVersionError, RequestError, UnavailableError
@@ -57,12 +57,12 @@ def test_errors_hide_the_served_models_on_request() -> None:
 
 
 def test_a_pool_of_another_protocol_version_is_refused_by_name() -> None:
-    older = replace(pool("m", is_alive=False), protocol_version=1)
+    older = replace(pool("m", is_alive=False), protocol_version=OTHER)
     for name in (None, "m", "acme/m", "alias"):
         with pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool="m")):
             choose_pool([older], name)
 
 
 def test_another_pool_of_the_model_serves_beside_one_of_another_protocol_version() -> None:
-    older, live = replace(pool("old", "acme/m", is_alive=False), protocol_version=1), pool("new", "acme/m")
+    older, live = replace(pool("old", "acme/m", is_alive=False), protocol_version=OTHER), pool("new", "acme/m")
     assert choose_pool([older, live], "acme/m").pool == "new"

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from fakes.fake_node import MODEL, POOL, PROMPT_TOKENS, FakeNode, Say, fake_text, fake_tokens
-from fakes.older_pool import REFUSAL, make_older_pool
+from fakes.other_version import REFUSAL, make_pool_of_other_version
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -464,9 +464,11 @@ async def test_connecting_twice_at_once_subscribes_once(redis_url: str, redis: R
     await client.close()
 
 
-async def test_a_model_of_an_older_pool_is_refused_with_both_versions(client: AsyncClient, redis: Redis) -> None:
-    job_id = await make_older_pool(redis, "old", "acme/older")
-    for model in ("acme/older", "older", "old"):
+async def test_a_model_of_another_version_is_refused_with_both_versions(
+    client: AsyncClient, redis: Redis
+) -> None:
+    job_id = await make_pool_of_other_version(redis, "old", "acme/older")
+    for model in ("acme/older", "other", "old"):
         with pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool="old")):
             await client.submit("hello", model=model)
     with pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool="old")):

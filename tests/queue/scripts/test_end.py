@@ -219,7 +219,7 @@ async def test_terminal_chunk_is_what_msgpack_makes_of_the_same_map(
 
     data = (await queue.log(taken.job_id))[-1]
     end = {"state": outcome.state, "code": outcome.code, "message": outcome.message, "param": outcome.param}
-    assert data == msgpack.packb({"v": 4, "j": taken.job_id, "i": num_chunks, "e": end})
+    assert data == msgpack.packb({"v": 1, "j": taken.job_id, "i": num_chunks, "e": end})
     assert decode_chunks(data) == [Chunk(taken.job_id, num_chunks, outcome=outcome)]
 
 
