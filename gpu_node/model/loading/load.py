@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.families import family_of
+from penstock.gpu_node.model.architecture.limits import check_config
 from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK
@@ -81,6 +82,7 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
         if any(part.stamp not in stamps for part in gguf.parts):
             raise _replaced(model)
     described = _describe(opened, config, options)
+    described.check_sizes()
     return FoundModel(model, config, described, stamps, opened.tokenizer)
 
 
@@ -286,8 +288,11 @@ def _has_gpu() -> bool:
 
 def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptions) -> Description:
     source, family = opened.source, family_of(config)
+    check_config(config, source.folder / "config.json")
     try:
         spec = family.spec_of(config)
+    except ConfigError as error:
+        raise ConfigError(f"{source.folder}/config.json: {error.message}") from error
     except KeyError as error:
         raise ConfigError(f"{source.folder}/config.json has no {error}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
