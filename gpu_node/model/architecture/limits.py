@@ -30,8 +30,10 @@ MAX_TEXT_BYTES = 16 << 20
 """Of a text there."""
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
-MAX_NORMALIZED_GROWTH = 32
-"""Characters that a tokenizer's normalizer may make of one."""
+MAX_TOKENIZER_ENTRIES = 2 * MAX_VOCAB
+"""Keys or lists of such a JSON file, which are more than its tokens; five times as many texts."""
+MAX_GROWTH = 32
+"""Characters that a tokenizer's normalizer or decoder may make of one."""
 
 MAX_EXPERT_MATRICES = 1 << 17
 """Layers times experts."""

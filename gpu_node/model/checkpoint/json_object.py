@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.limits import MAX_DESCRIPTION_BYTES
+from penstock.gpu_node.model.architecture.limits import MAX_DESCRIPTION_BYTES, MAX_TEMPLATE_BYTES
 from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 
 
@@ -37,3 +37,14 @@ def read_within(path: Path, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise ConfigError(f"{path} has more than {max_bytes:,} bytes, the most that such a file may have")
     return content
+
+
+def read_template(path: Path) -> str:
+    """Return a chat template's text. Raises ConfigError for a file that is too large, unreadable or not UTF-8."""
+    try:
+        text = read_within(path, MAX_TEMPLATE_BYTES).decode()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
