@@ -247,6 +247,17 @@ class ModelSpec:
         return self.layer_ropes or (self.rope,) * self.num_layers
 
     @property
+    def num_weights(self) -> int:
+        """The numbers in all matrices."""
+        times = {"mlp_in": self.experts.count, "mlp_out": self.experts.count} if self.experts is not None else {}
+        layer = sum(
+            times.get(matrix, 1) * rows * self.columns_of(matrix)
+            for matrix in MATRICES
+            for _, rows in self.parts_of(matrix)
+        )
+        return self.num_layers * layer + (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
+
+    @property
     def adapted_matrices(self) -> tuple[MatrixName, ...]:
         """The matrices of a layer that LoRA adapters may change: not those of experts."""
         return MATRICES if self.experts is None else ("qkv", "out")

@@ -99,7 +99,6 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
     rank, factor = _rank_and_factor(config)
     if rank > max_rank:
         raise ConfigError(f"{CONFIG_FILE}: r is {rank}, more than max_lora_rank {max_rank}")
-    _check_size(weights, spec, rank)
     # Read into memory: a write to a mapped file would change the tensors, and truncation would crash the process.
     read = read_safetensors(weights, np.frombuffer(weights.read_bytes(), np.uint8))
     # PEFT's module names an adapter; a file that was saved without PEFT's own function keeps that name.
@@ -118,7 +117,7 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
 
 
 def _check_size(weights: Path, spec: ModelSpec, rank: int) -> None:
-    """Refuse a file that is larger than an adapter of all matrices in float32, because it is read into memory."""
+    """Refuse a file larger than an adapter of all matrices in float32, because it is hashed and read into memory."""
     numbers = sum(
         rank * (rows + spec.columns_of(matrix)) for matrix in spec.adapted_matrices for _, rows in spec.parts_of(matrix)
     )
@@ -275,6 +274,7 @@ class AdapterLibrary:
         stamp = tuple((file.st_size, file.st_mtime_ns) for file in files)
         known = self._digests.get(folder)
         if known is None or known[0] != stamp:
+            _check_size(_weights_of(folder), self._spec, self._max_rank)
             known = self._digests[folder] = stamp, digest_of(folder)
         return known[1]
 
