@@ -26,7 +26,7 @@ from penstock.gpu_node.engine.text.template_worker import WORKER_MEMORY_MIB
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer, read_tokenizer_files
 
 MIB = 500
-SPACES = [
+SPACES: list[dict[str, Any]] = [
     {"type": "Prepend", "prepend": "\u2581"},
     {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
 ]
@@ -120,7 +120,9 @@ def _sequence(*steps: dict[str, Any]) -> dict[str, Any]:
 
 
 def _charsmap(text: str) -> str:
-    return base64.b64encode(bytes(4) + text.encode() + b"\0").decode()
+    """Return a map with an empty trie, and a text that could replace a character."""
+    trie = bytes(1024)
+    return base64.b64encode(len(trie).to_bytes(4, "little") + trie + text.encode() + b"\0").decode()
 
 
 @pytest.mark.parametrize(
@@ -206,6 +208,10 @@ def test_a_text_of_a_plain_tokenizer_may_be_as_long_as_before(folder: Path) -> N
 
 
 def test_a_charsmap_counts(folder: Path) -> None:
+    backend = Tokenizer(_edit(folder, normalizer=_precompiled("y" * 32), pre_tokenizer=None), vocab_size=384)
+    assert backend.encode("a text")
+    with pytest.raises(RequestError, match="without lone surrogates"):
+        backend.encode("\ud800")
     said = said_within(MIB, partial(_loaded, _edit(folder, normalizer=_precompiled("y" * 33))))
     assert "the normalizer of its tokenizer.json may make 33 characters of one" in said
 
