@@ -16,7 +16,7 @@ from penstock.contract.errors import ConfigError
 MAX_VOCAB = 1 << 20
 MAX_DESCRIPTION_BYTES = 16 << 20
 """Of a JSON file that describes a model, its tokenizer or an adapter. Python takes up to 32 bytes for each."""
-MAX_INDEX_BYTES = 64 << 20
+MAX_INDEX_BYTES = 32 << 20
 MAX_HEADER_BYTES = 32 << 20
 """Of a safetensors file's header."""
 MAX_TENSORS = 1 << 20
