@@ -67,7 +67,8 @@ def test_a_token_of_an_absurd_id_is_refused_before_lists_are_made(folder: Path, 
     _edit_vocab(folder, far=token_id)
     said = said_within(MIB, partial(_loaded, folder))
     assert said.startswith("ConfigError")
-    assert f"'far' has the id {token_id}; ids must be below 1,048,576" in said
+    assert f"'far' has the id {token_id}" in said
+    assert "ids must be below 1,048,576" in said
 
 
 def test_an_added_token_of_an_absurd_id_is_refused_before_lists_are_made(folder: Path) -> None:
@@ -76,7 +77,7 @@ def test_an_added_token_of_an_absurd_id_is_refused_before_lists_are_made(folder:
     _edit(folder, added_tokens=[*added, added[0] | {"id": (1 << 32) - 1, "content": "<far>"}])
     said = said_within(MIB, partial(_loaded, folder))
     assert said.startswith("ConfigError")
-    assert "an added token with the id 4294967295; ids must be below 1,048,576" in said
+    assert "an added token with the id 4294967295" in said
 
 
 @pytest.mark.parametrize("listed", [{"4294967296": "<x>"}, {"-1": "<x>"}, {"one": "<x>"}, ["<x>"], {"5": {}}, {"5": 7}])
