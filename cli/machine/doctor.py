@@ -187,6 +187,7 @@ async def check_nodes(url: str, names: Mapping[str, str] = MappingProxyType({}))
     try:
         async with AsyncClient(url, pools={}) as client:
             pools, _ = await client.pool_stats()
+            records = await client.pools()
             events = {one.pool: one.events for one in await client.activity([pool.pool for pool in pools])}
     except UnavailableError as error:
         return [_unusable(url, error)]
@@ -195,6 +196,9 @@ async def check_nodes(url: str, names: Mapping[str, str] = MappingProxyType({}))
     for pool in pools:
         right = own.get(pool.pool, next(iter(names), url))
         checks += judge_pool(pool) if right == url else judge_stray(pool, names[right])
+        record = records.get(pool.pool)
+        if pool.nodes and record is not None and record.capabilities:
+            checks.append(Check("ok", "pool", f"{pool.pool}: its model is good for {', '.join(record.capabilities)}"))
         checks += judge_lost(pool, events.get(pool.pool, ()), time.time())
     absent = [name for name, of_pool in own.items() if of_pool == url and name not in {pool.pool for pool in pools}]
     advice = "start a node of it, with this PENSTOCK_POOLS; or correct the name (penstock pools list)"

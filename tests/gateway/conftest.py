@@ -118,6 +118,7 @@ class EchoEngine:
         self.leaves_core_free = False
         self.background_due = False
         self.sampling_defaults: dict[str, int | float] = {}
+        self.capabilities: tuple[str, ...] = ()
         self.step_s = 0.0
         self.may_go_on = threading.Event()
         """While it is clear, requests wait after `waits_after` tokens: a reader sees the first of these alone.

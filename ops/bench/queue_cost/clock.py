@@ -64,6 +64,7 @@ class ClockEngine:
         self.leaves_core_free = num_busy < len(os.sched_getaffinity(0))
         self.background_due = False
         self.sampling_defaults: dict[str, int | float] = {}
+        self.capabilities: tuple[str, ...] = ()
         self._step_s = step_s
         self._num_busy = num_busy
         self._rounds = _rounds_of(step_s) if num_busy else 0

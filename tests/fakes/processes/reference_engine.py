@@ -201,6 +201,7 @@ class ReferenceEngine:
         self.holds_at: int | None = None
         """A choice that has so many tokens gets no more before this is None."""
         self.sampling_defaults: dict[str, int | float] = {}
+        self.capabilities: tuple[str, ...] = ()
         self.batches: deque[int] = deque(maxlen=MAX_REMEMBERED)
         self.callers: deque[tuple[int, str, float]] = deque(maxlen=MAX_REMEMBERED)
         self._num_steps = 0
