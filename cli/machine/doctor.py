@@ -273,13 +273,13 @@ def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
             "warn",
             "Redis",
             "no maxmemory",
-            "redis-cli CONFIG SET maxmemory 2gb, or what the machine can spare: a full machine kills Redis, a full Redis only "
-            "refuses new jobs",
+            "redis-cli CONFIG SET maxmemory 2gb, or what the machine can spare: a full machine kills Redis, "
+            "a full Redis only refuses new jobs",
         )
     if int(info.get("aof_enabled", 0)):
         yield Check("ok", "Redis", "append-only file is on")
     else:
-        advice = "redis-cli CONFIG SET appendonly yes (penstock serve: --data-dir FOLDER); else a restart of Redis loses all jobs"
+        advice = "redis-cli CONFIG SET appendonly yes (serve: --data-dir FOLDER); else a restart loses all jobs"
         yield Check("warn", "Redis", "append-only file is off", advice)
 
 

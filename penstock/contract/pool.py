@@ -139,6 +139,11 @@ class QueueState:
         return self.waiting["queued"].count
 
     @property
+    def num_waiting(self) -> int:
+        """Number of jobs that wait, for whatever reason."""
+        return sum(sum(jobs.count) for jobs in self.waiting.values())
+
+    @property
     def background_share(self) -> float | None:
         """Share of background work in the engines' time in the last minute."""
         return None if self.engine_shares is None else sum(self.engine_shares[NUM_PRIORITIES:])
