@@ -360,10 +360,9 @@ class ProducerBroker:
         if version != PROTOCOL_VERSION:
             return ServedPool(**asdict(record), is_alive=False, protocol_version=version)
         redis = cast(Any, self._redis)
-        (max_open_jobs, *clock), heartbeats, events, adapters = await asyncio.gather(
+        (max_open_jobs, *clock), heartbeats, adapters = await asyncio.gather(
             redis.hmget(keys.config(pool), ["max_open_jobs", *CLOCK_FIELDS]),
             redis.zrevrange(keys.nodes(pool), 0, 0, withscores=True),
-            redis.zrevrange(keys.events(pool), 0, 0, withscores=True),
             redis.hgetall(keys.adapters(pool)),
         )
         digests: dict[str, str] = {}
@@ -375,6 +374,7 @@ class ProducerBroker:
         is_alive = bool(heartbeats) and heartbeats[0][1] >= self._alive_since_ms(pool, time, *clock)
         # While all nodes are dead, the last announced adapters are kept, because the nodes may be back in a moment.
         announced = with_allowed_names(replace(record, adapters=digests) if is_alive else record, listed.entry)
+        events = [] if is_alive else await redis.zrevrange(keys.events(pool), 0, 0, withscores=True)
         last_ms = max(record.created_s * 1000, *(int(at_ms) for _, at_ms in (*heartbeats, *events)), 0)
         return ServedPool(
             **asdict(announced),
