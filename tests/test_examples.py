@@ -69,9 +69,8 @@ def model() -> str:
     return str(demo_model())
 
 
-@pytest.fixture(scope="module")
-def adapters(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one adapter of that model, on the queries of all its layers."""
+def write_adapter(model: str, folder: Path) -> None:
+    """Write an adapter of a model with random weights, on the queries of all its layers."""
     described = json.loads((resolve_model(model, lambda _stage, _fraction: None).folder / "config.json").read_text())
     layers, width = described["num_hidden_layers"], described["hidden_size"]
     random = np.random.default_rng(0)
@@ -80,10 +79,16 @@ def adapters(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for layer in range(layers)
         for half, shape in (("A", (RANK, width)), ("B", (width, RANK)))
     }
+    folder.mkdir(parents=True)
+    save_file({name: array.astype(np.float32) for name, array in tensors.items()}, folder / WEIGHTS)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 8}))
+
+
+@pytest.fixture(scope="module")
+def adapters(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one adapter of that model."""
     folder = tmp_path_factory.mktemp("adapters")
-    (folder / ADAPTER).mkdir()
-    save_file({name: array.astype(np.float32) for name, array in tensors.items()}, folder / ADAPTER / WEIGHTS)
-    (folder / ADAPTER / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 8}))
+    write_adapter(model, folder / ADAPTER)
     return folder
 
 
