@@ -169,7 +169,7 @@ lowest: $(STAMP)
 	  --requirement build/lowest/versions
 	PYTHONPATH=build/lowest/packages $(BIN)/python -m pytest -q $(or $(T),tests/producer/batch tests/cases/test_celery.py)
 
-build/old-redis/.installed: Makefile | $(STAMP)
+build/old-redis/.installed: | $(STAMP)
 	rm -rf build/old-redis
 	$(BIN)/pip install --quiet --no-deps --target build/old-redis $(OLD_REDIS)
 	@touch $@

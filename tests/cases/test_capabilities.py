@@ -12,6 +12,7 @@ import pytest
 from fakes.served_model import TOOL_TEMPLATE, served
 from fixtures.gguf_file import write_gguf
 from fixtures.tiny_model import make_tiny_model
+from websockets.sync.client import connect
 
 from penstock import Client, Engine
 from penstock.cli.machine.doctor import check_nodes
@@ -134,3 +135,19 @@ def of_gguf_with_pooling(folder: Path) -> Path:
 def test_the_files_say_what_a_model_is_good_for(tmp_path: Path, change: Change, capabilities: tuple[str, ...]) -> None:
     with_model = change(make_tiny_model(tmp_path))
     assert Engine(str(with_model), dtype="bfloat16", num_threads=1).capabilities == capabilities
+
+
+def test_text_of_a_model_for_embeddings_carries_a_notice_too(tmp_path: Path) -> None:
+    said = "the model's files say that it is for embed, not for completion"
+    with served(of_sentence_transformers(make_tiny_model(tmp_path)), dtype="bfloat16") as url:
+        (model,) = httpx.get(f"{url}/v1/models").json()["data"]
+        assert model["capabilities"] == ["embed"]
+        body = {"model": model["id"], "prompt": "Hi", "max_tokens": 1}
+        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as stream:
+            assert stream.headers[NOTICE] == said
+        assert NOTICE not in httpx.post(f"{url}/v1/embeddings", json={"model": model["id"], "input": "Hi"}).headers
+        with connect(f"{url.replace('http', 'ws')}/v1/stream") as socket:
+            socket.send(json.dumps({"type": "submit", "id": "a", "path": "/v1/completions", "body": body}))
+            while (message := json.loads(socket.recv(timeout=30)))["type"] != "accepted":
+                pass
+        assert message["notice"] == said
