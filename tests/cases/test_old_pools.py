@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any, cast
 
 import pytest
 from fakes.command import run_command
@@ -31,7 +32,8 @@ async def queue(redis: Redis) -> Queue:
 
 
 async def an_hour_passes(queue: Queue) -> None:
-    for member in await queue.redis.zrange(keys.events(POOL), 0, -1):
+    events: list[bytes] = await cast(Any, queue.redis).zrange(keys.events(POOL), 0, -1)
+    for member in events:
         await queue.age("events", member.decode(), HOUR_MS)
 
 
