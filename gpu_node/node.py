@@ -247,6 +247,7 @@ class Node:
         detected = await self._threads.run(lambda: engine.tokenizer.reasoning_parser)
         switches = await self._threads.run(lambda: engine.tokenizer.thinking_switches)
         tool_parser = settings.tool_parser or engine.tokenizer.tool_parser
+        capabilities = await self._threads.run(engine.capabilities)
         is_detected = settings.reasoning_parser in (None, detected)
         self._record = PoolRecord(
             pool=settings.pool_name,
@@ -263,7 +264,7 @@ class Node:
             adapters=await self._threads.run(engine.adapters),
             kinds=KINDS,
             sampling_defaults=engine.sampling_defaults,
-            capabilities=tuple(one for one in engine.capabilities if one != "tools" or tool_parser != "none"),
+            capabilities=tuple(one for one in capabilities if one != "tools" or tool_parser != "none"),
         )
         # Nodes of a pool must agree on their limits: otherwise one node would fail a job that another has accepted.
         config = settings.pool_config | {"max_model_len": engine.max_model_len}

@@ -93,7 +93,7 @@ class Engine:
         self.sampling_defaults = served.sampling_defaults
         """The sampling that the model recommends, by the names of `SamplingParams`."""
         self.capabilities = served.capabilities
-        """What the model's files say it is good for, as `PoolRecord.capabilities` says."""
+        """Returns what the model is good for, as `PoolRecord.capabilities` says. May compile the chat template."""
         self._guides = served.guides
         self._runner = served.model.runner
         sizes = self._runner.cache_sizes

@@ -277,14 +277,13 @@ class ServedModel:
         self.limits = request_limits(self.model, self.tokenizer.eos_token_ids, config.block_size, config.max_num_seqs)
         self.guides = GrammarCompiler(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
 
-    @property
     def capabilities(self) -> tuple[str, ...]:
-        """What the model's files say it is good for."""
+        """Return what the model's files say it is good for. Raises ConfigError for a template that does not compile."""
         if self.model.is_embedder:
             return ("embed",)
-        tokenizer = self.tokenizer
-        chats = ("chat", *(("tools",) if tokenizer.takes_tools else ())) if tokenizer.has_chat_template else ()
-        return (*chats[:1], "completion", *chats[1:])
+        if not self.tokenizer.has_chat_template:
+            return ("completion",)
+        return ("chat", "completion", "tools") if self.tokenizer.takes_tools else ("chat", "completion")
 
     def prepare(
         self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default"

@@ -61,9 +61,8 @@ class EngineLike(Protocol):
     def sampling_defaults(self) -> dict[str, int | float]:
         """The sampling that the model recommends, by the names of `SamplingParams`."""
 
-    @property
     def capabilities(self) -> tuple[str, ...]:
-        """What the model is good for, as `PoolRecord.capabilities` says."""
+        """Return what the model is good for, as `PoolRecord.capabilities` says. It may take long."""
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError for a request that can never run."""

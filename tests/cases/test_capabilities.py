@@ -134,7 +134,7 @@ def of_gguf_with_pooling(folder: Path) -> Path:
 )
 def test_the_files_say_what_a_model_is_good_for(tmp_path: Path, change: Change, capabilities: tuple[str, ...]) -> None:
     with_model = change(make_tiny_model(tmp_path))
-    assert Engine(str(with_model), dtype="bfloat16", num_threads=1).capabilities == capabilities
+    assert Engine(str(with_model), dtype="bfloat16", num_threads=1).capabilities() == capabilities
 
 
 def test_text_of_a_model_for_embeddings_carries_a_notice_too(tmp_path: Path) -> None:

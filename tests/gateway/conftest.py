@@ -118,7 +118,6 @@ class EchoEngine:
         self.leaves_core_free = False
         self.background_due = False
         self.sampling_defaults: dict[str, int | float] = {}
-        self.capabilities: tuple[str, ...] = ()
         self.step_s = 0.0
         self.may_go_on = threading.Event()
         """While it is clear, requests wait after `waits_after` tokens: a reader sees the first of these alone.
@@ -133,6 +132,9 @@ class EchoEngine:
         self._embeddings: list[tuple[str, int, bytes]] = []
         """Of each request for one: its id, the number of its tokens, and the vector."""
         self._num_steps = 0
+
+    def capabilities(self) -> tuple[str, ...]:
+        return ()
 
     def note_queued_background(self, is_queued: bool) -> None:
         pass

@@ -64,13 +64,15 @@ class ClockEngine:
         self.leaves_core_free = num_busy < len(os.sched_getaffinity(0))
         self.background_due = False
         self.sampling_defaults: dict[str, int | float] = {}
-        self.capabilities: tuple[str, ...] = ()
         self._step_s = step_s
         self._num_busy = num_busy
         self._rounds = _rounds_of(step_s) if num_busy else 0
         self._helpers = ThreadPoolExecutor(max(1, num_busy - 1))
         self._live: dict[str, _Live] = {}
         self._num_steps = self._num_tokens = 0
+
+    def capabilities(self) -> tuple[str, ...]:
+        return ()
 
     def note_queued_background(self, is_queued: bool) -> None:
         pass

@@ -201,7 +201,6 @@ class ReferenceEngine:
         self.holds_at: int | None = None
         """A choice that has so many tokens gets no more before this is None."""
         self.sampling_defaults: dict[str, int | float] = {}
-        self.capabilities: tuple[str, ...] = ()
         self.batches: deque[int] = deque(maxlen=MAX_REMEMBERED)
         self.callers: deque[tuple[int, str, float]] = deque(maxlen=MAX_REMEMBERED)
         self._num_steps = 0
@@ -211,6 +210,9 @@ class ReferenceEngine:
         self._told: dict[str, _Live] = {}
         """Which choice of a request came with its prompt's."""
         self._done_tokens = 0
+
+    def capabilities(self) -> tuple[str, ...]:
+        return ()
 
     def note_queued_background(self, is_queued: bool) -> None:
         pass
