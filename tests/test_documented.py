@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from docs_site.reference import reference_pages
 from pydantic import BaseModel
 from typer.main import get_command
 
+from penstock.cli.command_line import usage_line
 from penstock.cli.machine.config import PARTS
 from penstock.cli.main import app
 from penstock.contract.errors import PenstockError
@@ -159,14 +161,12 @@ def commands_in(text: str) -> Iterator[list[str]]:
             words.append(word)
 
 
-def own_commands(page: Path) -> Iterator[list[str]]:
-    """The commands `penstock` of a page: of its blocks, and of its text."""
-    inline = re.findall(r"`(penstock [^`\n]+)`", text_of(page))
-    for text in (*(block.text for block in blocks_of(page) if block.language in SHELLS), *inline):
-        for words in commands_in(text) if "penstock" in text else ():
-            at = next((at for at, word in enumerate(words) if word.rpartition("/")[2] == "penstock"), None)
-            if at is not None and "import" not in words:
-                yield words[at + 1 :]
+def own_commands(texts: Iterable[str]) -> Iterator[list[str]]:
+    """The words behind each `penstock` in texts of shell."""
+    for words in chain.from_iterable(commands_in(text) for text in texts if "penstock" in text):
+        at = next((at for at, word in enumerate(words) if word.rpartition("/")[2] == "penstock"), None)
+        if at is not None and "import" not in words:
+            yield words[at + 1 :]
 
 
 def problem_with(words: list[str]) -> str:
@@ -184,16 +184,21 @@ def problem_with(words: list[str]) -> str:
         command.make_context(command.name, rest, parent=context)
     except typer.Exit:  # --help
         return ""
-    except (typer.TyperException, PenstockError) as error:
-        return str(getattr(error, "message", error))
+    except typer.TyperException as error:
+        return usage_line(error)
+    except PenstockError as error:
+        return error.message
     return ""
 
 
 @pytest.mark.parametrize("page", PAGES_OF_TODAY, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_a_page_are_taken(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = {shlex.join(words): problem_with(words) for words in own_commands(page)}
-    # A text may name an option without its value.
-    wrong = {line: said for line, said in found.items() if said and not said.endswith("requires an argument.")}
+    blocks = [block.text for block in blocks_of(page) if block.language in SHELLS]
+    wrong = {shlex.join(words): said for words in own_commands(blocks) if (said := problem_with(words))}
+    inline = re.findall(r"`(penstock [^`\n]+)`", text_of(page))
+    named = {shlex.join(words): problem_with(words) for words in own_commands(inline)}
+    # A sentence may name a command or an option without its value.
+    wrong |= {line: said for line, said in named.items() if said and not re.search(r" is missing| needs a value", said)}
     assert wrong == {}
 
 
@@ -201,6 +206,7 @@ def test_a_wrong_command_of_a_page_is_noticed() -> None:
     assert problem_with(["jobs", "lst"]) == "no command 'lst'"
     assert "--limt" in problem_with(["jobs", "list", "--limt", "3"])
     assert problem_with(["serve", "demo", "--port", "many"])
+    assert "MODEL is missing" in problem_with(["plan"])
     (words,) = commands_in("A=1 penstock serve \\\n  demo --port 8000  # a comment")
     assert words == ["A=1", "penstock", "serve", "demo", "--port", "8000"]
 
