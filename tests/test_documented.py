@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -200,6 +201,15 @@ def test_commands_of_a_page_are_taken(page: Path, capsys: pytest.CaptureFixture[
     # A sentence may name a command or an option without its value.
     wrong |= {line: said for line, said in named.items() if said and not re.search(r" is missing| needs a value", said)}
     assert wrong == {}
+
+
+@pytest.mark.parametrize("page", PAGES_OF_TODAY, ids=lambda page: str(page.relative_to(ROOT)))
+def test_bodies_that_a_page_sends_are_json(page: Path) -> None:
+    blocks = [block.text for block in blocks_of(page) if "curl" in block.text and block.language in SHELLS]
+    for words in chain.from_iterable(map(commands_in, blocks)):
+        for option, body in pairwise(words):
+            if option in ("-d", "--data") and body.startswith("{"):
+                json.loads(body.replace("\n;\n", "\n"))  # `commands_in` ends each line of a text so
 
 
 def test_a_wrong_command_of_a_page_is_noticed() -> None:
