@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes.command import run_command
 from fakes.served_model import TOOL_TEMPLATE, served
 from fixtures.gguf_file import write_gguf
 from fixtures.tiny_model import make_tiny_model
@@ -80,6 +81,16 @@ def test_the_python_client_warns_once(door: httpx.Client, redis_url: str) -> Non
         for _ in range(2):
             assert len(client.embed(["Hi"])) == 1
     assert len({str(one.message) for one in said}) == 1
+
+
+def test_a_row_of_a_batch_has_the_notice_in_its_body(door: httpx.Client, redis_url: str, tmp_path: Path) -> None:
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "Hi"}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    files = (str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+    done = run_command("batch", "run", *files, "--redis-url", redis_url)
+    assert done.returncode == 0, done.stderr
+    (answer,) = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert json.loads(answer)["response"]["body"]["notice"] == OF_DEMO
 
 
 def plain(folder: Path) -> Path:
