@@ -79,7 +79,15 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
 
 
 def missing_packages(extra: str) -> list[str]:
-    """Return the packages of one of penstock's extras, and of the extras in it, that this machine needs and lacks."""
+    """Return the names of the packages in `missing_requirements`."""
+    return [_name_in(line) for line in missing_requirements(extra)]
+
+
+def missing_requirements(extra: str) -> list[str]:
+    """Return the packages of one of penstock's extras, and of the extras in it, that this machine needs and lacks.
+
+    Each has its bounds, as pip takes them.
+    """
     marker = re.compile(rf"extra\s*==\s*['\"]{extra}['\"]")
     machine = re.compile(r"platform_machine\s*==\s*['\"](\w+)['\"]")
     found: list[str] = []
@@ -88,10 +96,14 @@ def missing_packages(extra: str) -> list[str]:
         if marker.search(line) is None or (wanted is not None and wanted[1] != platform.machine()):
             continue
         if (inner := re.match(r"penstock\[([\w,]+)\]", line)) is not None:
-            found += [name for part in inner[1].split(",") for name in missing_packages(part) if name not in found]
-        elif version_of(name := re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0]) is None:
-            found.append(name)
+            found += [one for part in inner[1].split(",") for one in missing_requirements(part) if one not in found]
+        elif version_of(_name_in(line)) is None:
+            found.append(line.partition(";")[0].strip())
     return found
+
+
+def _name_in(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
 
 
 GATEWAY_FLAGS = {

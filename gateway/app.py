@@ -60,7 +60,14 @@ from penstock.gateway.request.reading import BodyBudgets, Parser, RequestReader
 from penstock.gateway.responses.routes import RESPONSES
 from penstock.gateway.route_doc import PROBE_METHODS
 from penstock.gateway.settings import GatewaySettings, check_address
-from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER, Answers, WholeSender
+from penstock.gateway.stream.answer import (
+    IGNORED_HEADER,
+    JOB_HEADER,
+    MAX_TOKENS_HEADER,
+    NOTICE_HEADER,
+    Answers,
+    WholeSender,
+)
 from penstock.gateway.tasks.routes import TASKS
 from penstock.gateway.usage import UsageRoutes
 from penstock.gateway.web.routes import ASSET_PATHS, Dashboard, WebRoutes
@@ -336,7 +343,7 @@ def _add_cors(app: FastAPI, settings: GatewaySettings, errors: ErrorShapes, rout
     needs_keys = is_closed_without_keys(settings) and not settings.allow_anonymous
     check_origins(settings.cors_origins, needs_keys=needs_keys)
     if settings.cors_origins:
-        exposed = [JOB_HEADER, *errors.all_id_headers, IGNORED_HEADER, MAX_TOKENS_HEADER, "Retry-After"]
+        exposed = [JOB_HEADER, *errors.all_id_headers, IGNORED_HEADER, MAX_TOKENS_HEADER, NOTICE_HEADER, "Retry-After"]
         app.add_middleware(
             Cors,
             origins=settings.cors_origins,

@@ -153,6 +153,7 @@ def _model(name: str, record: ServedPool) -> dict[str, Any]:
         "owned_by": "penstock",
         "root": record.model,
         "max_model_len": record.max_model_len,
+        "capabilities": record.capabilities,
     }
 
 

@@ -92,6 +92,8 @@ class Engine:
         """Identifies weights, tokenizer and dtype. Engines of equal revision can continue each other's choices."""
         self.sampling_defaults = served.sampling_defaults
         """The sampling that the model recommends, by the names of `SamplingParams`."""
+        self.capabilities = served.capabilities
+        """Returns what the model is good for, as `PoolRecord.capabilities` says. May compile the chat template."""
         self._guides = served.guides
         self._runner = served.model.runner
         sizes = self._runner.cache_sizes

@@ -35,6 +35,7 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import Durability, Priority, SubmitOptions
 from penstock.contract.output import Result
+from penstock.contract.pool import notice_of
 from penstock.contract.tasks import Embedding
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import Batch, BatchProgress
@@ -270,7 +271,9 @@ async def _embed(
     record = (await client.pools()).get(jobs[0].pool)
     name = shared["model"] or (record.model if record else jobs[0].pool)
     usages = [result.usage for result in results]
-    return jobs[0].id, embeddings_body(name, vectors, usages, as_base64=request.as_base64)
+    body = embeddings_body(name, vectors, usages, as_base64=request.as_base64)
+    notice = notice_of(record, request.task)
+    return jobs[0].id, body | {"notice": notice} if notice else body
 
 
 async def _result_of(job: AsyncJob) -> Result:

@@ -320,7 +320,7 @@ class AsyncClient:
         `EmbedOptions` lists the options. Raises what `tokenize` raises. If one job fails, the others are canceled.
         While the pool is busy, the call waits, as `generate` does.
         """
-        return await embedded(self.runs, self.submit, prompts, options)
+        return await embedded(self.runs, self.submit, self.served_pool, prompts, options)
 
     async def attach(
         self, job_id: str, *, after: int = -1, channel: ChannelOption = None, tenant: str | None = None

@@ -358,6 +358,11 @@ class Tokenizer:
             )
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether the model's files have a chat template."""
+        return self._template is not None
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template accepts tools."""
         return self._tool_template is not None and self._tool_template.takes_tools

@@ -27,6 +27,8 @@ _TEMPLATES = "additional_chat_templates/*.jinja"
 """Chat templates for tools and documents, in their own folder."""
 POOLING_FILE = "1_Pooling/config.json"
 """How a model in sentence-transformers' format embeds a text."""
+EMBEDDER_FILES = ("modules.json", "config_sentence_transformers.json")
+"""Further files of that format."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _BYTES_WRITTEN = "huggingface_hub.snapshot_download"
 """The name of huggingface_hub's progress bar for the bytes of all files that are written to disk."""

@@ -22,7 +22,7 @@ from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK
 from penstock.gpu_node.model.checkpoint.description import Description, revision_of, stamps_of_source
 from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
 from penstock.gpu_node.model.checkpoint.gguf_conversion import with_gguf_settings
-from penstock.gpu_node.model.checkpoint.hub import POOLING_FILE
+from penstock.gpu_node.model.checkpoint.hub import EMBEDDER_FILES, POOLING_FILE
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.methods import reader_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource, OpenModel, Progress, open_model
@@ -119,6 +119,7 @@ def load_found(
         eos_token_ids=_eos_token_ids(source.folder, found.config),
         adapters=adapters,
         pooling=_pooling_of(source.folder),
+        is_embedder=_is_embedder(found),
         arithmetic=arithmetic,
         revision=revision_of(source, arithmetic),
     )
@@ -337,6 +338,17 @@ def _pooling_of(folder: Path) -> Pooling:
     path = folder / POOLING_FILE
     config = read_object(path) if path.is_file() else {}
     return next((pooling for name, pooling in _POOLINGS.items() if config.get(name) is True), "mean")
+
+
+def _is_embedder(found: FoundModel) -> bool:
+    """Return whether the model's files say that it embeds: files of sentence-transformers, or no head for tokens."""
+    folder, gguf = found.source.folder, found.described.gguf
+    if gguf is not None:
+        metadata = gguf.header.metadata
+        return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
+    named = str((found.config.get("architectures") or [""])[0])
+    has_no_head = named.endswith("Model") and not named.endswith("LMHeadModel")
+    return has_no_head or any((folder / name).is_file() for name in (POOLING_FILE, *EMBEDDER_FILES))
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:

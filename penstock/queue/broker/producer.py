@@ -119,6 +119,17 @@ class ServedPool(PoolRecord):
     protocol_version: int = PROTOCOL_VERSION
     max_open_jobs: int = NO_LIMIT
     """Most jobs that wait or run in the pool. Jobs that exceed it are refused."""
+    without_node_ms: int = 0
+    """Milliseconds since its last node left, or since the pool was declared; 0 while it has a live node."""
+
+    @property
+    def hours_without_node(self) -> int:
+        """Whole hours for which it has had no node."""
+        return self.without_node_ms // 3_600_000
+
+    def is_folded(self, num_open: int) -> bool:
+        """Return whether lists of pools leave it out: it had no node for an hour, and has no open job."""
+        return self.hours_without_node > 0 and not num_open
 
 
 class ProducerBroker:
@@ -363,7 +374,14 @@ class ProducerBroker:
         is_alive = bool(heartbeats) and heartbeats[0][1] >= self._alive_since_ms(pool, time, *clock)
         # While all nodes are dead, the last announced adapters are kept, because the nodes may be back in a moment.
         announced = with_allowed_names(replace(record, adapters=digests) if is_alive else record, listed.entry)
-        return ServedPool(**asdict(announced), is_alive=is_alive, max_open_jobs=int(max_open_jobs or NO_LIMIT))
+        events = [] if is_alive else await redis.zrevrange(keys.events(pool), 0, 0, withscores=True)
+        last_ms = max(record.created_s * 1000, *(int(at_ms) for _, at_ms in (*heartbeats, *events)), 0)
+        return ServedPool(
+            **asdict(announced),
+            is_alive=is_alive,
+            max_open_jobs=int(max_open_jobs or NO_LIMIT),
+            without_node_ms=0 if is_alive else max(0, pool_ms(time, clock[1]) - last_ms),
+        )
 
     async def _record(self, job_id: str, tenant: str) -> dict[str, str]:
         with translated():
