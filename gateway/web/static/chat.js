@@ -29,7 +29,7 @@ let isAtEnd = true; // whether the reader has not scrolled away from the newest 
 const known = new Map(); // id → conversation; one object for each, also when another part of the page changes it
 const readers = new Map(); // conversation → {turn, controller} of the answer that is read
 const view = Object.fromEntries(
-  ["turns", "composer", "prompt", "send", "stop", "chat-title", "chat-note", "rename", "export", "delete"]
+  ["turns", "composer", "prompt", "send", "stop", "chat-title", "chat-note", "more", "rename", "export", "delete"]
     .map((id) => [id, byId(id)]),
 );
 const list = new ConversationList({ exportAll, forgetAll });
@@ -199,7 +199,7 @@ function addView(turn) {
 
 function showTitle() {
   view["chat-title"].textContent = conversation.title || "New chat";
-  for (const name of ["rename", "export", "delete"]) view[name].hidden = !turns.length;
+  for (const name of ["more", "rename", "export", "delete"]) view[name].hidden = !turns.length;
   list.mark(conversation.id);
   byId("playground-link").hash = turns.length ? `#playground/${conversation.id}` : "#playground";
 }
