@@ -58,6 +58,7 @@ export function startChat() {
   });
   view.turns.addEventListener("grown", followEnd);
   view.turns.addEventListener("scroll", noteScroll);
+  new ResizeObserver(followEnd).observe(view.turns); // A phone's keyboard takes half of the window.
   addEventListener("hashchange", showChosen);
   document.addEventListener("visibilitychange", () => {
     saveRunning();

@@ -43,6 +43,14 @@ table.addEventListener("focusin", ({ target }) => {
   if (target.matches(".job")) makeReachable(target);
 });
 
+addEventListener("resize", fitDetails);
+
+/** Let what is below a row be as wide as the table, which has fewer columns on a phone. */
+function fitDetails() {
+  const count = [...table.tHead.rows[0].cells].filter((cell) => cell.offsetParent).length;
+  for (const { more } of views.values()) more.cells[0].colSpan = count;
+}
+
 /** Let Tab reach one row of the table; arrow keys lead to the others. */
 function makeReachable(row) {
   for (const other of table.querySelectorAll('.job[tabindex="0"]')) other.tabIndex = -1;
@@ -122,6 +130,8 @@ function show({ data, hasMore }) {
   table.classList.toggle("all-tenants", data.some(({ tenant }) => tenant !== caller.tenant));
   table.hidden = !data.length;
   if (!table.querySelector('.job[tabindex="0"]')) makeReachable(table.querySelector(".job"));
+  fitDetails();
+  byId("job-none").textContent = [...new FormData(filterForm).values()].some(Boolean) ? "No such jobs." : "No jobs yet.";
   byId("job-none").hidden = data.length > 0;
   byId("job-more").hidden = !hasMore || limit >= MAX_SHOWN;
 }
@@ -144,7 +154,7 @@ class JobView {
       cancel: button("Cancel", () => this.act("DELETE", ""), ""),
       retry: button("Retry", () => this.act("POST", "/retry"), ""),
     };
-    this.more = el("tr", { className: "job-details", hidden: true }, el("td", { colSpan: 9 },
+    this.more = el("tr", { className: "job-details", hidden: true }, el("td", {},
       el("p", {}, el("code", {}, id), " ", copyButton("Copy the id", () => id)), this.details, this.status,
       el("div", { className: "row" }, ...Object.values(this.buttons))));
     this.more.ariaLevel = 2;

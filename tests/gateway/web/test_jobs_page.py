@@ -72,13 +72,13 @@ def test_a_job_is_canceled_and_retried(page: Page, url: str, http: httpx.Client,
 
 
 def test_a_row_says_what_a_job_is_and_its_id_is_copied_on_demand(page: Page, url: str, http: httpx.Client) -> None:
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What\n does \x1b[31m a turbine do?"}]
-    job = submit_chat(http, [*chat, {"role": "assistant", "content": "It"}, {"role": "user", "content": " And why? "}])
+    said = [("system", "Be brief."), ("user", "What?"), ("assistant", "It"), ("user", " And\n \x1b why? ")]
+    job = submit_chat(http, [{"role": role, "content": content} for role, content in said])
     wait_until(lambda: http.get(f"/v1/jobs/{job}").json()["state"] == "succeeded")
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.goto(f"{url}/#jobs")
     row = entry(page, job).locator(".job")
-    cells = {"state": "succeeded", "model": "echo-alias", "words": "And why?", "in": "10", "out": "10"}
+    cells = {"state": "succeeded", "model": "echo-alias", "words": "And why?", "in": "14", "out": "14"}
     for name, text in cells.items():
         expect(row.locator(f".{name}")).to_have_text(text)
     for name in ("waited", "took", "age"):

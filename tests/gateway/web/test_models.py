@@ -1,4 +1,4 @@
-"""Models in the playground: a conversation keeps its own, one without a chat template continues a text, one may be gone."""
+"""Models in the playground: a conversation keeps its own, some only continue a text, and one may be gone."""
 
 from __future__ import annotations
 
