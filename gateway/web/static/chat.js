@@ -245,7 +245,8 @@ function checkedFields() {
 
 function titleOf(text) {
   const [line] = text.split("\n");
-  return line.length > MAX_TITLE_CHARS ? `${line.slice(0, MAX_TITLE_CHARS)}…` : line;
+  const chars = [...line.slice(0, 2 * MAX_TITLE_CHARS)]; // An emoji is two units of a string.
+  return chars.length > MAX_TITLE_CHARS ? `${chars.slice(0, MAX_TITLE_CHARS).join("")}…` : line;
 }
 
 /** Add what the user said. It is stored before the answer to it. */

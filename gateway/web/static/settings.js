@@ -23,7 +23,8 @@ export class SettingError extends Error {}
 export async function loadModels() {
   try {
     const { data } = await (await request("v1/models")).json();
-    models = new Map(data.map((one) => [one.id, one.capabilities ?? ["chat"]]));
+    // A node of an earlier release says nothing.
+    models = new Map(data.map((one) => [one.id, one.capabilities?.length ? one.capabilities : ["chat"]]));
     showModels();
   } catch (error) {
     byId("model-note").textContent = wordsOf(error);
