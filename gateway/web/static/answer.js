@@ -110,7 +110,7 @@ function openStream(turn, input, signal) {
 /** The body of a request for an answer that outlives its page, for a while. */
 function bodyOf({ request: fields, isCompletion, isContinued }, input) {
   const lasting = { ...fields, return_progress: true, reader_grace_s: GRACE_S };
-  if (isCompletion) return { ...lasting, prompt: input };
+  if (isCompletion) return { ...lasting, prompt: input, background: false };
   const continued = isContinued ? { continue_final_message: true } : {};
   return { ...lasting, input, background: true, stream: true, ...continued };
 }

@@ -114,6 +114,7 @@ def test_a_base_model_continues_the_text_and_outlives_a_reload(chat: Playground,
         chat.ask("Once upon a time")
     body = sent.value.post_data_json
     assert (body["model"], body["prompt"], body["max_tokens"]) == (BASE, "Once upon a time", 2048)
+    assert not body["background"]  # A reader waits for it.
     expect(chat.answer.locator(".said")).to_have_text("Once")
     chat.page.reload()
     expect(chat.answer.locator(".said")).to_have_text("Once")
@@ -164,6 +165,27 @@ def test_an_answer_is_cut_at_2048_tokens_and_goes_on_from_where_it_ended(chat: P
     page.reload()
     expect(chat.answer.locator(".said")).to_have_text("abcdabcd")
     expect(page.locator(".turn")).to_have_count(2)
+
+
+@pytest.mark.parametrize("model", [MODEL, BASE])
+def test_a_reload_in_a_part_that_goes_on_repeats_and_loses_nothing(
+    chat: Playground, engine: EchoEngine, base: EchoEngine, model: str
+) -> None:
+    chat.model.select_option(model)
+    chat.page.get_by_label("Max tokens").fill("4")
+    chat.ask("abcdefgh")
+    assert chat.wait_end() == "abcd"
+    working = engine if model == MODEL else base
+    working.waits_after = 2
+    working.may_go_on.clear()
+    chat.answer.get_by_role("button", name="Continue").click()
+    said = chat.answer.locator(".said")
+    expect(said).to_have_text("abcdab")
+    chat.page.reload()
+    expect(said).to_have_text("abcdab")
+    working.may_go_on.set()
+    expect(said).to_have_text("abcdabcd")
+    chat.wait_end()
 
 
 def test_only_a_last_answer_that_was_cut_or_stopped_can_go_on(chat: Playground, engine: EchoEngine) -> None:
