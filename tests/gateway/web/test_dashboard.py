@@ -358,6 +358,7 @@ def test_phone_shows_all_without_horizontal_scrolling(page: Page, url: str, engi
     chat.wait_end()
     assert scroll_width(page) == 360
     expect(chat.prompt).to_be_in_viewport()
+    page.get_by_role("button", name="Menu").click()
     page.get_by_role("link", name="Dashboard").click()
     expect(page.get_by_role("heading", name="Nodes and their KV blocks").first).to_be_visible()
     assert scroll_width(page) == 360

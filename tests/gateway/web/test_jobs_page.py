@@ -78,7 +78,7 @@ def test_a_row_says_what_a_job_is_and_its_id_is_copied_on_demand(page: Page, url
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.goto(f"{url}/#jobs")
     row = entry(page, job).locator(".job")
-    cells = {"state": "succeeded", "model": "echo-alias", "words": "And why?", "in": "14", "out": "14"}
+    cells = {"state": "succeeded", "model": "echo-alias", "words": "And why?", "in": "13", "out": "13"}
     for name, text in cells.items():
         expect(row.locator(f".{name}")).to_have_text(text)
     for name in ("waited", "took", "age"):
