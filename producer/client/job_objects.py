@@ -14,8 +14,8 @@ from penstock.queue.broker.jobs import JobStatus
 def job_object(status: JobStatus, *, shows_text: bool = True) -> dict[str, Any]:
     """Return a job's state and ledger, without its result.
 
-    `model` is null for a job of an earlier release. `max_tokens` is present if the context lowered it, `retry_of` if the
-    job repeats another one. `first_words`, `webhooks`, `channel` and `custom_id` are present if it has them, and
+    `model` is null for a job of an earlier release. `max_tokens` is present if the context lowered it, and `retry_of`
+    if the job repeats another one. `first_words`, `webhooks`, `channel` and `custom_id` are present if it has them.
     `shows_text` says whether the first words of its prompt are shown.
     """
     shown = {

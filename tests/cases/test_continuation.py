@@ -14,21 +14,21 @@ PART, NUM_PARTS = 12, 3
 def chat(door: httpx.Client, said: str, max_tokens: int) -> str:
     answer = {"messages": [QUESTION, {"role": "assistant", "content": said}], "continue_final_message": True}
     body = {"max_tokens": max_tokens, **(answer if said else {"messages": [QUESTION]})}
-    return str(sent(door, "/v1/chat/completions", body)["choices"][0]["message"]["content"])
+    return str(answer_to(door, "/v1/chat/completions", body)["choices"][0]["message"]["content"])
 
 
 def response(door: httpx.Client, said: str, max_tokens: int) -> str:
     answer = {"input": [QUESTION, {"role": "assistant", "content": said}], "continue_final_message": True}
     body = {"max_output_tokens": max_tokens, "instructions": "Be brief.", **(answer if said else {"input": [QUESTION]})}
-    return str(sent(door, "/v1/responses", body)["output"][0]["content"][0]["text"])
+    return str(answer_to(door, "/v1/responses", body)["output"][0]["content"][0]["text"])
 
 
 def completion(door: httpx.Client, said: str, max_tokens: int) -> str:
     body = {"max_tokens": max_tokens, "prompt": f"The longest rivers are{said}"}
-    return str(sent(door, "/v1/completions", body)["choices"][0]["text"])
+    return str(answer_to(door, "/v1/completions", body)["choices"][0]["text"])
 
 
-def sent(door: httpx.Client, path: str, body: dict[str, Any]) -> Any:
+def answer_to(door: httpx.Client, path: str, body: dict[str, Any]) -> Any:
     model = door.get("/v1/models").json()["data"][0]["id"]
     return door.post(path, json={"model": model, "temperature": 0, **body}).raise_for_status().json()
 

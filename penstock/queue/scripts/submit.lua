@@ -4,7 +4,7 @@
 --   seen_ms: the pool's time as the caller knows it, 0 if it does not (prelude.lua, clock)
 --   terms: [tenant, max_open, max_queued, jobs_per_minute, tokens_per_minute, burst_s, weight, memory_percent, account],
 --   with 0 for no limit
---   row: [number of its terms, id, level, n, cost, body_hash, deadline_in_ms, channel, needs_reader, idem_hash, output,
+--   row: [terms' number, id, level, n, cost, body_hash, deadline_in_ms, channel, needs_reader, idem_hash, output,
 --   not_before_in_ms, keep_ms, rate_prompt, rate_n, rate_max, may_use, limits, max_wait_ms, in_feed, ttl_in_ms, tags,
 --   metadata, retry_of, webhooks, model, words]
 --   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
