@@ -403,6 +403,7 @@ async function cutAt(turn) {
   if (turns.length) await store.cut(conversation.id, cut[0].number);
   else await store.remove(conversation.id);
   deleteAnswers(cut);
+  views.get(turns.at(-1))?.renderNow?.(); // It is the last one again.
   showTitle();
   await refreshList();
 }

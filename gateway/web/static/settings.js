@@ -133,7 +133,7 @@ function toolOf(tool) {
 export function startSettings(onChange) {
   fill(kept());
   const change = () => {
-    chosen = model.value;
+    chosen = model.value || chosen; // The list may not be there yet.
     showUse();
     lasting.set(SETTINGS, JSON.stringify(currentSettings()));
     onChange();
