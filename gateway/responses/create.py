@@ -51,7 +51,7 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.event_stream import until_disconnected, while_connected
 from penstock.gateway.stream.writer import CallerGoneError
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.request import Prompt, answer_format, names_of, pack_prompt_of, with_defaults
+from penstock.producer.client.request import answer_format, names_of, pack_prompt_of, with_defaults
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.results import PackedResult
 from penstock.queue.wire import MAX_BYTES, array_header
@@ -93,10 +93,9 @@ class Conversations:
         self._num_stored_bytes = 0
 
     async def resolved(
-        self, prompt: Prompt, num_calls: int, references: Sequence[tuple[int, Sequence[str]]]
+        self, packed: PackedPrompt, num_calls: int, references: Sequence[tuple[int, Sequence[str]]]
     ) -> PackedMessages:
         """Return a request's own messages. Each reference becomes the items of the stored response that it names."""
-        packed = prompt if isinstance(prompt, PackedPrompt) else pack_prompt_of(prompt)
         own = PackedMessages.of(packed, num_calls)
         if not references:
             return own
@@ -297,8 +296,11 @@ class ConversationReader:
         options = body.options
         if options["seals"]:
             await self._check_seals(generation, options["seals"])
-        own = await conversations.resolved(generation.content.prompts[0], options["num_calls"], options["references"])
-        return own, await conversations.prompt_of(own, options["instructions"], options["previous"])
+        prompt = generation.content.prompts[0]
+        packed = prompt if isinstance(prompt, PackedPrompt) else pack_prompt_of(prompt)
+        own = await conversations.resolved(packed, options["num_calls"], options["references"])
+        whole = await conversations.prompt_of(own, options["instructions"], options["previous"])
+        return own, replace(whole, first_words=packed.first_words)
 
     async def seal_of(self, generation: GenerationRequest) -> tuple[bytes, str]:
         """Return the secret of the seals, and the model that this request's summaries are bound to, without aliases."""

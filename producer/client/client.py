@@ -235,9 +235,10 @@ class AsyncClient:
                 raise
         terms = options.get("terms") or self._terms
         tokens = rate_tokens(job, record.max_model_len)
+        model = options.get("model") or options.get("adapter") or record.model
         # A job that is canceled without a reader would not outlive Redis's machine anyway.
         durability = job.durability or (MEMORY if job.requires_reader else self._durability)
-        return Submission(job, cost, terms, options.get("response") or NO_RESPONSE, tokens, durability)
+        return Submission(job, cost, terms, options.get("response") or NO_RESPONSE, tokens, durability, model)
 
     @with_options(background=False)
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:
