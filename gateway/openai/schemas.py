@@ -56,7 +56,7 @@ class _HttpFields(GenerationBody, _QueuedBody):
     endpoint: ClassVar[Endpoint] = OPENAI
     progress_needs: ClassVar[tuple[str, ...]] = ("stream",)
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[ClassName | None, BeforeValidator(class_of)] = None

@@ -41,7 +41,15 @@ from penstock.contract.priority import ClassName
 from penstock.contract.problems import problem_of
 from penstock.contract.sampling import MAX_ALTERNATIVES, SamplingParams
 from penstock.contract.tools import CONTINUES, GENERATION_PROMPT, MAX_TOOLS, TemplateKwargs, closed
-from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls
+from penstock.producer.openai.messages import (
+    NO_TOOLS,
+    ChatMessage,
+    GivenToolChoice,
+    OfferedTool,
+    ToolUse,
+    few_calls,
+    offers_of,
+)
 
 _GUIDED = {
     "guided_json": "json_schema",
@@ -297,7 +305,7 @@ class ChatBody(GenerationBody):
 
     def tool_use(self) -> ToolUse:
         """Return the tools that the assistant may or must call."""
-        return ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return ToolUse.of(offers_of(self.tools), self.tool_choice, self.parallel_tool_calls)
 
     def params(self) -> SamplingParams:
         """Return the sampling options. Raises pydantic's ValidationError."""
