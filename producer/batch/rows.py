@@ -35,6 +35,10 @@ class QueuedRow(Wire):
     # They count from the submission of the row.
     deadline_s: float | None = None
     ttl_s: float | None = None
+    not_before_s: float | None = None
+    # The jobs of rows are background work, which waits for as long as it takes and has no reader.
+    max_wait_s: Annotated[Any, only(None)] = None
+    return_progress: Annotated[Any, only(None, False)] = None
     channel: GivenChannel = None
 
     @field_validator("deadline_s", "ttl_s")
@@ -45,6 +49,11 @@ class QueuedRow(Wire):
                 "duration", "must be above 0 and at most {limit} seconds", {"limit": MAX_DEADLINE_S}
             )
         return value
+
+    def queueing(self) -> dict[str, Any]:
+        """Return how to queue the row's jobs."""
+        times = {name: getattr(self, name) for name in ("deadline_s", "ttl_s", "not_before_s")}
+        return {**times, "tags": self.tags or (), "metadata": self.metadata}
 
 
 class MessageRow(MessageBody, QueuedRow):
