@@ -195,7 +195,7 @@ def _response_of(row: ResponseRow) -> BatchRequest:
     except RequestError as error:
         rename(error, NAMES_OF_RESPONSES)
         raise
-    return replace(chat, url=RESPONSES_URL, response_echo=row.echo())
+    return replace(chat, url=RESPONSES_URL, names=NAMES_OF_RESPONSES, response_echo=row.echo())
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:

@@ -73,10 +73,10 @@ def body_of(request: BatchRequest, model: str, result: Result, record: PoolRecor
     `record`: that of the pool. Its context is what `max_tokens` was lowered to.
     """
     max_total_tokens = record.max_model_len or None if record else None
+    form = answer_format(request.tool_use, request.params, request.template_kwargs, record)
     if request.response_echo is not None:
         sampling = {name: getattr(request.params, name) for name in ("temperature", "top_p")}
-        return response_body(model, request.response_echo, sampling, result)
-    form = answer_format(request.tool_use, request.params, request.template_kwargs, record)
+        return response_body(model, request.response_echo, sampling, result, form)
     if request.url == MESSAGES_ENDPOINT:
         message = WholeMessage(
             result.job_id,

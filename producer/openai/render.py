@@ -309,9 +309,16 @@ class ChatRenderer(Renderer):
         return self._call(number, call) if call.name else {"function": {"arguments": call.arguments}}
 
     def _call(self, number: int, call: Call) -> dict[str, Any]:
-        # The id is the same in every reading of the answer. Mistral's chat templates require nine letters or digits.
-        call_id = hashlib.blake2b(f"{self._job_id}:{number}:{call.index}".encode()).hexdigest()[:9]
+        call_id = call_id_of(self._job_id, number, call.index)
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def call_id_of(job_id: str, choice: int, number: int) -> str:
+    """Return the id of a call by its number, the same in every reading of the answer.
+
+    Mistral's chat templates require nine letters or digits.
+    """
+    return hashlib.blake2b(f"{job_id}:{choice}:{number}".encode()).hexdigest()[:9]
 
 
 def _warnings(parsed: ParsedText) -> dict[str, list[str]]:
