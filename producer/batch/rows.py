@@ -60,7 +60,7 @@ class QueuedRow(Wire):
     # They count from the submission of the row.
     deadline_s: float | None = None
     ttl_s: float | None = None
-    not_before_s: float | None = None
+    not_before_s: Annotated[float, Field(ge=0, le=MAX_DEADLINE_S)] | None = None
     # The jobs of rows are background work, which waits for as long as it takes and has no reader.
     max_wait_s: Annotated[Any, only(None)] = None
     return_progress: Annotated[Any, only(None, False)] = None
