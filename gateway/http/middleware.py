@@ -39,6 +39,22 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _PROBES = ("/health", "/ready")
 
 
+class MergedSlashes:
+    """ASGI middleware that reads repeated slashes of a path as one, as clients write them behind a base URL with one.
+
+    It comes before the check of a key's scopes, so that all see one path.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with the path."""
+        if "//" in scope.get("path", ""):
+            scope["path"] = re.sub("//+", "/", scope["path"])
+        await self._app(scope, receive, send)
+
+
 class AccessLog:
     """ASGI middleware that logs and counts each request, and gives each answer a request id.
 
