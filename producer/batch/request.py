@@ -82,6 +82,7 @@ class BatchRequest:
     model: str | None
     params: SamplingParams
     echoes: bool = False
+    echoes_alone: bool = False
     template_kwargs: str | None = None
     deadline_s: float | None = None
     ttl_s: float | None = None
@@ -140,6 +141,7 @@ def request_of(url: str, body: Mapping[str, Any]) -> BatchRequest:
         row.model,
         params,
         row.echoes,
+        isinstance(row, CompletionBody) and row.echoes_alone,
         row.template_kwargs,
         channel=row.channel,
         tool_use=row.tool_use(),

@@ -98,6 +98,7 @@ def body_of(request: BatchRequest, model: str, result: Result, record: PoolRecor
         echoes=request.echoes,
     )
     renderer.max_total_tokens = max_total_tokens
+    renderer.echoes_alone = request.echoes_alone
     return renderer.whole([result])
 
 

@@ -383,6 +383,11 @@ class CompletionBody(GenerationBody):
         """Whether the answer begins with the prompt."""
         return bool(self.echo)
 
+    @property
+    def echoes_alone(self) -> bool:
+        """Whether the answer is the prompt alone, with its log-probabilities."""
+        return self.echoes and self._given().get("max_tokens") == 0
+
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts. Each becomes one job."""
         return self.prompt
@@ -395,5 +400,7 @@ class CompletionBody(GenerationBody):
         """Return the sampling options. Raises pydantic's ValidationError."""
         # An echo is built from the prompt's log-probabilities, which also hold the text of the prompt's tokens.
         of_prompt = (self.logprobs or 0) if self.echo else self.prompt_logprobs
-        logprobs = {"logprobs": self.logprobs, "prompt_logprobs": of_prompt}
-        return SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **self._given(), **logprobs})
+        wanted = {"logprobs": self.logprobs, "prompt_logprobs": of_prompt}
+        if self.echoes_alone:
+            wanted["max_tokens"] = 1  # The answer does not show it.
+        return SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **self._given(), **wanted})

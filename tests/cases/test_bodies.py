@@ -321,6 +321,43 @@ def test_a_row_is_refused_as_the_body_is(door: httpx.Client, url: str) -> None:
         assert error["param"].split(".")[0] == refused.json()["error"]["param"].split(".")[0], error
 
 
+# OpenAI's older way to score a text.
+
+
+@pytest.mark.parametrize("prompt", ["Rome is", [28, 216, 339], ["Rome", "Paris is big"]])
+@pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"logprobs": 0, "n": 2, "return_token_ids": True}])
+def test_an_echo_without_tokens_is_the_prompt_alone(door: httpx.Client, prompt: Any, more: dict[str, Any]) -> None:
+    body = {"prompt": prompt, "echo": True, "temperature": 0, **more}
+    alone = answer(door, "/v1/completions", body | {"max_tokens": 0})
+    longer = answer(door, "/v1/completions", body | {"max_tokens": 1})
+    for short, long in zip(alone["choices"], longer["choices"], strict=True):
+        assert short["finish_reason"] == "length"
+        assert long["text"].startswith(short["text"]) and len(short["text"]) < len(long["text"])
+        if "logprobs" in more and short["logprobs"] is not None:
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                assert short["logprobs"][name] == long["logprobs"][name][:-1]
+    assert alone["usage"]["completion_tokens"] == 0
+    assert alone["usage"]["prompt_tokens"] == longer["usage"]["prompt_tokens"]
+    lines = door.post("/v1/completions", json=body | {"max_tokens": 0, "stream": True}).text.split("\n")
+    texts = dict.fromkeys(range(len(alone["choices"])), "")
+    for line in lines:
+        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+            texts[choice["index"]] += choice["text"]
+    assert [*texts.values()] == [choice["text"] for choice in alone["choices"]]
+
+
+def test_no_tokens_without_an_echo_are_refused(door: httpx.Client) -> None:
+    for more in ({}, {"echo": False}):
+        refused = door.post("/v1/completions", json={"prompt": "hi", "max_tokens": 0, **more})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+
+def test_a_row_echoes_the_prompt_alone_as_the_body_does(door: httpx.Client) -> None:
+    body = {"prompt": "Rome is", "max_tokens": 0, "echo": True, "logprobs": 1}
+    (row,) = rows_of(door, "/v1/completions", [body])
+    assert row["choices"] == answer(door, "/v1/completions", body)["choices"]
+
+
 # Connections.
 
 
