@@ -182,7 +182,12 @@ class _Reader:
             repository, _, wanted = model.partition(":")
             if self._file:
                 model = f"{repository}:{self._file}"
-            elif wanted and "/" in repository and not wanted.endswith(".gguf") and not model.startswith((".", "/")):
+            elif (
+                wanted
+                and "/" in repository
+                and not wanted.lower().endswith(".gguf")
+                and not model.startswith((".", "/"))
+            ):
                 self.problems[f"-hf {model}"] = f"name the file: {repository}:FILE.gguf"
             self.taken.insert(0, model)
         if self._keys:

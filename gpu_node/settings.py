@@ -205,4 +205,4 @@ def slug(text: str) -> str:
 def pool_of_model(model: str) -> str:
     """Return the pool of a model: the last part of its id, path or file, without revision, suffix and part number."""
     name = PurePath(model.partition("@")[0]).name.rpartition(":")[2]
-    return slug(re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name))
+    return slug(re.sub(r"(?i)(-\d{5}-of-\d{5})?\.gguf$", "", name))

@@ -15,7 +15,7 @@ from typing import Any, Self
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.checkpoint.json_object import read_object
-from penstock.gpu_node.model.checkpoint.weight_files import INDEX, SINGLE, first_parts, gguf_names, index_of
+from penstock.gpu_node.model.checkpoint.weight_files import INDEX, SINGLE, first_parts, gguf_names, index_of, is_gguf
 from penstock.runtime.proxies import proxy_error
 from penstock.runtime.trusted_folders import trusted_folder
 
@@ -54,7 +54,7 @@ class HubModel:
         repo_id, _, file = whole.partition(":")
         if named and revision not in (None, named):
             raise ConfigError(f"model {name} contradicts revision {revision}: give only one revision")
-        if file and not file.endswith(".gguf"):
+        if file and not is_gguf(file):
             raise ConfigError(f"model {name}: the part after the colon must be a .gguf file of {repo_id}, not {file}")
         return cls(repo_id, file or None, named or revision or None)
 
@@ -154,7 +154,7 @@ def _weight_names(model: HubModel, folder: Path, sizes: Mapping[str, int]) -> li
         return sorted(set(index_of(index).values()))
     if found:
         return found
-    if any(name.endswith(".gguf") for name in names):
+    if any(is_gguf(name) for name in names):
         files = _listed(names)
         raise ConfigError(f"model {model} has no .safetensors; name one of its files as {model.repo_id}:FILE: {files}")
     if any(name.endswith(_PICKLES) for name in names):
