@@ -137,19 +137,19 @@ def test_gpus_that_are_wanted_and_not_there_are_named(monkeypatch: pytest.Monkey
 
 
 def test_the_flags_of_a_replica_come_last_and_its_drain_may_take_its_time() -> None:
-    command = ChildCommand("node", ("penstock", "node", "m", "--name", "x"), {"A": "1"}, 30.0)
+    command = ChildCommand("node", ("penstock", "node", "m", "--name", "x"), {"A": "1"}, 110.0)
     own = replicas_of(settings_of(replicas="2", runner="gpu"))
-    first, second = replica_commands(command, own, drain_s=100.0)
+    first, second = replica_commands(command, own)
     assert (first.name, second.name, second.grace_s) == ("node-0", "node-1", 110.0)
     assert second.argv[:5] == command.argv and second.argv[5:9] == ("--replicas", "1", "--name", "host-1")
     assert second.env == {"A": "1", VISIBLE: "GPU-1"}
-    assert replica_commands(command, (), drain_s=1.0) == [command]
+    assert replica_commands(command, ()) == [command]
 
 
 def test_serve_starts_the_same_replicas_and_one_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[ChildCommand, ...]] = []
 
-    async def start_all(_: object, url: str, model: str, nodes: Sequence[ChildCommand], of_gateway: object) -> None:
+    async def start_all(_: object, url: str, model: str, nodes: Sequence[ChildCommand], gateway: object) -> None:
         started.append(tuple(nodes))
         raise PenstockError("enough")
 
