@@ -168,10 +168,10 @@ TAKEN: dict[str, dict[str, object]] = {
     },
 }
 REFUSED = {
-    "m --ssl-keyfile k.pem --ssl-certfile c.pem": "no options --ssl-keyfile (TLS ends at a proxy before the gateway), ",
+    "m --ssl-keyfile k.pem --ssl-certfile c.pem": "TLS ends at a proxy before the gateway, which then needs ",
     "m --root-path /api": "no option --root-path: a proxy before the gateway adds a path",
     "m --download-dir /models": "no option --download-dir: set the variable HF_HUB_CACHE",
-    "./m.gguf --tokenizer TinyLlama/TinyLlama-1.1B": "no option --tokenizer: put the tokenizer's files into the ",
+    "./m.gguf --tokenizer TinyLlama/TinyLlama-1.1B": "no option --tokenizer: it is in the GGUF file, or in the model's",
     """m --speculative-config '{"model": "d", "num_speculative_tokens": 5}'""": "no draft model: --speculative ngram",
     "-m m.gguf -md draft.gguf": "no option -md: speculation has no draft model: --speculative ngram",
     "-m m.gguf --mmproj mm.gguf": "no option --mmproj: images, audio and video are not served",

@@ -162,6 +162,21 @@ def test_serve_starts_the_same_replicas_and_one_gateway(monkeypatch: pytest.Monk
     assert [(node.name, node.cpus) for node in one] == [("node", ())]
 
 
+@pytest.mark.parametrize(("options", "grace_s"), [((), (30.0, 40.0)), (("--drain-s", "100"), (110.0, 110.0))])
+def test_serve_gives_its_parts_the_time_of_their_drain(
+    options: Sequence[str], grace_s: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[float, float]] = []
+
+    async def start_all(_: object, url: str, model: str, nodes: Sequence[ChildCommand], gateway: ChildCommand) -> None:
+        started.append((nodes[0].grace_s, gateway.grace_s))
+        raise PenstockError("enough")
+
+    monkeypatch.setattr("penstock.cli.serve.start_all", start_all)
+    call_command("serve", "m", "--redis-url", "unix://x", *options)
+    assert started == [grace_s]
+
+
 def test_the_settings_of_all_replicas_become_flags_again() -> None:
     given = {"weight_cache": False, "loop_debug": True, "dtype": None, "aliases": ["a", "b"], "runner": "cpu"}
     words = words_of(given, NODE_FLAGS)
