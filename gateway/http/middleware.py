@@ -39,8 +39,10 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _PROBES = ("/health", "/ready")
 
 
-class MergedSlashes:
-    """ASGI middleware that reads repeated slashes of a path as one, as clients write them behind a base URL with one.
+class PlainPaths:
+    """ASGI middleware that reads repeated slashes of a path as one, and drops those at the end of a path of the APIs.
+
+    Clients write them where they join a base URL and a path.
 
     It comes before the check of a key's scopes, so that all see one path.
     """
@@ -50,8 +52,10 @@ class MergedSlashes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with the path."""
-        if "//" in scope.get("path", ""):
-            scope["path"] = re.sub("//+", "/", scope["path"])
+        path = scope.get("path", "")
+        if "//" in path or path.endswith("/"):
+            path = re.sub("//+", "/", path)
+            scope["path"] = path.removesuffix("/") if path.startswith("/v1/") else path
         await self._app(scope, receive, send)
 
 
