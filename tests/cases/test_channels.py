@@ -270,8 +270,8 @@ def go_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = os.environ | {"GO111MODULE": "off", "GOPATH": "/usr/share/gocode"}
     if not Path("/usr/share/gocode/src/github.com/gomodule/redigo").exists():
         env = dict(os.environ)
-        for words in (("go", "mod", "init", "read_job"), ("go", "mod", "tidy")):
-            if subprocess.run(words, cwd=folder, capture_output=True, timeout=120).returncode:
+        for command in (("go", "mod", "init", "read_job"), ("go", "mod", "tidy")):
+            if subprocess.run(command, cwd=folder, capture_output=True, timeout=120).returncode:
                 pytest.skip("go finds no module proxy")
     for words in (("go", "vet", "read_job.go"), ("go", "build", "-o", "read_job", "read_job.go")):
         subprocess.run(words, cwd=folder, env=env, check=True, timeout=300)
