@@ -352,12 +352,12 @@ NAMES_OF_RESPONSES = {
 
 
 def response_body(
-    model: str, echo: Mapping[str, Any], sampling: Mapping[str, Any], result: Result, form: AnswerFormat
+    model: str, echo: Mapping[str, Any], sampling: Mapping[str, Any], result: Result, answer_format: AnswerFormat
 ) -> dict[str, Any]:
-    """Return OpenAI's response object for a result with one choice. `form`: how to parse its text."""
+    """Return OpenAI's response object for a result with one choice. `answer_format`: how to parse its text."""
     (choice,) = result.choices
     is_cut = choice.finish_reason == "length"
-    parsed = form.read(choice.text, is_cut=is_cut)
+    parsed = answer_format.read(choice.text, is_cut=is_cut)
     status = "incomplete" if is_cut else "completed"
     return {
         "id": f"resp_{result.job_id}",

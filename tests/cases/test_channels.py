@@ -273,8 +273,8 @@ def go_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for command in (("go", "mod", "init", "read_job"), ("go", "mod", "tidy")):
             if subprocess.run(command, cwd=folder, capture_output=True, timeout=120).returncode:
                 pytest.skip("go finds no module proxy")
-    for words in (("go", "vet", "read_job.go"), ("go", "build", "-o", "read_job", "read_job.go")):
-        subprocess.run(words, cwd=folder, env=env, check=True, timeout=300)
+    for make in (("go", "vet", "read_job.go"), ("go", "build", "-o", "read_job", "read_job.go")):
+        subprocess.run(make, cwd=folder, env=env, check=True, timeout=300)
     return folder / "read_job"
 
 
