@@ -42,9 +42,8 @@ _PROBES = ("/health", "/ready")
 class PlainPaths:
     """ASGI middleware that reads repeated slashes of a path as one, and drops those at the end of a path of the APIs.
 
-    Clients write them where they join a base URL and a path.
-
-    It comes before the check of a key's scopes, so that all see one path.
+    Clients write them where they join a base URL and a path. It comes before the check of a key's scopes, so that all
+    see one path.
     """
 
     def __init__(self, app: ASGIApp) -> None:
