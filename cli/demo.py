@@ -14,7 +14,7 @@ import typer
 from penstock.cli.audit import audit_lines, audit_pools
 from penstock.cli.chat import Speed
 from penstock.cli.demo_model import default_model
-from penstock.cli.processes import Supervisor, node_command, run_until_stopped
+from penstock.cli.processes import Supervisor, gateway_command, node_command, run_until_stopped
 from penstock.cli.serve import start_all
 from penstock.contract.errors import PenstockError
 from penstock.runtime.embedded_redis import resolve_redis
@@ -62,7 +62,8 @@ async def _demo(redis_url: str, model: str, question: str, options: dict[str, ob
     async with Supervisor(lambda _name, _line: None) as supervisor:
         started = time.perf_counter()
         nodes = [node_command(model, redis_url)]
-        node, gateway = await start_all(supervisor, redis_url, model, nodes, ("--host", "127.0.0.1", "--port", "0"))
+        command = gateway_command(redis_url, arguments=("--host", "127.0.0.1", "--port", "0"))
+        node, gateway = await start_all(supervisor, redis_url, model, nodes, command)
         print(f"Redis, a node with {node['pool']} and a gateway: ready in {time.perf_counter() - started:.1f} s\n")
         # Imported late, because every other command would wait for it, but before the measurement starts.
         import httpx

@@ -182,11 +182,8 @@ class _Reader:
     def _finish(self) -> None:
         """Add what several options say together."""
         for model in self._models:
-            repository, _, wanted = model.partition(":")
             if self._file:
-                model = f"{repository}:{self._file}"
-            elif wanted and "/" in repository and not wanted.endswith(".gguf") and not model.startswith((".", "/")):
-                self.problems[f"-hf {model}"] = f"name the file: {repository}:FILE.gguf"
+                model = f"{model.partition(':')[0]}:{self._file}"
             self.taken.insert(0, model)
         if self._keys:
             self.taken.append(f"--api-key={','.join(self._keys)}")

@@ -144,16 +144,17 @@ _WITHOUT_EFFECT: tuple[tuple[str, str, str], ...] = (
 )
 """Why an option has no effect, such options without a value, and with one."""
 
+_TLS = "TLS ends at a proxy before the gateway, which then needs --api-key"
 _REFUSED: tuple[tuple[str, str, str], ...] = (
-    ("TLS ends at a proxy before the gateway", "--enable-ssl-refresh", "--ssl-keyfile --ssl-certfile --ssl-ca-certs"),
-    ("TLS ends at a proxy before the gateway", "", "--ssl-cert-reqs --ssl-key-file --ssl-cert-file"),
+    (_TLS, "--enable-ssl-refresh", "--ssl-keyfile --ssl-certfile --ssl-ca-certs"),
+    (_TLS, "", "--ssl-cert-reqs --ssl-key-file --ssl-cert-file"),
     ("a proxy before the gateway adds a path", "", "--root-path --api-prefix --path"),
     ("the gateway listens at --host and --port", "", "--uds --fd"),
     ("set the variable HF_HUB_CACHE", "", "--download-dir"),
     ("set the variable HF_TOKEN", "", "-hft --hf-token"),
     ("set the variable HF_HUB_OFFLINE=1", "--offline", ""),
     ("set PENSTOCK_GATEWAY_API_KEY_FILE to the file", "", "--api-key-file"),
-    ("put the tokenizer's files into the model's folder", "--skip-tokenizer-init", "--tokenizer --tokenizer-path"),
+    ("it is in the GGUF file, or in the model's folder", "--skip-tokenizer-init", "--tokenizer --tokenizer-path"),
     ("change config.json in the model's folder", "", "--hf-overrides --rope-scaling --rope-theta --rope-scale"),
     ("change config.json in the model's folder", "", "--rope-freq-base --rope-freq-scale --yarn-orig-ctx"),
     ("change config.json in the model's folder", "", "--hf-config-path --override-kv --json-model-override-args"),

@@ -77,9 +77,12 @@ def _end_event_in(line: str) -> tuple[str, str] | None:
 
 
 _log = logging.getLogger(__package__)
-NODE_GRACE_S = 30.0
+NODE_DRAIN_S = 20.0
+GATEWAY_DRAIN_S = 30.0
+"""What nodes and gateways take to drain by default."""
+_DRAIN_MARGIN_S = 10.0
+"""Seconds that a child has after its drain, to give jobs back and to end."""
 NODE_HURRY_S = 5.0
-GATEWAY_GRACE_S = 35.0
 _GUARD_MARGIN_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
 _TAIL_LINES = 20
@@ -444,18 +447,18 @@ def run_until_stopped(work: Coroutine[Any, Any, None], *, status: int | None = N
 
 
 def node_command(
-    model: str, redis_url: str, *, arguments: Sequence[str] = (), on_progress: Callable[[Event], None] | None = None
+    model: str, redis_url: str, *, arguments: Sequence[str] = (), drain_s: float = NODE_DRAIN_S
 ) -> ChildCommand:
     """Return the command of a node that runs `model`."""
     env = {**_redis_variable(redis_url), "PENSTOCK_NODE_PROGRESS": "json"}
     words = (*_PENSTOCK, "node", model, *arguments)
-    return ChildCommand("node", words, env, NODE_GRACE_S, on_progress, group="node", hurry_s=NODE_HURRY_S)
+    return ChildCommand("node", words, env, drain_s + _DRAIN_MARGIN_S, group="node", hurry_s=NODE_HURRY_S)
 
 
-def gateway_command(redis_url: str, *, arguments: Sequence[str] = ()) -> ChildCommand:
+def gateway_command(redis_url: str, *, arguments: Sequence[str] = (), drain_s: float = GATEWAY_DRAIN_S) -> ChildCommand:
     """Return the command of a gateway. Its ready event holds the `url`."""
     env = {**_redis_variable(redis_url), "PENSTOCK_GATEWAY_PROGRESS": "json"}
-    return ChildCommand("gateway", (*_PENSTOCK, "gateway", *arguments), env, GATEWAY_GRACE_S)
+    return ChildCommand("gateway", (*_PENSTOCK, "gateway", *arguments), env, drain_s + _DRAIN_MARGIN_S)
 
 
 def _redis_variable(redis_url: str) -> dict[str, str]:

@@ -303,9 +303,8 @@ def serve(
         _log_start(model, url, server)
         try:
             with _files_folder(data_dir, ephemeral=ephemeral) as files:
-                nodes = replica_commands(
-                    node_command(model, url, arguments=words[0]), replicas, drain_s=settings.drain_s
-                )
+                of_model = node_command(model, url, arguments=words[0], drain_s=settings.drain_s)
+                nodes = replica_commands(of_model, replicas)
                 shared = {**secrets, "PENSTOCK_FILES_URL": files}
                 run_until_stopped(_serve(url, server, model, nodes, words[1], logs, shared, gateway))
         except ProcessDiedError as error:
@@ -379,13 +378,14 @@ async def _serve(
     """Run the parts. `shared` has the environment variables of all parts."""
     async with Supervisor(relay_of(logs), {**log_variables(logs), **shared}) as supervisor:
         # Counted meanwhile, before the node has taken any of them.
-        started = start_all(supervisor, redis_url, model, nodes, of_gateway)
+        command = gateway_command(redis_url, arguments=of_gateway, drain_s=gateway.drain_s)
+        started = start_all(supervisor, redis_url, model, nodes, command)
         ready, waiting = await asyncio.gather(started, _waiting_jobs(server))
         _print_ready(*ready, redis_url, server, needs_key=gateway.api_key is not None)
         _say_what_waits(waiting, ready[0]["pool"])
         # A restarted gateway must use the same port, even if port 0 was requested, because callers know this one.
         port = str(urlsplit(ready[1]["url"]).port)
-        commands = (*nodes, gateway_command(redis_url, arguments=(*of_gateway, "--port", port)))
+        commands = (*nodes, replace(command, argv=(*command.argv, "--port", port)))
         async with asyncio.TaskGroup() as keepers:
             for child, command in zip(supervisor.children, commands, strict=True):
                 keepers.create_task(keep_child(supervisor, child, command, _log.warning))
@@ -438,16 +438,16 @@ def _say_what_ends(redis_url: str) -> None:
 
 
 async def start_all(
-    supervisor: Supervisor, redis_url: str, model: str, nodes: Sequence[ChildCommand], of_gateway: Sequence[str]
+    supervisor: Supervisor, redis_url: str, model: str, nodes: Sequence[ChildCommand], gateway: ChildCommand
 ) -> tuple[Event, Event]:
     """Start nodes and a gateway, show the progress, and return the ready events of the first ready node and of it."""
     progress = LoadingProgress(_log, pool_of_model(model))
     shown = replace(nodes[0], on_progress=progress.update)
     children = [await supervisor.start(command) for command in (shown, *nodes[1:])]
     # The gateway starts last and so stops first: no request arrives while the node returns its jobs to the queue.
-    gateway = await supervisor.start(gateway_command(redis_url, arguments=of_gateway))
+    door = await supervisor.start(gateway)
     async with progress.shown():
-        return await asyncio.gather(first_ready(children), gateway.ready(timeout_s=GATEWAY_START_TIMEOUT_S))
+        return await asyncio.gather(first_ready(children), door.ready(timeout_s=GATEWAY_START_TIMEOUT_S))
 
 
 def _log_start(model: str, redis_url: str, server: EmbeddedRedis | RunningRedis | None) -> None:

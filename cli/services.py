@@ -66,7 +66,7 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
         engine_config(settings)
         # The URL may be a secret, so it is no argument.
         arguments = words_of({name: value for name, value in given.items() if name != "redis_url"}, NODE_FLAGS)
-        command = node_command(settings.model, settings.redis_url, arguments=arguments)
+        command = node_command(settings.model, settings.redis_url, arguments=arguments, drain_s=settings.drain_s)
         run_replicas(settings, command, replicas, logs)
         return
     try:

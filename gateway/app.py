@@ -42,6 +42,7 @@ from penstock.gateway.http.middleware import (
     Cors,
     Drain,
     HeadRequests,
+    PlainPaths,
     SubprotocolKey,
     TracedRequests,
     allows_any_page,
@@ -250,6 +251,7 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     _add_middleware(app, settings, client, metrics, errors, described)
     if tracing is not None:
         app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=_paths_of(described))
+    app.add_middleware(PlainPaths)
     return Gateway(app, dashboard, open_feeds)
 
 

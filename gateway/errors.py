@@ -168,7 +168,12 @@ class ErrorHandlers:
     async def _on_http_exception(self, request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, HTTPException):
             raise error
-        message = f"{error.detail}: {request.method} {request.url.path[:MAX_NAME_CHARS]}"
+        path = request.url.path
+        message = f"{error.detail}: {request.method} {path[:MAX_NAME_CHARS]}"
+        if path.startswith("/v1/v1/"):
+            message += "; the client adds /v1 itself, so its base URL must not end in /v1"
+        elif any(getattr(route, "path", "") == f"/v1{path}" for route in request.app.routes):
+            message += "; the client's base URL must end in /v1"
         shape, request_id = self._shapes.shape_of(request.scope), _request_id_of(request.scope)
         return JSONResponse(
             shape.framework_body(message, error.status_code, request_id), error.status_code, error.headers

@@ -203,6 +203,10 @@ def slug(text: str) -> str:
 
 
 def pool_of_model(model: str) -> str:
-    """Return the pool of a model: the last part of its id, path or file, without revision, suffix and part number."""
-    name = PurePath(model.partition("@")[0]).name.rpartition(":")[2]
-    return slug(re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name))
+    """Return the pool of a model: the last part of its id, path or file, without revision, suffix and part number.
+
+    A quantization after a colon is part of it.
+    """
+    name = PurePath(model.partition("@")[0]).name
+    name = name.rpartition(":")[2] if name.lower().endswith(".gguf") else name
+    return slug(re.sub(r"(?i)(-\d{5}-of-\d{5})?\.gguf$", "", name))

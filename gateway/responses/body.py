@@ -146,7 +146,7 @@ class ResponseStreamOptions(_Options):
 class _AnyBody(QueuedBody):
     """The fields that `/v1/responses` and `/v1/responses/compact` share. Fields without a comment are OpenAI's."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=MAX_RESPONSE_ID_CHARS)] | None = None
     cache_salt: str | None = None
@@ -289,7 +289,6 @@ class ResponseBody(_SampledBody):
         tier = self.service_tier
         text, reasoning = self.text or TextConfig(), self.reasoning or Reasoning()
         return {
-            "model": self.model,
             "instructions": self.instructions,
             "previous_response_id": self.previous_response_id,
             "background": bool(self.background),

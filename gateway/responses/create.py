@@ -304,11 +304,10 @@ class ConversationReader:
 
     async def seal_of(self, generation: GenerationRequest) -> tuple[bytes, str]:
         """Return the secret of the seals, and the model that this request's summaries are bound to, without aliases."""
-        asked = generation.content.model
+        asked = generation.content.model or None
         pool = await self._client.served_pool(asked, key=generation.key, hides_models=generation.hides_models)
-        return await self._client.servers.directory.responses.seal_key(), pool.model if asked in names_of(
-            pool
-        ) else asked
+        model = pool.model if not asked or asked in names_of(pool) else asked
+        return await self._client.servers.directory.responses.seal_key(), model
 
     async def _check_seals(self, generation: GenerationRequest, seals: Sequence[Any]) -> None:
         key, model = await self.seal_of(generation)
@@ -374,9 +373,9 @@ class CreateResponse:
         """Return the request with its whole conversation and its job's id, and the record of the response."""
         conversations = self._conversations.conversations_of(generation.tenant)
         own, prompt = await self._conversations.conversation_of(generation, body, conversations)
-        content = replace(generation.content, prompts=[prompt])
-        hides = generation.hides_models
-        pool = await self._client.served_pool(content.model, key=generation.key, hides_models=hides)
+        asked, hides = generation.content.model or None, generation.hides_models
+        pool = await self._client.served_pool(asked, key=generation.key, hides_models=hides)
+        content = replace(generation.content, prompts=[prompt], model=asked or pool.model)
         check_logprobs(content, pool, self._settings.max_logprobs)
         record = _record_of(content, body.options, own, pool)
         max_tokens = content.params.max_tokens
@@ -416,11 +415,12 @@ class CreateResponse:
 def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool: ServedPool) -> StoredResponse:
     # What the caller did not set is as the pool's model recommends it.
     params = with_defaults(content.params, pool)
+    learned = {"model": content.model} | {name: getattr(params, name) for name in SHOWN_SAMPLING}
     return StoredResponse(
         created_s=int(time.time()),
         background=options["background"],
         format=answer_format(content.tool_use, content.params, content.template_kwargs, pool),
-        echo=options["echo"][:-1] + b"," + to_json({name: getattr(params, name) for name in SHOWN_SAMPLING})[1:],
+        echo=options["echo"][:-1] + b"," + to_json(learned)[1:],
         items=[(item_id, text.encode()) for item_id, text in options["items"]],
         messages=own,
         previous=options["previous"] or "",

@@ -197,13 +197,14 @@ class AnswerPlan:
 
     async def head_of(self, jobs: Sequence[AsyncJob]) -> AnswerHead:
         """Return what the encoder must know before the first token."""
-        generation, content = self.generation, self.generation.content
+        generation, content, pool = self.generation, self.generation.content, jobs[0].pool
+        record = None if content.model else await self._record_of(pool)
         return AnswerHead(
             [job.id for job in jobs],
-            content.model,
+            content.model or (pool if record is None else record.model),
             int(time.time()),
             content.params,
-            await self._format_of(jobs[0].pool),
+            await self._format_of(pool),
             content.echoes,
             self._options,
             generation.cut_at,

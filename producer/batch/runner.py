@@ -29,6 +29,7 @@ from penstock.contract.errors import (
     InvariantError,
     JobFailedError,
     NotFoundError,
+    PenstockError,
     RequestError,
     UnavailableError,
     error_of,
@@ -36,6 +37,7 @@ from penstock.contract.errors import (
 from penstock.contract.job import Durability, Priority, SubmitOptions
 from penstock.contract.output import Result
 from penstock.contract.pool import notice_of
+from penstock.contract.problems import rename
 from penstock.contract.tasks import Embedding
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import Batch, BatchProgress
@@ -198,8 +200,9 @@ async def answer(
         try:
             # The same key would find the job without its result.
             return await ask(f"{key}:again{number}" if number else key)
-        except NotFoundError as error:
+        except PenstockError as error:
             if error.code not in _LOST_RESULT or number == _MAX_LOST:
+                rename(error, request.names)
                 raise
     raise AssertionError
 
@@ -218,7 +221,7 @@ async def _ask(
     shared: SubmitOptions = {
         "model": model,
         "priority": Priority.BATCH,
-        "not_before_s": delay_s,
+        "not_before_s": max(delay_s or 0.0, request.not_before_s or 0.0) or None,
         "deadline_s": request.deadline_s,
         "ttl_s": request.ttl_s,
         "durability": durability,

@@ -141,6 +141,7 @@ TAKEN: dict[str, dict[str, object]] = {
         "num_threads": 4,
         "max_num_seqs": 1,
     },
+    "-hf bartowski/Llama-3.2-3B-Instruct-GGUF:Q8_0": {"model": "bartowski/Llama-3.2-3B-Instruct-GGUF:Q8_0"},
     "-hf ggml-org/gpt-oss-20b-GGUF -c 0 -fa --jinja": {"model": "ggml-org/gpt-oss-20b-GGUF", "max_model_len": None},
     "--hf-repo ggml-org/m-GGUF --hf-file m-q4_0.gguf -ngl 99 -fa on -c 8192": {
         "model": "ggml-org/m-GGUF:m-q4_0.gguf",
@@ -167,14 +168,13 @@ TAKEN: dict[str, dict[str, object]] = {
     },
 }
 REFUSED = {
-    "m --ssl-keyfile k.pem --ssl-certfile c.pem": "no options --ssl-keyfile (TLS ends at a proxy before the gateway), ",
+    "m --ssl-keyfile k.pem --ssl-certfile c.pem": "TLS ends at a proxy before the gateway, which then needs ",
     "m --root-path /api": "no option --root-path: a proxy before the gateway adds a path",
     "m --download-dir /models": "no option --download-dir: set the variable HF_HUB_CACHE",
-    "./m.gguf --tokenizer TinyLlama/TinyLlama-1.1B": "no option --tokenizer: put the tokenizer's files into the ",
+    "./m.gguf --tokenizer TinyLlama/TinyLlama-1.1B": "no option --tokenizer: it is in the GGUF file, or in the model's",
     """m --speculative-config '{"model": "d", "num_speculative_tokens": 5}'""": "no draft model: --speculative ngram",
     "-m m.gguf -md draft.gguf": "no option -md: speculation has no draft model: --speculative ngram",
     "-m m.gguf --mmproj mm.gguf": "no option --mmproj: images, audio and video are not served",
-    "-hf bartowski/Llama-3.2-3B-Instruct-GGUF:Q8_0": "name the file: bartowski/Llama-3.2-3B-Instruct-GGUF:FILE.gguf",
     """m --hf-overrides '{"architectures": ["X"]}'""": "no option --hf-overrides: change config.json in the model's",
     "--model-path m --tp 4 --nnodes 2 --node-rank 0 --dist-init-addr h:1": "--remote-ranks and `penstock rank`",
     "-m m.gguf --api-key-file keys": "set PENSTOCK_GATEWAY_API_KEY_FILE to the file",

@@ -219,6 +219,21 @@ def test_a_gguf_file_needs_no_ending_of_its_name(gguf: Path, tmp_path: Path) -> 
     assert _answer(Path(shutil.copy(gguf, tmp_path / "sha256-0123"))) == _answer(gguf)
 
 
+@pytest.mark.parametrize("given", ["M.GGUF", "."])
+def test_the_ending_of_a_gguf_file_may_be_in_capitals(given: str, gguf: Path, tmp_path: Path) -> None:
+    shutil.copy(gguf, tmp_path / "M.GGUF")
+    assert _answer(tmp_path / given) == _answer(gguf)
+    assert pool_of_model("/models/M-00001-of-00002.Gguf") == "M"
+
+
+def test_a_split_model_may_be_in_capitals(gguf: Path, parts: list[Path], tmp_path: Path) -> None:
+    folder = tmp_path / "capitals"
+    folder.mkdir()
+    for part in parts:
+        (folder / part.name.upper()).symlink_to(part)
+    assert _answer(folder) == _answer(gguf)
+
+
 def test_a_piece_that_was_cut_by_bytes_is_named(gguf: Path, tmp_path: Path) -> None:
     (tmp_path / "m.gguf.part00").write_bytes(gguf.read_bytes()[:5000])
     with pytest.raises(ConfigError, match=r"is a piece of a GGUF file.*cat m\.gguf\.part\* > m\.gguf"):

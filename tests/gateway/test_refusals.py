@@ -102,7 +102,7 @@ def error_of(response) -> dict[str, str]:
             "messages[0].tool_calls[0].function.arguments",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"model": None}, "model"),
+        ({"model": ""}, "model"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

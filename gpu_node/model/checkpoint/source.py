@@ -15,7 +15,7 @@ from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, starts_as_ggu
 from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.usable_file import require_usable, require_usable_descriptions
-from penstock.gpu_node.model.checkpoint.weight_files import gguf_of, gguf_parts
+from penstock.gpu_node.model.checkpoint.weight_files import gguf_of, gguf_parts, is_gguf
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 from penstock.runtime.cache_folders import file_stem
 
@@ -68,10 +68,7 @@ def open_model(model: str, progress: Progress, revision: str | None = None) -> O
     """
     path = Path(model).expanduser()
     is_local = (
-        path.exists()
-        or path.is_symlink()
-        or model.startswith((".", "/", "~"))
-        or (model.endswith(".gguf") and ":" not in model)
+        path.exists() or path.is_symlink() or model.startswith((".", "/", "~")) or (is_gguf(model) and ":" not in model)
     )
     if not is_local:
         path = downloaded(HubModel.parse(model, revision), lambda fraction: progress("download", fraction))
@@ -93,14 +90,14 @@ def _check_gguf(path: Path) -> None:
     """Raise ConfigError for what is no GGUF file, whatever its name is: those in the store of Ollama have no ending."""
     if path.is_symlink():
         require_usable(path)
-    if path.suffix != ".gguf" and not path.is_file():
+    if not is_gguf(path.name) and not path.is_file():
         raise ConfigError(f"there is no folder {path}")
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
     if (piece := _PIECE.fullmatch(path.name)) is not None:
         join = f"cat {piece[1]}{piece[2]}* > {piece[1]}"
         raise ConfigError(f"{path} is a piece of a GGUF file, cut by bytes; join the pieces: {join}")
-    if path.suffix != ".gguf" and not starts_as_gguf(path):
+    if not is_gguf(path.name) and not starts_as_gguf(path):
         raise ConfigError(f"{path} is neither a folder nor a GGUF file")
 
 

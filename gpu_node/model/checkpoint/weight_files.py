@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _OTHERS = ("adapter_model.safetensors", "consolidated*.safetensors")
 """Files beside a model's: an adapter's, and the same weights under Mistral's own names."""
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_PART = re.compile(r"(.+-)\d{5}(-of-(\d{5})\.gguf)", re.IGNORECASE)
 _MAX_LISTED = 10
 """Names of missing files in an error."""
 _PROJECTOR = re.compile(r"(^|[-_.])mmproj", re.IGNORECASE)
@@ -95,13 +95,18 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
+def is_gguf(name: str) -> bool:
+    """Return whether a name is that of a GGUF file. Some are in capitals."""
+    return name.lower().endswith(".gguf")
+
+
 def gguf_names(name: str) -> list[str]:
     """Return the names of all parts of the GGUF file that one part's name tells; the name alone if it is not split."""
     match = _PART.fullmatch(name)
     if match is None:
         return [name]
     _check_count(int(match[3]), name)
-    return [f"{match[1]}-{i:05}-of-{match[3]}.gguf" for i in range(1, int(match[3]) + 1)]
+    return [f"{match[1]}{i:05}{match[2]}" for i in range(1, int(match[3]) + 1)]
 
 
 def gguf_parts(path: Path) -> list[Path]:
@@ -122,7 +127,7 @@ def gguf_of(folder: Path) -> Path | None:
     """
     if any(folder.glob("*.safetensors")) or (folder / INDEX).is_file():
         return None
-    names = _models_of(path.name for path in folder.glob("*.gguf"))
+    names = _models_of(path.name for path in folder.iterdir() if is_gguf(path.name))
     if len(names) > 1:
         listed = ", ".join(sorted(names))
         raise ConfigError(f"{folder} has several models; name the file of one: {listed}")
@@ -140,4 +145,4 @@ def _models_of(names: Iterable[str]) -> dict[str, str]:
 
 def first_parts(names: Mapping[str, int] | Iterable[str]) -> list[str]:
     """Return the GGUF files among some names, of each split one only the first part."""
-    return sorted(_models_of(name for name in names if name.endswith(".gguf")).values())
+    return sorted(_models_of(name for name in names if is_gguf(name)).values())
