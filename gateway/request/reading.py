@@ -159,9 +159,10 @@ async def _grow(memory: BodyMemory, num_bytes: int, num_whole: int, limit: async
 
 
 def check_kind(request: Request) -> None:
-    """Refuse a body that is compressed or not declared as JSON.
+    """Refuse a body that is compressed, or that a browser sends without declaring it as JSON.
 
-    A browser lets a page of another site send other content types without a CORS preflight.
+    A browser lets a page of another site send other content types without a CORS preflight, and then names the page's
+    origin. A program, such as curl without `-H`, may leave the type out.
     """
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
@@ -170,9 +171,13 @@ def check_kind(request: Request) -> None:
             code="unsupported_media_type",
         )
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    if kind != "application/json" and (kind == _UPLOAD or any(name in request.headers for name in _OF_BROWSERS)):
         raise RequestError("Content-Type must be application/json", code="unsupported_media_type")
 
+
+_UPLOAD = "multipart/form-data"
+_OF_BROWSERS = ("origin", "sec-fetch-site")
+"""Headers that a browser adds to a request that may change something. A page cannot remove them."""
 
 # Parsing of request bodies: small bodies on the event loop, large bodies in a separate process.
 

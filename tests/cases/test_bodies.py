@@ -213,3 +213,42 @@ def test_a_lone_surrogate_is_reported_with_its_field(door: httpx.Client, model: 
     assert refused.status_code == 400
     field = next(name for name in ("messages", "prompt", "input") if name in BODIES[path])
     assert f"{field}[0].content: must be valid Unicode" in refused.text or f"{field}: must be valid" in refused.text
+
+
+# Bodies that a program sends without saying that they are JSON.
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/octet-stream"])
+@pytest.mark.parametrize("path", BODIES)
+def test_curls_body_needs_no_header(door: httpx.Client, model: str, path: str, kind: str | None) -> None:
+    """`curl -d` calls each body a form."""
+    content = json.dumps({"model": model, **BODIES[path]})
+    answered = door.post(path, content=content, headers={"Content-Type": kind} if kind else {})
+    assert answered.status_code in (200, 202), answered.text
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "said"),
+    [
+        ("/v1/nothing", 404, "Not Found: POST /v1/nothing"),
+        ("/v1/responses/resp_none/cancel", 404, "resp_none"),
+        ("/v1/webhook_endpoints/we_none", 404, "we_none"),
+        ("/v1/jobs/m.none/retry", 404, "m.none"),
+        ("/v1/messages/batches", 400, "requests"),
+        ("/v1/batches", 400, "input_file_id"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_told_before_a_header(
+    door: httpx.Client, path: str, status: int, said: str
+) -> None:
+    answered = door.post(path, content=b"{}")
+    assert (answered.status_code, said in answered.text) == (status, True), answered.text
+
+
+def test_a_form_of_a_page_stays_refused(door: httpx.Client, model: str) -> None:
+    content = json.dumps({"model": model, **BODIES["/v1/completions"]})
+    for header in ({"Origin": str(door.base_url).rstrip("/")}, {"Sec-Fetch-Site": "same-origin"}):
+        answered = door.post("/v1/completions", content=content, headers={"Content-Type": "text/plain", **header})
+        assert answered.json()["error"]["code"] == "unsupported_media_type"
+    upload = door.post("/v1/completions", content=content, headers={"Content-Type": "multipart/form-data; boundary=x"})
+    assert upload.json()["error"]["code"] == "unsupported_media_type"
