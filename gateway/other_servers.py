@@ -72,7 +72,7 @@ INSTEAD: dict[str, dict[str, str]] = {
 
 
 def hint(scope: Scope, routes: Iterable[BaseRoute]) -> str:
-    """Return what a 404 says of a path that another server has, or that lacks its `/v1` or has it twice; else nothing."""
+    """Return what a 404 says of another server's path, and of one that lacks its `/v1` or has it twice."""
     path: str = scope["path"].rstrip("/")
     for server, instead in INSTEAD.items():
         for theirs, ours in instead.items():
