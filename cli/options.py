@@ -20,7 +20,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from penstock.cli.command_line import default_in_words, panel_by_setting, sampling_option
+from penstock.cli.help_page import default_in_words, panel_by_setting, sampling_option
 from penstock.contract.errors import RequestError
 from penstock.contract.fields import option_of
 from penstock.contract.sampling import SamplingParams
@@ -100,7 +100,7 @@ def options_of(
 ) -> list[Parameter]:
     """Return an option for each of these settings (None: for all), or of other fields with docstrings.
 
-    They come in the order of the headings in `command_line.py`.
+    They come in the order of the headings in `help_page.py`.
 
     `flags` maps a setting to its flags if they differ from its name. Without `shows_defaults`, the help texts name no
     defaults, because an option that is not given changes nothing. `shown` has the settings that `--help` lists (None:
