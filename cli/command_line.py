@@ -22,7 +22,8 @@ from penstock.cli.help_page import (
     write_section,
     write_text,
 )
-from penstock.cli.option_words import SHOWS_ALL, known_words
+from penstock.cli.option_words import SHOWS_ALL, KnownWords
+from penstock.cli.peers import COMMANDS, PEERS
 from penstock.contract.errors import EXIT_WRONG_USE, ConfigError, PenstockError, RequestError, UnavailableError
 
 # --- errors in one line: each names the wrong option and says what to do
@@ -41,6 +42,32 @@ def usage_line(error: Any) -> str:
     """Return the line for an error of the parser: what is wrong, and an example or the help to read."""
     ctx = error.ctx
     return f"{_usage_problem(error)} ({_advice(ctx)})" if ctx is not None else _usage_problem(error)
+
+
+def _wrong_words(ctx: Any, words: KnownWords, failure: Any) -> list[str]:
+    """Return a sentence for each thing that is wrong in a command line. `failure`: the parser's first error, or None.
+
+    The values that are right are checked together, as the command would do it.
+    """
+    found, said = [], words.wrong()
+    if failure is not None:
+        try:
+            values, rest, _ = ctx.command.make_parser(ctx).parse_args(args=[*words.taken])
+        except typer.TyperException:
+            return [*said, _usage_problem(failure)]
+        if rest and not words.problems:
+            found.append(f"unexpected argument {rest[0]}")
+        for parameter in ctx.command.get_params(ctx):
+            try:
+                parameter.handle_parse_result(ctx, values, list(rest))
+            except typer.BadParameter as error:
+                ctx.params[parameter.name] = None
+                # The value of an unknown option may be the argument that seems to be missing.
+                found += [_usage_problem(error)] if error.message or not words.problems else []
+    for problem in getattr(ctx.command.callback, "problems", lambda _: ())(ctx.params):
+        _name_option(problem, ctx)
+        found.append(problem.message)
+    return said + found
 
 
 @contextmanager
@@ -83,7 +110,8 @@ def _value_problem(error: typer.BadParameter) -> str:
     from penstock.contract.problems import problem_of
 
     cause = error.__cause__
-    return problem_of(cause).message if isinstance(cause, ValidationError) else error.message.rstrip(".")
+    message = problem_of(cause).message if isinstance(cause, ValidationError) else error.message
+    return message.rstrip(".")
 
 
 def _advice(ctx: Any) -> str:
@@ -98,8 +126,13 @@ def _name_of(parameter: Any) -> str:
 
 
 def _name_option(error: PenstockError, ctx: Any) -> None:
-    """Name the option in `error`, or the environment variable if that gave the value."""
-    field = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
+    """Name the options in `error`, or the environment variables that gave the values."""
+    for param in (error.param, *error.also):
+        _name_one(error, param, ctx)
+
+
+def _name_one(error: PenstockError, param: str | None, ctx: Any) -> None:
+    field = re.split(r"[.\[]", param or "", maxsplit=1)[0]
     # The option of a field such as deadline_s is --deadline.
     names = {field, field.removesuffix("_s")}
     parameter = next((one for one in ctx.command.params if one.name in names), None)
@@ -114,8 +147,10 @@ def _name_option(error: PenstockError, ctx: Any) -> None:
     if is_absent and not variable and error.message == f"{field}: is required":
         error.message = f"{name} is missing ({_advice(ctx)})"
     else:
+        error.message = error.message.replace(f"{field}: is required", f"{name} is missing")
         # Otherwise the message begins with a word of prose, as in "pool m has live nodes".
-        error.message = re.sub(rf"^{re.escape(field)}(?=[:.\[]| must )", name, error.message)
+        piece = rf"(^|; ){re.escape(field)}(?=[:.\[]| must )"
+        error.message = re.sub(piece, lambda match: f"{match[1]}{name}", error.message, count=1)
 
 
 def _refused(error: ConfigError, given_url: str | None) -> str:
@@ -196,10 +231,18 @@ class Command(_Page, TyperCommand):
     """One command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line. Options that no command has are refused all at once."""
-        if not ctx.resilient_parsing:
-            args = known_words(ctx, args)
-        return super().parse_args(ctx, args)
+        """Parse the command line. All that is wrong in it is said at once."""
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        words, failure, rest = KnownWords(ctx, args), None, list[str]()
+        try:
+            rest = super().parse_args(ctx, [*words.taken])
+        except typer.TyperException as error:
+            failure = error
+        if failure is None and not words.wrong():
+            words.tell_notices()
+            return rest
+        return ctx.fail("; ".join(_wrong_words(ctx, words, failure)))
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Its errors name the option, or the environment variable, that is wrong."""
@@ -215,11 +258,16 @@ class Group(_Page, TyperGroup):
         if not args and not ctx.resilient_parsing:
             typer.echo(ctx.get_help(), err=True)
             raise typer.Exit(EXIT_WRONG_USE)
+        option = args[0].partition("=")[0] if ctx.parent is None and args else ""
+        if option in PEERS and not ctx.resilient_parsing:
+            ctx.fail(f"{option} is an option of a server, which follows its command: penstock serve {option} …")
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that `args` begin with. An unknown one is refused with the nearest known name."""
         known = self.list_commands(ctx)
+        if ctx.parent is None and args[0] in COMMANDS and not ctx.resilient_parsing:
+            ctx.fail(f"no command {args[0]!r}: {COMMANDS[args[0]]}")
         if args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
             nearest = get_close_matches(args[0], known, n=1)
             hint = f"; did you mean {nearest[0]}?" if nearest else f": {', '.join(known)}"

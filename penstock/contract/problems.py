@@ -19,6 +19,8 @@ MAX_PROBLEMS = 8
 """Fields that one error names."""
 
 
+_FOLLOWS = "default_factory_not_called"
+"""The error type of a field whose default depends on a field that is wrong."""
 _CODES = {"extra_forbidden": UNKNOWN_FIELD, UNKNOWN_FIELD: UNKNOWN_FIELD, "unsupported_value": "unsupported_value"}
 """Error type, of pydantic or `PydanticCustomError` → API error code."""
 
@@ -97,6 +99,8 @@ def problems_of(error: ValidationError, names: Mapping[str, str] | None = None) 
     """
     found: dict[tuple[Any, ...], Problem] = {}
     for one in error.errors(include_url=False, include_input=False):
+        if found and one["type"] == _FOLLOWS:
+            continue
         # A field of several types has a problem of each; the first one says enough.
         item = next((at for at, part in enumerate(one["loc"]) if isinstance(part, int)), 0)
         key = one["loc"][: item + 1] or (one.get("ctx", {}).get(UNKNOWN_FIELD),)
