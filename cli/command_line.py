@@ -239,10 +239,10 @@ class Command(_Page, TyperCommand):
             rest = super().parse_args(ctx, [*words.taken])
         except typer.TyperException as error:
             failure = error
-        if failure is None and not words.wrong():
-            words.tell_notices()
-            return rest
-        return ctx.fail("; ".join(_wrong_words(ctx, words, failure)))
+        if failure is not None or words.wrong():
+            ctx.fail("; ".join(_wrong_words(ctx, words, failure)))
+        words.tell_notices()
+        return rest
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Its errors name the option, or the environment variable, that is wrong."""

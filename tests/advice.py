@@ -19,7 +19,7 @@ MIN_WORDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class MessageText:
     """One text of the source. `{}` stands for a value."""
 
     module: str
@@ -37,9 +37,9 @@ class Said:
 
 
 @cache
-def texts() -> tuple[Said, ...]:
+def texts() -> tuple[MessageText, ...]:
     """Return every text of the product that names something, except docstrings and help texts."""
-    found = (Said(module.name, text) for module in modules().values() for text in _texts_in(module))
+    found = (MessageText(module.name, text) for module in modules().values() for text in _texts_in(module))
     return tuple(one for one in found if one.names or one.commands)
 
 

@@ -26,7 +26,7 @@ from penstock.producer.files.storage import FilesSettings
 from penstock.runtime.embedded_redis import find_or_start_redis
 from penstock.runtime.logging import LogSettings
 from penstock.runtime.settings import KeySettings, RedisSettings
-from tests.advice import OPTION, PAGE, VARIABLE, Said, texts
+from tests.advice import OPTION, PAGE, VARIABLE, MessageText, texts
 from tests.source_tree import ROOT
 from tests.test_promises import names_of_tests
 
@@ -92,8 +92,8 @@ def variables() -> frozenset[str]:
     return frozenset(of_settings | files | OTHER_VARIABLES.keys() | {"PENSTOCK_MODEL", "PENSTOCK_KEY"})
 
 
-def is_of_peers(said: Said) -> bool:
-    return said.module == "penstock.cli.peers"
+def is_of_peers(said: MessageText) -> bool:
+    return bool(said.module == "penstock.cli.peers")
 
 
 def test_what_a_message_names_exists() -> None:

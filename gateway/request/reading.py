@@ -42,6 +42,7 @@ from penstock.gateway.request.generation import (
     parse,
     queueing_in,
 )
+from penstock.gateway.request.kind import check_kind
 from penstock.gateway.request.parser_process import HEAD, IS_LIST, IS_MESSAGE, BodySchemas
 from penstock.gateway.settings import GatewaySettings, UnknownFields
 
@@ -130,7 +131,7 @@ async def read_json_body(request: Request, memory: BodyMemory, *, max_bytes: int
         raise RequestError(f"the body did not arrive within {timeout_s:g} s", code="body_timeout") from None
     except ClientDisconnect:
         raise RequestError("the body ended early", code="body_incomplete") from None
-    check_kind(request)
+    check_kind(request.headers)
     return without_mark(body)
 
 
@@ -157,27 +158,6 @@ async def _grow(memory: BodyMemory, num_bytes: int, num_whole: int, limit: async
     await memory.grow_to(num_bytes, num_whole)
     limit.reschedule(None if due_s is None else due_s + loop.time() - began_s)
 
-
-def check_kind(request: Request) -> None:
-    """Refuse a body that is compressed, or that a browser sends without declaring it as JSON.
-
-    A browser lets a page of another site send other content types without a CORS preflight, and then names the page's
-    origin. A program, such as curl without `-H`, may leave the type out.
-    """
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding != "identity":
-        raise RequestError(
-            f"Content-Encoding {coding[:64]!r} is not supported; send the body uncompressed",
-            code="unsupported_media_type",
-        )
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and (kind == _UPLOAD or any(name in request.headers for name in _OF_BROWSERS)):
-        raise RequestError("Content-Type must be application/json", code="unsupported_media_type")
-
-
-_UPLOAD = "multipart/form-data"
-_OF_BROWSERS = ("origin", "sec-fetch-site")
-"""Headers that a browser adds to a request that may change something. A page cannot remove them."""
 
 # Parsing of request bodies: small bodies on the event loop, large bodies in a separate process.
 

@@ -256,7 +256,7 @@ def test_a_form_of_a_page_stays_refused(door: httpx.Client, model: str) -> None:
 
 # Everything that is wrong in a body is said at once.
 
-WRONG_TOGETHER = {
+WRONG_TOGETHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/chat/completions": ({"messages": [USER], "temperature": -1, "top_p": 7}, {"n": "x", "fooo": 1, "bar": 2}),
     "/v1/completions": ({"prompt": "x", "temperature": -1, "top_p": 7}, {"max_tokens": "x", "fooo": 1}),
     "/v1/responses": ({"input": "x", "temperature": -1, "top_p": 7}, {"max_output_tokens": "x", "fooo": 1}),
