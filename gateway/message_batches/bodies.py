@@ -19,8 +19,7 @@ from fastapi import Request
 from penstock.contract.errors import RequestError, TooLargeError, UnavailableError
 from penstock.gateway.files.upload import UploadSlots, UploadTime, timed_upload
 from penstock.gateway.message_batches.splitting import COUNT, END, HEAD, REFUSAL, RequestSplitter
-from penstock.gateway.request.kind import check_kind
-from penstock.gateway.request.reading import BodyProcess, caller_of, is_heavy, spawn_on
+from penstock.gateway.request.reading import BodyProcess, caller_of, check_kind, is_heavy, spawn_on
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.files.service import Files, Upload
 from penstock.runtime.event_loop import cancel_until_done
@@ -55,7 +54,7 @@ class BatchBodies:
 
         Raises RequestError for a body that is no batch, TooLargeError, BusyError for a limit, and UnavailableError.
         """
-        check_kind(request.headers)
+        check_kind(request)
         tenant, max_bytes = caller_of(request).tenant, self._files.settings.max_message_batch_mib << 20
         declared = request.headers.get("content-length", "")
         num_bytes = int(declared) if declared.isdecimal() else max_bytes

@@ -42,7 +42,6 @@ from penstock.gateway.request.generation import (
     parse,
     queueing_in,
 )
-from penstock.gateway.request.kind import check_kind
 from penstock.gateway.request.parser_process import HEAD, IS_LIST, IS_MESSAGE, BodySchemas
 from penstock.gateway.settings import GatewaySettings, UnknownFields
 
@@ -131,7 +130,7 @@ async def read_json_body(request: Request, memory: BodyMemory, *, max_bytes: int
         raise RequestError(f"the body did not arrive within {timeout_s:g} s", code="body_timeout") from None
     except ClientDisconnect:
         raise RequestError("the body ended early", code="body_incomplete") from None
-    check_kind(request.headers)
+    check_kind(request)
     return without_mark(body)
 
 
@@ -157,6 +156,21 @@ async def _grow(memory: BodyMemory, num_bytes: int, num_whole: int, limit: async
     limit.reschedule(None)
     await memory.grow_to(num_bytes, num_whole)
     limit.reschedule(None if due_s is None else due_s + loop.time() - began_s)
+
+
+def check_kind(request: Request) -> None:
+    """Refuse a body that is compressed, or that a browser sends without declaring it as JSON.
+
+    A page of another site can send other types without a CORS preflight. A program may leave the type out (`curl -d`).
+    """
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        message = f"Content-Encoding {coding[:64]!r} is not supported; send the body uncompressed"
+        raise RequestError(message, code="unsupported_media_type")
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_of_browser = any(name in request.headers for name in ("origin", "sec-fetch-site"))
+    if kind != "application/json" and (is_of_browser or kind == "multipart/form-data"):
+        raise RequestError("Content-Type must be application/json", code="unsupported_media_type")
 
 
 # Parsing of request bodies: small bodies on the event loop, large bodies in a separate process.
