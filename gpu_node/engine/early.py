@@ -10,7 +10,13 @@ def check_early(config: EngineConfig, tool_parser: str | None) -> None:
     """Raise ConfigError for what the arguments, config.json or the header of a file tell about a model."""
     from penstock.gpu_node.model.loading.early import check_model
 
-    templates = check_model(config.model, config, config.revision)
+    try:
+        templates = check_model(config.model, config, config.revision)
+    except ConfigError:
+        raise
+    except Exception:
+        # A file of unknown origin may raise anything. The node says what, when it loads the model.
+        return
     if config.chat_template is not None:
         templates = chat_template_of(config.chat_template)
     if templates is not None and "tools" not in templates:

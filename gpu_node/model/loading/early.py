@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.gguf_tokenizer import named_templates
 from penstock.gpu_node.model.checkpoint.hub import HubModel
@@ -20,15 +21,17 @@ _FILES_WITH_TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer
 def check_model(model: str, options: RunnerOptions, revision: str | None = None) -> str | None:
     """Check a model by its name, its config.json and the headers of its files.
 
-    Raises ConfigError. Returns the texts that contain its chat templates, or None if it is not on this machine.
+    Raises ConfigError. Returns the texts that contain its chat templates, or None if they are not on this machine.
     """
-    is_dummy, path = options.load_format == "dummy", local_path(model)
-    if path is None and not is_dummy:
+    if options.load_format == "dummy":
+        dummy_folder(model)
+        return None
+    if (path := local_path(model)) is None:
         HubModel.parse(model, revision)
         return None
-    if not is_dummy and path is not None and not path.is_dir():
+    if not path.is_dir():
         check_gguf(path)
-    gguf = None if is_dummy or path is None else gguf_of(path) if path.is_dir() else path
+    gguf = gguf_of(path) if path.is_dir() else path
     if gguf is None:
         folder = find_model(model, options, lambda stage, fraction: None, revision=revision).source.folder
         return "\n".join(_texts_in(folder))
