@@ -15,7 +15,8 @@ from typer.core import CompletionItem  # type: ignore[attr-defined]
 from typer.main import get_command
 
 from penstock import __version__
-from penstock.cli.command_line import App, Group, usage_line, write_section
+from penstock.cli.command_line import App, Group, usage_line
+from penstock.cli.help_page import write_section
 from penstock.cli.output import EXIT_FAILED, give_up_stdout, problem_of_output
 from penstock.cli.output import exit_code_of as exit_code_of
 from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError

@@ -391,11 +391,17 @@ async def first_ready(children: Sequence[Child]) -> Event:
 # --- the logs of children, and the end of the command
 
 
+_ERROR = "penstock: "
+"""What begins the line with which a command ends."""
+
+
 def relay_of(logs: LogSettings) -> LogSink:
     """Return what writes a child's log line to stderr: after the child's name for people, as JSON for programs."""
     is_json = logs.format_for(sys.stderr) == "json"
 
     def relay(name: str, line: str) -> None:
+        if line.startswith(_ERROR):
+            return  # This command says it, when the child has ended.
         if not is_json:
             print(f"{log_prefix(name)}{line}", file=sys.stderr, flush=True)
         elif line.startswith('{"'):

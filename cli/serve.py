@@ -23,7 +23,7 @@ import typer
 
 from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SAMPLING, SIZE_MB, default_model
 from penstock.cli.option_words import show_all
-from penstock.cli.options import options_of, taken_for, takes, words_of
+from penstock.cli.options import Problems, options_of, taken_for, takes, words_of
 from penstock.cli.peers import unread_variables
 from penstock.cli.processes import (
     BackOff,
@@ -42,12 +42,12 @@ from penstock.cli.processes import (
     relay_of,
     run_until_stopped,
 )
-from penstock.cli.replicas import replica_commands, replicas_of
-from penstock.cli.services import GATEWAY_FLAGS, NODE_FLAGS, missing_packages
+from penstock.cli.replicas import replica_commands
+from penstock.cli.services import GATEWAY_FLAGS, NODE_FLAGS, check_node, missing_packages, node_replicas
 from penstock.contract.errors import ConfigError, PenstockError
+from penstock.contract.problems import joined
 from penstock.gateway.settings import GatewaySettings, check_address
-from penstock.gpu_node.gpus import this_machine
-from penstock.gpu_node.settings import NodeSettings, engine_config, pool_of_model
+from penstock.gpu_node.settings import NodeSettings, pool_of_model
 from penstock.runtime.cache_folders import state_folder
 from penstock.runtime.embedded_redis import (
     DEFAULT_MAXMEMORY_MIB,
@@ -219,16 +219,39 @@ _SHORT_HELP = frozenset(
     )
 )
 """The settings that `--help` shows. `--help-all` shows all of them."""
-_NEEDS_GPU = {
-    "gpu_memory_utilization": "needs a GPU; on the CPU, --kv-cache-gib sizes the KV cache",
-    "cpu_offload_gib": "needs a GPU; on the CPU, all weights are in host memory already",
-}
+
+
+_NO_REDIS = "unix://unused"
+
+
+def _problems(given: Mapping[str, Any], *, wait_s: float = 0.0) -> list[PenstockError]:
+    """Return what is wrong with a command line, as far as that is known before anything starts.
+
+    `wait_s`: seconds to wait for the port, if nothing else is wrong.
+    """
+    of_node, of_gateway = ({name: given[name] for name in names} for names in (_OF_NODE, _OF_GATEWAY))
+    problems, is_demo = Problems(), given["model"] is None
+    problems.of(_require_packages)
+    if given["ephemeral"] and given["data_dir"] is not None:
+        message = "ephemeral: --ephemeral keeps nothing in the folder of --data-dir; give one of them"
+        problems.found.append(ConfigError(message, param="ephemeral"))
+    problems.settings(LogSettings, {name: given[name] for name in LogSettings.model_fields})
+    gateway = problems.settings(GatewaySettings, of_gateway)
+    model = default_model() if is_demo else given["model"]
+    node = problems.settings(NodeSettings, {**of_node, "model": model, "redis_url": _NO_REDIS})
+    if node is not None:
+        check_node(problems, node, reads_model=not is_demo or node.tool_parser is not None)
+    if gateway is not None:
+        wait_s = 0.0 if problems.found else wait_s
+        problems.of(lambda: asyncio.run(check_address(gateway.host, gateway.port, wait_s=wait_s)))
+    return problems.found
 
 
 @takes(
     *options_of(NodeSettings, _OF_NODE, flags=NODE_FLAGS, shown=_SHORT_HELP),
     *options_of(GatewaySettings, _ONLY_OF_GATEWAY, flags=GATEWAY_FLAGS, shown=_SHORT_HELP),
     *options_of(LogSettings),
+    problems=_problems,
 )
 def serve(
     model: Annotated[
@@ -274,21 +297,18 @@ def serve(
         penstock serve model.gguf --kv-cache-dtype int8 --quantization int8
         penstock serve -m model.gguf -c 4096 -t 4
     """
+    if problems := _problems(
+        {**given, "model": model, "ephemeral": ephemeral, "data_dir": data_dir}, wait_s=PORT_TIMEOUT_S
+    ):
+        raise joined(problems)
     logs = LogSettings.load(**taken_for(LogSettings, given))
     of_node, of_gateway = ({name: given[name] for name in names} for names in (_OF_NODE, _OF_GATEWAY))
-    if missing := [
-        f"[{extra}] lacks {', '.join(names)}" for extra in ("cpu", "gateway") if (names := missing_packages(extra))
-    ]:
-        raise ConfigError(f"packages are missing: pip install 'penstock[cpu,gateway]' ({'; '.join(missing)})")
     if model is None:
         model = default_model()
         if _node_settings(model, of_node).generation_config == "auto":
             of_node["generation_config"] = SAMPLING
-    gateway = _check_settings(model, of_node, of_gateway)
-    settings = _node_settings(model, of_node)
-    replicas = replicas_of(settings, ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size)
-    if ephemeral and data_dir is not None:
-        raise ConfigError("ephemeral: --ephemeral keeps nothing in the folder of --data-dir; give one of them")
+    gateway, settings = GatewaySettings.load(**of_gateway), _node_settings(model, of_node)
+    replicas = node_replicas(settings)
     configure_logging(logs, prefix=log_prefix("serve"))
     for theirs, ours in unread_variables(os.environ).items():
         _log.warning("a variable of another server is not read", extra={"variable": theirs, "ours": ours})
@@ -337,22 +357,11 @@ def _files_folder(data_dir: Path | None, *, ephemeral: bool) -> Iterator[str]:
         yield str(kept)
 
 
-def _check_settings(model: str, of_node: Mapping[str, Any], of_gateway: Mapping[str, Any]) -> GatewaySettings:
-    """Return the gateway's settings.
-
-    Raises ConfigError, which names the setting, for settings that the node or the gateway would refuse. A port that is
-    in use is one of them.
-    """
-    gateway, node = GatewaySettings.load(**of_gateway), _node_settings(model, of_node)
-    config = engine_config(node)
-    of_gpu = next((name for name in _NEEDS_GPU if getattr(node, name)), None)
-    if of_gpu is not None and not node.wants_gpu and (node.runner != "auto" or not this_machine().gpus):
-        raise ConfigError(f"{of_gpu}: {_NEEDS_GPU[of_gpu]}", param=of_gpu)
-    for name, folder in config.lora.items():
-        if not folder.expanduser().is_dir():
-            raise ConfigError(f"lora: adapter {name}: there is no folder {folder}", param="lora")
-    asyncio.run(check_address(gateway.host, gateway.port, wait_s=PORT_TIMEOUT_S))
-    return gateway
+def _require_packages() -> None:
+    if missing := [
+        f"[{extra}] lacks {', '.join(names)}" for extra in ("cpu", "gateway") if (names := missing_packages(extra))
+    ]:
+        raise ConfigError(f"packages are missing: pip install 'penstock[cpu,gateway]' ({'; '.join(missing)})")
 
 
 def keys_seen_file(queue: str) -> Path:
@@ -362,7 +371,7 @@ def keys_seen_file(queue: str) -> Path:
 
 
 def _node_settings(model: str, of_node: Mapping[str, Any]) -> NodeSettings:
-    return NodeSettings.load(model=model, redis_url="unix://unused", **of_node)
+    return NodeSettings.load(model=model, redis_url=_NO_REDIS, **of_node)
 
 
 async def _serve(

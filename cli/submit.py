@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli.command_line import queue_option
+from penstock.cli.help_page import queue_option
 from penstock.cli.options import REDIS_URL_HELP, given_flags, sampling_flags, takes
 from penstock.cli.output import write_text
 from penstock.contract.errors import PenstockError, RequestError

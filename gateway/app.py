@@ -27,6 +27,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 
 from penstock.contract.errors import UnavailableError
+from penstock.contract.tenant import are_required
 from penstock.gateway.anthropic.routes import ANTHROPIC
 from penstock.gateway.api_docs.openapi import ApiDocs
 from penstock.gateway.batches.routes import BATCHES
@@ -459,7 +460,7 @@ async def _checked_at_start(settings: GatewaySettings) -> GatewaySettings:
     await check_address(settings.host, settings.port)
     async with _client_of(settings) as client:
         await client.warn_of_eviction()
-        if allows_any_page(settings.cors_origins) and await client.api_keys():
+        if allows_any_page(settings.cors_origins) and are_required(await client.api_keys()):
             # The keys may be removed before the first request, so the gateway must not wait for it to see them.
             return settings.model_copy(update={"require_keys": True})
     return settings

@@ -197,6 +197,13 @@ def engine_config(settings: NodeSettings) -> EngineConfig:
         raise config_error(error) from error
 
 
+def check_model(settings: NodeSettings) -> None:
+    """Check the node's model, as far as it is known before anything starts. Raises ConfigError."""
+    from penstock.gpu_node.engine.early import check_early
+
+    check_early(engine_config(settings), settings.tool_parser)
+
+
 def slug(text: str) -> str:
     """Return `text` with only the characters that pool and node names may have."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[:64] or "node"

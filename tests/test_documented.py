@@ -41,7 +41,7 @@ ANSWERING = (
 )
 """The packages whose errors may be the answer of a gateway."""
 NOT_OVER_HTTP = {
-    **dict.fromkeys(("ambiguous_name", "key_revoked", "unreadable_key"), "penstock keys"),
+    **dict.fromkeys(("ambiguous_name", "key_revoked", "unreadable_key", "keys_in_use"), "penstock keys"),
     **dict.fromkeys(("no_answer", "no_reader"), "penstock profile"),
     **dict.fromkeys(("batch_taken", "too_many_rows"), "the holder of a batch"),
     "pool_in_use": "penstock pools forget",

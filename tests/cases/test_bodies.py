@@ -392,3 +392,77 @@ def test_a_lone_surrogate_is_reported_with_its_field(door: httpx.Client, model: 
     assert refused.status_code == 400
     field = next(name for name in ("messages", "prompt", "input") if name in BODIES[path])
     assert f"{field}[0].content: must be valid Unicode" in refused.text or f"{field}: must be valid" in refused.text
+
+
+# Bodies that a program sends without saying that they are JSON.
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/octet-stream"])
+@pytest.mark.parametrize("path", BODIES)
+def test_curls_body_needs_no_header(door: httpx.Client, model: str, path: str, kind: str | None) -> None:
+    """`curl -d` calls each body a form."""
+    content = json.dumps({"model": model, **BODIES[path]})
+    answered = door.post(path, content=content, headers={"Content-Type": kind} if kind else {})
+    assert answered.status_code in (200, 202), answered.text
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "said"),
+    [
+        ("/v1/nothing", 404, "Not Found: POST /v1/nothing"),
+        ("/v1/responses/resp_none/cancel", 404, "resp_none"),
+        ("/v1/webhook_endpoints/we_none", 404, "we_none"),
+        ("/v1/jobs/m.none/retry", 404, "m.none"),
+        ("/v1/messages/batches", 400, "requests"),
+        ("/v1/batches", 400, "input_file_id"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_told_before_a_header(
+    door: httpx.Client, path: str, status: int, said: str
+) -> None:
+    answered = door.post(path, content=b"{}")
+    assert (answered.status_code, said in answered.text) == (status, True), answered.text
+
+
+def test_a_form_of_a_page_stays_refused(door: httpx.Client, model: str) -> None:
+    content = json.dumps({"model": model, **BODIES["/v1/completions"]})
+    for header in ({"Origin": str(door.base_url).rstrip("/")}, {"Sec-Fetch-Site": "same-origin"}):
+        answered = door.post("/v1/completions", content=content, headers={"Content-Type": "text/plain", **header})
+        assert answered.json()["error"]["code"] == "unsupported_media_type"
+    upload = door.post("/v1/completions", content=content, headers={"Content-Type": "multipart/form-data; boundary=x"})
+    assert upload.json()["error"]["code"] == "unsupported_media_type"
+
+
+# Everything that is wrong in a body is said at once.
+
+WRONG_TOGETHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "/v1/chat/completions": ({"messages": [USER], "temperature": -1, "top_p": 7}, {"n": "x", "fooo": 1, "bar": 2}),
+    "/v1/completions": ({"prompt": "x", "temperature": -1, "top_p": 7}, {"max_tokens": "x", "fooo": 1}),
+    "/v1/responses": ({"input": "x", "temperature": -1, "top_p": 7}, {"max_output_tokens": "x", "fooo": 1}),
+    "/v1/messages": ({"messages": [USER], "max_tokens": 2, "temperature": -1, "top_k": -7}, {"stream": 3, "fooo": 1}),
+    "/v1/jobs": ({"prompt": "x", "temperature": -1, "top_p": 7}, {"priority": "zz", "fooo": 1}),
+    "/v1/embeddings": ({"input": "x"}, {"encoding_format": "x", "dimensions": "y", "fooo": 1}),
+    "/tokenize": ({}, {"prompt": 5, "add_special_tokens": 3, "fooo": 1}),
+    "/v1/rerank": ({}, {"query": 5, "documents": 3, "fooo": 1}),
+    "/v1/batches": ({}, {"input_file_id": 5, "completion_window": 3, "fooo": 1}),
+    "/v1/webhook_endpoints": ({}, {"url": 5, "event_types": 3, "fooo": 1}),
+    "/v1/jobs/bulk": ({}, {"action": 5, "selector": 3, "fooo": 1}),
+}
+
+
+@pytest.mark.parametrize("path", WRONG_TOGETHER)
+def test_a_body_is_told_all_that_is_wrong_at_once(door: httpx.Client, path: str) -> None:
+    of_range, of_type = WRONG_TOGETHER[path]
+    answered = door.post(path, json=of_range | of_type)
+    assert answered.status_code == 400
+    message = answered.json()["error"]["message"]
+    ranges = {name for name in of_range if isinstance(of_range[name], int) and name != "max_tokens"}
+    missing = [name for name in {*of_type, *ranges} if f"{name}: " not in message]
+    assert missing == [], message
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/jobs"])
+def test_all_numbers_out_of_range_are_told_at_once(door: httpx.Client, path: str) -> None:
+    answered = door.post(path, json=BODIES[path] | {"temperature": -1, "top_p": 7, "top_k": -9})
+    message = answered.json()["error"]["message"]
+    assert [name for name in ("temperature", "top_p", "top_k") if f"{name}: must be " not in message] == [], message

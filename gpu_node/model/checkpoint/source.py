@@ -66,11 +66,8 @@ def open_model(model: str, progress: Progress, revision: str | None = None) -> O
     tokenizer of a GGUF file are converted once into the cache folder. Raises ConfigError if there is no
     such model.
     """
-    path = Path(model).expanduser()
-    is_local = (
-        path.exists() or path.is_symlink() or model.startswith((".", "/", "~")) or (is_gguf(model) and ":" not in model)
-    )
-    if not is_local:
+    path = local_path(model)
+    if path is None:
         path = downloaded(HubModel.parse(model, revision), lambda fraction: progress("download", fraction))
     elif revision is not None:
         raise ConfigError(f"revision {revision} is only for models of the hub, but {model} is a path")
@@ -82,11 +79,23 @@ def open_model(model: str, progress: Progress, revision: str | None = None) -> O
             base = read_object(path / ADAPTER_CONFIG).get("base_model_name_or_path")
             raise ConfigError(f"{path} is a LoRA adapter of {base}, not a model: serve that with --lora NAME={path}")
         return OpenModel(ModelSource(path))
-    _check_gguf(path)
+    check_gguf(path)
     return _open_gguf(path, progress)
 
 
-def _check_gguf(path: Path) -> None:
+def local_path(model: str) -> Path | None:
+    """Return the path that a model's name is; None for a name on the hub."""
+    path = Path(model).expanduser()
+    is_local = (
+        path.exists()
+        or path.is_symlink()
+        or model.startswith((".", "/", "~"))
+        or (is_gguf(model) and ":" not in model)
+    )
+    return path if is_local else None
+
+
+def check_gguf(path: Path) -> None:
     """Raise ConfigError for what is no GGUF file, whatever its name is: those in the store of Ollama have no ending."""
     if path.is_symlink():
         require_usable(path)
