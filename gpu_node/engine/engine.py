@@ -108,10 +108,8 @@ class Engine:
         drafts = speculation_of(config, self._runner, self._times.draft_cost)
         self._scheduler = Scheduler(self._memory, limits, self._times, policy=self._policy, speculation=drafts)
         self._memory_trace = MemoryTrace(self._scheduler, self._memory)
-        # Keyed by id: id of a request.
-        self._requests: dict[str, LiveRequest] = {}
-        # Keyed by id: id of a request.
-        self._finished_usage: dict[str, Usage] = {}
+        self._requests: dict[str, LiveRequest] = {}  # Keyed by id: id of a request.
+        self._finished_usage: dict[str, Usage] = {}  # Keyed by id: id of a request.
         self._live: dict[Choice, LiveChoice] = {}
         self._ended_early: list[LiveChoice] = []
         self._in_flight, self._prefill_reports = InFlightSteps(), PrefillReports(self._live)

@@ -51,6 +51,8 @@ def test_a_stream_of_a_job_begins_at_its_start_after_minus_one(door: httpx.Clien
     texts = [door.get(f"/v1/jobs/{job}/stream{query}").text for query in ("", "?after=", "?after=-1")]
     assert texts[0] and len(set(texts)) == 1
     assert door.get(f"/v1/jobs/{job}/stream?after=-2").status_code == 400
+
+
 @pytest.mark.parametrize(
     ("method", "path", "said"),
     [

@@ -87,10 +87,7 @@ def local_path(model: str) -> Path | None:
     """Return the path that a model's name is; None for a name on the hub."""
     path = Path(model).expanduser()
     is_local = (
-        path.exists()
-        or path.is_symlink()
-        or model.startswith((".", "/", "~"))
-        or (is_gguf(model) and ":" not in model)
+        path.exists() or path.is_symlink() or model.startswith((".", "/", "~")) or (is_gguf(model) and ":" not in model)
     )
     return path if is_local else None
 
