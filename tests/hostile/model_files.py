@@ -187,10 +187,7 @@ def _child(number: int, bases: list[Path], folder: Path, answer: int) -> NoRetur
     os.dup2(log, 2)
     faulthandler.enable(log)
     base, model, made = changed_copy(number, bases, folder)
-    told = {
-        **{"number": number, "base": base.name, "change": made.what, "field": made.field},
-        "file": made.path.name,
-    }
+    told = {"number": number, "base": base.name, "change": made.what, "field": made.field, "file": made.path.name}
     os.write(answer, json.dumps(told | {"end": "killed"}).encode() + b"\n")
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
@@ -271,6 +268,8 @@ def try_models(numbers: list[int], bases: list[Path], scratch: Path, at_once: in
                 found.tried.append(tried)
                 if tried.problem is not None:
                     found.problems.append(tried)
+                    print(f"{tried.number} {tried.base}/{tried.file}: {tried.change} -> {tried.problem}", flush=True)
+                    print("    " + tried.message.replace("\n", "\n    "), flush=True)
         for one in running.values():
             one.end_if_late()
 

@@ -37,10 +37,12 @@ from penstock.gpu_node.engine.text.encoder import (
     Owner,
     TokenCache,
     batch_token_ids_of,
+    of_tokenizer,
     separator_of,
 )
 from penstock.gpu_node.engine.text.output import Detokenizer
 from penstock.gpu_node.model.protocol import WrittenTokenizer
+from penstock.runtime.reading import is_of_content, reading, reason_of
 
 _OF_TOOLS = "tool_use"
 """The name of the chat template for chats with tools, in a model with several."""
@@ -72,19 +74,22 @@ def read_tokenizer_files(folder: Path, read: tokenizers.Tokenizer | None = None)
     # A tokenizer.json may contain the truncation and padding of its training. They must not apply to prompts.
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    named = dict(_named_tokens(config))
-    _add_tokens(backend, config, named)
-    special_tokens = {name: _added_token(token).content for name, token in named.items()}
+    with reading(folder / "tokenizer_config.json"):
+        backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+        named = dict(_named_tokens(config))
+        _add_tokens(backend, config, named)
+        special_tokens = {name: _added_token(token).content for name, token in named.items()}
     return TokenizerFiles(backend, special_tokens, _chat_templates(folder, config))
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:
-        # The library raises plain exceptions for any problem of the file.
-        raise ConfigError(f"no usable tokenizer in {path}: {error}") from error
+    except BaseException as error:
+        # The library raises plain exceptions for any problem of the file, and panics.
+        if not is_of_content(error):
+            raise
+        raise ConfigError(f"no usable tokenizer in {path}: {reason_of(error)}") from error
     return backend
 
 
@@ -123,7 +128,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     paths = {"default": default} if default.is_file() else {}
     paths |= {path.stem: path for path in others}
     if paths:
-        return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+        return {name: _read_text(path) for name, path in paths.items()}
     found = config.get("chat_template")
     if found is None:
         # Processors write the template into a JSON file.
@@ -136,13 +141,20 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return {str(name): template for name, template in named.items() if isinstance(template, str)}
 
 
+def _read_text(path: Path) -> str:
+    with reading(path):
+        return path.read_text(encoding="utf-8")
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {reason_of(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object")
     return content
@@ -220,10 +232,11 @@ class Tokenizer:
         # Imported late: a folder without a complete tokenizer.json imports transformers.
         from penstock.gpu_node.model.checkpoint.tokenizer_export import plain_tokenizer
 
-        files = read_tokenizer_files(plain_tokenizer(folder), None if written is None else written.backend)
-        self._backend: Any = files.backend
-        separator = separator_of(files.backend)
-        self._long_texts = LongTextEncoder(files.backend, separator)
+        with reading(folder / "tokenizer.json"):
+            files = read_tokenizer_files(plain_tokenizer(folder), None if written is None else written.backend)
+            self._backend: Any = files.backend
+            separator = separator_of(files.backend)
+            self._long_texts = LongTextEncoder(files.backend, separator)
         self._chats = ChatEncoder(files.backend, separator, self._long_texts)
         self._prompts = TokenCache(MAX_CACHED_PROMPT_TOKENS)
         self._special_tokens = files.special_tokens
@@ -234,11 +247,15 @@ class Tokenizer:
         is_same = of_tools is None or of_tools == source
         self._tool_template = self._template if is_same else ChatTemplate(of_tools or "", files.special_tokens)
         """The template of chats with tools."""
-        self._decoder_steps = _decoder_steps(self._backend)
-        tokens = tokens_by_id(self._backend) if written is None else written.tokens
-        self.token_bytes = self._token_table(tokens, vocab_size)
-        """The bytes of each token; empty for special tokens and for ids without a token."""
-        _ = self.takes_tools  # The template compiles meanwhile. One that does not is an error of the model's folder.
+        with reading(folder / "tokenizer.json"):
+            self._decoder_steps = _decoder_steps(self._backend)
+            tokens = tokens_by_id(self._backend) if written is None else written.tokens
+            self.token_bytes = self._token_table(tokens, vocab_size)
+            """The bytes of each token; empty for special tokens and for ids without a token."""
+        own = folder / "chat_template.jinja"
+        with reading(own if own.is_file() or chat_template is not None else folder / "tokenizer_config.json"):
+            # The template compiles meanwhile. One that does not is an error of the model's folder.
+            _ = self.takes_tools
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Encode a text; `framed`: with the special tokens that the model expects around it."""
@@ -342,8 +359,9 @@ class Tokenizer:
             size += len(known[token_id])
         if size > MAX_OUTPUT_BYTES:
             raise RequestError(f"the text of these tokens has more than {MAX_OUTPUT_BYTES} bytes", param="prompt")
-        # The library releases the GIL only for batches.
-        (text,) = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
+        with of_tokenizer("decode these tokens"):
+            # The library releases the GIL only for batches.
+            (text,) = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
         return str(text)
 
     def names_of(self, token_ids: Sequence[int]) -> list[str]:

@@ -12,6 +12,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.conversion_cache import samples
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
+from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.mapped_file import stamp_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, ReadScaled, weight_files
@@ -110,7 +111,7 @@ def weights_revision_of(source: ModelSource, arithmetic: str) -> str:
 
 def _with_weights(digest: hashlib.blake2b, source: ModelSource) -> str:
     for path in _present(source, _CONFIG_FILES):
-        config = json.loads(path.read_bytes())
+        config = read_object(path)
         # Neither the transformers version that wrote a config nor its layout counts.
         config.pop("transformers_version", None)
         digest.update(path.name.encode() + json.dumps(config, sort_keys=True).encode())

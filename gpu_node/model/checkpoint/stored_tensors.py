@@ -24,6 +24,7 @@ from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.weight_files import gguf_parts, safetensors_files, weight_map
+from penstock.runtime.reading import reading
 
 _SAFETENSORS_KINDS = {
     "BF16": ("bfloat16", 2),
@@ -111,10 +112,14 @@ class Checkpoint:
     _random: RandomWeights | None = None
     """Makes the tensors of a model without weight files."""
 
-    def __init__(self, find: FindStored, files: Iterable[MappedFile], read_scaled: ReadScaled | None = None) -> None:
+    def __init__(
+        self, find: FindStored, files: Mapping[Path, MappedFile], read_scaled: ReadScaled | None = None
+    ) -> None:
         """files: the weight files; read_scaled: reads quantized matrices."""
         self._find = find
-        self._files = tuple(files)
+        self._files = tuple(files.values())
+        self._path = next(iter(files), Path())
+        """The weight file, or the first of several."""
         self._read_scaled = read_scaled
 
     @classmethod
@@ -126,28 +131,29 @@ class Checkpoint:
         read_scaled: reads the quantized matrices of a quantized checkpoint. gguf: the source's GGUF file, if open.
         """
         if source.is_dummy:
-            (made := cls(lambda _: None, ()))._random = RandomWeights()
+            (made := cls(lambda _: None, {}))._random = RandomWeights()
             return made
         if source.gguf is not None:
             gguf = gguf or GgufFile(source.gguf)
-            return cls(_GgufTensors(gguf).find, gguf.parts)
+            return cls(_GgufTensors(gguf).find, dict(zip(gguf.paths, gguf.parts, strict=True)))
         files = {path: MappedFile(path) for path in weight_files(source)}
-        return cls(_finder_of(_tensors_of(source.folder, files)), files.values(), read_scaled)
+        return cls(_finder_of(_tensors_of(source.folder, files)), files, read_scaled)
 
     def get(self, name: str, *shape: int) -> Stored:
         """Return a tensor by name. Its data is read lazily from the mapped file, unless it is quantized.
 
         Raises ConfigError if the tensor is missing, has another shape than the config says, or an unsupported dtype.
         """
-        tensor = self._scaled(name) or self._find(name)
-        if tensor is None and self._random is not None:
-            tensor = StoredTensor(name, "bfloat16", shape, _rows(self._random.tensor(name, shape), shape))
-        if tensor is None:
-            raise ConfigError(f"the checkpoint has no tensor {name}")
-        if tensor.shape != shape:
-            raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
-        if isinstance(tensor, StoredTensor):
-            _check_kind(tensor)
+        with reading(self._path):
+            tensor = self._scaled(name) or self._find(name)
+            if tensor is None and self._random is not None:
+                tensor = StoredTensor(name, "bfloat16", shape, _rows(self._random.tensor(name, shape), shape))
+            if tensor is None:
+                raise ConfigError(f"the checkpoint has no tensor {name}")
+            if tensor.shape != shape:
+                raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
+            if isinstance(tensor, StoredTensor):
+                _check_kind(tensor)
         return tensor
 
     def fault_in(self, is_enough: Callable[[], bool]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
+from penstock.runtime.reading import is_of_content, reason_of
 
 _PATTERNS = ("*token*", "*.model", "vocab*", "merges*", "chat_template*", "additional_chat_templates/*", "config.json")
 _WITHOUT_VOCABULARY = re.compile(
@@ -54,9 +55,11 @@ def _export(folder: Path, target: Path) -> None:
     auto_tokenizer: Any = AutoTokenizer
     try:
         tokenizer = auto_tokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        # A third-party parser may raise any exception for files of unknown origin.
-        raise ConfigError(f"no usable tokenizer in {folder}: {' '.join(str(error).split())}") from error
+    except BaseException as error:
+        # A third-party parser may raise any exception for files of unknown origin, and ask for packages.
+        if not is_of_content(error) and not isinstance(error, ImportError):
+            raise
+        raise ConfigError(f"no usable tokenizer in {folder}: {reason_of(error)}") from error
     if not tokenizer.is_fast:
         raise ConfigError(f"the tokenizer in {folder} cannot be written as a tokenizer.json")
     tokenizer.save_pretrained(target)

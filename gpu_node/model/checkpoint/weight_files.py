@@ -56,6 +56,11 @@ def index_of(path: Path) -> dict[str, str]:
     files = read_object(path).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise ConfigError(f"{path} has no weight_map that says which tensors are in which files")
+    # The files themselves may be links, as in the cache of the hub.
+    if (
+        other := next((name for name in files.values() if name in ("", "..") or Path(name).name != name), None)
+    ) is not None:
+        raise ConfigError(f"{path}: weight_map names {other[:200]!r}; it must be the name of a file beside it")
     return files
 
 
