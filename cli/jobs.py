@@ -14,7 +14,7 @@ import typer
 
 from penstock.cli.command_line import App
 from penstock.cli.options import TIME_HELP, RedisUrl, unix_s_of
-from penstock.cli.output import AsJson, JsonArray, duration_in_words, print_object, say_empty, write_text
+from penstock.cli.output import AsJson, JsonArray, duration_in_words, print_object, say_empty, write_line, write_text
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.runtime.settings import pool_urls, redis_url_of
 
@@ -152,7 +152,7 @@ def cancel(
         penstock jobs cancel JOB_ID
     """
     for job_id in job_ids:
-        print(job_id, _run(redis_url, job_id, _cancel))
+        write_line(job_id, _run(redis_url, job_id, _cancel))
 
 
 @app.command()
@@ -169,7 +169,7 @@ def retry(
         return (await client.control.retry(job_id, tenant=tenant)).job_id
 
     for job_id in job_ids:
-        print(job_id, _run(redis_url, job_id, again))
+        write_line(job_id, _run(redis_url, job_id, again))
 
 
 @app.command()
@@ -198,7 +198,7 @@ def change(
         await client.control.change(full_id, given, tenant=tenant)
         return (await client.status(full_id, tenant=tenant)).state
 
-    print(job_id, _run(redis_url, job_id, work))
+    write_line(job_id, _run(redis_url, job_id, work))
 
 
 @app.command()
@@ -274,7 +274,7 @@ def tail(
                 if chunk.choice == choice:
                     write_text(chunk.text)
         finally:
-            print()
+            write_line()
 
     _run(redis_url, job_id, follow)
 
@@ -336,7 +336,7 @@ class JobTable:
     def add(self, status: JobStatus) -> None:
         """Print the row of a job, and before the first one the heads of the columns."""
         if self.is_empty:
-            print(self._ROW.format("ID", "STATE", "CLASS", "TENANT", "AGE", "OUT"))
+            write_line(self._ROW.format("ID", "STATE", "CLASS", "TENANT", "AGE", "OUT"))
         self.is_empty = False
         ledger, tenant = status.ledger, status.tenant
         if len(tenant) > self._TENANT_CHARS:
@@ -344,7 +344,7 @@ class JobTable:
         num_output = "" if ledger.usage is None else str(ledger.usage.completion_tokens)
         age = duration_in_words(max(0, self._now_ms - status.accepted_ms))
         job_id = status.job_id.rpartition(".")[2]
-        print(self._ROW.format(job_id, status.state, status.priority.label, tenant, age, num_output))
+        write_line(self._ROW.format(job_id, status.state, status.priority.label, tenant, age, num_output))
 
 
 @asynccontextmanager

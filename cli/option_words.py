@@ -14,6 +14,7 @@ from typing import Any
 
 import typer
 
+from penstock.cli.output import write_line
 from penstock.cli.peers import LEFT_OPEN, MANY, MODEL, PEERS, SAMPLING, VALUES, Peer
 
 _TAKES_PEERS = ("serve", "node", "gateway")
@@ -37,7 +38,7 @@ def known_words(ctx: Any, words: Sequence[str]) -> list[str]:
     if reader.problems:
         ctx.fail(_in_words(reader.problems))
     if reader.notices:
-        print(f"penstock: without effect: {_listed(reader.notices.items())}", file=sys.stderr)
+        write_line(f"penstock: without effect: {_listed(reader.notices.items())}", file=sys.stderr)
     return reader.taken
 
 

@@ -12,7 +12,7 @@ import typer
 
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
-from penstock.cli.output import AsJson, JsonArray, say_empty
+from penstock.cli.output import AsJson, JsonArray, say_empty, write_line
 from penstock.contract.priority import Priority
 from penstock.runtime.settings import pool_urls, redis_url_of
 
@@ -53,7 +53,7 @@ def list_pools(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
     if not found:
         say_empty("no pools: `penstock serve` or `penstock node` starts one")
     for pool in found:
-        print(line_of(pool))
+        write_line(line_of(pool))
 
 
 @app.command()
@@ -121,7 +121,7 @@ def declare(
         penstock pools declare POOL --model acme/model --max-model-len 8192
     """
     is_new = asyncio.run(_declare(redis_url_of(redis_url), pool, model, tuple(alias or ()), max_model_len))
-    print(f"{pool}: {'declared' if is_new else 'exists already, and stays as it is'}")
+    write_line(f"{pool}: {'declared' if is_new else 'exists already, and stays as it is'}")
 
 
 @app.command()
@@ -162,7 +162,7 @@ def repair(redis_url: RedisUrl = None) -> None:
         penstock pools repair
     """
     for line in asyncio.run(_repair(redis_url_of(redis_url))):
-        print(line)
+        write_line(line)
 
 
 def object_of(pool: PoolStats) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The boundary around files that others have written: what reading them raises becomes a sentence that names the file."""
+"""The boundary around files that others have written: what reading them raises becomes a sentence with the file."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import resource
 import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -39,6 +40,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoModelForCausalLM
 
 from penstock import ConfigError, Engine, RequestError, SamplingParams
+from penstock.gpu_node.engine.text import chat, template_worker
 from penstock.gpu_node.model.native import load as _native  # noqa: F401  so that no fork imports it
 from penstock.gpu_node.model.torch_cpu import load as _torch_cpu  # noqa: F401
 
@@ -52,7 +54,11 @@ RARE = ("gemma3.gguf", "llama classes")
 """transformers converts these, which takes a second of CPU time."""
 TEXTS = ("the gate opens by pressure", "Größe 水門 🌊 ''' 12345  \n\n<|im_end|> the the the")
 SETTINGS: Mapping[str, Any] = {
-    **{"dtype": "bfloat16", "num_threads": 1, "num_kv_blocks": 64, "max_num_seqs": 2, "weight_cache": False}
+    "dtype": "bfloat16",
+    "num_threads": 1,
+    "num_kv_blocks": 64,
+    "max_num_seqs": 2,
+    "weight_cache": False,
 }
 
 
@@ -179,6 +185,29 @@ def try_model(model: Path) -> tuple[str, str]:
     return ("request refused", ends[0]) if ends else ("answered", "")
 
 
+class _Forked:
+    """The process of a chat template as a fork of this one. A start by its command takes a tenth of a second."""
+
+    def __init__(self, module: str, child_end: socket.socket, environment: Mapping[str, str]) -> None:
+        own = child_end.fileno()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.closerange(3, own)
+            os.closerange(own + 1, 256)
+            sys.argv = [module, str(own)]
+            try:
+                template_worker.main()
+            finally:
+                os._exit(0)
+
+    def wait(self, timeout_s: float = 0.0) -> None:
+        """Not needed: it ends with this process."""
+
+    def kill(self) -> None:
+        """End it."""
+        os.kill(self._pid, signal.SIGKILL)
+
+
 def _child(number: int, bases: list[Path], folder: Path, answer: int) -> NoReturn:
     """Try a model within the limits, and write what became of it."""
     os.setpgid(0, 0)
@@ -192,6 +221,7 @@ def _child(number: int, bases: list[Path], folder: Path, answer: int) -> NoRetur
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    chat.start_process = _Forked  # type: ignore[assignment,attr-defined]
     try:
         end, message = try_model(model)
     except BaseException:
