@@ -320,7 +320,9 @@ def main() -> None:
         found = try_models(numbers, bases, Path(scratch), given.at_once)
         for one in found.tried if given.all else found.problems:
             print(f"{one.number} {one.base}/{one.file}: {one.change} -> {one.problem or one.end}\n    {one.message}")
-        print(f"{found.ends} problems={len(found.problems)} in {time.monotonic() - began_s:.0f} s")
+        took, used = time.monotonic() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s = used.ru_utime + used.ru_stime
+        print(f"{dict(found.ends)}, {len(found.problems)} problems, {took:.0f} s, {cpu_s:.0f} s of CPU time")
     sys.exit(bool(found.problems))
 
 
