@@ -37,16 +37,18 @@ from penstock.gpu_node.engine.text.encoder import (
     Owner,
     TokenCache,
     batch_token_ids_of,
+    check_growth,
     of_tokenizer,
     separator_of,
 )
 from penstock.gpu_node.engine.text.output import Detokenizer
 from penstock.gpu_node.model.protocol import WrittenTokenizer
-from penstock.runtime.reading import is_of_content, reading, reason_of
+from penstock.runtime.reading import reading
 
 _OF_TOOLS = "tool_use"
 """The name of the chat template for chats with tools, in a model with several."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_SHOWN_CHARS = 200
 _Token = str | Mapping[str, Any]
 
 
@@ -70,32 +72,58 @@ def read_tokenizer_files(folder: Path, read: tokenizers.Tokenizer | None = None)
     if "added_tokens_decoder" not in config:
         # Older versions of transformers wrote special tokens into a second file, newer ones into the config alone.
         config |= _read_object(folder / "special_tokens_map.json")
-    backend = _read_backend(folder / "tokenizer.json") if read is None else read
+    with reading(folder / "tokenizer.json"):
+        backend = _read_backend(folder / "tokenizer.json") if read is None else read
+        check_growth(backend)
     # A tokenizer.json may contain the truncation and padding of its training. They must not apply to prompts.
     backend.no_truncation()
     backend.no_padding()
     with reading(folder / "tokenizer_config.json"):
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
         named = dict(_named_tokens(config))
+        _check_listed(config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
+        _check_ids(backend, folder)
         _add_tokens(backend, config, named)
+        _check_ids(backend, folder)
         special_tokens = {name: _added_token(token).content for name, token in named.items()}
     return TokenizerFiles(backend, special_tokens, _chat_templates(folder, config))
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    try:
-        backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except BaseException as error:
-        # The library raises plain exceptions for any problem of the file, and panics.
-        if not is_of_content(error):
-            raise
-        raise ConfigError(f"no usable tokenizer in {path}: {reason_of(error)}") from error
+    from penstock.gpu_node.model.checkpoint.tokenizer_export import tokenizer_content
+
+    backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_content(path))
     return backend
+
+
+def _check_listed(listed: object, path: Path) -> None:
+    """Refuse an added_tokens_decoder that is no object of tokens by id. Raises ConfigError."""
+    from penstock.gpu_node.model.architecture.limits import MAX_VOCAB
+
+    wrong = listed
+    if isinstance(listed, dict):
+        ids = (
+            key for key in listed if not (key.isdecimal() and len(key) <= len(str(MAX_VOCAB)) and int(key) < MAX_VOCAB)
+        )
+        wrong = next(ids, None)
+    if wrong is not None:
+        found = f"added_tokens_decoder has {repr(wrong)[:_SHOWN_CHARS]}"
+        raise ConfigError(f"{path}: {found}, but must have tokens by their ids, below {MAX_VOCAB:,}")
+
+
+def _check_ids(backend: tokenizers.Tokenizer, folder: Path) -> None:
+    """Refuse a vocabulary of too many tokens, and added tokens whose ids lie far above it. Raises ConfigError."""
+    from penstock.gpu_node.model.architecture.limits import MAX_VOCAB
+
+    size, largest = backend.get_vocab_size(), max(backend.get_added_tokens_decoder(), default=0)
+    if max(size, largest + 1) > MAX_VOCAB:
+        found = f"{size:,} tokens and an added token with the id {largest}"
+        raise ConfigError(f"no usable tokenizer in {folder}: it has {found}; ids must be below {MAX_VOCAB:,}")
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, _Token]) -> None:
     """Add tokens that the config adds or redefines, and special tokens that neither file lists."""
-    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     if listed:
         backend.add_tokens([_added_token(token) for _, token in listed])
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
@@ -117,18 +145,26 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, _Token]]:
 
 def _added_token(token: _Token, **flags: bool) -> tokenizers.AddedToken:
     """Return a token from its text alone, or from its text and flags."""
-    if isinstance(token, str):
-        return tokenizers.AddedToken(token, normalized=False, **flags)
-    return tokenizers.AddedToken(token["content"], **({flag: token[flag] for flag in _FLAGS if flag in token} | flags))
+    try:
+        if isinstance(token, str):
+            return tokenizers.AddedToken(token, normalized=False, **flags)
+        its = {flag: token[flag] for flag in _FLAGS if flag in token}
+        return tokenizers.AddedToken(token["content"], **(its | flags))
+    except (TypeError, KeyError, ValueError) as error:
+        found = repr(token)[:_SHOWN_CHARS]
+        raise ConfigError(f"a special token of tokenizer_config.json is {found}: {error}") from error
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the templates by name: from files of their own, else from the config, as transformers does."""
+    from penstock.gpu_node.model.architecture.limits import MAX_TEMPLATE_BYTES
+    from penstock.gpu_node.model.checkpoint.json_object import read_template
+
     default, others = folder / "chat_template.jinja", sorted(folder.glob("additional_chat_templates/*.jinja"))
     paths = {"default": default} if default.is_file() else {}
     paths |= {path.stem: path for path in others}
     if paths:
-        return {name: _read_text(path) for name, path in paths.items()}
+        return {name: read_template(path) for name, path in paths.items()}
     found = config.get("chat_template")
     if found is None:
         # Processors write the template into a JSON file.
@@ -138,26 +174,16 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         entries = [entry for entry in found if isinstance(entry, dict) and {"name", "template"} <= entry.keys()]
         found = {entry["name"]: entry["template"] for entry in entries}
     named = found if isinstance(found, dict) else {"default": found}
-    return {str(name): template for name, template in named.items() if isinstance(template, str)}
-
-
-def _read_text(path: Path) -> str:
-    with reading(path):
-        return path.read_text(encoding="utf-8")
+    templates = {str(name): template for name, template in named.items() if isinstance(template, str)}
+    if (most := max(map(len, templates.values()), default=0)) > MAX_TEMPLATE_BYTES:
+        raise ConfigError(f"{folder}: a chat template has {most:,} characters; at most {MAX_TEMPLATE_BYTES:,} are read")
+    return templates
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {reason_of(error)}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not a JSON object")
-    return content
+    from penstock.gpu_node.model.checkpoint.json_object import read_object
+
+    return read_object(path) if path.is_file() else {}
 
 
 _METASPACE = "\u2581"
@@ -170,7 +196,12 @@ def tokens_by_id(backend: Any) -> list[str]:
     if None not in tokens:
         return [token or "" for token in tokens]
     # Some ids have no token, so others are above the number of tokens.
+    from penstock.gpu_node.model.architecture.limits import MAX_VOCAB
+
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+    token, largest = max(vocab.items(), key=lambda item: item[1])
+    if largest >= MAX_VOCAB:
+        raise ConfigError(f"the tokenizer's token {token!r} has the id {largest}; ids must be below {MAX_VOCAB:,}")
     sparse = [""] * (max(vocab.values()) + 1)
     for token, token_id in vocab.items():
         sparse[token_id] = token

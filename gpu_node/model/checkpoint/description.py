@@ -16,6 +16,7 @@ from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.mapped_file import stamp_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, ReadScaled, weight_files
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.kernels.cpu.probe import available_bytes
@@ -43,6 +44,21 @@ class Description:
     def open_checkpoint(self) -> Checkpoint:
         """Map the weight files. Raises ConfigError for files that are missing, truncated or invalid."""
         return Checkpoint.open(self.source, self.read_scaled, self.gguf)
+
+    def check_sizes(self) -> None:
+        """Refuse sizes of the config that the tensors do not have, before anything is made of these sizes.
+
+        Raises ConfigError that names the tensor. Of a quantized checkpoint, which is read to know its matrices' shapes,
+        only the vocabulary, the width and the number of layers are compared.
+        """
+        if self.source.is_dummy:
+            return
+        tensors, last = DecoderTensors(self.open_checkpoint(), self.spec), self.spec.num_layers - 1
+        tensors.embedding()
+        tensors.attention_norm(last)
+        tensors.post_attention_norm(last)
+        if self.read_scaled is None:
+            tensors.layer(last)
 
 
 def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int) -> CacheSizes:

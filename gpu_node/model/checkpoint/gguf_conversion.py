@@ -24,6 +24,7 @@ from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
     BYTE_LEVEL,
     TOKENIZER_LISTS,
     chat_template_of,
+    check_special_ids,
     end_ids,
     follow_llama_cpp,
     name_of,
@@ -70,6 +71,7 @@ def _check_tokenizer(path: Path, header: GgufHeader) -> None:
     try:
         if header.metadata.get("tokenizer.ggml.model") == BYTE_LEVEL:
             name_of(header.metadata)
+            check_special_ids(header.metadata)
     except ConfigError as error:
         raise ConfigError(f"cannot read {path}: {error.message}") from error
 

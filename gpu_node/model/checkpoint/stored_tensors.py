@@ -18,6 +18,7 @@ from gguf.tensor_mapping import get_tensor_name_map
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.limits import MAX_DIM, MAX_HEADER_BYTES, MAX_TENSOR_DIMS, MAX_TENSORS
 from penstock.gpu_node.model.checkpoint.dummy import RandomWeights
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader, GgufTensor
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
@@ -220,9 +221,13 @@ def read_safetensors(path: Path, content: NDArray[np.uint8]) -> Iterable[tuple[s
     header_bytes = int.from_bytes(content[:8].tobytes(), "little")
     if 8 + header_bytes > len(content):
         raise ConfigError(f"{path} is cut short or not a safetensors file")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise ConfigError(f"{path} has a header of {header_bytes:,} bytes; at most {MAX_HEADER_BYTES:,} are read")
     try:
         header: dict[str, dict[str, Any]] = json.loads(content[8 : 8 + header_bytes].tobytes())
         header.pop("__metadata__", None)
+        if len(header) > MAX_TENSORS:
+            raise ConfigError(f"the header has {len(header):,} tensors; at most {MAX_TENSORS:,} are read")
         return [(name, _safetensor(name, entry, content[8 + header_bytes :])) for name, entry in header.items()]
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error
@@ -235,6 +240,8 @@ def _safetensor(name: str, entry: Mapping[str, Any], data: NDArray[np.uint8]) ->
     # Python takes 4.0 and True for numbers that equal whole numbers.
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ConfigError(f"tensor {name} has a shape or offsets that are not whole numbers of at least 0")
+    if len(shape) > MAX_TENSOR_DIMS or max(shape, default=0) > MAX_DIM:
+        raise ConfigError(f"tensor {name} has more than {MAX_TENSOR_DIMS} sizes, or one above {MAX_DIM:,}")
     # The prefix keeps unknown dtypes from being taken for ggml formats, whose row lengths differ.
     kind, item_bytes = _SAFETENSORS_KINDS.get(entry["dtype"], (f"safetensors {entry['dtype']}", None))
     if not 0 <= start <= end <= len(data):

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.limits import (
+    MAX_DESCRIPTION_BYTES,
+    MAX_TOKENIZER_BYTES,
+    MAX_TOKENIZER_ENTRIES,
+    MAX_VOCAB,
+)
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
+from penstock.gpu_node.model.checkpoint.json_object import read_within
 from penstock.runtime.reading import is_of_content, reason_of
 
 _PATTERNS = ("*token*", "*.model", "vocab*", "merges*", "chat_template*", "additional_chat_templates/*", "config.json")
@@ -35,15 +42,30 @@ def plain_tokenizer(folder: Path) -> Path:
         raise ConfigError(f"no tokenizer in {folder}: it has no tokenizer.json")
     digest = hashlib.blake2b(digest_size=8)
     for path in files:
-        digest.update(path.name.encode() + path.read_bytes())
+        digest.update(path.name.encode() + tokenizer_content(path))
     name = f"{folder.resolve().name}-{digest.hexdigest()}-tokenizer-v{_EXPORT_VERSION}"
     return built_once(name, lambda target: _export(folder, target))
 
 
+def tokenizer_content(path: Path) -> bytes:
+    """Return the content of a tokenizer's file. Raises ConfigError for a size that takes gigabytes to read; OSError.
+
+    The library takes half a kilobyte for each token of a JSON file, so its entries are counted before it is parsed.
+    """
+    content = read_within(path, MAX_TOKENIZER_BYTES)
+    if path.suffix == ".json":
+        counts = (("keys", b":", 1), ("lists", b"[", 1), ("texts", b'"', 10))
+        for what, sign, share in counts:
+            if (found := content.count(sign)) > share * MAX_TOKENIZER_ENTRIES:
+                most = f"a vocabulary of {MAX_VOCAB:,} tokens has at most {share * MAX_TOKENIZER_ENTRIES:,}"
+                raise ConfigError(f"no usable tokenizer in {path}: {found:,} signs {sign.decode()} of {what}; {most}")
+    return content
+
+
 def _class_name(folder: Path) -> str | None:
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (FileNotFoundError, ValueError):
+        config = json.loads(read_within(folder / "tokenizer_config.json", MAX_DESCRIPTION_BYTES))
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     name = config.get("tokenizer_class") if isinstance(config, dict) else None
     return name if isinstance(name, str) else None

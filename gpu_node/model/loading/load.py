@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.families import family_of
+from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, check_config
 from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK
@@ -29,6 +30,7 @@ from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import AdapterSource, LoadedModel, ModelRunner, WrittenTokenizer
+from penstock.kernels.cpu.probe import available_bytes
 from penstock.runtime.cache_folders import cache_folder, private_folder, trusted_cache
 from penstock.runtime.reading import reading
 
@@ -43,6 +45,10 @@ _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_cls_token": "cls",
 }
+
+
+_LEAST_BYTES = {"int4": 0.5, "int8": 1, "fp8": 1}
+"""Bytes of a number by `quantization`; by default it has 16 bits or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
             if any(part.stamp not in stamps for part in gguf.parts):
                 raise _replaced(model)
         described = _describe(opened, config, options)
+        described.check_sizes()
     return FoundModel(model, config, described, stamps, opened.tokenizer)
 
 
@@ -97,6 +104,8 @@ def load_found(
     the loaded weights.
     """
     source, described = found.source, found.described
+    if source.is_dummy and not options.remote_ranks:
+        _check_room(described.spec, options)
     adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     try:
         runner, arithmetic = _load(described, options, progress, links)
@@ -120,6 +129,16 @@ def load_found(
     if stamps_of_source(source) != found.stamps:
         raise _replaced(found.name)
     return loaded
+
+
+def _check_room(spec: ModelSpec, options: RunnerOptions) -> None:
+    """Refuse random weights that the host's memory cannot hold: no file bounds them. Raises ConfigError."""
+    if options.wants_gpu or (options.runner == "auto" and _has_gpu()):
+        return
+    least = int(spec.num_weights * _LEAST_BYTES.get(options.quantization, 2))
+    if 0 < (free := available_bytes()) < least:
+        needs, has = (f"{number / 2**30:,.1f} GiB" for number in (least, free))
+        raise ConfigError(f"load_format dummy: the weights take at least {needs}, but {has} of memory are free")
 
 
 def _replaced(name: str) -> ConfigError:
@@ -290,8 +309,11 @@ def _has_gpu() -> bool:
 
 def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptions) -> Description:
     source, family = opened.source, family_of(config)
+    check_config(config, source.folder / "config.json")
     try:
         spec = family.spec_of(config)
+    except ConfigError as error:
+        raise ConfigError(f"{source.folder}/config.json: {error.message}") from error
     except KeyError as error:
         raise ConfigError(f"{source.folder}/config.json has no {error}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -334,6 +356,7 @@ def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     if eos is None:
         return frozenset()
     token_ids = eos if isinstance(eos, list) else [eos]
-    if not all(isinstance(token_id, int) for token_id in token_ids):
-        raise ConfigError(f"{folder}: eos_token_id is {eos!r}, which is neither an id nor a list of ids")
+    limit = CONFIG_LIMITS["eos_token_id"]
+    if not all(limit.allows(token_id) for token_id in token_ids):
+        raise ConfigError(f"{path}: eos_token_id is {str(eos)[:100]!r} but must be {limit}, or a list of these")
     return frozenset(token_ids)

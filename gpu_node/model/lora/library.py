@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
+from penstock.gpu_node.model.architecture.limits import MAX_HEADER_BYTES, check_adapter
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.source import ADAPTER_CONFIG
@@ -38,6 +39,7 @@ _PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _ADAPTER_NAME = re.compile(r"\.lora_([AB])\.[^.]+\.weight$")
 _KINDS = {"bfloat16", "float16", "float32"}
+_MAX_NUMBER_BYTES = 4
 _UNSUPPORTED = (
     *("use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"),
     *("rank_pattern", "alpha_pattern", "layer_replication", "fan_in_fan_out", "alora_invocation_tokens"),
@@ -115,6 +117,18 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
     return LoraAdapter(name, digest, rank, factor, pairs)
 
 
+def _check_size(weights: Path, spec: ModelSpec, rank: int) -> None:
+    """Refuse a file larger than an adapter of all matrices in float32, because it is hashed and read into memory."""
+    numbers = sum(
+        rank * (rows + spec.columns_of(matrix)) for matrix in spec.adapted_matrices for _, rows in spec.parts_of(matrix)
+    )
+    most, found = MAX_HEADER_BYTES + spec.num_layers * numbers * _MAX_NUMBER_BYTES, weights.stat().st_size
+    if found > most:
+        raise ConfigError(
+            f"{weights} has {found:,} bytes; an adapter of rank {rank} for this model has at most {most:,}"
+        )
+
+
 def _unmatched(name: str, spec: ModelSpec) -> str:
     """Return why a tensor of an adapter cannot be used."""
     tables = (spec.names.embedding, spec.names.head, "lora_embedding_", "embed_tokens.", "lm_head.")
@@ -164,11 +178,8 @@ def _rank_and_factor(config: Mapping[str, Any]) -> tuple[int, float]:
     if config.get("init_lora_weights") not in _PLAIN_INITS:
         start = config["init_lora_weights"]
         raise ConfigError(f"{CONFIG_FILE}: init_lora_weights {start!r} is not supported, it changes the base model too")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
-        raise ConfigError(f"{CONFIG_FILE}: r is {rank!r} but must be a whole number of at least 1")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ConfigError(f"{CONFIG_FILE}: lora_alpha is {alpha!r} but must be a number")
+    check_adapter(config, CONFIG_FILE)
+    rank, alpha = config["r"], config["lora_alpha"]
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -267,6 +278,7 @@ class AdapterLibrary:
         stamp = tuple((file.st_size, file.st_mtime_ns) for file in files)
         known = self._digests.get(folder)
         if known is None or known[0] != stamp:
+            _check_size(_weights_of(folder), self._spec, self._max_rank)
             known = self._digests[folder] = stamp, digest_of(folder)
         return known[1]
 
