@@ -11,6 +11,7 @@ import argparse
 import faulthandler
 import json
 import os
+import re
 import resource
 import select
 import shutil
@@ -53,6 +54,9 @@ ADAPTER = "tuned"
 RARE = ("gemma3.gguf", "llama classes")
 """transformers converts these, which takes a second of CPU time."""
 TEXTS = ("the gate opens by pressure", "Größe 水門 🌊 ''' 12345  \n\n<|im_end|> the the the")
+_NAMES_FILE = re.compile(r"/|\b(json|jinja|safetensors|gguf)\b")
+_NAMES_PLACE = re.compile(r"tensor |at line \d|header|metadata|offset|not JSON|no config|cut short")
+"""What tells the place instead of a field: several fields may be wrong if two of them contradict each other."""
 SETTINGS: Mapping[str, Any] = {
     "dtype": "bfloat16",
     "num_threads": 1,
@@ -144,10 +148,10 @@ class Tried:
             return self.end
         if self.end != "refused":
             return None
-        if any(not (letter.isprintable() or letter == "\n") for letter in self.message) and False:
-            return "control characters"
-        if "/" not in self.message and self.file not in self.message:
+        if not _NAMES_FILE.search(self.message):
             return "names no file"
+        if self.field and self.field[:100] not in self.message and not _NAMES_PLACE.search(self.message):
+            return "names no field"
         return None
 
 

@@ -24,8 +24,8 @@ from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader, G
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.source import ModelSource
-from penstock.gpu_node.model.checkpoint.weight_files import gguf_parts, safetensors_files, weight_map
-from penstock.runtime.reading import reading
+from penstock.gpu_node.model.checkpoint.weight_files import INDEX, gguf_parts, safetensors_files, weight_map
+from penstock.runtime.reading import reading, reason_of
 
 _SAFETENSORS_KINDS = {
     "BF16": ("bfloat16", 2),
@@ -118,9 +118,7 @@ class Checkpoint:
     ) -> None:
         """files: the weight files; read_scaled: reads quantized matrices."""
         self._find = find
-        self._files = tuple(files.values())
-        self._path = next(iter(files), Path())
-        """The weight file, or the first of several."""
+        self._files = dict(files)
         self._read_scaled = read_scaled
 
     @classmethod
@@ -145,7 +143,8 @@ class Checkpoint:
 
         Raises ConfigError if the tensor is missing, has another shape than the config says, or an unsupported dtype.
         """
-        with reading(self._path):
+        tensor: Stored | None = None
+        try:
             tensor = self._scaled(name) or self._find(name)
             if tensor is None and self._random is not None:
                 tensor = StoredTensor(name, "bfloat16", shape, _rows(self._random.tensor(name, shape), shape))
@@ -155,16 +154,29 @@ class Checkpoint:
                 raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
             if isinstance(tensor, StoredTensor):
                 _check_kind(tensor)
+        except BaseException:
+            with reading(self._file_of(tensor)):
+                raise
         return tensor
+
+    def _file_of(self, tensor: Stored | None) -> Path:
+        """Return the file that has a tensor; for one that is missing the index, or else the first file."""
+        if isinstance(tensor, StoredTensor):
+            for path, file in self._files.items():
+                if np.may_share_memory(file.content, tensor.data):
+                    return path
+        first = next(iter(self._files), Path())
+        index = first.with_name(INDEX)
+        return index if len(self._files) > 1 and index.is_file() else first
 
     def fault_in(self, is_enough: Callable[[], bool]) -> None:
         """Map the pages of all weight files, until `is_enough`."""
-        for file in self._files:
+        for file in self._files.values():
             file.page_faults.take(is_enough)
 
     def release(self) -> None:
         """Release the file pages that were read; a later access reads them from the file again."""
-        for file in self._files:
+        for file in self._files.values():
             file.release()
 
     def _scaled(self, name: str) -> ScaledTensor | None:
@@ -228,11 +240,20 @@ def read_safetensors(path: Path, content: NDArray[np.uint8]) -> Iterable[tuple[s
         header.pop("__metadata__", None)
         if len(header) > MAX_TENSORS:
             raise ConfigError(f"the header has {len(header):,} tensors; at most {MAX_TENSORS:,} are read")
-        return [(name, _safetensor(name, entry, content[8 + header_bytes :])) for name, entry in header.items()]
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} has no valid safetensors header: {error}") from error
+    tensors, name = [], ""
+    try:
+        for name, entry in header.items():
+            tensors.append((name, _safetensor(name, entry, content[8 + header_bytes :])))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        reason = reason_of(error)
+        raise ConfigError(f"{path} has no valid safetensors header: tensor {name[:200]}: {reason}") from error
+    return tensors
 
 
 def _safetensor(name: str, entry: Mapping[str, Any], data: NDArray[np.uint8]) -> StoredTensor:
