@@ -199,7 +199,7 @@ class LongTextEncoder:
 
     def _num_cuts(self, text: str) -> int:
         """Return how often an added token cuts a text before it is normalized, if that matters."""
-        if not self._growth.added or len(text) * self._growth.most <= MAX_SMALL_WHOLE_CHARS:
+        if not self._growth.added or self._growth.of(len(text), len(text)) <= MAX_SMALL_WHOLE_CHARS:
             return 0
         return 0 if self._unnormalized is None else sum(1 for _ in self._unnormalized.finditer(text))
 
@@ -326,11 +326,6 @@ class Growth:
                 factor, added = factor * times, added * times + more
         return cls(factor, added)
 
-    @property
-    def most(self) -> float:
-        """The characters that may become of one."""
-        return self.factor + self.added
-
     def of(self, num_chars: int, num_pieces: int) -> int:
         """Return the most characters that a text may have afterwards."""
         return math.ceil(num_chars * self.factor + num_pieces * self.added)
@@ -371,7 +366,8 @@ def check_growth(backend: Any) -> None:
 
     for name, inner in (("normalizer", "normalizers"), ("decoder", "decoders")):
         steps = _steps_of(getattr(backend, name), inner)
-        most = max(Growth.of_steps(steps).most, *(_longest_of_charsmap(step) for step in steps), 1)
+        growth = Growth.of_steps(steps)
+        most = max(growth.factor, growth.added, *map(_longest_of_charsmap, steps))
         if most > MAX_GROWTH:
             found = f"the {name} of its tokenizer.json may make {most:,.0f} characters of one"
             raise ConfigError(f"{found} (Replace, Prepend, Precompiled); at most {MAX_GROWTH} are supported")
