@@ -55,7 +55,7 @@ RARE = ("gemma3.gguf", "llama classes")
 """transformers converts these, which takes a second of CPU time."""
 TEXTS = ("the gate opens by pressure", "Größe 水門 🌊 ''' 12345  \n\n<|im_end|> the the the")
 _NAMES_FILE = re.compile(r"/|\b(json|jinja|safetensors|gguf)\b")
-_NAMES_PLACE = re.compile(r"tensor |at line \d|header|metadata|offset|not JSON|no config|cut short")
+_NAMES_PLACE = re.compile(r"tensor |at line \d|header|metadata|offset|not JSON|no config|cut short|stating tokenizer")
 """What tells the place instead of a field: several fields may be wrong if two of them contradict each other."""
 SETTINGS: Mapping[str, Any] = {
     "dtype": "bfloat16",
@@ -119,10 +119,10 @@ def _write_unigram(folder: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"\d|\s+"), "isolated"), pre_tokenizers.Metaspace()]
     )
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     backend.save(str(folder / "tokenizer.json"))
-    for name, content in json.loads((folder / "tokenizer_config.json").read_text()).items():
-        assert name != "vocab_file", content
 
 
 # --- one model

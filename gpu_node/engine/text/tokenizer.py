@@ -43,7 +43,7 @@ from penstock.gpu_node.engine.text.encoder import (
 )
 from penstock.gpu_node.engine.text.output import Detokenizer
 from penstock.gpu_node.model.protocol import WrittenTokenizer
-from penstock.runtime.reading import reading
+from penstock.runtime.reading import reading, reason_of
 
 _OF_TOOLS = "tool_use"
 """The name of the chat template for chats with tools, in a model with several."""
@@ -85,7 +85,7 @@ def read_tokenizer_files(folder: Path, read: tokenizers.Tokenizer | None = None)
         _check_ids(backend, folder)
         _add_tokens(backend, config, named)
         _check_ids(backend, folder)
-        special_tokens = {name: _added_token(token).content for name, token in named.items()}
+        special_tokens = {name: _added_token(token, name).content for name, token in named.items()}
     return TokenizerFiles(backend, special_tokens, _chat_templates(folder, config))
 
 
@@ -125,11 +125,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named:
     """Add tokens that the config adds or redefines, and special tokens that neither file lists."""
     listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     if listed:
-        backend.add_tokens([_added_token(token) for _, token in listed])
+        backend.add_tokens([_added_token(token, "added_tokens_decoder") for _, token in listed])
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-    special = [
-        _added_token(token, special=True) for token in (*named.values(), *(extra if isinstance(extra, list) else ()))
-    ]
+    further = [("extra_special_tokens", token) for token in extra] if isinstance(extra, list) else []
+    special = [_added_token(token, field, special=True) for field, token in (*named.items(), *further)]
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_special_tokens([token for token in special if token.content not in known])
 
@@ -143,8 +142,8 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, _Token]]:
             yield name, token
 
 
-def _added_token(token: _Token, **flags: bool) -> tokenizers.AddedToken:
-    """Return a token from its text alone, or from its text and flags."""
+def _added_token(token: _Token, field: str, **flags: bool) -> tokenizers.AddedToken:
+    """Return a token from its text alone, or from its text and flags. field: of tokenizer_config.json, for an error."""
     try:
         if isinstance(token, str):
             return tokenizers.AddedToken(token, normalized=False, **flags)
@@ -152,7 +151,7 @@ def _added_token(token: _Token, **flags: bool) -> tokenizers.AddedToken:
         return tokenizers.AddedToken(token["content"], **(its | flags))
     except (TypeError, KeyError, ValueError) as error:
         found = repr(token)[:_SHOWN_CHARS]
-        raise ConfigError(f"a special token of tokenizer_config.json is {found}: {error}") from error
+        raise ConfigError(f"tokenizer_config.json: {field} has the token {found}: {reason_of(error)}") from error
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
