@@ -14,7 +14,7 @@ log = logging.getLogger(__package__)
 
 _PANIC = "PanicException"
 """What a panic of a library in Rust is in Python. It is no Exception, and no module exports it."""
-_MAX_REASON_CHARS = 300
+_MAX_REASON_CHARS, _MAX_MESSAGE_CHARS = 300, 1200
 _FILE = re.compile(r"/|\.(json|jinja|gguf|safetensors|txt)\b")
 """What a message that names a file has."""
 
@@ -29,7 +29,12 @@ def is_of_content(error: BaseException) -> bool:
 def reason_of(error: BaseException) -> str:
     """Return in one line what an error of a library says."""
     said = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-    return said[:_MAX_REASON_CHARS] or type(error).__name__
+    return _shortened(said, _MAX_REASON_CHARS) or type(error).__name__
+
+
+def _shortened(text: str, max_chars: int) -> str:
+    """Return a text without its middle, if it is too long: a parser says at the end where the problem is."""
+    return text if len(text) <= max_chars else f"{text[: max_chars * 2 // 3]}…{text[-max_chars // 3 :]}"
 
 
 @contextmanager
@@ -43,9 +48,13 @@ def reading(path: Path, model: str = "") -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if error.param is not None or _FILE.search(error.message) or path.name in error.message:
+        # A value of a file may be of any length.
+        said = _shortened(error.message, _MAX_MESSAGE_CHARS)
+        if error.param is None and not _FILE.search(said) and path.name not in said:
+            said = _sentence(said, path, model)
+        if said == error.message:
             raise
-        raise ConfigError(_sentence(error.message, path, model), code=error.code) from error
+        raise ConfigError(said, code=error.code, param=error.param) from error
     except BaseException as error:
         if not is_of_content(error):
             raise

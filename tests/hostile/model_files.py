@@ -50,12 +50,14 @@ MAX_BYTES = 4 << 30
 MAX_CPU_S = 10
 PATIENCE_S = 90.0
 """Wall time of what may take MAX_CPU_S; the machine may have other work."""
-ADAPTER = "tuned"
+ADAPTER, UNCHANGED = "tuned", "unchanged"
 RARE = ("gemma3.gguf", "llama classes")
 """transformers converts these, which takes a second of CPU time."""
 TEXTS = ("the gate opens by pressure", "Größe 水門 🌊 ''' 12345  \n\n<|im_end|> the the the")
 _NAMES_FILE = re.compile(r"/|\b(json|jinja|safetensors|gguf)\b")
-_NAMES_PLACE = re.compile(r"tensor |at line \d|header|metadata|offset|not JSON|no config|cut short|stating tokenizer")
+_NAMES_PLACE = re.compile(
+    r"tensor |at line \d|header|metadata|offset|not JSON|no config|cut short|stating tokenizer|has no ."
+)
 """What tells the place instead of a field: several fields may be wrong if two of them contradict each other."""
 SETTINGS: Mapping[str, Any] = {
     "dtype": "bfloat16",
@@ -66,26 +68,32 @@ SETTINGS: Mapping[str, Any] = {
 }
 
 
-def make_bases(folder: Path) -> list[Path]:
-    """Write models of each format, one in a folder. A folder `tuned` inside has an adapter."""
+def make_bases(folder: Path, *, few: bool = False) -> list[Path]:
+    """Write models of each format, one in a folder. A folder `tuned` inside has an adapter. few: the main formats."""
     tiny = make_tiny_model(folder / "llama")
     (tiny / "1_Pooling").mkdir()
     (tiny / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    _write_shards(_copy(tiny, "index"), with_index=True)
+    adapted = _copy(tiny, "adapter")
+    make_adapter(adapted / ADAPTER, AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16))
+    _write_gguf(tiny, folder / "llama.gguf", "llama")
+    if few:
+        return sorted(folder.iterdir())
     for name in ("qwen3", "gemma3", "phi3", "falcon 40b", "gpt-neox", "mixtral", "llama 3"):
         make_family_model(folder / name, name, "bfloat16")
     for name in ("awq", "gptq int4 any order", "packed int4 any order", "fp8 in blocks", "int8 by row with zeros"):
         write_quantized(tiny, LAYOUTS[name], folder / name)
-    _write_shards(_copy(tiny, "index"), with_index=True)
     _write_shards(_copy(tiny, "shards"), with_index=False)
-    adapted = _copy(tiny, "adapter")
-    make_adapter(adapted / ADAPTER, AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16))
     _write_unigram(_copy(tiny, "unigram"))
     _edit(_copy(tiny, "llama classes") / "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
-    for architecture, base, parts in (("llama", tiny, 0), ("llama", tiny, 8), ("gemma3", folder / "gemma3", 0)):
-        target = folder / f"{architecture}{' parts' if parts else ''}.gguf"
-        target.mkdir()
-        write_gguf(base, target / "model.gguf", architecture, split_max_tensors=parts)
+    _write_gguf(tiny, folder / "llama parts.gguf", "llama", split_max_tensors=8)
+    _write_gguf(folder / "gemma3", folder / "gemma3.gguf", "gemma3")
     return sorted(folder.iterdir())
+
+
+def _write_gguf(base: Path, target: Path, architecture: str, **options: Any) -> None:
+    target.mkdir()
+    write_gguf(base, target / "model.gguf", architecture, **options)
 
 
 def _copy(tiny: Path, name: str) -> Path:
@@ -144,20 +152,22 @@ class Tried:
     @property
     def problem(self) -> str | None:
         """What is wrong with this end; None if nothing is."""
-        if self.end in ("fault", "killed"):
+        if self.end in ("fault", "killed") or (self.change == UNCHANGED and self.end != "answered"):
             return self.end
         if self.end != "refused":
             return None
         if not _NAMES_FILE.search(self.message):
             return "names no file"
-        if self.field and self.field[:100] not in self.message and not _NAMES_PLACE.search(self.message):
+        if self.field and self.field[:100].rstrip("s") not in self.message and not _NAMES_PLACE.search(self.message):
             return "names no field"
         return None
 
 
 def case_of(number: int, bases: list[Path]) -> tuple[Random, Path]:
-    """Return the random numbers of a case and its model."""
+    """Return the random numbers of a case and its model. Negative numbers are the models without a change."""
     random = Random(f"{SEED} {number}")
+    if number < 0:
+        return random, bases[~number]
     base = random.choice(bases)
     if base.name in RARE and random.random() < 0.7:
         base = random.choice(bases)
@@ -169,7 +179,8 @@ def changed_copy(number: int, bases: list[Path], folder: Path) -> tuple[Path, Pa
     random, base = case_of(number, bases)
     model = Path(shutil.copytree(base, folder / "model"))
     files = sorted(path for path in (model / ADAPTER if base.name == "adapter" else model).rglob("*") if path.is_file())
-    return base, model, change(random, random.choice(files))
+    made = Change(model, UNCHANGED) if number < 0 else change(random, random.choice(files))
+    return base, model, made
 
 
 def try_model(model: Path) -> tuple[str, str]:
@@ -181,7 +192,8 @@ def try_model(model: Path) -> tuple[str, str]:
         return "refused", error.message
     params = SamplingParams(temperature=0, max_tokens=4)
     ends = []
-    for prompt in (*TEXTS, [{"role": "user", "content": TEXTS[0]}]):
+    chats = [[{"role": "user", "content": TEXTS[0]}]] if (model / "chat_template.jinja").exists() else []
+    for prompt in (*TEXTS, *chats):
         try:
             engine.generate([prompt], params, adapters=ADAPTER if lora else None)
         except RequestError as error:
@@ -303,7 +315,7 @@ def try_models(numbers: list[int], bases: list[Path], scratch: Path, at_once: in
                 if tried.problem is not None:
                     found.problems.append(tried)
                     print(f"{tried.number} {tried.base}/{tried.file}: {tried.change} -> {tried.problem}", flush=True)
-                    print("    " + tried.message.replace("\n", "\n    "), flush=True)
+                    print("    " + tried.message[-2000:].replace("\n", "\n    "), flush=True)
         for one in running.values():
             one.end_if_late()
 
@@ -315,12 +327,13 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--few", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         bases_folder = Path(scratch) / "bases"
         bases_folder.mkdir()
-        bases, began_s = make_bases(bases_folder), time.monotonic()
-        numbers = list(range(given.first, given.first + given.count))
+        bases, began_s = make_bases(bases_folder, few=given.few), time.monotonic()
+        numbers = [*(~i for i in range(len(bases))), *range(given.first, given.first + given.count)]
         found = try_models(numbers, bases, Path(scratch), given.at_once)
         for one in found.tried if given.all else found.problems:
             print(f"{one.number} {one.base}/{one.file}: {one.change} -> {one.problem or one.end}\n    {one.message}")

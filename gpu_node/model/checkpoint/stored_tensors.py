@@ -318,7 +318,7 @@ class _GgufTensors:
     """Finds the tensors of a GGUF file by Hugging Face's names, in Hugging Face's row order."""
 
     def __init__(self, file: GgufFile) -> None:
-        self._bytes_of = file.bytes_of
+        self._bytes_of, self._paths = file.bytes_of, file.paths
         self._header = file.header
         try:
             self._interleaved, self._names = conventions_of(self._header)
@@ -338,7 +338,12 @@ class _GgufTensors:
         if expert is not None:
             return _one_of_stack(stored, int(expert[1]))
         heads = next((count for part, count in self._interleaved.items() if part in name), None)
-        return stored if heads is None else stored.take_rows(deinterleaved(tensor.shape[0], heads), *tensor.shape)
+        if heads is None:
+            return stored
+        try:
+            return stored.take_rows(deinterleaved(tensor.shape[0], heads), *tensor.shape)
+        except ConfigError as error:
+            raise ConfigError(f"cannot read {self._paths[tensor.part]}: {gguf_name}: {error.message}") from error
 
 
 def _one_of_stack(stack: StoredTensor, index: int) -> StoredTensor | None:
