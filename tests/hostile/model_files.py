@@ -152,7 +152,7 @@ class Tried:
     @property
     def problem(self) -> str | None:
         """What is wrong with this end; None if nothing is."""
-        if self.end in ("fault", "killed") or (self.change == UNCHANGED and self.end != "answered"):
+        if self.end in ("fault", "killed") or (self.change == UNCHANGED and self.end == "refused"):
             return self.end
         if self.end != "refused":
             return None
@@ -335,7 +335,7 @@ def main() -> None:
         bases, began_s = make_bases(bases_folder, few=given.few), time.monotonic()
         numbers = [*(~i for i in range(len(bases))), *range(given.first, given.first + given.count)]
         found = try_models(numbers, bases, Path(scratch), given.at_once)
-        for one in found.tried if given.all else found.problems:
+        for one in found.tried if given.all else ():
             print(f"{one.number} {one.base}/{one.file}: {one.change} -> {one.problem or one.end}\n    {one.message}")
         took, used = time.monotonic() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s = used.ru_utime + used.ru_stime

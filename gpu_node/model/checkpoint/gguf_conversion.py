@@ -68,7 +68,11 @@ def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float],
 
 def _check_tokenizer(path: Path, header: GgufHeader) -> None:
     """Refuse a tokenizer whose way to split words is not known, which would give other tokens without a word."""
+    merges = header.metadata.get(TOKENIZER_LISTS[2]) or ()
     try:
+        wrong = next((merge for merge in merges if not isinstance(merge, str) or merge.count(" ") != 1), None)
+        if wrong is not None:
+            raise ConfigError(f"tokenizer.ggml.merges has {str(wrong)[:200]!r}; a merge is two tokens and a space")
         if header.metadata.get("tokenizer.ggml.model") == BYTE_LEVEL:
             name_of(header.metadata)
             check_special_ids(header.metadata)

@@ -16,7 +16,6 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufHeader
 from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
     CONTROL,
@@ -140,8 +139,6 @@ def _tokenizer(metadata: Mapping[str, Any], named: Mapping[str, str | None]) -> 
     spellings = _spellings(tokens, alphabet)
     vocab = {spelling: index for index, spelling in enumerate(spellings)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
-    if (wrong := next((pair for pair in pairs if pair[2:] or not pair[1:]), None)) is not None:
-        raise ConfigError(f"tokenizer.ggml.merges has {' '.join(wrong)[:200]!r}; a merge is two tokens and a space")
     backend = Tokenizer(BPE(vocab=vocab, merges=pairs, continuing_subword_prefix="", end_of_word_suffix=""))
     backend.decoder = decoders.ByteLevel()
     marked = [index for index, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)]
