@@ -110,7 +110,10 @@ def _json(random: Random, path: Path) -> Change:
 
 def changed_json(random: Random, content: Any) -> tuple[Any, str, str | None]:
     """Return changed JSON, what was changed, and the name of the innermost field around it."""
-    holder, key, field, at = None, None, None, content
+    holder: Any = None
+    key: Any = None
+    field: str | None = None
+    at = content
     while isinstance(at, dict | list) and at and (holder is None or random.random() < 0.85):
         holder, key = at, random.choice(list(at) if isinstance(at, dict) else range(len(at)))
         field, at = key if isinstance(key, str) else field, holder[key]

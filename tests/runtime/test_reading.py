@@ -28,7 +28,7 @@ def _raise(error: BaseException) -> None:
     ("act", "sentence"),
     [
         (lambda: list[int]().pop(), "cannot load /models/one: pop from empty list in config.json"),
-        (lambda: {}["rope"], "cannot load /models/one: there is no 'rope' in config.json"),
+        (lambda: dict[str, int]()["rope"], "cannot load /models/one: there is no 'rope' in config.json"),
         (lambda: 10.0**400, "cannot load /models/one: (34, 'Numerical result out of range') in config.json"),
         (lambda: _raise(ValueError("two\nlines")), "cannot load /models/one: two lines in config.json"),
         (lambda: _raise(ValueError()), "cannot load /models/one: ValueError in config.json"),
