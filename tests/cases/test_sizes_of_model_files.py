@@ -65,7 +65,7 @@ def _load(model: Path, **options: Any) -> object:
 
 # --- config.json
 
-BAD = (0.5, -7, 1 << 62, math.inf, math.nan, 10**400, True, "many", [[]], {"a": 1})
+BAD: tuple[Any, ...] = (0.5, -7, 1 << 62, math.inf, math.nan, 10**400, True, "many", [[]], {"a": 1})
 
 
 def test_each_number_of_a_config_has_a_range_in_each_family(tiny: Path, tmp_path: Path) -> None:
@@ -253,6 +253,7 @@ _NAME = struct.pack("<Q", 1) + b"t"
         (_header({}, more=_entry("x", 9, 0, 1 << 60)), "x has 1,152,921,504,606,846,976 values"),
         (_header({}, _NAME + struct.pack("<IQQIQ", 2, 0, 1 << 60, 0, 0), num_tensors=1), "tensor t has the shape"),
     ],
+    ids=("tensors", "tokens", "scores", "another list", "dimensions"),
 )
 def test_counts_of_a_gguf_file_have_limits(content: bytes, named: str) -> None:
     assert named in said_within(MIB, lambda: read_header(memoryview(content), ("tokenizer.ggml.tokens",)))
@@ -318,7 +319,9 @@ def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("field", ["r", "lora_alpha"])
-@pytest.mark.parametrize("value", [1 << 62, math.inf, math.nan, 10**400, "high", None, True])
+@pytest.mark.parametrize(
+    "value", [1 << 62, math.inf, math.nan, 10**400, "high", None, True], ids=lambda value: str(value)[:8]
+)
 def test_each_number_of_an_adapter_has_a_range(
     tiny: Path, adapter: Path, tmp_path: Path, field: str, value: Any
 ) -> None:

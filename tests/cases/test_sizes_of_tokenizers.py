@@ -20,13 +20,14 @@ from tokenizers import normalizers
 
 from penstock import ConfigError
 from penstock.contract.errors import RequestError
+from penstock.gpu_node.engine.config import chat_template_of
 from penstock.gpu_node.engine.text.chat import ChatTemplate
 from penstock.gpu_node.engine.text.encoder import MAX_WHOLE_CHARS, Growth
 from penstock.gpu_node.engine.text.template_worker import WORKER_MEMORY_MIB
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer, read_tokenizer_files
 
 MIB = 500
-SPACES = [
+SPACES: list[dict[str, Any]] = [
     {"type": "Prepend", "prepend": "\u2581"},
     {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
 ]
@@ -66,7 +67,8 @@ def test_a_token_of_an_absurd_id_is_refused_before_lists_are_made(folder: Path, 
     _edit_vocab(folder, far=token_id)
     said = said_within(MIB, partial(_loaded, folder))
     assert said.startswith("ConfigError")
-    assert f"'far' has the id {token_id}; ids must be below 1,048,576" in said
+    assert f"'far' has the id {token_id}" in said
+    assert "ids must be below 1,048,576" in said
 
 
 def test_an_added_token_of_an_absurd_id_is_refused_before_lists_are_made(folder: Path) -> None:
@@ -75,7 +77,7 @@ def test_an_added_token_of_an_absurd_id_is_refused_before_lists_are_made(folder:
     _edit(folder, added_tokens=[*added, added[0] | {"id": (1 << 32) - 1, "content": "<far>"}])
     said = said_within(MIB, partial(_loaded, folder))
     assert said.startswith("ConfigError")
-    assert "an added token with the id 4294967295; ids must be below 1,048,576" in said
+    assert "an added token with the id 4294967295" in said
 
 
 @pytest.mark.parametrize("listed", [{"4294967296": "<x>"}, {"-1": "<x>"}, {"one": "<x>"}, ["<x>"], {"5": {}}, {"5": 7}])
@@ -103,9 +105,9 @@ def test_millions_of_tokens_are_refused_before_they_are_parsed(folder: Path, kin
 
 def test_a_large_vocabulary_is_still_read(folder: Path) -> None:
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
-    vocab = model["vocab"] | {f"Ġ{i:x}": i for i in range(len(model["vocab"]), 300_000)}
+    vocab = model["vocab"] | {f"Ġ{i:x}": i for i in range(len(model["vocab"]), 120_000)}
     _edit(folder, model=model | {"vocab": vocab})
-    assert said_within(1000, partial(_loaded, folder)) == "300000"
+    assert said_within(MIB, partial(_loaded, folder)) == "120000"
 
 
 # --- growth
@@ -120,7 +122,9 @@ def _sequence(*steps: dict[str, Any]) -> dict[str, Any]:
 
 
 def _charsmap(text: str) -> str:
-    return base64.b64encode(bytes(4) + text.encode() + b"\0").decode()
+    """Return a map with an empty trie, and a text that could replace a character."""
+    trie = bytes(1024)
+    return base64.b64encode(len(trie).to_bytes(4, "little") + trie + text.encode() + b"\0").decode()
 
 
 @pytest.mark.parametrize(
@@ -206,6 +210,10 @@ def test_a_text_of_a_plain_tokenizer_may_be_as_long_as_before(folder: Path) -> N
 
 
 def test_a_charsmap_counts(folder: Path) -> None:
+    backend = Tokenizer(_edit(folder, normalizer=_precompiled("y" * 32), pre_tokenizer=None), vocab_size=384)
+    assert backend.encode("a text")
+    with pytest.raises(RequestError, match="without lone surrogates"):
+        backend.encode("\ud800")
     said = said_within(MIB, partial(_loaded, _edit(folder, normalizer=_precompiled("y" * 33))))
     assert "the normalizer of its tokenizer.json may make 33 characters of one" in said
 
@@ -249,3 +257,5 @@ def test_a_chat_template_of_megabytes_is_not_read(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "x" * (1 << 20) + "x"}))
     with pytest.raises(ConfigError, match="a chat template has 1,048,577 characters"):
         read_tokenizer_files(folder)
+    said = said_within(MIB, partial(chat_template_of, "/dev/zero"))
+    assert "chat_template: /dev/zero has more than 1,048,576 characters" in said

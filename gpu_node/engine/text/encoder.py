@@ -187,7 +187,9 @@ class LongTextEncoder:
         """
         num_chars = len(text)
         if num_chars <= MAX_WHOLE_CHARS and _CHARSMAP in self._kinds:
-            num_chars = _sum_of_parts(text, self._backend.normalizer.normalize_str)
+            # Lone surrogates are refused when the text is encoded.
+            valid = text.encode(errors="replace").decode()
+            num_chars = _sum_of_parts(valid, self._backend.normalizer.normalize_str)
         elif num_chars <= MAX_WHOLE_CHARS:
             if not text.isascii() and not self._kinds <= _HARMLESS_NORMALIZERS:
                 num_chars = _sum_of_parts(text, partial(unicodedata.normalize, "NFKD"))

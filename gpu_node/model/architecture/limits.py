@@ -16,7 +16,7 @@ from penstock.contract.errors import ConfigError
 MAX_VOCAB = 1 << 20
 MAX_DESCRIPTION_BYTES = 16 << 20
 """Of a JSON file that describes a model, its tokenizer or an adapter. Python takes up to 32 bytes for each."""
-MAX_INDEX_BYTES = 64 << 20
+MAX_INDEX_BYTES = 32 << 20
 MAX_HEADER_BYTES = 32 << 20
 """Of a safetensors file's header."""
 MAX_TENSORS = 1 << 20
@@ -44,6 +44,8 @@ MAX_POSITION_NUMBERS = 1 << 26
 
 _SHOWN_CHARS = 80
 _BLOCK_DIMS = 2
+_MAX_WRITTEN = 1e12
+"""Larger numbers are written with an exponent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Limit:
 
     def __str__(self) -> str:
         low, high = (
-            f"{int(end):,}" if end == int(end) and end < 1 << 53 else f"{end:g}" for end in (self.low, self.high)
+            f"{int(end):,}" if end == int(end) and end < _MAX_WRITTEN else f"{end:g}" for end in (self.low, self.high)
         )
         return f"a {'whole ' if self.is_whole else ''}number from {low} to {high}"
 

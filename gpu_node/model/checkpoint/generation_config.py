@@ -50,9 +50,10 @@ def sampling_defaults(setting: str, folder: Path) -> Defaults:
     path = Path(setting).expanduser()
     path = path / FILE if path.is_dir() else path
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        reason = f"cannot read {path} ({error.strerror}); it must be auto, none, a path or a JSON object"
+        text = read_within(path, MAX_DESCRIPTION_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        reason = f"cannot read {path} ({why}); it must be auto, none, a path or a JSON object"
         raise ConfigError(f"generation_config: {reason}", param="generation_config") from None
     return _checked(_parsed(text, str(path)), str(path))
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
-from penstock.gpu_node.model.architecture.limits import MAX_HEADER_BYTES, check_adapter
+from penstock.gpu_node.model.architecture.limits import ADAPTER_LIMITS, MAX_HEADER_BYTES, check_adapter
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.source import ADAPTER_CONFIG
@@ -100,6 +100,7 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
     rank, factor = _rank_and_factor(config)
     if rank > max_rank:
         raise ConfigError(f"{CONFIG_FILE}: r is {rank}, more than max_lora_rank {max_rank}")
+    _check_size(weights, spec, rank)
     # Read into memory: a write to a mapped file would change the tensors, and truncation would crash the process.
     read = read_safetensors(weights, np.frombuffer(weights.read_bytes(), np.uint8))
     # PEFT's module names an adapter; a file that was saved without PEFT's own function keeps that name.
@@ -179,7 +180,7 @@ def _rank_and_factor(config: Mapping[str, Any]) -> tuple[int, float]:
         start = config["init_lora_weights"]
         raise ConfigError(f"{CONFIG_FILE}: init_lora_weights {start!r} is not supported, it changes the base model too")
     check_adapter(config, CONFIG_FILE)
-    rank, alpha = config["r"], config["lora_alpha"]
+    rank, alpha = int(config["r"]), config["lora_alpha"]
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -278,7 +279,7 @@ class AdapterLibrary:
         stamp = tuple((file.st_size, file.st_mtime_ns) for file in files)
         known = self._digests.get(folder)
         if known is None or known[0] != stamp:
-            _check_size(_weights_of(folder), self._spec, self._max_rank)
+            _check_size(_weights_of(folder), self._spec, int(ADAPTER_LIMITS["r"].high))
             known = self._digests[folder] = stamp, digest_of(folder)
         return known[1]
 
