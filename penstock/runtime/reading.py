@@ -15,7 +15,7 @@ log = logging.getLogger(__package__)
 _PANIC = "PanicException"
 """What a panic of a library in Rust is in Python. It is no Exception, and no module exports it."""
 _MAX_REASON_CHARS, _MAX_MESSAGE_CHARS = 300, 1200
-_FILE = re.compile(r"/|\.(json|jinja|gguf|safetensors|txt)\b")
+_FILE = re.compile(r"\.(json|jinja|gguf|safetensors|txt)\b")
 """What a message that names a file has."""
 
 
@@ -41,8 +41,8 @@ def _shortened(text: str, max_chars: int) -> str:
 def reading(path: Path, model: str = "") -> Iterator[None]:
     """Translate what the content of a file of a model raises in the block.
 
-    model: as its user names it; by default the file's folder. A ConfigError that names neither a file nor a setting
-    names this file then. Whatever else a library raises becomes a ConfigError: `cannot load MODEL: WHAT in FILE`. The
+    model: as its user names it; by default the file's folder. A ConfigError that names neither a path nor a setting
+    names the model and the file then. Whatever else a library raises becomes a ConfigError: `cannot load MODEL: WHAT in FILE`. The
     log has its cause at level debug. Only reading belongs in the block: an error of computing is a bug.
     """
     try:
@@ -50,7 +50,7 @@ def reading(path: Path, model: str = "") -> Iterator[None]:
     except ConfigError as error:
         # A value of a file may be of any length.
         said = _shortened(error.message, _MAX_MESSAGE_CHARS)
-        if error.param is None and not _FILE.search(said) and path.name not in said:
+        if error.param is None and "/" not in said and str(path) not in said:
             said = _sentence(said, path, model)
         if said == error.message:
             raise
@@ -66,5 +66,5 @@ def _sentence(what: str, path: Path, model: str) -> str:
     what, separator, remedy = what.partition(";")
     model = model or str(path.parent)
     file = path.name if str(path.parent) == model else path
-    place = "" if str(path) == model else f" in {file}"
+    place = "" if str(path) == model or _FILE.search(what) else f" in {file}"
     return f"cannot load {model}: {what}{place}{separator}{remedy}"

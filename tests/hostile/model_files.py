@@ -35,7 +35,7 @@ from fixtures.quantized_checkpoint import LAYOUTS, write_quantized
 from fixtures.random_adapters import make_adapter
 from fixtures.random_families import make_family_model
 from fixtures.tiny_model import make_tiny_model
-from hostile.mutations import Change, change
+from hostile.mutations import FileChange, change
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM
@@ -56,7 +56,7 @@ RARE = ("gemma3.gguf", "llama classes")
 TEXTS = ("the gate opens by pressure", "Größe 水門 🌊 ''' 12345  \n\n<|im_end|> the the the")
 _NAMES_FILE = re.compile(r"/|\b(json|jinja|safetensors|gguf)\b")
 _NAMES_PLACE = re.compile(
-    r"tensor |at line \d|header|metadata|offset|not JSON|no config|cut short|stating tokenizer|has no .|not there|\.weight"
+    r"tensor |at line \d|header|metadata|offset|not JSON|no config|cut short|stating tokenizer|has no .|rope scaling|not there|\.weight"
 )
 """What tells the place instead of a field: several fields may be wrong if two of them contradict each other."""
 SETTINGS: Mapping[str, Any] = {
@@ -174,12 +174,12 @@ def case_of(number: int, bases: list[Path]) -> tuple[Random, Path]:
     return random, base
 
 
-def changed_copy(number: int, bases: list[Path], folder: Path) -> tuple[Path, Path, Change]:
+def changed_copy(number: int, bases: list[Path], folder: Path) -> tuple[Path, Path, FileChange]:
     """Write the model of a case to a new folder. Return the base, the model, and what was changed."""
     random, base = case_of(number, bases)
     model = Path(shutil.copytree(base, folder / "model"))
     files = sorted(path for path in (model / ADAPTER if base.name == "adapter" else model).rglob("*") if path.is_file())
-    made = Change(model, UNCHANGED) if number < 0 else change(random, random.choice(files))
+    made = FileChange(model, UNCHANGED) if number < 0 else change(random, random.choice(files))
     return base, model, made
 
 

@@ -32,7 +32,7 @@ _STRING, _LIST = 8, 9
 
 
 @dataclass(frozen=True)
-class Change:
+class FileChange:
     """What was changed of a model."""
 
     path: Path
@@ -41,9 +41,9 @@ class Change:
     """The changed field, if only one was changed."""
 
 
-def change(random: Random, path: Path) -> Change:
-    """Change a file in one way. Its folder stays as it is."""
-    ways: list[Callable[[Random, Path], Change]] = [_bytes]
+def change(random: Random, path: Path) -> FileChange:
+    """FileChange a file in one way. Its folder stays as it is."""
+    ways: list[Callable[[Random, Path], FileChange]] = [_bytes]
     if random.random() < 0.03:
         ways = [_no_file]
     elif path.suffix == ".json" and random.random() < 0.9:
@@ -57,7 +57,7 @@ def change(random: Random, path: Path) -> Change:
     return random.choice(ways)(random, path)
 
 
-def _no_file(random: Random, path: Path) -> Change:
+def _no_file(random: Random, path: Path) -> FileChange:
     kind = random.choice(("absent", "folder", "link to nothing", "link to /dev/zero", "fifo", "pointer", "itself"))
     path.unlink()
     if kind == "folder":
@@ -68,10 +68,10 @@ def _no_file(random: Random, path: Path) -> Change:
         path.write_bytes(_POINTER)
     elif kind != "absent":
         path.symlink_to({"itself": path.name, "link to /dev/zero": "/dev/zero"}.get(kind, "../blobs/0123"))
-    return Change(path, kind)
+    return FileChange(path, kind)
 
 
-def _bytes(random: Random, path: Path) -> Change:
+def _bytes(random: Random, path: Path) -> FileChange:
     content = bytearray(path.read_bytes())
     at = random.randrange(len(content) + 1)
     # What stands at the beginning of a file counts more than weights do.
@@ -92,20 +92,20 @@ def _bytes(random: Random, path: Path) -> Change:
     else:
         content = bytearray({"no text": random.randbytes(64), "nested": b"[" * 100_000, "empty": b""}[kind])
     path.write_bytes(content)
-    return Change(path, f"{kind} at {at}")
+    return FileChange(path, f"{kind} at {at}")
 
 
-def _template(random: Random, path: Path) -> Change:
+def _template(random: Random, path: Path) -> FileChange:
     text = random.choice(TEMPLATES)
     path.write_text(text)
-    return Change(path, f"template {text!r}")
+    return FileChange(path, f"template {text!r}")
 
 
-def _json(random: Random, path: Path) -> Change:
+def _json(random: Random, path: Path) -> FileChange:
     content = json.loads(path.read_bytes())
     content, what, field = changed_json(random, content)
     path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8", errors="surrogatepass")
-    return Change(path, what, field)
+    return FileChange(path, what, field)
 
 
 def changed_json(random: Random, content: Any) -> tuple[Any, str, str | None]:
@@ -133,21 +133,21 @@ def changed_json(random: Random, content: Any) -> tuple[Any, str, str | None]:
     return content, f"{field} = {str(holder.get(key) if isinstance(holder, dict) else holder[key])[:80]!r}", field
 
 
-def _tensor_entry(random: Random, path: Path) -> Change:
-    """Change the header of a safetensors file."""
+def _tensor_entry(random: Random, path: Path) -> FileChange:
+    """FileChange the header of a safetensors file."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header, what, field = changed_json(random, json.loads(content[8 : 8 + size]))
     text = json.dumps(header).encode()
     size = len(text) if random.random() < 0.95 else random.choice((0, 1, len(text) - 1, 2**31, 2**63, 2**64 - 1))
     path.write_bytes(struct.pack("<Q", size) + text + content[8 + int.from_bytes(content[:8], "little") :])
-    return Change(path, f"header: {what}", field)
+    return FileChange(path, f"header: {what}", field)
 
 
 # --- headers of GGUF files
 
 
-def _gguf_entry(random: Random, path: Path) -> Change:
+def _gguf_entry(random: Random, path: Path) -> FileChange:
     content = bytearray(path.read_bytes())
     field, start, end = random.choice(list(_parts_of(content)))
     width = end - start
@@ -164,7 +164,7 @@ def _gguf_entry(random: Random, path: Path) -> Change:
     else:
         content[start:end] = random.randbytes(width)
     path.write_bytes(content)
-    return Change(path, f"{field} at {start}", field.partition(":")[0] or None)
+    return FileChange(path, f"{field} at {start}", field.partition(":")[0] or None)
 
 
 def _parts_of(content: bytearray) -> Iterator[tuple[str, int, int]]:

@@ -34,7 +34,7 @@ def _raise(error: BaseException) -> None:
         (lambda: _raise(ValueError()), "cannot load /models/one: ValueError in config.json"),
         (_panic, "cannot load /models/one: Onig: Regex search error: retry-limit-in-match over in config.json"),
         (lambda: _raise(ConfigError("a is 1; use 2")), "cannot load /models/one: a is 1 in config.json; use 2"),
-        (lambda: _raise(ConfigError("merges.txt has no merges")), "merges.txt has no merges"),
+        (lambda: _raise(ConfigError("merges.txt has no merges")), "cannot load /models/one: merges.txt has no merges"),
         (lambda: _raise(ConfigError("lora_dir is no folder", param="lora_dir")), "lora_dir is no folder"),
     ],
 )
