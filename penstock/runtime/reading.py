@@ -42,8 +42,9 @@ def reading(path: Path, model: str = "") -> Iterator[None]:
     """Translate what the content of a file of a model raises in the block.
 
     model: as its user names it; by default the file's folder. A ConfigError that names neither a path nor a setting
-    names the model and the file then. Whatever else a library raises becomes a ConfigError: `cannot load MODEL: WHAT in FILE`. The
-    log has its cause at level debug. Only reading belongs in the block: an error of computing is a bug.
+    names the model and the file then. Whatever else a library raises becomes a ConfigError, and its cause is in the
+    log at level debug: `cannot load MODEL: WHAT in FILE`. Only reading belongs in the block, because an error of
+    computing is a bug.
     """
     try:
         yield

@@ -55,9 +55,21 @@ RARE = ("gemma3.gguf", "llama classes")
 """transformers converts these, which takes a second of CPU time."""
 TEXTS = ("the gate opens by pressure", "Größe 水門 🌊 ''' 12345  \n\n<|im_end|> the the the")
 _NAMES_FILE = re.compile(r"/|\b(json|jinja|safetensors|gguf)\b")
-_NAMES_PLACE = re.compile(
-    r"tensor |at line \d|header|metadata|offset|not JSON|no config|cut short|stating tokenizer|has no .|rope scaling|not there|\.weight"
+_PLACES = (
+    *(
+        "tensor ",
+        r"at line \d",
+        "header",
+        "metadata",
+        "offset",
+        "not JSON",
+        "no config",
+        "cut short",
+        "stating tokenizer",
+    ),
+    *("has no .", "rope scaling", "not there", r"\.weight"),
 )
+_NAMES_PLACE = re.compile("|".join(_PLACES))
 """What tells the place instead of a field: several fields may be wrong if two of them contradict each other."""
 SETTINGS: Mapping[str, Any] = {
     "dtype": "bfloat16",
