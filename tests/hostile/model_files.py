@@ -118,7 +118,7 @@ def _edit(path: Path, **fields: Any) -> None:
 
 def _write_shards(folder: Path, *, with_index: bool) -> None:
     tensors = load_file(folder / "model.safetensors")
-    names, owners = sorted(tensors), {}
+    names, owners = sorted(tensors), dict[str, str]()
     for i, part in enumerate((names[::2], names[1::2]), 1):
         shard = f"model-{i:05}-of-00002.safetensors"
         save_file({name: tensors[name] for name in part}, folder / shard)
@@ -204,8 +204,10 @@ def try_model(model: Path) -> tuple[str, str]:
         return "refused", error.message
     params = SamplingParams(temperature=0, max_tokens=4)
     ends = []
-    chats = [[{"role": "user", "content": TEXTS[0]}]] if (model / "chat_template.jinja").exists() else []
-    for prompt in (*TEXTS, *chats):
+    prompts: list[Any] = [*TEXTS]
+    if (model / "chat_template.jinja").exists():
+        prompts.append([{"role": "user", "content": TEXTS[0]}])
+    for prompt in prompts:
         try:
             engine.generate([prompt], params, adapters=ADAPTER if lora else None)
         except RequestError as error:
