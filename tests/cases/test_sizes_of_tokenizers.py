@@ -151,6 +151,15 @@ def test_a_decoder_that_makes_a_text_far_longer_is_refused(folder: Path) -> None
     assert "the decoder of its tokenizer.json may make 40 characters of one" in said
 
 
+def test_a_post_processor_of_many_tokens_is_refused(folder: Path) -> None:
+    special = [{"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}] * 2000
+    tokens = {"<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}}
+    single = [*special, {"Sequence": {"id": "A", "type_id": 0}}]
+    frame = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": tokens}
+    said = said_within(MIB, partial(_loaded, _edit(folder, post_processor=frame)))
+    assert "the post_processor of its tokenizer.json puts 2,000 tokens around a text" in said
+
+
 @pytest.mark.parametrize(
     ("steps", "growth"),
     [
@@ -187,6 +196,7 @@ def test_no_text_grows_more_than_computed(steps: list[dict[str, Any]], text: str
         (_sequence(*[_replace("a", "aa")] * 5), "a" * 40_000),
         (_replace("x*", "y" * 30, "Regex"), "b" * 40_000),
         ({"type": "Prepend", "prepend": "\u2581" * 30}, "a<|im_end|>" * 60_000),
+        ({"type": "ByteLevel"}, "\u6c34" * 400_000),
     ],
 )
 def test_the_growth_of_a_text_counts(folder: Path, normalizer: dict[str, Any], text: str) -> None:

@@ -52,6 +52,8 @@ _JOINING = re.compile("[\u1160-\u11ff]")
 _HARMLESS_NORMALIZERS = frozenset({"NFC", "Prepend", "Replace", "Strip", "Lowercase"})
 """They make a text longer by a few times at most, where `Growth` does not say more."""
 _CHARSMAP = "Precompiled"
+_MEASURED_NORMALIZERS = frozenset({_CHARSMAP, "ByteLevel", "BertNormalizer", "Nmt"})
+"""What they make of a text is known only by normalizing it."""
 _LOOKS_BACK = re.compile(r"\(\?<[=!]|\\[bBAGKzZ]|(?<!\[)(?<!\\)\^")
 """Parts of a pattern that read text before the match."""
 
@@ -186,7 +188,7 @@ class LongTextEncoder:
         Raises RequestError if it is too large for a text that is encoded at once.
         """
         num_chars = len(text)
-        if num_chars <= MAX_WHOLE_CHARS and _CHARSMAP in self._kinds:
+        if num_chars <= MAX_WHOLE_CHARS and self._kinds & _MEASURED_NORMALIZERS:
             # Lone surrogates are refused when the text is encoded.
             valid = text.encode(errors="replace").decode()
             num_chars = _sum_of_parts(valid, self._backend.normalizer.normalize_str)
@@ -364,8 +366,11 @@ def _steps_of(part: Any, inner: str) -> list[dict[str, Any]]:
 
 def check_growth(backend: Any) -> None:
     """Refuse a tokenizer that makes a text far longer, before or after it is encoded. Raises ConfigError."""
-    from penstock.gpu_node.model.architecture.limits import MAX_GROWTH
+    from penstock.gpu_node.model.architecture.limits import MAX_FRAME_TOKENS, MAX_GROWTH
 
+    if (num_framing := backend.num_special_tokens_to_add(False)) > MAX_FRAME_TOKENS:
+        found = f"the post_processor of its tokenizer.json puts {num_framing:,} tokens around a text"
+        raise ConfigError(f"{found}; at most {MAX_FRAME_TOKENS:,} are supported")
     for name, inner in (("normalizer", "normalizers"), ("decoder", "decoders")):
         steps = _steps_of(getattr(backend, name), inner)
         growth = Growth.of_steps(steps)

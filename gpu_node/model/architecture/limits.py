@@ -32,6 +32,8 @@ MAX_TOKENIZER_BYTES = 128 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENIZER_ENTRIES = 2 * MAX_VOCAB
 """Keys or lists of such a JSON file, which are more than its tokens; five times as many texts."""
+MAX_FRAME_TOKENS = 1024
+"""Special tokens that a tokenizer puts around a text."""
 MAX_GROWTH = 32
 """Characters that a tokenizer's normalizer or decoder may make of one."""
 
