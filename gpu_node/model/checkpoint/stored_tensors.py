@@ -154,6 +154,8 @@ class Checkpoint:
                 raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
             if isinstance(tensor, StoredTensor):
                 _check_kind(tensor)
+        except MemoryError:
+            raise  # `load_found` names the settings that take memory.
         except BaseException:
             with reading(self._file_of(tensor)):
                 raise
