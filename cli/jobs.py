@@ -17,7 +17,7 @@ import typer
 
 from penstock.cli.command_line import App
 from penstock.cli.options import TIME_HELP, RedisUrl, unix_s_of
-from penstock.cli.output import AsJson, JsonArray, duration_in_words, print_object, say_empty, write_text
+from penstock.cli.output import AsJson, JsonArray, duration_in_words, print_object, say_empty, write_line, write_text
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.runtime.settings import pool_urls, redis_url_of
 
@@ -158,7 +158,7 @@ def cancel(job_ids: JobIds, redis_url: RedisUrl = None) -> None:
         penstock jobs cancel JOB_ID
     """
     for job_id in job_ids:
-        print(job_id, _run(redis_url, job_id, _cancel))
+        write_line(job_id, _run(redis_url, job_id, _cancel))
 
 
 @app.command()
@@ -173,7 +173,7 @@ def retry(job_ids: JobIds, redis_url: RedisUrl = None) -> None:
         return (await client.control.retry(job_id, tenant=tenant)).job_id
 
     for job_id in job_ids:
-        print(job_id, _run(redis_url, job_id, again))
+        write_line(job_id, _run(redis_url, job_id, again))
 
 
 @app.command()
@@ -202,7 +202,7 @@ def change(
         await client.control.change(full_id, given, tenant=tenant)
         return (await client.status(full_id, tenant=tenant)).state
 
-    print(job_id, _run(redis_url, job_id, work))
+    write_line(job_id, _run(redis_url, job_id, work))
 
 
 @app.command()
@@ -278,7 +278,7 @@ def tail(
                 if chunk.choice == choice:
                     write_text(chunk.text)
         finally:
-            print()
+            write_line()
 
     _run(redis_url, job_id, follow)
 
@@ -364,7 +364,7 @@ class JobTable:
     def _print(self, cells: tuple[object, ...], wide_cells: tuple[str, ...], words: str) -> None:
         row = self._ROW.format(*cells) + (self._WIDE.format(*wide_cells) if self._is_wide else "")
         room = 2 * len(words) if self._is_wide else self._num_columns - len(row)
-        print((row + _cut(words, room)).rstrip())
+        write_line((row + _cut(words, room)).rstrip())
 
 
 def _cut(text: str, columns: int) -> str:

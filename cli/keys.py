@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl, options_of, takes
-from penstock.cli.output import AsJson, JsonArray, print_object, say_empty
+from penstock.cli.output import AsJson, JsonArray, print_object, say_empty, write_line
 from penstock.contract.errors import RequestError
 from penstock.contract.job import MEMORY, Durability
 from penstock.contract.priority import ClassName
@@ -220,7 +220,7 @@ def add(
     if as_json:
         print_object({"key": key, **record_object(record)}, as_json=True)
     else:
-        print(key)
+        write_line(key)
 
 
 @app.command("set")
@@ -252,7 +252,7 @@ def set_key(
     async def change(store: KeyStore) -> ApiKey:
         return await store.change((await store.find(name)).key_id, changes, terms)
 
-    print(line_of(_with_keys(redis_url, change), None, None))
+    write_line(line_of(_with_keys(redis_url, change), None, None))
 
 
 @app.command()
@@ -269,7 +269,7 @@ def show(name: KeyName, days: Days = DEFAULT_DAYS, as_json: AsJson = False, redi
     if as_json:
         print_object(shown, as_json=True)
     else:
-        print("\n".join(lines_of(shown)))
+        write_line("\n".join(lines_of(shown)))
 
 
 @app.command("list")
@@ -296,7 +296,7 @@ def list_keys(days: Days = DEFAULT_DAYS, as_json: AsJson = False, redis_url: Red
     if not found:
         say_empty("no API keys")
     for key, kept, used in found:
-        print(line_of(key, kept, used))
+        write_line(line_of(key, kept, used))
     if since_s:
         say_empty(f"gateways on a loopback address are open since {datetime.fromtimestamp(since_s, UTC).isoformat()}")
 
@@ -335,9 +335,9 @@ def usage(
                 if array is not None:
                     array.add(*objects)
                 elif as_csv:
-                    print(csv_of(objects, with_head=is_first), end="")
+                    write_line(csv_of(objects, with_head=is_first), end="")
                 else:
-                    print("".join(f"{usage_line_of(row)}\n" for row in page.rows), end="")
+                    write_line("".join(f"{usage_line_of(row)}\n" for row in page.rows), end="")
                 after, is_first = page.next_after, False
 
     _run(redis_url, report)

@@ -14,6 +14,7 @@ from typing import Any
 
 import typer
 
+from penstock.cli.output import write_line
 from penstock.cli.peers import LEFT_OPEN, MANY, MODEL, PEERS, SAMPLING, VALUES, Peer
 
 _TAKES_PEERS = ("serve", "node", "gateway")
@@ -61,7 +62,7 @@ class KnownWords:
     def tell_notices(self) -> None:
         """Name the options without an effect here on stderr."""
         if self.notices:
-            print(f"penstock: without effect: {_listed(self.notices.items())}", file=sys.stderr)
+            write_line(f"penstock: without effect: {_listed(self.notices.items())}", file=sys.stderr)
 
     def _read(self) -> None:
         while self._rest:

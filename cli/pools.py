@@ -12,7 +12,7 @@ import typer
 
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
-from penstock.cli.output import AsJson, JsonArray, say_empty
+from penstock.cli.output import AsJson, JsonArray, say_empty, write_line
 from penstock.contract.priority import Priority
 from penstock.runtime.settings import pool_urls, redis_url_of
 
@@ -63,9 +63,9 @@ def list_pools(
     folded = [name for pool in found if (name := pool.pool) in served and served[name].is_folded(pool.num_open)]
     for pool in found:
         if all_pools or pool.pool not in folded:
-            print(line_of(pool, served.get(pool.pool)))
+            write_line(line_of(pool, served.get(pool.pool)))
     if folded and not all_pools:
-        print(f"without a node for an hour or more (--all shows them, `forget` removes one): {', '.join(folded)}")
+        write_line(f"without a node for an hour or more (--all shows them, `forget` removes one): {', '.join(folded)}")
 
 
 @app.command()
@@ -133,7 +133,7 @@ def declare(
         penstock pools declare POOL --model acme/model --max-model-len 8192
     """
     is_new = asyncio.run(_declare(redis_url_of(redis_url), pool, model, tuple(alias or ()), max_model_len))
-    print(f"{pool}: {'declared' if is_new else 'exists already, and stays as it is'}")
+    write_line(f"{pool}: {'declared' if is_new else 'exists already, and stays as it is'}")
 
 
 @app.command()
@@ -174,7 +174,7 @@ def repair(redis_url: RedisUrl = None) -> None:
         penstock pools repair
     """
     for line in asyncio.run(_repair(redis_url_of(redis_url))):
-        print(line)
+        write_line(line)
 
 
 def object_of(pool: PoolStats, served: ServedPool | None) -> dict[str, Any]:

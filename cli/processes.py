@@ -27,6 +27,7 @@ from penstock.contract.errors import ConfigError, PenstockError
 from penstock.runtime.logging import LogSettings, has_color
 from penstock.runtime.process_guard import guarded
 from penstock.runtime.settings import RedisSettings
+from penstock.runtime.terminal import only_colors
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _COLORS = re.compile(r"\x1b\[\d*m")
@@ -403,10 +404,10 @@ def relay_of(logs: LogSettings) -> LogSink:
         if line.startswith(_ERROR):
             return  # This command says it, when the child has ended.
         if not is_json:
-            print(f"{log_prefix(name)}{line}", file=sys.stderr, flush=True)
+            print(f"{log_prefix(name)}{only_colors(line)}", file=sys.stderr, flush=True)  # noqa: T201
         elif line.startswith('{"'):
             # The first field says whose event it is. Nothing is parsed, because each job of a node has a line.
-            print(f'{{"part": "{name}", {line[1:]}', file=sys.stderr, flush=True)
+            print(f'{{"part": "{name}", {line[1:]}', file=sys.stderr, flush=True)  # noqa: T201
         else:
             _log.info("output", extra={"part": name, "line": line})
 

@@ -24,6 +24,7 @@ import typer
 from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SAMPLING, SIZE_MB, default_model
 from penstock.cli.option_words import show_all
 from penstock.cli.options import Problems, options_of, taken_for, takes, words_of
+from penstock.cli.output import write_line
 from penstock.cli.peers import unread_variables
 from penstock.cli.processes import (
     BackOff,
@@ -122,8 +123,9 @@ class LoadingBar:
 
     def __enter__(self) -> Self:
         # Imported late, so that the processes already start while rich is imported.
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        from penstock.cli.console import Console
 
         self._progress = Progress(
             TextColumn("Loading {task.description}", markup=False),
@@ -473,15 +475,15 @@ def _print_ready(
 ) -> None:
     body = {"model": node["pool"], "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
     data = shlex.quote(json.dumps(body))
-    print(f"\nServing {node['pool']} at {gateway['url']}/v1   (page: {gateway['url']}/)")
+    write_line(f"\nServing {node['pool']} at {gateway['url']}/v1   (page: {gateway['url']}/)")
     shared = (
         f"   (of {server.owner}: its models and jobs are shown here too)" if isinstance(server, RunningRedis) else ""
     )
-    print(f"Redis: {without_password(redis_url)}{shared}\n")
+    write_line(f"Redis: {without_password(redis_url)}{shared}\n")
     key = '-H "Authorization: Bearer $KEY" ' if needs_key else ""
-    print(f"  curl -N {gateway['url']}/v1/chat/completions {key}-H 'Content-Type: application/json' -d {data}")
+    write_line(f"  curl -N {gateway['url']}/v1/chat/completions {key}-H 'Content-Type: application/json' -d {data}")
     if server is not None:
         # Another `penstock serve` has the address at which commands look: this one is reached by its URL.
         is_found = leads_to(RedisSettings.load().runtime_dir, redis_url)
-        print(f"  {'' if is_found else f'PENSTOCK_REDIS_URL={redis_url} '}penstock submit 'Hello!'")
-    print(flush=True)
+        write_line(f"  {'' if is_found else f'PENSTOCK_REDIS_URL={redis_url} '}penstock submit 'Hello!'")
+    write_line()

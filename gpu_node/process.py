@@ -33,6 +33,7 @@ from penstock.runtime.process_memory import freeze_gc
 from penstock.runtime.service_manager import ServiceManager
 from penstock.runtime.stack_dump import offer_stacks
 from penstock.runtime.stall_guard import StallGuard
+from penstock.runtime.terminal import without_controls
 
 log = logging.getLogger(__package__)
 
@@ -84,7 +85,7 @@ def _report_end(error: BaseException | None, exit_code_of: Callable[[PenstockErr
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, PenstockError):
-        sys.stderr.write(f"penstock: {error.message}\n")
+        sys.stderr.write(f"penstock: {without_controls(error.message)}\n")
         return exit_code_of(error)
     traceback.print_exception(error)
     return 1

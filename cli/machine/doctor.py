@@ -114,7 +114,7 @@ def doctor(
 
 
 def _print(checks: list[Check]) -> None:
-    from rich.console import Console
+    from penstock.cli.console import Console
 
     console = Console(soft_wrap=True, highlight=False)
     for check in checks:

@@ -17,12 +17,14 @@ from itertools import groupby
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.console import Console
 from penstock.cli.options import RedisUrl
+from penstock.cli.output import write_line
 from penstock.cli.top.reader import (
     SORT_KEYS,
     Frame,
@@ -426,6 +428,6 @@ async def _print_once(
     if pool is not None and not frame.pools:
         raise NotFoundError(f"no pool {pool!r} is announced", code="pool_not_found", param="pool")
     if as_json:
-        print(json.dumps(frame.as_json(), ensure_ascii=False))
+        write_line(json.dumps(frame.as_json(), ensure_ascii=False))
     else:
         console.print(screen_of(frame, console, sort=sort))

@@ -9,7 +9,7 @@ import re
 import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from cachetools import LRUCache
 
 from penstock.contract.errors import ConfigError, RequestError
+from penstock.runtime.reading import is_of_content, reason_of
 
 MIN_CACHED_CHARS = 512
 """A shorter piece is encoded faster than it is looked up."""
@@ -72,14 +73,31 @@ def token_ids_of(backend: Any, text: str, *, framed: bool) -> list[int]:
 def batch_token_ids_of(backend: Any, texts: Sequence[str], *, framed: bool) -> list[list[int]]:
     """Encode texts; `framed`: with the special tokens that the model expects. `backend`: a tokenizers.Tokenizer.
 
-    Raises RequestError for lone surrogates.
+    Raises RequestError for lone surrogates, and for a text at which the tokenizer fails.
     """
-    try:
-        # The library releases the GIL only for batches; the fast variant also skips the offsets.
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=framed)
-    except TypeError:
-        raise RequestError("text must be valid Unicode, without lone surrogates", param="prompt") from None
+    with of_tokenizer("encode this text"):
+        try:
+            # The library releases the GIL only for batches; the fast variant also skips the offsets.
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=framed)
+        except TypeError:
+            raise RequestError("text must be valid Unicode, without lone surrogates", param="prompt") from None
     return [encoding.ids for encoding in encodings]
+
+
+class TokenizerFailedError(RequestError):
+    """The model's files describe a tokenizer that fails at this text."""
+
+
+@contextmanager
+def of_tokenizer(work: str) -> Iterator[None]:
+    """Translate what the library raises in the block. A pattern that backtracks too often is a panic there."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_of_content(error):
+            raise
+        message = f"the model's tokenizer cannot {work}: {reason_of(error)}"
+        raise TokenizerFailedError(message, param="prompt") from error
 
 
 class LongTextEncoder:
@@ -151,8 +169,7 @@ class LongTextEncoder:
         Raises RequestError if the next one is too far. The last splits of a part may depend on the text behind it.
         """
         part = text[start : start + 2 * PART_CHARS]
-        spans: list[tuple[str, tuple[int, int]]] = self._backend.pre_tokenizer.pre_tokenize_str(part)
-        for _, (at, _) in reversed(spans):
+        for _, (at, _) in reversed(self._spans(part)):
             if 0 < at <= len(part) - _AROUND_CUT and _may_cut(part, at):
                 return start + at
         # A long word. The library would hold the GIL too long for all of it, so its end is looked for.
@@ -206,7 +223,12 @@ class LongTextEncoder:
     def _is_split_at(self, text: str, at: int) -> bool:
         start = at - _AROUND_CUT
         around = text[start : at + _AROUND_CUT]
-        return any(span[0] == _AROUND_CUT for _, span in self._backend.pre_tokenizer.pre_tokenize_str(around))
+        return any(span[0] == _AROUND_CUT for _, span in self._spans(around))
+
+    def _spans(self, text: str) -> list[tuple[str, tuple[int, int]]]:
+        with of_tokenizer("split this text"):
+            spans: list[tuple[str, tuple[int, int]]] = self._backend.pre_tokenizer.pre_tokenize_str(text)
+        return spans
 
 
 class TokenCache:

@@ -140,6 +140,11 @@ def _fork(template: Template, node: socket.socket, fd: int) -> None:
         os._exit(0)
 
 
+def _tell(node: socket.socket, kind: str, body: bytes) -> None:
+    with suppress(BrokenPipeError):  # The node has ended, for example because of another file of the model.
+        send(node, kind, body)
+
+
 def main() -> None:
     """Serve until the node closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's Ctrl-C is for the node. Its end ends this process.
@@ -160,12 +165,12 @@ def main() -> None:
             send(node, RAISED, f"it takes more than {WORKER_MEMORY_MIB} MiB of memory".encode())
             return
         except Exception as error:
-            send(node, RAISED, str(error)[:_MAX_ERROR_CHARS].encode(errors="replace"))
+            _tell(node, RAISED, str(error)[:_MAX_ERROR_CHARS].encode(errors="replace"))
             return
         _limit_time(0, 0)
         gc.collect()
         gc.freeze()
-        send(node, RENDERED, b"tools" if takes_tools else b"")
+        _tell(node, RENDERED, b"tools" if takes_tools else b"")
         while (received := receive(node)) is not None:
             for fd in received[1]:
                 _fork(template, node, fd)

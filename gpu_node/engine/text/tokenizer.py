@@ -38,10 +38,12 @@ from penstock.gpu_node.engine.text.encoder import (
     TokenCache,
     batch_token_ids_of,
     check_growth,
+    of_tokenizer,
     separator_of,
 )
 from penstock.gpu_node.engine.text.output import Detokenizer
 from penstock.gpu_node.model.protocol import WrittenTokenizer
+from penstock.runtime.reading import reading, reason_of
 
 _OF_TOOLS = "tool_use"
 """The name of the chat template for chats with tools, in a model with several."""
@@ -70,36 +72,27 @@ def read_tokenizer_files(folder: Path, read: tokenizers.Tokenizer | None = None)
     if "added_tokens_decoder" not in config:
         # Older versions of transformers wrote special tokens into a second file, newer ones into the config alone.
         config |= _read_object(folder / "special_tokens_map.json")
-    backend = _read_backend(folder / "tokenizer.json") if read is None else read
-    try:
+    with reading(folder / "tokenizer.json"):
+        backend = _read_backend(folder / "tokenizer.json") if read is None else read
         check_growth(backend)
-    except ConfigError as error:
-        raise ConfigError(f"no usable tokenizer in {folder}: {error.message}") from error
     # A tokenizer.json may contain the truncation and padding of its training. They must not apply to prompts.
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    named = dict(_named_tokens(config))
-    _check_listed(config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
-    _check_ids(backend, folder)
-    _add_tokens(backend, config, named)
-    _check_ids(backend, folder)
-    special_tokens = {name: _added_token(token).content for name, token in named.items()}
+    with reading(folder / "tokenizer_config.json"):
+        backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+        named = dict(_named_tokens(config))
+        _check_listed(config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
+        _check_ids(backend, folder)
+        _add_tokens(backend, config, named)
+        _check_ids(backend, folder)
+        special_tokens = {name: _added_token(token, name).content for name, token in named.items()}
     return TokenizerFiles(backend, special_tokens, _chat_templates(folder, config))
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     from penstock.gpu_node.model.checkpoint.tokenizer_export import tokenizer_content
 
-    try:
-        content = tokenizer_content(path)
-    except OSError as error:
-        raise ConfigError(f"no usable tokenizer in {path}: {error.strerror}") from error
-    try:
-        backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:
-        # The library raises plain exceptions for any problem of the file.
-        raise ConfigError(f"no usable tokenizer in {path}: {error}") from error
+    backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_content(path))
     return backend
 
 
@@ -132,11 +125,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named:
     """Add tokens that the config adds or redefines, and special tokens that neither file lists."""
     listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     if listed:
-        backend.add_tokens([_added_token(token) for _, token in listed])
+        backend.add_tokens([_added_token(token, "added_tokens_decoder") for _, token in listed])
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-    special = [
-        _added_token(token, special=True) for token in (*named.values(), *(extra if isinstance(extra, list) else ()))
-    ]
+    further = [("extra_special_tokens", token) for token in extra] if isinstance(extra, list) else []
+    special = [_added_token(token, field, special=True) for field, token in (*named.items(), *further)]
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_special_tokens([token for token in special if token.content not in known])
 
@@ -150,8 +142,8 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, _Token]]:
             yield name, token
 
 
-def _added_token(token: _Token, **flags: bool) -> tokenizers.AddedToken:
-    """Return a token from its text alone, or from its text and flags."""
+def _added_token(token: _Token, field: str, **flags: bool) -> tokenizers.AddedToken:
+    """Return a token from its text alone, or from its text and flags. field: of tokenizer_config.json, for an error."""
     try:
         if isinstance(token, str):
             return tokenizers.AddedToken(token, normalized=False, **flags)
@@ -159,7 +151,7 @@ def _added_token(token: _Token, **flags: bool) -> tokenizers.AddedToken:
         return tokenizers.AddedToken(token["content"], **(its | flags))
     except (TypeError, KeyError, ValueError) as error:
         found = repr(token)[:_SHOWN_CHARS]
-        raise ConfigError(f"a special token of tokenizer_config.json is {found}: {error}") from error
+        raise ConfigError(f"tokenizer_config.json: {field} has the token {found}: {reason_of(error)}") from error
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -270,10 +262,11 @@ class Tokenizer:
         # Imported late: a folder without a complete tokenizer.json imports transformers.
         from penstock.gpu_node.model.checkpoint.tokenizer_export import plain_tokenizer
 
-        files = read_tokenizer_files(plain_tokenizer(folder), None if written is None else written.backend)
-        self._backend: Any = files.backend
-        separator = separator_of(files.backend)
-        self._long_texts = LongTextEncoder(files.backend, separator)
+        with reading(folder / "tokenizer.json"):
+            files = read_tokenizer_files(plain_tokenizer(folder), None if written is None else written.backend)
+            self._backend: Any = files.backend
+            separator = separator_of(files.backend)
+            self._long_texts = LongTextEncoder(files.backend, separator)
         self._chats = ChatEncoder(files.backend, separator, self._long_texts)
         self._prompts = TokenCache(MAX_CACHED_PROMPT_TOKENS)
         self._special_tokens = files.special_tokens
@@ -284,11 +277,15 @@ class Tokenizer:
         is_same = of_tools is None or of_tools == source
         self._tool_template = self._template if is_same else ChatTemplate(of_tools or "", files.special_tokens)
         """The template of chats with tools."""
-        self._decoder_steps = _decoder_steps(self._backend)
-        tokens = tokens_by_id(self._backend) if written is None else written.tokens
-        self.token_bytes = self._token_table(tokens, vocab_size)
-        """The bytes of each token; empty for special tokens and for ids without a token."""
-        _ = self.takes_tools  # The template compiles meanwhile. One that does not is an error of the model's folder.
+        with reading(folder / "tokenizer.json"):
+            self._decoder_steps = _decoder_steps(self._backend)
+            tokens = tokens_by_id(self._backend) if written is None else written.tokens
+            self.token_bytes = self._token_table(tokens, vocab_size)
+            """The bytes of each token; empty for special tokens and for ids without a token."""
+        own = folder / "chat_template.jinja"
+        with reading(own if own.is_file() or chat_template is not None else folder / "tokenizer_config.json"):
+            # The template compiles meanwhile. One that does not is an error of the model's folder.
+            _ = self.takes_tools
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Encode a text; `framed`: with the special tokens that the model expects around it."""
@@ -397,8 +394,9 @@ class Tokenizer:
             size += len(known[token_id])
         if size > MAX_OUTPUT_BYTES:
             raise RequestError(f"the text of these tokens has more than {MAX_OUTPUT_BYTES} bytes", param="prompt")
-        # The library releases the GIL only for batches.
-        (text,) = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
+        with of_tokenizer("decode these tokens"):
+            # The library releases the GIL only for batches.
+            (text,) = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
         return str(text)
 
     def names_of(self, token_ids: Sequence[int]) -> list[str]:

@@ -217,9 +217,9 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         """`path`: the file, or any part of a split one. Raises ConfigError for a missing part and an empty file."""
-        paths = gguf_parts(path)
-        self.path = paths[0]
-        self.parts = tuple(MappedFile(part) for part in paths)
+        self.paths = gguf_parts(path)
+        self.path = self.paths[0]
+        self.parts = tuple(MappedFile(part) for part in self.paths)
         self._header: GgufHeader | None = None
 
     @property

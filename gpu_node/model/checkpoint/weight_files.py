@@ -57,8 +57,13 @@ def weight_map(folder: Path) -> dict[str, str]:
 def index_of(path: Path) -> dict[str, str]:
     """Return the content of an index. Raises ConfigError for one that cannot be read or names no files."""
     files = read_object(path, max_bytes=MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+    if not isinstance(files, dict) or not files:
         raise ConfigError(f"{path} has no weight_map that says which tensors are in which files")
+    for tensor, name in files.items():
+        # The files themselves may be links, as in the cache of the hub.
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            found = f"weight_map has {str(name)[:200]!r} for {tensor[:200]}"
+            raise ConfigError(f"{path}: {found}; it must be the name of a file beside it")
     return files
 
 

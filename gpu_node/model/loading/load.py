@@ -32,6 +32,7 @@ from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import AdapterSource, LoadedModel, ModelRunner, WrittenTokenizer
 from penstock.kernels.cpu.probe import available_bytes
 from penstock.runtime.cache_folders import cache_folder, private_folder, trusted_cache
+from penstock.runtime.reading import reading
 
 if TYPE_CHECKING:
     from penstock.gpu_node.model.torch_common.ranked_runner import PartRunner
@@ -78,16 +79,18 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
 
     Raises ConfigError that names the missing file or the unsupported setting.
     """
-    opened = _open(model, options, progress, revision)
+    with reading(Path(model), model):
+        opened = _open(model, options, progress, revision)
     source, gguf = opened.source, opened.gguf
-    stamps = stamps_of_source(source)
-    config = read_object(source.folder / "config.json")
-    if gguf is not None:
-        config = with_gguf_settings(config, gguf)
-        if any(part.stamp not in stamps for part in gguf.parts):
-            raise _replaced(model)
-    described = _describe(opened, config, options)
-    described.check_sizes()
+    with reading(source.folder / "config.json" if gguf is None else gguf.path, model):
+        stamps = stamps_of_source(source)
+        config = read_object(source.folder / "config.json")
+        if gguf is not None:
+            config = with_gguf_settings(config, gguf)
+            if any(part.stamp not in stamps for part in gguf.parts):
+                raise _replaced(model)
+        described = _describe(opened, config, options)
+        described.check_sizes()
     return FoundModel(model, config, described, stamps, opened.tokenizer)
 
 
@@ -110,19 +113,20 @@ def load_found(
         raise ConfigError(f"no memory for the model with {_cache_of(options)}: {error}") from error
     if source.is_dummy:
         arithmetic += "-dummy"
-    loaded = LoadedModel(
-        runner=runner,
-        folder=source.folder,
-        vocab_size=described.spec.vocab_size,
-        hidden_size=described.spec.hidden_size,
-        max_model_len=described.max_model_len,
-        eos_token_ids=_eos_token_ids(source.folder, found.config),
-        adapters=adapters,
-        pooling=_pooling_of(source.folder),
-        is_embedder=_is_embedder(found),
-        arithmetic=arithmetic,
-        revision=revision_of(source, arithmetic),
-    )
+    with reading(source.folder / "generation_config.json", found.name):
+        loaded = LoadedModel(
+            runner=runner,
+            folder=source.folder,
+            vocab_size=described.spec.vocab_size,
+            hidden_size=described.spec.hidden_size,
+            max_model_len=described.max_model_len,
+            eos_token_ids=_eos_token_ids(source.folder, found.config),
+            adapters=adapters,
+            pooling=_pooling_of(source.folder),
+            is_embedder=_is_embedder(found),
+            arithmetic=arithmetic,
+            revision=revision_of(source, arithmetic),
+        )
     if stamps_of_source(source) != found.stamps:
         raise _replaced(found.name)
     return loaded

@@ -31,6 +31,7 @@ from penstock.gpu_node.model.checkpoint.stored_tensors import StoredTensor, read
 from penstock.gpu_node.model.checkpoint.tensors import rows_by_part
 from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 from penstock.gpu_node.model.protocol import LowRank, MatrixName
+from penstock.runtime.reading import reading
 
 CONFIG_FILE = ADAPTER_CONFIG
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -221,7 +222,8 @@ class AdapterLibrary:
             raise ConfigError(f"lora_dir {folder} is not a folder")
         for name, path in self._named.items():
             try:
-                self._adapter(name, path)
+                with reading(path / WEIGHTS_FILE, str(path)):
+                    self._adapter(name, path)
             except ConfigError as error:
                 raise ConfigError(f"lora {name}: {error.message}") from error
 
@@ -231,8 +233,9 @@ class AdapterLibrary:
         with self._lock:
             for name, path in self._folders():
                 try:
-                    found[name] = self._digest(path)
-                except (ConfigError, OSError) as error:
+                    with reading(path / CONFIG_FILE, name):
+                        found[name] = self._digest(path)
+                except ConfigError as error:
                     self._report_unusable(path, str(error))
         return found
 
@@ -251,8 +254,9 @@ class AdapterLibrary:
                 message = f"adapter {wanted.name!r} is unknown; known adapters: {names}"
                 raise NotFoundError(message, code="adapter_not_found", param="adapter")
             try:
-                adapter = self._adapter(wanted.name, folders[wanted.name])
-            except (ConfigError, OSError) as error:
+                with reading(folders[wanted.name] / WEIGHTS_FILE, wanted.name):
+                    adapter = self._adapter(wanted.name, folders[wanted.name])
+            except ConfigError as error:
                 message = f"adapter {wanted.name!r} cannot be used: {error}"
                 raise RequestError(message, code="adapter_unusable", param="adapter") from error
         if wanted.digest not in ("", adapter.digest):

@@ -21,9 +21,9 @@ from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess
 from fakes.queue.harness import Queue
 from redis.asyncio import Redis
-from rich.console import Console
 
 from penstock import Client
+from penstock.cli.console import Console
 from penstock.cli.top.commands import screen_of
 from penstock.cli.top.reader import Frame, NodeRow, PoolFrame, TopReader
 from penstock.contract.pool import RANKS_PART, NodePressure

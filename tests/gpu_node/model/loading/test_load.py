@@ -105,7 +105,7 @@ def test_sharded_weights_load_and_a_missing_shard_is_named(model_copy: Path) -> 
 def test_an_index_that_names_no_files_is_refused(model_copy: Path, index: dict[str, Any]) -> None:
     (model_copy / "model.safetensors").unlink()
     (model_copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"index\.json has no weight_map"):
+    with pytest.raises(ConfigError, match=r"index\.json(: weight_map has| has no weight_map)"):
         _load(model_copy)
 
 
