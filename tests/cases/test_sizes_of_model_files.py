@@ -289,7 +289,7 @@ def test_a_description_of_many_megabytes_is_not_read(folder: Path, name: str) ->
     (folder / name).write_text('{"a": [' + "[]," * (20 << 20) + "[]]}")
 
     def load() -> None:
-        from penstock.gpu_node.engine.text.tokenizer import read_tokenizer_files
+        from penstock.gpu_node.engine.text.tokenizer_files import read_tokenizer_files
 
         _load(folder, num_kv_blocks=8)
         read_tokenizer_files(folder)

@@ -24,7 +24,8 @@ from penstock.gpu_node.engine.config import chat_template_of
 from penstock.gpu_node.engine.text.chat import ChatTemplate
 from penstock.gpu_node.engine.text.encoder import MAX_WHOLE_CHARS, Growth
 from penstock.gpu_node.engine.text.template_worker import WORKER_MEMORY_MIB
-from penstock.gpu_node.engine.text.tokenizer import Tokenizer, read_tokenizer_files
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+from penstock.gpu_node.engine.text.tokenizer_files import read_tokenizer_files
 
 MIB = 500
 SPACES: list[dict[str, Any]] = [

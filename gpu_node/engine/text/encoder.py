@@ -191,7 +191,8 @@ class LongTextEncoder:
         if num_chars <= MAX_WHOLE_CHARS and self._kinds & _MEASURED_NORMALIZERS:
             # Lone surrogates are refused when the text is encoded.
             valid = text.encode(errors="replace").decode()
-            num_chars = _sum_of_parts(valid, self._backend.normalizer.normalize_str)
+            with of_tokenizer("normalize this text"):
+                num_chars = _sum_of_parts(valid, self._backend.normalizer.normalize_str)
         elif num_chars <= MAX_WHOLE_CHARS:
             if not text.isascii() and not self._kinds <= _HARMLESS_NORMALIZERS:
                 num_chars = _sum_of_parts(text, partial(unicodedata.normalize, "NFKD"))
