@@ -29,7 +29,35 @@ class Mutant:
         return self.tests if "/" in self.tests else TESTS + self.tests
 
 
+DAMAGED = "tests/queue/test_damaged_records.py"
+
 MUTANTS = (
+    Mutant(
+        "keys of another type", "queue", "if string.find(problem, 'WRONGTYPE', 1, true) then", "if false then", DAMAGED
+    ),
+    Mutant("sums that are no numbers", "queue", "elseif command == 'HINCRBY' and", "elseif false and", DAMAGED),
+    Mutant("whole numbers", "queue", "string.find(text, '^%d+$') and tonumber(text) or nil", "tonumber(text)", DAMAGED),
+    Mutant(
+        "records are compared", "queue", "return not is_elsewhere(job, known) and mend(", "return job or mend(", DAMAGED
+    ),
+    Mutant("an ended job in a queue", "queue", "    if is_terminal(job.state) then return true end\n", "", DAMAGED),
+    Mutant("a lost record ends its job", "queue", "  if job.problem then\n", "  if false then\n", DAMAGED),
+    Mutant(
+        "virtual times", "queue", "return time and time > -MAX_TIME and time < MAX_TIME and", "return time and", DAMAGED
+    ),
+    Mutant("members of the expiry", "queue", "  if not whole(bytes) then", "  if false then", DAMAGED),
+    Mutant("names of pauses", "take", "elseif kind == 'tenant' then", "else", DAMAGED),
+    Mutant("times of reservations", "take", " and whole(till) <= now + config.lease_ms", "", DAMAGED),
+    Mutant(
+        "the answer of the last take",
+        "take",
+        "pcall(cmsgpack.unpack, redis.call('GET'",
+        "true, cmsgpack.unpack(redis.call('GET'",
+        DAMAGED,
+    ),
+    Mutant("damaged numbers of the config", "prelude", "        number = default_of(name)\n", "", DAMAGED),
+    Mutant("a damaged config is written", "heartbeat", "check and is_config_damaged()", "false", DAMAGED),
+    Mutant("lanes of delayed jobs", "queue", "    if not level then\n", "    if false then\n", DAMAGED),
     Mutant("a batch's token", "files", "read_batch(id, 'token') == tostring(token)", "true", BATCHES),
     Mutant("a row of one part", "files", "'GETBIT', rows, row) == 1", "'GETBIT', rows, row) == 2", BATCHES),
     Mutant("lease compare", "prelude", " and job.lease == lease", "", "emit.py"),

@@ -166,6 +166,18 @@ async def test_a_damaged_key_of_the_pool_stops_no_script(queue: Queue, name: str
     assert all(score < 1e24 for _, score in tenants)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("lease_ms", "inf"), ("avoid_ms", ""), ("policy", "nan"), ("version", "x")]
+)
+async def test_a_damaged_config_is_written_again_by_a_heartbeat(queue: Queue, field: str, value: str) -> None:
+    node, other = await queue.node(), await queue.node("n2")
+    config = await cast(Any, queue.redis).hgetall(keys.config(POOL))
+    await cast(Any, queue.redis).hset(keys.config(POOL), field, value)
+    await other.take()
+    await node.heartbeat([])
+    assert await cast(Any, queue.redis).hgetall(keys.config(POOL)) == config
+
+
 @pytest.mark.parametrize("reserved", ["junk", f"isolated {10**14}", "isolated " + 31 * "9"])
 async def test_a_damaged_reservation_holds_no_job_back(queue: Queue, reserved: str) -> None:
     node = await queue.node()
