@@ -52,8 +52,9 @@ async def _places(redis: Any, target: str) -> list[tuple[str, bytes, str]]:
 async def test_other_tenants_jobs_end_beside_damaged_data_and_the_node_stays(redis: Redis, redis_url: str) -> None:
     random, broker, problems = Random(68), ProducerBroker(redis), list[str]()
     doorbells = cast(Any, redis)
-    with NodeProcess(redis_url, step_s=0.01, name="stays", pool=POOL, lease_ms=3000).wait_ready() as node:
-        before = await doorbells.zrange(keys.nodes(POOL), 0, -1)
+    with NodeProcess(redis_url, step_s=0.01, name="stays", pool=POOL, lease_ms=3000) as node:
+        while not (before := await doorbells.zrange(keys.nodes(POOL), 0, -1)):
+            await asyncio.sleep(0.02)
         for _ in range(NUM_CASES):
             is_running = random.random() < 0.5
             if not is_running:
