@@ -8,6 +8,7 @@ from contextlib import suppress
 from random import Random
 from typing import Any, cast
 
+from fakes.cover import FULL
 from fakes.processes.node_process import NodeProcess
 from fakes.queue.damage import damage, hows_of, means_what_it_says
 from redis.asyncio import Redis
@@ -20,7 +21,7 @@ from penstock.queue import keys
 from penstock.queue.broker.producer import ProducerBroker, Submission
 
 POOL = "m"
-NUM_CASES = 50
+NUM_CASES = 50 if FULL else 12
 PATIENCE_S = 5.0
 BUSY = 4.0
 """A loaded machine gets so many times as long."""
