@@ -61,6 +61,7 @@ BY_ID = {
     "gpu_node.engine.search.searches:_best_of": "id of a request",
     "gpu_node.engine.policy.policy:_slots": "digest of an adapter, which the operator chose",
     "gpu_node.jobs.ledger:_by_lease": "lease",
+    "gpu_node.jobs.ledger:_failing": "a part of the node",
     "gpu_node.jobs.ledger:_jobs": "job id",
     "gpu_node.publishing.outbox:_waiters": "lease",
     "gpu_node.model.lora.library:_read": "digest of an adapter, which the operator chose",
