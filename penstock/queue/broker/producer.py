@@ -245,9 +245,8 @@ class ProducerBroker:
             if isinstance(reply, Exception):
                 with translated():
                     raise reply
-        with translated():
-            await self._check_level(values[RESULT_FIELDS.index("level")], job_id)
         fields = _fields_of(RESULT_FIELDS, values, job_id, tenant)
+        await self._check_level(values[RESULT_FIELDS.index("level")], job_id)
         if (outcome := outcome_of(fields)) is None:
             return None
         await self._note_delivery(data, job_id, tenant, outcome)
@@ -382,13 +381,18 @@ class ProducerBroker:
                 if not str(error).startswith("WRONGTYPE"):
                     raise
                 raise _no_job(job_id) from None  # What is no record names no tenant who may see it.
-            await self._check_level(values[STATUS_FIELDS.index("level")], job_id)
-        return _fields_of(STATUS_FIELDS, values, job_id, tenant)
+        fields = _fields_of(STATUS_FIELDS, values, job_id, tenant)
+        await self._check_level(values[STATUS_FIELDS.index("level")], job_id)
+        return fields
 
     async def _check_level(self, level: bytes | None, job_id: str) -> None:
         """Raise ProtocolVersionError for a record of version 1, which has another name for this field."""
+        if level:
+            return
         pool = pool_of(job_id)
-        if not level and not await cast(Any, self._redis.hexists(keys.config(pool), "version")):
+        with translated():
+            has_version = await cast(Any, self._redis.hexists(keys.config(pool), "version"))
+        if not has_version:
             raise other_version(pool, 1)
 
 
