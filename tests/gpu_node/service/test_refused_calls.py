@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
@@ -33,7 +33,10 @@ async def test_a_node_goes_on_after_a_call_that_redis_refuses(
         return await original(self, *given, **named)
 
     broker = ProducerBroker(redis)
-    async with running_node(redis_url, ReferenceEngine(step_s=0.05), pool=POOL) as node, asyncio.timeout(PATIENCE_S):
+    async with (
+        running_node(redis_url, cast(Any, ReferenceEngine(step_s=0.05)), pool=POOL) as node,
+        asyncio.timeout(PATIENCE_S),
+    ):
         monkeypatch.setattr(NodeBroker, call, refused)
         monkeypatch.setattr(NodeBroker, "start_emit", lambda *_: False)
         job = JobDef(
