@@ -404,7 +404,7 @@ class Node:
             self._outbox,
             snapshot,
             base=base,
-            drain=self.ledger.drain,
+            ledger=self.ledger,
             interval_s=interval_s,
             pause=self._watch.pause,
             is_compared=lambda: self._history.is_compared,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.contract.errors import InvariantError, UnavailableError
+from penstock.contract.errors import DamagedDataError, InvariantError, UnavailableError
 from penstock.contract.output import Outcome
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine.worker import EngineWorker
@@ -325,6 +325,12 @@ class Outbox:
             try:
                 await self.flush(only_awaited=is_early and not self._has_failed)
                 patience, self._has_failed = pauses(), False
+                self._ledger.round_done("emit")
+            except DamagedDataError as error:
+                self._ledger.round_failed("emit", error)
+                self._pause_engine_if_full()
+                self._needs_flush.set()
+                await asyncio.sleep(next(patience))
             except UnavailableError as error:
                 self._ledger.counts.outages += 1
                 self._pause_engine_if_full()

@@ -24,6 +24,7 @@
     ├── ConfigError             500  invalid settings or model files
     │   └── ProtocolVersionError 503  the pool belongs to a release with another protocol version
     └── InvariantError          500  a bug in penstock
+        └── DamagedDataError    500  damaged data in Redis, or a bug in a script
 
 Redis errors are translated in `queue/broker`, HTTP errors in `gateway`, torch errors in `gpu_node/model`.
 """
@@ -257,6 +258,10 @@ class ProtocolVersionError(ConfigError):
 
 class InvariantError(PenstockError):
     """The process reached a state that must not exist: a bug in penstock."""
+
+
+class DamagedDataError(InvariantError):
+    """Redis refused a call: a key is damaged, or a script has a bug. A node goes on with its next round."""
 
 
 _BY_CODE: dict[str, type[PenstockError]] = {

@@ -99,6 +99,10 @@ the submission until a node took the job, that until the first token, and that b
 
 RANKS_PART = "ranks"
 """The part of a node that is unhealthy while its ranks are started again, and only then."""
+SCRIPTS_PART = "scripts"
+"""The part of a node that is unhealthy while Redis refuses its calls, because of damaged data or a bug."""
+STOPPING_PARTS = frozenset((RANKS_PART, SCRIPTS_PART))
+"""A node takes no jobs while one of these is unhealthy, and is not ready."""
 
 WaitState = Literal["queued", "scheduled", "awaiting_tokens"]
 """Why a job waits: for a node, for its time (`not_before`), or for its tenant's tokens per minute."""
@@ -175,6 +179,9 @@ EVENTS = {
     "ended_dead": "jobs that became dead letters",
     "dead_letters": "jobs that lost their nodes too often without progress",
     "nodes_lost": "nodes without a heartbeat for a lease",
+    "mended_records": "damaged records of jobs that were mended",
+    "damaged_keys": "keys of another type than the queue writes, which were deleted",
+    "unknown_sums": "numbers that were lost with damaged data and count in a sum: run `penstock audit --repair`",
     "losses": "running jobs whose node was lost",
     "takeovers": "jobs that a node took after another node had started or lost them",
     "fenced": "writes of a node for a job that another node holds",
@@ -378,8 +385,8 @@ class NodePressure(EngineLoad):
 
     @property
     def takes_jobs(self) -> bool:
-        """Whether it would compute a job now: it is not draining, and all its ranks live."""
-        return not self.draining and RANKS_PART not in self.troubles
+        """Whether it would compute a job now: it is not draining, all its ranks live, and Redis answers its calls."""
+        return not self.draining and STOPPING_PARTS.isdisjoint(self.troubles)
 
 
 @dataclass(frozen=True, slots=True)

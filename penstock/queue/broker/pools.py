@@ -30,7 +30,7 @@ from penstock.contract.pool import (
 from penstock.contract.priority import NUM_LEVELS
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.broker.jobs import CLOCK_FIELDS, pool_ms
+from penstock.queue.broker.jobs import CLOCK_FIELDS, LEASE_MS, pool_ms, whole
 from penstock.queue.broker.queue_state import QueueReader, queue_state
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.wire import WireError
@@ -257,7 +257,7 @@ class StatsBroker:
         now_ms = pool_ms(time, ahead_ms)
         nodes = []
         for node, heartbeat_ms in heartbeats:
-            if heartbeat_ms >= now_ms - int(lease_ms or 0) and node in records:
+            if heartbeat_ms >= now_ms - whole(lease_ms, LEASE_MS if lease_ms else 0) and node in records:
                 # A node of another protocol version has a record that this one cannot read.
                 with suppress(WireError):
                     nodes.append(wire.decode_pressure(records[node]))
@@ -265,7 +265,7 @@ class StatsBroker:
             pool,
             queue_state(waiting, cost, counts, nodes),
             num_open,
-            {event: int(counts.get(event.encode(), 0)) for event in EVENTS},
+            {event: whole(counts.get(event.encode())) for event in EVENTS},
             tuple(nodes),
             {tenant.decode(): int(size) + int(reserved.get(tenant, 0)) for tenant, size in stored.items()},
         )
@@ -326,14 +326,14 @@ class ActivityBroker:
         ) = await asyncio.gather(self._queue.read(pool), self._facts_of(pool))
         costs = Counter[bytes]()
         for _, of_kind in by_kind:
-            costs.update({tenant: int(cost) for tenant, cost in of_kind.items()})
+            costs.update({tenant: whole(cost) for tenant, cost in of_kind.items()})
         now_ms = pool_ms(time, ahead_ms)
-        nodes = _live_nodes(heartbeats, records, now_ms, int(lease_ms or 0))
+        nodes = _live_nodes(heartbeats, records, now_ms, whole(lease_ms, LEASE_MS if lease_ms else 0))
         return PoolActivity(
             pool,
             queue=queue_state(waiting, cost, counts, [node.pressure for node in nodes]),
             queued_of_tenants=await self._queued_of_tenants(pool, costs),
-            counts={event: int(counts.get(event.encode(), 0)) for event in EVENTS},
+            counts={event: whole(counts.get(event.encode())) for event in EVENTS},
             nodes=tuple(nodes),
             events=tuple(_event_of(member.decode()) for member in reversed(events)),
         )

@@ -25,12 +25,15 @@ from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.history import RecentCalls
 from penstock.queue.broker.jobs import (
     CLOCK_FIELDS,
+    LEASE_MS,
     STATUS_FIELDS,
     large_result_bytes_of,
     outcome_of,
     pool_ms,
+    readable,
     status_of,
     times_ms_of,
+    whole,
 )
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
@@ -226,10 +229,14 @@ class ProducerBroker:
                 pipe.zrank(keys.waiting(pool, level), job_id)
                 for more_urgent in range(level):
                     pipe.zcard(keys.waiting(pool, more_urgent))
-                time, ahead_ms, metadata, length, older, *more_urgent_ones = await pipe.execute()
-        num_ahead = 0 if older is None else older + sum(more_urgent_ones)
+                time, *answers = await pipe.execute(raise_on_error=False)
+        # A key of another type tells nothing, and hides no job.
+        ahead_ms, metadata, length, older, *more_urgent_ones = (
+            None if isinstance(answer, ResponseError) else answer for answer in answers
+        )
+        num_ahead = 0 if older is None else older + sum(number or 0 for number in more_urgent_ones)
         now_ms = pool_ms(time, ahead_ms)
-        return status_of(job_id, fields, now_ms, length, num_ahead, metadata=metadata)
+        return status_of(job_id, fields, now_ms, length or 0, num_ahead, metadata=metadata)
 
     @retried
     async def log(self, job_id: str, start: int, count: int = 1000) -> list[Chunk]:
@@ -250,6 +257,7 @@ class ProducerBroker:
                 with translated():
                     raise reply
         fields = _fields_of(RESULT_FIELDS, values, job_id, tenant)
+        await self._check_level(values[RESULT_FIELDS.index("level")], job_id)
         if (outcome := outcome_of(fields)) is None:
             return None
         await self._note_delivery(data, job_id, tenant, outcome)
@@ -315,11 +323,11 @@ class ProducerBroker:
         alive = [
             records[node] for node, heartbeat_ms in heartbeats if heartbeat_ms >= alive_since_ms and node in records
         ]
-        costs = [max(0, int(value or 0)) for value in backlog]
+        costs = [max(0, whole(value)) for value in backlog]
         return PoolPressure(tuple(self._pressures(pool, alive)), tuple(costs), tuple(num_queued))
 
     def _alive_since_ms(self, pool: str, time: tuple[int, int], lease_ms: bytes | None, ahead_ms: bytes | None) -> int:
-        return self._clocks.alive_since_ms(pool, pool_ms(time, ahead_ms), int(lease_ms or 0))
+        return self._clocks.alive_since_ms(pool, pool_ms(time, ahead_ms), whole(lease_ms, LEASE_MS if lease_ms else 0))
 
     def _pressures(self, pool: str, records: Iterable[bytes]) -> Iterator[NodePressure]:
         """Decode pressure records. An unreadable one is logged and skipped, until its node writes it again."""
@@ -379,24 +387,39 @@ class ProducerBroker:
         return ServedPool(
             **asdict(announced),
             is_alive=is_alive,
-            max_open_jobs=int(max_open_jobs or NO_LIMIT),
+            max_open_jobs=whole(max_open_jobs, NO_LIMIT),
             without_node_ms=0 if is_alive else max(0, pool_ms(time, clock[1]) - last_ms),
         )
 
     async def _record(self, job_id: str, tenant: str) -> dict[str, str]:
         with translated():
-            values = await cast(Any, self._redis.hmget(keys.job(job_id), list(STATUS_FIELDS)))
-        return _fields_of(STATUS_FIELDS, values, job_id, tenant)
+            try:
+                values = await cast(Any, self._redis.hmget(keys.job(job_id), list(STATUS_FIELDS)))
+            except ResponseError as error:
+                if not str(error).startswith("WRONGTYPE"):
+                    raise
+                raise _no_job(job_id) from None  # What is no record names no tenant who may see it.
+        fields = _fields_of(STATUS_FIELDS, values, job_id, tenant)
+        await self._check_level(values[STATUS_FIELDS.index("level")], job_id)
+        return fields
+
+    async def _check_level(self, level: bytes | None, job_id: str) -> None:
+        """Raise ProtocolVersionError for a record of version 1, which has another name for this field."""
+        if level:
+            return
+        pool = pool_of(job_id)
+        with translated():
+            has_version = await cast(Any, self._redis.hexists(keys.config(pool), "version"))
+        if not has_version:
+            raise other_version(pool, 1)
 
 
 def _fields_of(names: Sequence[str], values: Sequence[bytes | None], job_id: str, tenant: str) -> dict[str, str]:
     """Return fields of a job's record as texts. Raises NotFoundError for no job or another tenant's."""
-    fields = {name: (value or b"").decode() for name, value in zip(names, values, strict=True)}
-    if not fields["state"] or fields["tenant"] != tenant:
+    fields = {name: (value or b"").decode(errors="replace") for name, value in zip(names, values, strict=True)}
+    if fields["tenant"] != tenant:
         raise _no_job(job_id)
-    if not fields["level"]:
-        raise other_version(pool_of(job_id), 1)  # Version 1 has another name for this field.
-    return fields
+    return readable(fields)
 
 
 def _decoded_record(pool: str, data: bytes) -> PoolRecord:

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from penstock.contract.pool import NO_JOBS, NodePressure, QueueState, WaitingJobs, WaitState
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.queue import keys
-from penstock.queue.broker.jobs import pool_ms
+from penstock.queue.broker.jobs import pool_ms, whole
 from penstock.queue.job_cost import drain_s
 
 MAX_LANES = 1000
@@ -63,7 +63,7 @@ class QueueReader:
             "scheduled": await self._scheduled(pool, now_ms),
             "awaiting_tokens": await self._awaiting_tokens(pool, [tenant.decode() for tenant in tenants], now_ms),
         }
-        return waiting, tuple(max(0, int(cost or 0)) for cost in costs)
+        return waiting, tuple(max(0, whole(cost)) for cost in costs)
 
     async def _scheduled(self, pool: str, now_ms: int) -> WaitingJobs:
         lanes: list[tuple[bytes, float]] = []

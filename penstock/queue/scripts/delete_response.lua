@@ -6,7 +6,7 @@
 --   otherwise wait for nothing.
 -- Answer: OK | NOT_FOUND
 local id, tenant, repeats = ARGV[1], ARGV[2], ARGV[3] == '1'
-local config, job, now = read_config(), read_job(ARGV[1]), clock()
+local config, job, now = read_config(), mended(read_job(ARGV[1])), clock()
 local is_stored = redis.call('EXISTS', P .. ':response:' .. id) == 1
 if not config or not job or job.tenant ~= tenant then return 'NOT_FOUND' end
 if not is_stored then

@@ -136,13 +136,13 @@ do
 
   local function own_queued(job)
     local own = job.own
-    own.queued = own.queued or tonumber(redis.call('HGET', P .. ':queued', job.tenant) or '0')
+    own.queued = own.queued or finite(redis.call('HGET', P .. ':queued', job.tenant))
     return own.queued
   end
 
   local function own_background(job)
     local own = job.own
-    own.background = own.background or tonumber(redis.call('HGET', P .. ':queued_background', job.tenant) or '0')
+    own.background = own.background or finite(redis.call('HGET', P .. ':queued_background', job.tenant))
     return own.background
   end
 
@@ -170,7 +170,7 @@ do
   local function backlog_of(first_level, last_level)
     queue.backlog = queue.backlog or redis.call('HMGET', P .. ':backlog', 0, 1, 2, 3, 4, 5)
     local sum = 0
-    for level = first_level, last_level do sum = sum + (tonumber(queue.backlog[level + 1]) or 0) end
+    for level = first_level, last_level do sum = sum + finite(queue.backlog[level + 1]) end
     return sum
   end
 
@@ -188,14 +188,13 @@ do
 
   local function add_node(paces, node)
     local spreads = type(node.pace_spreads) == 'table' and node.pace_spreads or {}
-    local foreground = tonumber(node.drain_cost_per_s) or 0
-    local background = tonumber(node.background_cost_per_s) or 0
+    local foreground, background = finite(node.drain_cost_per_s), finite(node.background_cost_per_s)
     if background == 0 then background = foreground end
     for kind, rate in ipairs({foreground, background}) do
       paces[kind].per_s = paces[kind].per_s + rate
       paces[kind].spread = paces[kind].spread + rate * (tonumber(spreads[kind]) or UNKNOWN_SPREAD)
     end
-    paces.free[#paces.free + 1] = {tonumber(node.kv_tokens_available) or 0, tonumber(node.sequences_available)}
+    paces.free[#paces.free + 1] = {finite(node.kv_tokens_available), tonumber(node.sequences_available)}
   end
 
   local function read_pace(job)
@@ -240,7 +239,7 @@ do
     local refused = job.own.refused
     if not refused then
       local cost, at = unpack(redis.call('HMGET', P .. ':refused:' .. job.tenant, 'cost', 'at'))
-      local left = (tonumber(cost) or 0) - rate * share * (now - (tonumber(at) or now))
+      local left = finite(cost) - rate * share * (now - (whole(at) or now))
       refused = {left = math.max(0, left), is_new = left <= 0, bodies = {}}
       job.own.refused = refused
     end
@@ -302,7 +301,7 @@ do
       return busy_until_drained(job, 'open jobs', config.max_open_jobs, ahead_of(job) / math.max(1, own_open_jobs(job)))
     end
     if is_light and num_tasks() >= MAX_WAITING_TASKS then
-      local own_tasks = tonumber(redis.call('HGET', P .. ':tenant_tasks', job.tenant) or '0')
+      local own_tasks = finite(redis.call('HGET', P .. ':tenant_tasks', job.tenant))
       local num_with_tasks = redis.call('HLEN', P .. ':tenant_tasks') + (own_tasks > 0 and 0 or 1)
       if takes_its_part(own_tasks, MAX_WAITING_TASKS, num_with_tasks) then
         return busy(job, 'waiting tasks', MAX_WAITING_TASKS, jittered(job, MIN_RETRY_MS))
@@ -410,7 +409,7 @@ do
     local UNKNOWN_LENGTH = 256
     if job.rate_prompt == '' then return job.is_light and 0 or job.cost end
     local longest = job.rate_max > 0 and job.rate_max or nil
-    local known = tonumber(redis.call('HGET', P .. ':lengths', job.tenant) or '')
+    local known = whole(redis.call('HGET', P .. ':lengths', job.tenant))
     local length = math.min(longest or known or UNKNOWN_LENGTH, known or longest or UNKNOWN_LENGTH)
     return job.rate_prompt + job.rate_n * length
   end
@@ -432,7 +431,7 @@ do
     local rates, new, rate_until = read_rates(job), {}, now
     for _, unit in ipairs({{'jobs', 1}, {'tokens', job.reserved_tokens}}) do
       local name, amount = unpack(unit)
-      local due, limit_of_unit = tonumber(rates.due[name] or '') or 0, per_minute[name]
+      local due, limit_of_unit = finite(rates.due[name]), per_minute[name]
       -- A delayed job reserves its tokens when it is due.
       if limit_of_unit > 0 and not (name == 'tokens' and job.not_before_in > 0) then
         local ms_per_unit = 60000 / limit_of_unit
@@ -474,7 +473,7 @@ do
     if job.is_light then add_if_read(queue, 'tasks', 1) end
     if queue.backlog then
       local at = job.level + 1
-      queue.backlog[at] = (tonumber(queue.backlog[at]) or 0) + job.cost
+      queue.backlog[at] = finite(queue.backlog[at]) + job.cost
     end
   end
 
