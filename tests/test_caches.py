@@ -21,7 +21,7 @@ from penstock.queue import keys
 from tests.source_tree import ROOT, modules
 
 OWNERS = ("# Keyed by tenant", "# Keyed by id: ", "# Of one request", "# Of one user")
-"""How the comment above a cache or a table begins.
+"""How the comment above a cache or a table, or behind it, begins.
 
 - *Keyed by tenant*: a caller's text may be a part of the key, because the tenant is another.
 - *Keyed by id*: penstock or the operator makes the keys, or they say nothing of a tenant.
@@ -100,7 +100,8 @@ def unowned(tree: ast.Module, source: str) -> Iterator[str]:
     for name, node in placed(tree):
         decorators = getattr(node, "decorator_list", [])
         first = min([node.lineno, *(one.lineno for one in decorators)])
-        if not lines[first - 2].lstrip().startswith(OWNERS):
+        behind = lines[node.lineno - 1].rpartition("  #")[2]
+        if not (lines[first - 2].lstrip().startswith(OWNERS) or f"#{behind}".startswith(OWNERS)):
             yield f"{first}: {name}"
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from penstock.contract.output import Chunk, Usage, WaitUpdate
+from penstock.gateway.openai.schemas import ECHO_ALONE
 from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder, event_id
 from penstock.gateway.stream.writer import DONE, event
 from penstock.producer.openai.json_parts import TokenIds, json_parts
@@ -73,7 +74,8 @@ class _OpenAIEncoder(ChunkEncoder):
     def _usage_so_far(self, chunk: Chunk) -> dict[str, int]:
         """Return the tokens of the prompt, and those of this chunk's choice so far."""
         num_prompt = self._num_prompt_tokens.get(chunk.job_id, 0)
-        num_completion = 0 if chunk.prompt_logprobs else chunk.position + len(chunk.token_ids)
+        is_of_prompt = chunk.prompt_logprobs or self._renderer.echoes_alone
+        num_completion = 0 if is_of_prompt else chunk.position + len(chunk.token_ids)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
@@ -281,6 +283,7 @@ class _OpenAIDialect(Dialect):
             service_tier=head.options.get("service_tier"),
         )
         renderer.max_total_tokens = head.max_total_tokens
+        renderer.echoes_alone = bool(head.options.get(ECHO_ALONE))
         return renderer
 
 

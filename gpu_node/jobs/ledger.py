@@ -42,6 +42,7 @@ class Ledger:
         """The pace at which this node completes jobs. `look_at_work` notes what the held ones have computed."""
         self.hold_ms = HOLD_MS
         """How long each KV token of a job's cost was held, in milliseconds; an average over jobs that ended here."""
+        # Keyed by id: a part of the node.
         self._failing: dict[str, str] = {}
 
     def __len__(self) -> int:

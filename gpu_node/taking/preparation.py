@@ -21,7 +21,7 @@ from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
 from penstock.gpu_node.engine.served_model import truncated
 from penstock.gpu_node.engine.text.chat import MAX_RENDERS_AT_ONCE
-from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS
+from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS, TokenizerFailedError
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob, SealedChunk, outcome_of, seal
@@ -332,7 +332,8 @@ class JobPreparation:
             async with self._long_prompts_of.setdefault(job.taken.tenant, turn):
                 return await threads.run(call)
         except Exception as error:
-            self.num_tokenizer_failures += not isinstance(error, PenstockError)
+            is_known = isinstance(error, PenstockError) and not isinstance(error, TokenizerFailedError)
+            self.num_tokenizer_failures += not is_known
             raise
 
     def _start(self, job: HeldJob, request: Request, token_ids: list[int], prepared: Prepared | None) -> None:

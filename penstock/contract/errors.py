@@ -31,6 +31,7 @@ Redis errors are translated in `queue/broker`, HTTP errors in `gateway`, torch e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class PenstockError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: str = "internal_error"
+    also: Sequence[str] = ()
+    """The further fields that the message names, as `param` is."""
 
     def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)

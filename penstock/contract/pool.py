@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
-from penstock.contract.tasks import GENERATE
+from penstock.contract.tasks import GENERATE, Task
 
 # The part of an engine's statistics that its node reports with every heartbeat.
 
@@ -141,6 +141,11 @@ class QueueState:
     def queued(self) -> PerLevel:
         """Number of jobs that wait for a node."""
         return self.waiting["queued"].count
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of jobs that wait, for whatever reason."""
+        return sum(sum(jobs.count) for jobs in self.waiting.values())
 
     @property
     def background_share(self) -> float | None:
@@ -298,6 +303,16 @@ class PoolRecord:
     # Of one request.
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     """The sampling of requests that do not set it, by the names of `SamplingParams`."""
+    capabilities: tuple[str, ...] = ()
+    """What the model's files say it is good for: `chat`, `completion`, `tools`, `embed`. Empty: not known."""
+
+
+def notice_of(record: PoolRecord | None, task: Task | None) -> str:
+    """Return a notice if the model's files do not claim this use of the model; empty otherwise."""
+    use = "completion" if task is None else task.kind
+    if record is None or not record.capabilities or use in (*record.capabilities, "tokenize", "detokenize"):
+        return ""
+    return f"the model's files say that it is for {', '.join(record.capabilities)}, not for {use}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 import pytest
 from fakes.cover import FULL, each_value
+from fakes.queue.damage import damage, hows_of, means_what_it_says
 from fakes.queue.harness import LEASE_MS, POOL, P, Queue, new_job
 from redis.asyncio import Redis
 
@@ -22,18 +23,6 @@ from penstock.queue.broker.producer import Submission
 
 STATES = ("queued", "running", "delayed", "ended")
 POLICIES = ("fair", "fcfs")
-VALUES = {
-    "absent": None,
-    "empty": b"",
-    "text": b"x y",
-    "negative": b"-5",
-    "nan": b"nan",
-    "infinite": b"inf",
-    "huge": b"1" + 30 * b"0",
-    "other": b"3",
-}
-NUMBERS = {"negative": -5.0, "infinite": float("inf"), "huge": 1e30, "other": 3.0}
-WRONG_TYPE = "wrong type"
 A, B, C = "a", "b", "c"
 TERMS = Terms(tokens_per_minute=10**6, account="k1")
 
@@ -115,26 +104,6 @@ class DamagedPool:
             found += [(name.decode(), one, kind) for one, text in texts if not own.search(text)]
         return found
 
-    async def damage(self, name: str, inside: bytes, kind: str, how: str) -> bool:
-        """Damage one place. Return whether this value can be written there."""
-        if how == WRONG_TYPE:
-            await self.redis.delete(name)
-            await (self.redis.rpush(name, "x") if kind == "string" else self.redis.set(name, "x"))
-        elif how == "absent" or kind in ("set", "list", "stream"):
-            if how != "absent":
-                return False
-            await (self.redis.hdel(name, inside) if kind == "hash" else self.redis.delete(name))
-        elif kind == "hash":
-            await self.redis.hset(name, inside, VALUES[how])
-        elif kind == "zset":
-            if how not in NUMBERS:
-                await self.redis.zadd(name, {b"x" if how == "text" else VALUES[how]: 1})
-            else:
-                await self.redis.zadd(name, {inside: NUMBERS[how]})
-        else:
-            await self.redis.set(name, VALUES[how])
-        return True
-
     async def goes_on(self) -> set[str]:
         """Run a round of each script. Return the tenants whose waiting jobs came with the first take."""
         self.n2.call += 1
@@ -155,28 +124,6 @@ class DamagedPool:
         return came
 
 
-def _hows(kind: str) -> Iterator[str]:
-    yield from (WRONG_TYPE, "absent")
-    if kind not in ("set", "list", "stream"):
-        yield from [how for how in VALUES if how != "absent"]
-
-
-def _means_what_it_says(name: str, inside: bytes, how: str) -> bool:
-    """Whether the others have to wait: the nodes must join again, or the value is one that lets them wait."""
-    match name.removeprefix(f"{P}:"), inside:
-        case "nodes", _:
-            return True
-        case "config", _ if how == WRONG_TYPE:
-            return True
-        case "config", b"max_open_jobs" | b"max_queued_cost":
-            return how == "other"
-        case "config", b"version":
-            return how in ("absent", "other")
-        case _, b"losses":
-            return how == "other"  # The next loss is the last one, so the job runs alone.
-    return False
-
-
 @pytest.mark.parametrize(("state", "policy"), each_value(STATES, POLICIES))
 async def test_other_tenants_jobs_come_with_the_next_take(redis: Redis, state: str, policy: str) -> None:
     pool = DamagedPool(redis, state, policy)
@@ -184,12 +131,12 @@ async def test_other_tenants_jobs_come_with_the_next_take(redis: Redis, state: s
     problems = list[str]()
     turn = STATES.index(state) + 4 * POLICIES.index(policy)
     for number, (name, inside, kind) in enumerate(await pool.places()):
-        hows = list(_hows(kind))
+        hows = list(hows_of(kind))
         for how in hows if FULL else (hows[(number + turn) % len(hows)],):
-            if _means_what_it_says(name, inside, how):
+            if means_what_it_says(name, inside, how):
                 continue
             await pool.restore()
-            if not await pool.damage(name, inside, kind, how):
+            if not await damage(redis, name, inside, kind, how):
                 continue
             case = f"{name.removeprefix(P)} {inside.decode(errors='replace')} {how}"
             try:

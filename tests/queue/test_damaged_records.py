@@ -151,7 +151,7 @@ async def test_a_damaged_key_of_the_pool_stops_no_script(queue: Queue, name: str
     node, other = await queue.node(policy="fair"), await queue.node("n2", policy="fair")
     running = await queue.running(node, tenant="c")
     waiting = [await queue.submit(tenant=tenant) for tenant in "ab"]
-    await queue.redis.execute_command(*_OF_THE_POOL[name])
+    await cast(Any, queue.redis).execute_command(*_OF_THE_POOL[name])
     node.call = 0
     taken = [*ids_of(await other.take()), *ids_of(await node.take())]
     assert set(taken) >= set(waiting) and len(taken) == len(set(taken))
@@ -164,6 +164,18 @@ async def test_a_damaged_key_of_the_pool_stops_no_script(queue: Queue, name: str
     assert (config[b"lease_ms"], config[b"max_losses"], config[b"policy"]) == (b"%d" % LEASE_MS, b"3", b"fair")
     tenants = await cast(Any, queue.redis).zrange(f"{P}:virtual_time:1", 0, -1, withscores=True)
     assert all(score < 1e24 for _, score in tenants)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("lease_ms", "inf"), ("avoid_ms", ""), ("policy", "nan"), ("version", "x")]
+)
+async def test_a_damaged_config_is_written_again_by_a_heartbeat(queue: Queue, field: str, value: str) -> None:
+    node, other = await queue.node(), await queue.node("n2")
+    config = await cast(Any, queue.redis).hgetall(keys.config(POOL))
+    await cast(Any, queue.redis).hset(keys.config(POOL), field, value)
+    await other.take()
+    await node.heartbeat([])
+    assert await cast(Any, queue.redis).hgetall(keys.config(POOL)) == config
 
 
 @pytest.mark.parametrize("reserved", ["junk", f"isolated {10**14}", "isolated " + 31 * "9"])

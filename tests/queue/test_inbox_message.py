@@ -38,7 +38,7 @@ def test_a_reader_of_an_earlier_release_drops_progress_as_a_chunk_that_it_has() 
         {"v": 1, "j": JOB_ID, "g": 4},
         {"v": 1, "j": 5, "g": [1, 2, 3, 4]},
         {"v": 1, "g": [1, 2, 3, 4]},
-        {"v": 1, "j": JOB_ID, "g": [1, 2, 3, 4]},
+        {"v": 2, "j": JOB_ID, "g": [1, 2, 3, 4]},
         {"v": 1, "j": JOB_ID, "g": [1, 2, 3, 4], "x": [[[[[[[[[]]]]]]]]]},
         "g",
         7,

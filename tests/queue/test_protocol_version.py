@@ -50,9 +50,7 @@ async def contents(queue: Queue) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("call", CALLS)
-async def test_another_version_is_refused_with_both_versions_and_left_unchanged(
-    queue: Queue, call: str
-) -> None:
+async def test_another_version_is_refused_with_both_versions_and_left_unchanged(queue: Queue, call: str) -> None:
     job_id = await make_pool_of_other_version(queue.redis, POOL, MODEL)
     before = await contents(queue)
     with refused:

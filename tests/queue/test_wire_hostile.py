@@ -90,7 +90,7 @@ def test_empty_data_is_no_chunks_and_is_refused_as_a_record() -> None:
         wire.decode_request(b"")
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 5, None, "4"])
+@pytest.mark.parametrize("version", [0, 2, 4, None, "1"])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_another_version_is_refused(kind: str, version: object) -> None:
     fields = msgpack.unpackb(WHOLE[kind]) | {"v": version}

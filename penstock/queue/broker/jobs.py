@@ -39,7 +39,7 @@ STATUS_FIELDS = (
     *("state", "tenant", "level", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
     *("losses", "code", "message", "param", "stored", "used", "retaken", "past_leases", "num_past_leases"),
     *("engine_preemptions", "limits", "cancel", "retry_of", "accepted", "tag1", "tag2", "tag3", "tag4"),
-    *("webhooks", "channel"),
+    *("webhooks", "channel", "model", "words"),
 )
 """The fields of a job's hash that `status_of` needs."""
 
@@ -102,6 +102,10 @@ class JobStatus:
     """The channel of Redis on which the queue also publishes the job's chunks."""
     queue_position: QueuePosition | None = None
     """The estimated position of a queued job, if a client's `status` has read it. None if the job is delayed."""
+    model: str = ""
+    """The name of the model that the job was submitted for; empty for a job of an earlier release."""
+    first_words: str = ""
+    """The first words of the prompt, of a chat those of the user's last message; empty for token ids."""
 
     @property
     def channel(self) -> str | None:
@@ -145,6 +149,8 @@ def status_of(
         retry_of=f"{pool_of(job_id)}.{fields['retry_of']}" if fields["retry_of"] else None,
         webhooks=tuple(fields["webhooks"].split()),
         own_channel=channel_of_field(fields["channel"]),
+        model=fields["model"],
+        first_words=fields["words"],
     )
 
 

@@ -122,6 +122,17 @@ class ServedPool(PoolRecord):
     protocol_version: int = PROTOCOL_VERSION
     max_open_jobs: int = NO_LIMIT
     """Most jobs that wait or run in the pool. Jobs that exceed it are refused."""
+    without_node_ms: int = 0
+    """Milliseconds since its last node left, or since the pool was declared; 0 while it has a live node."""
+
+    @property
+    def hours_without_node(self) -> int:
+        """Whole hours for which it has had no node."""
+        return self.without_node_ms // 3_600_000
+
+    def is_folded(self, num_open: int) -> bool:
+        """Return whether lists of pools leave it out: it had no node for an hour, and has no open job."""
+        return self.hours_without_node > 0 and not num_open
 
 
 class ProducerBroker:
@@ -245,9 +256,8 @@ class ProducerBroker:
             if isinstance(reply, Exception):
                 with translated():
                     raise reply
-        with translated():
-            await self._check_level(values[RESULT_FIELDS.index("level")], job_id)
         fields = _fields_of(RESULT_FIELDS, values, job_id, tenant)
+        await self._check_level(values[RESULT_FIELDS.index("level")], job_id)
         if (outcome := outcome_of(fields)) is None:
             return None
         await self._note_delivery(data, job_id, tenant, outcome)
@@ -370,7 +380,14 @@ class ProducerBroker:
         is_alive = bool(heartbeats) and heartbeats[0][1] >= self._alive_since_ms(pool, time, *clock)
         # While all nodes are dead, the last announced adapters are kept, because the nodes may be back in a moment.
         announced = with_allowed_names(replace(record, adapters=digests) if is_alive else record, listed.entry)
-        return ServedPool(**asdict(announced), is_alive=is_alive, max_open_jobs=whole(max_open_jobs, NO_LIMIT))
+        events = [] if is_alive else await redis.zrevrange(keys.events(pool), 0, 0, withscores=True)
+        last_ms = max(record.created_s * 1000, *(int(at_ms) for _, at_ms in (*heartbeats, *events)), 0)
+        return ServedPool(
+            **asdict(announced),
+            is_alive=is_alive,
+            max_open_jobs=whole(max_open_jobs, NO_LIMIT),
+            without_node_ms=0 if is_alive else max(0, pool_ms(time, clock[1]) - last_ms),
+        )
 
     async def _record(self, job_id: str, tenant: str) -> dict[str, str]:
         with translated():
@@ -380,13 +397,17 @@ class ProducerBroker:
                 if not str(error).startswith("WRONGTYPE"):
                     raise
                 raise _no_job(job_id) from None  # What is no record names no tenant who may see it.
-            await self._check_level(values[STATUS_FIELDS.index("level")], job_id)
-        return _fields_of(STATUS_FIELDS, values, job_id, tenant)
+        fields = _fields_of(STATUS_FIELDS, values, job_id, tenant)
+        await self._check_level(values[STATUS_FIELDS.index("level")], job_id)
+        return fields
 
     async def _check_level(self, level: bytes | None, job_id: str) -> None:
         """Raise ProtocolVersionError for a record without this field in a pool of another version."""
+        if level:
+            return
         pool = pool_of(job_id)
-        version = None if level else await cast(Any, self._redis.hget(keys.config(pool), "version"))
+        with translated():
+            version = await cast(Any, self._redis.hget(keys.config(pool), "version"))
         if version not in (None, b"%d" % PROTOCOL_VERSION):
             raise other_version(pool, version.decode())
 

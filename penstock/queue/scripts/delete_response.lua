@@ -18,7 +18,7 @@ end
 local stored = stored_of(redis.call('HGET', job_key(id), 'stored'))
 redis.call('DEL', P .. ':response:' .. id)
 redis.call('HSET', job_key(id), 'deleted', '1')
-redis.call('HDEL', job_key(id), 'keep', 'response_bytes')
+redis.call('HDEL', job_key(id), 'words', 'keep', 'response_bytes')
 if is_terminal(job.state) then
   redis.call('DEL', P .. ':log:' .. id)
   redis.call('DEL', P .. ':result:' .. id)

@@ -13,7 +13,7 @@
 --   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge;
 --   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
 --   engine_preemptions used limits in_feed begun_deadline accepted tag1 … tag4 extra retry_of
---   webhooks deleted
+--   webhooks deleted model words
 -- level: the job's class for foreground work, and its class + CLASSES for background work. Levels are served in order.
 -- needs_reader: '0' for a job that needs no reader. '1' for one that is canceled reattach_grace_ms after its last reader
 -- left; a larger number: after so many ms, at most MAX_READER_SILENCE_MS (sweep.lua).
@@ -45,7 +45,8 @@
 -- end of the TTL; from then on it is begun_deadline ('': none).
 -- accepted: when a job was accepted that was not queued at once. tag1 … tag4: its tags. extra: bytes of its tags with
 -- their entries in P:tagged:<tenant>:<tag>, and of its metadata. retry_of: the id, without its pool, of the ended job that
--- it repeats. webhooks: ids of the webhook endpoints that are told of its end, separated by spaces.
+-- it repeats. webhooks: ids of the webhook endpoints that are told of its end, separated by spaces. model, words: the
+-- model's name and the first words of the prompt, at most MAX_SHORT_BYTES each, for lists of jobs.
 
 -- queue.lua replaces it for its scripts.
 local redis = redis

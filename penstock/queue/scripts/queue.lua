@@ -641,7 +641,7 @@ do
   local MAX_WAITING_TENANTS = 32
   -- Tokens count until the last slot of time that has a part of the last minute has passed.
   local SLOT_MS, NUM_SLOTS, LOOK_AGAIN_MS = 5000, 13, 60000
-  local MAX_LOOKED_AT, CLASS_STEP = 8, 1e13
+  local CLASS_STEP = 1e13
 
   local function bounds_key(tenant) return P .. ':may_use:' .. tenant end
   local function awaiting_key(tenant) return P .. ':awaiting:' .. tenant end

@@ -4,9 +4,9 @@
 --   seen_ms: the pool's time as the caller knows it, 0 if it does not (prelude.lua, clock)
 --   terms: [tenant, max_open, max_queued, jobs_per_minute, tokens_per_minute, burst_s, weight, memory_percent, account],
 --   with 0 for no limit
---   row: [number of its terms, id, level, n, cost, body_hash, deadline_in_ms, channel, needs_reader, idem_hash, output,
+--   row: [terms' number, id, level, n, cost, body_hash, deadline_in_ms, channel, needs_reader, idem_hash, output,
 --   not_before_in_ms, keep_ms, rate_prompt, rate_n, rate_max, may_use, limits, max_wait_ms, in_feed, ttl_in_ms, tags,
---   metadata, retry_of, webhooks]
+--   metadata, retry_of, webhooks, model, words]
 --   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
 --   deadline_in_ms, not_before_in_ms, ttl_in_ms: 0 for none. idem_hash: '' without an idempotency key.
@@ -18,7 +18,8 @@
 --   channel: the job's field of that name (prelude.lua).
 --   in_feed: 0 for a job whose end is no completion of its tenant.
 --   tags: separated by spaces. metadata: as JSON, or ''. retry_of: the uuid of the job's id that it repeats, or ''.
---   webhooks: ids of the endpoints that are told of its end, separated by spaces.
+--   webhooks: ids of the endpoints that are told of its end, separated by spaces. model, words: the job's fields of these
+--   names, or ''.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|CHANNEL_CONFLICT|
 --       UNKNOWN_POOL}
@@ -63,6 +64,7 @@ local function job_of(row, request, response)
     not_before_in = row[12], keep = row[13], rate_prompt = row[14], rate_n = row[15], rate_max = row[16],
     most_tokens = row[17], limits = row[18], max_wait_ms = tonumber(row[19]), in_feed = row[20], ttl_in = row[21],
     tags = row[22], metadata = row[23], retry_of = row[24], webhooks = row[25],
+    model = row[26], words = row[27],
     request = request, response = response,
     in_background = level >= CLASSES,
     -- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
@@ -504,6 +506,8 @@ local function write_record(job, entry, is_delayed)
   if job.retry_of ~= '' then add('retry_of', job.retry_of) end
   if job.in_feed == 0 then add('in_feed', 0) end
   if job.webhooks ~= '' then add('webhooks', job.webhooks) end
+  if job.model ~= '' then add('model', job.model) end
+  if job.words ~= '' then add('words', job.words) end
   if job.response ~= '' then
     redis.call('SET', P .. ':response:' .. job.id, job.response)
     add('keep', job.keep, 'response_bytes', #job.response)

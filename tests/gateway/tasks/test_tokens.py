@@ -192,7 +192,7 @@ def test_result_of_a_task_is_kept_like_any_result(url: str, redis_url: str, engi
 
 
 def test_pool_of_older_nodes_refuses_the_kind_by_name(url: str, redis_url: str, stack: Stack) -> None:
-    async def submit_to_older_pool() -> str:
+    async def submit_to_nodes_without_the_kind() -> str:
         redis = connect(redis_url)
         for command in announcing(PoolRecord("older", "acme/older", max_model_len=64)):
             await redis.execute_command(*command)  # type: ignore[no-untyped-call]
@@ -206,4 +206,4 @@ def test_pool_of_older_nodes_refuses_the_kind_by_name(url: str, redis_url: str, 
                 await redis.execute_command(*command)  # type: ignore[no-untyped-call]
             await redis.aclose()
 
-    assert "'tokenize'" in stack.call(submit_to_older_pool())
+    assert "'tokenize'" in stack.call(submit_to_nodes_without_the_kind())

@@ -464,9 +464,7 @@ async def test_connecting_twice_at_once_subscribes_once(redis_url: str, redis: R
     await client.close()
 
 
-async def test_a_model_of_another_version_is_refused_with_both_versions(
-    client: AsyncClient, redis: Redis
-) -> None:
+async def test_a_model_of_another_version_is_refused_with_both_versions(client: AsyncClient, redis: Redis) -> None:
     job_id = await make_pool_of_other_version(redis, "old", "acme/older")
     for model in ("acme/older", "other", "old"):
         with pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool="old")):

@@ -146,7 +146,9 @@ async def test_damage_is_named_and_repaired(scene: Scene, broker: AdminBroker, d
 REPORTED: dict[str, tuple[Damage, str]] = {
     "log says nothing of the end": (lambda s: s.redis.rpop(keys.log(s.done)), "no_terminal_chunk"),
     "log says that an open job ended": (
-        lambda s: s.redis.rpush(keys.log(s.running), b"\x84\xa1v\x01\xa1j\xa1x\xa1i\x02\xa1e\x81\xa5state\xa9succeeded"),
+        lambda s: s.redis.rpush(
+            keys.log(s.running), b"\x84\xa1v\x01\xa1j\xa1x\xa1i\x02\xa1e\x81\xa5state\xa9succeeded"
+        ),
         "end_of_open_job",
     ),
     "record counts other chunks": (lambda s: s.redis.hset(keys.job(s.done), "chunks", "9"), "wrong_count"),

@@ -230,19 +230,6 @@ async def test_a_delayed_job_waits_for_tokens_when_its_time_has_come(queue: Queu
     assert await findings(queue) == []
 
 
-async def test_a_job_that_an_older_release_ended_holds_no_tokens(queue: Queue) -> None:
-    node, terms = await queue.node(), Terms(tokens_per_minute=1000)
-    await learn_short_outputs(queue, node, terms)
-    first = await ask(queue, terms, 1, 7000)
-    taken = await node.take_one()
-    await queue.redis.zrem(f"{P}:may_use:acme", first)
-    await end(node, taken, 1, 1)
-    await queue.redis.zadd(f"{P}:may_use:acme", {first: 7001})
-    second = await ask(queue, terms, 1, 7000)
-    third = await ask(queue, terms, 1, 500)
-    assert ids_of(await node.take()) == [second, third]
-
-
 async def test_an_audit_mends_what_waits_and_counts(queue: Queue) -> None:
     node, terms = await queue.node(), Terms(tokens_per_minute=1000)
     await learn_short_outputs(queue, node, terms)
