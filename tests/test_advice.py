@@ -41,7 +41,10 @@ OTHER_VARIABLES = {
     "PENSTOCK_URL": "",
 }
 """Variables that are no setting."""
-OF_OTHERS = {"--version", "--query-gpu", "--format", "--no-deps", "--no-pager", "--unit", "--fail-with-body"}
+OF_OTHERS = {
+    *("--only-upgrade", "--force-reinstall", "--version", "--query-gpu"),
+    *("--format", "--no-deps", "--no-pager", "--unit", "--fail-with-body"),
+}
 """Options of other programs that our texts name."""
 COMMANDS_OF = {"gateway": ("gateway", "serve"), "gpu_node": ("node", "serve", "rank")}
 """Package → the commands whose users read its messages."""
@@ -215,6 +218,13 @@ FOLLOWED = {
     "add --yes: without a terminal": "test_advice_names_options_of_the_command_that_says_it",
     "more pools; choose one with --pool": "test_advice_names_options_of_the_command_that_says_it",
     "curl -sS --fail-with-body": "it is a command of another program",
+    "apt-get install --only-upgrade redis-server": "test_the_command_that_doctor_names_mends_a_hole",
+    "without a node for an hour or more": "test_lists_fold_a_pool_without_nodes_for_an_hour",
+    "Without a node for an hour or more": "test_lists_fold_a_pool_without_nodes_for_an_hour",
+    "numbers that were lost with damaged data": "test_an_audit_mends_what_waits_and_counts",
+    "pip install --force-reinstall torch": "test_missing_gpu_requirements_are_reported_with_advice",
+    "pip install {}; then `penstock doctor`": "test_missing_gpu_requirements_are_reported_with_advice",
+    "CONFIG SET appendonly yes": "test_redis_without_memory_limit_or_append_only_file_is_warned_about",
 }
 """A part of each message that names a command or an option → the test that follows its advice where it is given."""
 

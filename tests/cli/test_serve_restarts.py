@@ -200,6 +200,6 @@ def test_a_node_that_cannot_start_at_all_ends_the_command(tmp_path: Path) -> Non
     weights = next(model.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-100])
     ran = run_python("-m", "penstock", "serve", str(model), "--port", "0", "--ephemeral")
-    assert ran.returncode == 1
-    assert "penstock: node ended with status 2" in ran.stderr and "starts again" not in ran.stderr
+    assert ran.returncode == 2, ran.stderr
+    assert "the file is cut short" in ran.stderr and "starts again" not in ran.stderr
     assert ran.stderr.count("cut short") == 1, "the reason is told once"
