@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +15,7 @@ from penstock.producer.files.service import Files
 from penstock.producer.stored_batches.row_client import NoCounter, RowCounter
 from penstock.producer.stored_batches.stored_run import StoredBatchRun
 from penstock.queue.files.batch import BatchLease, RowProblem
-from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
+from penstock.queue.files.batch_records import BatchEnd, BatchRecords, BatchTakenError
 from penstock.runtime.event_loop import cancel_until_done
 
 _LOG = logging.getLogger(__package__)
@@ -96,13 +97,16 @@ class BatchHolder:
                 task = asyncio.create_task(self._run(lease), name=f"penstock {lease.batch_id}")
                 self._held[task] = lease
                 task.add_done_callback(self._held.pop)
-            # A death before the note repeats it, which adds no further delivery.
-            for one in ends:
-                if (event := _EVENT_OF.get(one.status)) is not None:
-                    await self._client.webhooks.notify(event, one.batch_id, tenant=one.tenant)
-            if ends:
-                await self._batches.note_told(ends)
+            await self._notify(ends)
         self._told = ""
+
+    async def _notify(self, ends: Sequence[BatchEnd]) -> None:
+        # A death before the note repeats it, which adds no further delivery.
+        for one in ends:
+            if (event := _EVENT_OF.get(one.status)) is not None:
+                await self._client.webhooks.notify(event, one.batch_id, tenant=one.tenant)
+        if ends:
+            await self._batches.note_told(ends)
 
     async def _run(self, lease: BatchLease) -> None:
         facts: dict[str, Any] = {"batch_id": lease.batch_id, "token": lease.token}

@@ -84,11 +84,14 @@ class World:
                 time.sleep(0.05)
 
     def restore(self) -> None:
+        """Let all keys but those of the pool, which its node writes, be as they were."""
         with self.redis.pipeline(transaction=False) as pipe:
-            pipe.flushall()
+            for key in self.redis.keys():
+                if not key.startswith(P.encode()):
+                    pipe.delete(key)
             for key, (value, ttl) in self.snapshot.items():
-                if value is not None:
-                    pipe.restore(key, ttl, value)
+                if value is not None and not key.startswith(P.encode()):
+                    pipe.restore(key, ttl, value, replace=True)
             pipe.execute()
 
 

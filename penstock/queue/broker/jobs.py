@@ -34,6 +34,7 @@ from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.durable_calls import confirmed_writes
 from penstock.queue.broker.history import RecentCalls
 from penstock.queue.job_cost import Ahead
+from penstock.queue.record_fields import sum_of
 
 STATUS_FIELDS = (
     *("state", "tenant", "level", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
@@ -163,8 +164,9 @@ CLOCK_FIELDS = ("lease_ms", "ahead_ms")
 
 
 def pool_ms(time: tuple[int, int], ahead_ms: bytes | None) -> int:
-    """Return a pool's time, from Redis's answer to TIME and from `ahead_ms` of P:config."""
-    return time[0] * 1000 + time[1] // 1000 + int(ahead_ms or 0)
+    """Return a pool's time, from Redis's answer to TIME and from `ahead_ms` of P:config, which may be below 0."""
+    sign = -1 if (ahead_ms or b"").startswith(b"-") else 1
+    return time[0] * 1000 + time[1] // 1000 + sign * sum_of((ahead_ms or b"").removeprefix(b"-"))
 
 
 def outcome_of(fields: Mapping[str, str]) -> Outcome | None:

@@ -40,6 +40,7 @@ from penstock.queue.broker.submitting import SharedCalls, Submissions, channel_c
 from penstock.queue.broker.submitting import Submission as Submission
 from penstock.queue.broker.submitting import Submitted as Submitted
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
+from penstock.queue.record_fields import sum_of, unless_wrong_type
 from penstock.queue.results import Fetches, PackedResult
 from penstock.queue.wire import WireError, decode_chunks
 from penstock.runtime.event_loop import LoopYielder
@@ -292,23 +293,23 @@ class ProducerBroker:
         """
         with translated():
             redis = cast(Any, self._redis)
+            no_costs = [None] * NUM_LEVELS
             time, clock, heartbeats, records, backlog, *num_queued = await asyncio.gather(
                 redis.time(),
                 redis.hmget(keys.config(pool), CLOCK_FIELDS),
-                redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
-                redis.hgetall(keys.pressure(pool)),
-                redis.hmget(keys.backlog(pool), [str(level) for level in range(NUM_LEVELS)]),
-                *(redis.zcard(keys.waiting(pool, level)) for level in range(NUM_LEVELS)),
+                unless_wrong_type(redis.zrange(keys.nodes(pool), 0, -1, withscores=True), []),
+                unless_wrong_type(redis.hgetall(keys.pressure(pool)), {}),
+                unless_wrong_type(redis.hmget(keys.backlog(pool), [*map(str, range(NUM_LEVELS))]), no_costs),
+                *(unless_wrong_type(redis.zcard(keys.waiting(pool, level)), 0) for level in range(NUM_LEVELS)),
             )
         alive_since_ms = self._alive_since_ms(pool, time, *clock)
         alive = [
             records[node] for node, heartbeat_ms in heartbeats if heartbeat_ms >= alive_since_ms and node in records
         ]
-        costs = [max(0, int(value or 0)) for value in backlog]
-        return PoolPressure(tuple(self._pressures(pool, alive)), tuple(costs), tuple(num_queued))
+        return PoolPressure(tuple(self._pressures(pool, alive)), tuple(map(sum_of, backlog)), tuple(num_queued))
 
     def _alive_since_ms(self, pool: str, time: tuple[int, int], lease_ms: bytes | None, ahead_ms: bytes | None) -> int:
-        return self._clocks.alive_since_ms(pool, pool_ms(time, ahead_ms), int(lease_ms or 0))
+        return self._clocks.alive_since_ms(pool, pool_ms(time, ahead_ms), sum_of(lease_ms))
 
     def _pressures(self, pool: str, records: Iterable[bytes]) -> Iterator[NodePressure]:
         """Decode pressure records. An unreadable one is logged and skipped, until its node writes it again."""
@@ -350,9 +351,9 @@ class ProducerBroker:
             return ServedPool(**asdict(record), is_alive=False, protocol_version=version)
         redis = cast(Any, self._redis)
         (max_open_jobs, *clock), heartbeats, adapters = await asyncio.gather(
-            redis.hmget(keys.config(pool), ["max_open_jobs", *CLOCK_FIELDS]),
-            redis.zrevrange(keys.nodes(pool), 0, 0, withscores=True),
-            redis.hgetall(keys.adapters(pool)),
+            unless_wrong_type(redis.hmget(keys.config(pool), ["max_open_jobs", *CLOCK_FIELDS]), [None] * 3),
+            unless_wrong_type(redis.zrevrange(keys.nodes(pool), 0, 0, withscores=True), []),
+            unless_wrong_type(redis.hgetall(keys.adapters(pool)), {}),
         )
         digests: dict[str, str] = {}
         for data in adapters.values():
@@ -363,7 +364,7 @@ class ProducerBroker:
         is_alive = bool(heartbeats) and heartbeats[0][1] >= self._alive_since_ms(pool, time, *clock)
         # While all nodes are dead, the last announced adapters are kept, because the nodes may be back in a moment.
         announced = with_allowed_names(replace(record, adapters=digests) if is_alive else record, listed.entry)
-        return ServedPool(**asdict(announced), is_alive=is_alive, max_open_jobs=int(max_open_jobs or NO_LIMIT))
+        return ServedPool(**asdict(announced), is_alive=is_alive, max_open_jobs=sum_of(max_open_jobs) or NO_LIMIT)
 
     async def _record(self, job_id: str, tenant: str) -> dict[str, str]:
         with translated():
