@@ -26,7 +26,7 @@ class RecordFields:
 
     def __init__(self, what: str, found: Mapping[bytes, bytes]) -> None:
         """`what` names the record in errors, such as `batch batch_1`."""
-        self._what = what
+        self.what = what
         self._found = found
 
     def __contains__(self, name: str) -> bool:
@@ -65,7 +65,7 @@ class RecordFields:
 
     def damaged(self, name: str, problem: str) -> DamagedRecordError:
         """Return the error for one field."""
-        return DamagedRecordError(f"the record of {self._what} is damaged: {name} {problem}")
+        return DamagedRecordError(f"the record of {self.what} is damaged: {name} {problem}")
 
 
 def _whole(text: str, most: int = MAX_WHOLE) -> int:

@@ -23,9 +23,7 @@ elseif not state then
 elseif state ~= 'running' then
   return {'ENDED'}
 elseif what == 'claim' then
-  -- A damaged lease ends at once.
-  local leased = (tonumber(lease_until or '') or 0) - now
-  if holder ~= ARGV[3] and leased > 0 and leased < math.huge then return {'HELD'} end
+  if holder ~= ARGV[3] and tonumber(lease_until) > now then return {'HELD'} end
   redis.call('HSET', key, 'holder', ARGV[3], 'lease_until', now + tonumber(ARGV[4]))
 else
   redis.call('HSET', key, 'ended', now, 'state', 'cancelled')

@@ -84,6 +84,7 @@ function does.mend()
     types['files:' .. asked.tenant] = 'zset'
     types['batches:' .. asked.tenant] = 'zset'
   end
+  for _, named in ipairs(asked.names or {}) do types[named[1]] = named[2] end
   for name, wanted in pairs(types) do
     local is = redis.call('TYPE', F .. ':' .. name).ok
     if is ~= wanted and is ~= 'none' then
@@ -94,13 +95,13 @@ function does.mend()
   return {'OK', found}
 end
 
--- Corrects what an audit has found: sums by differences, and members of lists, {list, member, score} each; a score of ''
--- removes one.
+-- Corrects what an audit has found. Sums are {hash, field, by, is_lost} each: one that is no number becomes `by`. Members of
+-- lists are {list, member, score} each; a score of '' removes one.
 function does.correct()
   for _, one in ipairs(asked.sums) do
-    local sum = redis.pcall('HINCRBY', F .. ':' .. one[1], one[2], string.format('%d', one[3]))
-    if type(sum) == 'table' then redis.call('HSET', F .. ':' .. one[1], one[2], string.format('%d', one[3])) end
-    if sum == 0 then redis.call('HDEL', F .. ':' .. one[1], one[2]) end
+    local key, by = F .. ':' .. one[1], string.format('%d', one[3])
+    if one[4] then redis.call('HSET', key, one[2], by) else redis.call('HINCRBY', key, one[2], by) end
+    if redis.call('HGET', key, one[2]) == '0' then redis.call('HDEL', key, one[2]) end
   end
   for _, one in ipairs(asked.members) do
     if one[3] == '' then redis.call('ZREM', F .. ':' .. one[1], one[2]) else redis.call('ZADD', F .. ':' .. one[1], one[3], one[2]) end

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from fakes.queue.harness import POOL, FakeNode, P, Queue, chunks_of, ids_of, new_id, new_job
 
-from penstock.contract.errors import BusyError, ConflictError, InvariantError, RequestError
+from penstock.contract.errors import BusyError, ConflictError, DamagedRecordError, InvariantError, RequestError
 from penstock.contract.job import JobDef
 from penstock.contract.output import Outcome, Usage
 from penstock.contract.tenant import UNLIMITED, Terms
@@ -172,8 +172,8 @@ async def test_each_wrong_job_of_a_call_has_its_own_error(queue: Queue) -> None:
     damaged, old = new_job(), new_job(f"{POOL}.00000000-0000-7000-8000-000000000000")
     await queue.redis.set(keys.job(damaged.id), "junk")
     answers = await submit_together(queue, [new_job(), damaged, old, new_job()])
-    assert kinds(answers) == ["Submitted", "InvariantError", "RequestError", "Submitted"]
-    assert isinstance(answers[1], InvariantError) and isinstance(answers[2], RequestError)
+    assert kinds(answers) == ["Submitted", "DamagedRecordError", "RequestError", "Submitted"]
+    assert isinstance(answers[1], DamagedRecordError) and isinstance(answers[2], RequestError)
     await queue.redis.delete(keys.job(damaged.id))
     assert await nothing_is_wrong(queue)
 
