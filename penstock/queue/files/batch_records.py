@@ -277,7 +277,7 @@ class BatchRecords:
             if not status:
                 lease.is_lost = True
             else:
-                lease.status, lease.is_paused = status.decode(), bool(paused)
+                lease.status, lease.is_paused = status.decode(errors="replace"), bool(paused)
                 lease.valid_until_s = now_s + lease_s
 
     async def release(self, lease: BatchLease) -> None:

@@ -364,6 +364,13 @@ end
 -- A lease that would last longer than any is of before Redis's clock jumped back. Its holder learns that it is lost.
 function does.take()
   local taken, open, untold = {}, F .. ':open_batches', {}
+  for _, ended in ipairs(redis.call('ZRANGE', F .. ':untold', 0, MAX_UNTOLD - 1)) do
+    if string.match(ended, '^[%w_]+ %l+ [%w._-]+$') then
+      untold[#untold + 1] = ended
+    else
+      redis.call('ZREM', F .. ':untold', ended)
+    end
+  end
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', open, '(' .. now + asked.lease_ms, '+inf', 'LIMIT', 0, asked.limit)) do
     redis.call('ZADD', open, now, id)
   end
@@ -380,13 +387,6 @@ function does.take()
       end
       redis.call('ZADD', F .. ':open_batches', now + asked.lease_ms, id)
       taken[#taken + 1] = {id, token}
-    end
-  end
-  for _, ended in ipairs(redis.call('ZRANGE', F .. ':untold', 0, MAX_UNTOLD - 1)) do
-    if string.match(ended, '^[%w_]+ %l+ [%w._-]+$') then
-      untold[#untold + 1] = ended
-    else
-      redis.call('ZREM', F .. ':untold', ended)
     end
   end
   return {'OK', taken, untold}

@@ -21,6 +21,14 @@ local MAX_ENDPOINTS, MAX_CLEARED, MAX_EVENTS = 64, 256, 256
 local PUT_OFF_MS = 60000
 local MAX_DEAD_OF_ENDPOINT, DEAD_MS, MAX_DELIVERED, DELIVERED_MS, SHORT_MS = 10000, 604800000, 1000, 86400000, 600000
 local W = P
+-- A key of another type holds nothing that can be used, and would hold up all tenants. It is deleted.
+local redis = {pcall = redis.pcall, error_reply = redis.error_reply, plain = redis.call}
+function redis.call(...)
+  local answer = redis.pcall(...)
+  if type(answer) ~= 'table' or not answer.err then return answer end
+  if string.find(answer.err, 'WRONGTYPE', 1, true) then redis.plain('DEL', (select(2, ...))) end
+  return redis.plain(...)
+end
 local operation, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
 local now = clock()
 -- A free write, as the first one (see prelude.lua).

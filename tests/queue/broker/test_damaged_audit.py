@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from fakes.queue.damage import Snapshot
 from fakes.queue.harness import POOL, P, Queue
-from redis.asyncio import Redis
 
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
