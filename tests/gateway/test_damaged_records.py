@@ -151,10 +151,10 @@ def test_damaged_webhooks_are_given_up_and_the_others_are_delivered(http: Http, 
         client.hset(f"{W}:endpoints", hooks[1], json.dumps(record | {"url": 7}))
         client.hset(f"{W}:pending", "ann", "nan")
         make_batch(http["ann"])
-        wait_until(lambda: [one.path for one in receiver.accepted] == ["/ann"])
+        wait_until(lambda: "/ann" in [one.path for one in receiver.accepted])
         client.hset(f"{W}:endpoints", hooks[2], "junk")
-        make_batch(http["bob"])
-        wait_until(lambda: [one.path for one in receiver.accepted][1:] == ["/bob"])
+        of_bob = make_batch(http["bob"])
+        wait_until(lambda: of_bob in [one.event["data"]["id"] for one in receiver.accepted])
         (dead,) = http["ann"].get(f"/v1/webhook_endpoints/{hooks[0]}/deliveries").json()["data"]
         assert "secret" in dead["answer"]
         for hook in hooks[1:]:
