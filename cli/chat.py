@@ -12,7 +12,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from penstock.cli.command_line import queue_option
+from penstock.cli.help_page import queue_option
 from penstock.cli.options import REDIS_URL_HELP, given_flags, sampling_flags, takes
 from penstock.cli.output import write_text
 from penstock.contract.errors import PenstockError, PromptTooLongError
@@ -20,6 +20,7 @@ from penstock.contract.priority import ClassName, Priority
 from penstock.producer.client import Client
 from penstock.producer.client.request import choose_pool
 from penstock.runtime.settings import redis_url_of
+from penstock.runtime.terminal import without_controls
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class Terminal:
 
     def note(self, line: str) -> None:
         """Print a line that is not part of an answer on stderr, dimmed on a terminal."""
-        typer.secho(line, dim=True, err=True)
+        typer.secho(without_controls(line), dim=True, err=True)
 
     def _read_line(self, prompt: str) -> str:
         if self.is_interactive:

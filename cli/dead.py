@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
-from penstock.cli.output import AsJson, JsonArray, print_object, say_empty, time_in_words
+from penstock.cli.output import AsJson, JsonArray, print_object, say_empty, time_in_words, write_line
 from penstock.contract.errors import RequestError
 from penstock.runtime.settings import redis_url_of
 
@@ -59,7 +59,7 @@ def list_letters(
         say_empty("no dead letters")
     for letter in letters:
         nodes = ",".join(loss.node_id for loss in letter.losses)
-        print(letter.job_id, time_in_words(letter.died_ms), letter.tenant, f"{letter.num_chunks} chunks", nodes)
+        write_line(letter.job_id, time_in_words(letter.died_ms), letter.tenant, f"{letter.num_chunks} chunks", nodes)
 
 
 @app.command()
@@ -94,7 +94,7 @@ def retry(job_ids: JobIds, redis_url: RedisUrl = None) -> None:
 
     async def again(client: AsyncClient) -> None:
         for job_id in job_ids:
-            print(job_id, (await client.dead.retry(job_id)).id, flush=True)
+            write_line(job_id, (await client.dead.retry(job_id)).id)
 
     _run(redis_url, again)
 
@@ -119,7 +119,7 @@ def purge(
     async def forget(client: AsyncClient) -> int:
         return await (client.dead.purge(job_ids or []) if all_of is None else client.dead.purge_all(all_of))
 
-    print(_run(redis_url, forget), "deleted")
+    write_line(_run(redis_url, forget), "deleted")
 
 
 def _request_as_json(request: Request, *, with_texts: bool) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import AsyncIterator
 from http import HTTPStatus
@@ -14,7 +13,8 @@ import typer
 from penstock.cli.audit import audit_lines, audit_pools
 from penstock.cli.chat import Speed
 from penstock.cli.demo_model import default_model
-from penstock.cli.processes import Supervisor, node_command, run_until_stopped
+from penstock.cli.output import write_line, write_text
+from penstock.cli.processes import Supervisor, gateway_command, node_command, run_until_stopped
 from penstock.cli.serve import start_all
 from penstock.contract.errors import PenstockError
 from penstock.runtime.embedded_redis import resolve_redis
@@ -62,21 +62,22 @@ async def _demo(redis_url: str, model: str, question: str, options: dict[str, ob
     async with Supervisor(lambda _name, _line: None) as supervisor:
         started = time.perf_counter()
         nodes = [node_command(model, redis_url)]
-        node, gateway = await start_all(supervisor, redis_url, model, nodes, ("--host", "127.0.0.1", "--port", "0"))
-        print(f"Redis, a node with {node['pool']} and a gateway: ready in {time.perf_counter() - started:.1f} s\n")
+        command = gateway_command(redis_url, arguments=("--host", "127.0.0.1", "--port", "0"))
+        node, gateway = await start_all(supervisor, redis_url, model, nodes, command)
+        write_line(f"Redis, a node with {node['pool']} and a gateway: ready in {time.perf_counter() - started:.1f} s\n")
         # Imported late, because every other command would wait for it, but before the measurement starts.
         import httpx
 
         messages = [{"role": "user", "content": question}]
-        print(f"> {question}\n")
+        write_line(f"> {question}\n")
         body = {"model": node["pool"], "messages": messages, **options}
         # A proxy of the environment does not reach this machine.
         async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
             events = ask(client, f"{gateway['url']}/v1/chat/completions", body)
             speed = await supervisor.unless_one_dies(_show(events))
-        print(f"\n\n{speed}")
+        write_line(f"\n\n{speed}")
         async for audited in audit_pools(redis_url, [node["pool"]]):
-            print("\n".join(audit_lines(audited, repair=False)))
+            write_line("\n".join(audit_lines(audited, repair=False)))
             if audited.left:
                 raise PenstockError("the audit found keys in Redis that do not match the jobs")
 
@@ -89,8 +90,7 @@ async def _show(events: AsyncIterator[dict[str, Any]]) -> Speed:
             text = choice["delta"].get("content") or ""
             if text and not ttft_s:
                 ttft_s = time.perf_counter() - started
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            write_text(text)
         if usage := event.get("usage"):
             num_tokens = usage["completion_tokens"]
     return Speed(ttft_s, time.perf_counter() - started, num_tokens)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 import time
+import unicodedata
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from penstock.cli.command_line import App
 from penstock.cli.options import TIME_HELP, RedisUrl, unix_s_of
-from penstock.cli.output import AsJson, JsonArray, duration_in_words, print_object, say_empty, write_text
+from penstock.cli.output import AsJson, JsonArray, duration_in_words, print_object, say_empty, write_line, write_text
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.runtime.settings import pool_urls, redis_url_of
 
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-JobId = Annotated[str, typer.Argument(help="Job id as printed by `list`, with or without its pool.")]
+JobId = Annotated[str, typer.Argument(help="Job id as printed by `list --wide`, with or without its pool.")]
+JobIds = Annotated[list[str], typer.Argument(help="Job ids as printed by `list --wide`.")]
 PriorityName = Literal["interactive", "standard", "batch"]
 ActionName = Literal["cancel", "retry", "reschedule", "change_class"]
 
@@ -83,10 +87,14 @@ def list_jobs(
     since: Since = None,
     until: Until = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Most jobs, newest first.")] = 20,
+    wide: Annotated[bool, typer.Option("--wide", help="Also print the class, tenant and id of each job.")] = False,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Print a table of jobs, newest first. AGE is the time since a job was accepted. `show` tells the rest of a job."""
+    """Print a table of jobs, newest first. IN and OUT are tokens, AGE is the time since a job was accepted.
+
+    `show` tells the rest of a job. It takes an id, which `--wide` prints.
+    """
 
     async def find(show: Callable[[JobStatus], None]) -> None:
         from penstock.queue.broker.job_lists import MAX_PAGE_JOBS
@@ -108,7 +116,7 @@ def list_jobs(
         with JsonArray() as array:
             asyncio.run(find(lambda status: array.add(job_object(status))))
     else:
-        table = JobTable(time.time_ns() // 1_000_000)
+        table = JobTable(time.time_ns() // 1_000_000, is_wide=wide)
         asyncio.run(find(table.add))
         if table.is_empty:
             say_empty("no jobs")
@@ -143,22 +151,18 @@ def show(
 
 
 @app.command()
-def cancel(
-    job_ids: Annotated[list[str], typer.Argument(help="Job ids as printed by `list`.")], redis_url: RedisUrl = None
-) -> None:
+def cancel(job_ids: JobIds, redis_url: RedisUrl = None) -> None:
     """Cancel jobs. Prints each id and state; a running job ends within a step.
 
     Examples:
         penstock jobs cancel JOB_ID
     """
     for job_id in job_ids:
-        print(job_id, _run(redis_url, job_id, _cancel))
+        write_line(job_id, _run(redis_url, job_id, _cancel))
 
 
 @app.command()
-def retry(
-    job_ids: Annotated[list[str], typer.Argument(help="Job ids as printed by `list`.")], redis_url: RedisUrl = None
-) -> None:
+def retry(job_ids: JobIds, redis_url: RedisUrl = None) -> None:
     """Submit jobs again that failed, expired or were canceled. Prints the old and the new id of each job.
 
     Examples:
@@ -169,7 +173,7 @@ def retry(
         return (await client.control.retry(job_id, tenant=tenant)).job_id
 
     for job_id in job_ids:
-        print(job_id, _run(redis_url, job_id, again))
+        write_line(job_id, _run(redis_url, job_id, again))
 
 
 @app.command()
@@ -198,7 +202,7 @@ def change(
         await client.control.change(full_id, given, tenant=tenant)
         return (await client.status(full_id, tenant=tenant)).state
 
-    print(job_id, _run(redis_url, job_id, work))
+    write_line(job_id, _run(redis_url, job_id, work))
 
 
 @app.command()
@@ -274,7 +278,7 @@ def tail(
                 if chunk.choice == choice:
                     write_text(chunk.text)
         finally:
-            print()
+            write_line()
 
     _run(redis_url, job_id, follow)
 
@@ -324,27 +328,59 @@ async def _cancel(client: AsyncClient, job_id: str, tenant: str) -> str:
 
 
 class JobTable:
-    """The table of `penstock jobs list`, 79 columns wide. An id stands there without its pool."""
+    """The table of `penstock jobs list`, as wide as the terminal, at least 79 columns. Its ids are without the pool."""
 
-    _ROW = "{:36} {:10} {:11} {:9} {:>4} {:>4}"
+    _ROW = "{:10} {:16} {:>5} {:>5} {:>6} {:>4} {:>4} "
+    _MODEL_CHARS = 16
+    _WIDE = "{:11} {:9} {:36} "
     _TENANT_CHARS = 9
 
-    def __init__(self, now_ms: int) -> None:
-        self._now_ms = now_ms
+    def __init__(self, now_ms: int, *, is_wide: bool = False) -> None:
+        self._now_ms, self._is_wide = now_ms, is_wide
+        self._num_columns = max(79, shutil.get_terminal_size().columns)
         self.is_empty = True
 
     def add(self, status: JobStatus) -> None:
         """Print the row of a job, and before the first one the heads of the columns."""
         if self.is_empty:
-            print(self._ROW.format("ID", "STATE", "CLASS", "TENANT", "AGE", "OUT"))
+            heads = ("STATE", "MODEL", "IN", "OUT", "WAITED", "TOOK", "AGE")
+            self._print(heads, ("CLASS", "TENANT", "ID"), "FIRST WORDS")
         self.is_empty = False
-        ledger, tenant = status.ledger, status.tenant
-        if len(tenant) > self._TENANT_CHARS:
-            tenant = f"{tenant[: self._TENANT_CHARS - 1]}…"
-        num_output = "" if ledger.usage is None else str(ledger.usage.completion_tokens)
-        age = duration_in_words(max(0, self._now_ms - status.accepted_ms))
-        job_id = status.job_id.rpartition(".")[2]
-        print(self._ROW.format(job_id, status.state, status.priority.label, tenant, age, num_output))
+        ledger, usage = status.ledger, status.ledger.usage
+        pool, _, uuid = status.job_id.rpartition(".")
+        self._print(
+            (
+                status.state,
+                _cut(status.model or pool, self._MODEL_CHARS),
+                *(("", "") if usage is None else (usage.prompt_tokens, usage.completion_tokens)),
+                _span(ledger.queued_ms, ledger.taken_ms),
+                _span(ledger.queued_ms, ledger.finished_ms),
+                duration_in_words(max(0, self._now_ms - status.accepted_ms)),
+            ),
+            (status.priority.label, _cut(status.tenant, self._TENANT_CHARS), uuid),
+            status.first_words,
+        )
+
+    def _print(self, cells: tuple[object, ...], wide_cells: tuple[str, ...], words: str) -> None:
+        row = self._ROW.format(*cells) + (self._WIDE.format(*wide_cells) if self._is_wide else "")
+        room = 2 * len(words) if self._is_wide else self._num_columns - len(row)
+        write_line((row + _cut(words, room)).rstrip())
+
+
+def _cut(text: str, columns: int) -> str:
+    """Return what fits of a text into so many columns of a terminal. A character of East Asia may take two."""
+    ends = list(accumulate(1 + (unicodedata.east_asian_width(char) in "WF") for char in text))
+    if not ends or ends[-1] <= columns:
+        return text
+    return f"{text[: sum(end < columns for end in ends)]}…"
+
+
+def _span(begun_ms: int, ended_ms: int) -> str:
+    """Return the time between two moments in 4 characters; nothing for a moment that has not come."""
+    if not ended_ms:
+        return ""
+    span_ms = max(0, ended_ms - begun_ms)
+    return f"{span_ms / 1000:.1f}s" if span_ms < 9_950 else duration_in_words(span_ms)
 
 
 @asynccontextmanager

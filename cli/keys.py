@@ -15,12 +15,12 @@ from pydantic import ValidationError
 
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl, options_of, takes
-from penstock.cli.output import AsJson, JsonArray, print_object, say_empty
+from penstock.cli.output import AsJson, JsonArray, print_object, say_empty, write_line
 from penstock.contract.errors import RequestError
 from penstock.contract.job import MEMORY, Durability
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
-from penstock.contract.tenant import NO_LIMIT, ApiKey, Scope, Terms
+from penstock.contract.tenant import NO_LIMIT, OPENED, ApiKey, Scope, Terms, keys_in_use, opened_s
 from penstock.contract.usage import MAX_DAYS, MAX_PAGE_ROWS, Period, PeriodUsage, UsageQuery, csv_of, usage_object
 from penstock.runtime.settings import KeySettings, redis_url_of, redis_urls_of
 
@@ -220,7 +220,7 @@ def add(
     if as_json:
         print_object({"key": key, **record_object(record)}, as_json=True)
     else:
-        print(key)
+        write_line(key)
 
 
 @app.command("set")
@@ -252,7 +252,7 @@ def set_key(
     async def change(store: KeyStore) -> ApiKey:
         return await store.change((await store.find(name)).key_id, changes, terms)
 
-    print(line_of(_with_keys(redis_url, change), None, None))
+    write_line(line_of(_with_keys(redis_url, change), None, None))
 
 
 @app.command()
@@ -269,7 +269,7 @@ def show(name: KeyName, days: Days = DEFAULT_DAYS, as_json: AsJson = False, redi
     if as_json:
         print_object(shown, as_json=True)
     else:
-        print("\n".join(lines_of(shown)))
+        write_line("\n".join(lines_of(shown)))
 
 
 @app.command("list")
@@ -280,13 +280,15 @@ def list_keys(days: Days = DEFAULT_DAYS, as_json: AsJson = False, redis_url: Red
     --redis-url, those of that Redis alone.
     """
 
-    async def find(brokers: Brokers) -> list[tuple[ApiKey, int | None, list[int] | None]]:
-        known, kept = await brokers.keys.all(), await brokers.usage.kept()
+    async def find(brokers: Brokers) -> tuple[list[tuple[ApiKey, int | None, list[int] | None]], int]:
+        known, kept = await brokers.keys.records(), await brokers.usage.kept()
+        since_s = opened_s(known)
+        known.pop(OPENED, None)
         used = await brokers.usage.per_owner(UsageQuery(days=days))
         by_age = sorted(known.values(), key=lambda key: key.created_s)
-        return [(key, kept.get(key.tenant), used.get((key.tenant, key.key_id))) for key in by_age]
+        return [(key, kept.get(key.tenant), used.get((key.tenant, key.key_id))) for key in by_age], since_s
 
-    found = _run(redis_url, find)
+    found, since_s = _run(redis_url, find)
     if as_json:
         with JsonArray() as array:
             array.add(*(key_object(key, kept or 0, used or NOTHING, days) for key, kept, used in found))
@@ -294,7 +296,9 @@ def list_keys(days: Days = DEFAULT_DAYS, as_json: AsJson = False, redis_url: Red
     if not found:
         say_empty("no API keys")
     for key, kept, used in found:
-        print(line_of(key, kept, used))
+        write_line(line_of(key, kept, used))
+    if since_s:
+        say_empty(f"gateways on a loopback address are open since {datetime.fromtimestamp(since_s, UTC).isoformat()}")
 
 
 @app.command()
@@ -331,9 +335,9 @@ def usage(
                 if array is not None:
                     array.add(*objects)
                 elif as_csv:
-                    print(csv_of(objects, with_head=is_first), end="")
+                    write_line(csv_of(objects, with_head=is_first), end="")
                 else:
-                    print("".join(f"{usage_line_of(row)}\n" for row in page.rows), end="")
+                    write_line("".join(f"{usage_line_of(row)}\n" for row in page.rows), end="")
                 after, is_first = page.next_after, False
 
     _run(redis_url, report)
@@ -357,10 +361,25 @@ def revoke(
         penstock keys revoke 4f2c9b0d1e8a7c63 --durability replicated
     """
 
-    async def end(store: KeyStore) -> None:
+    async def end(store: KeyStore) -> bool:
         await store.revoke((await store.find(name, or_revoked=True)).key_id, durability)
+        return not keys_in_use(await store.all())
 
-    _with_keys(redis_url, end)
+    if _with_keys(redis_url, end):
+        say_empty(
+            "no API key is in use now, and gateways still need one: `penstock keys add TENANT` makes one, and "
+            "`penstock keys open` lets programs of this machine do without"
+        )
+
+
+@app.command("open")
+def open_again(redis_url: RedisUrl = None) -> None:
+    """Let gateways on a loopback address serve callers without a key again, until the next key is added.
+
+    It is for the time after the last key: keys were tried, or are lost. While a key is in use, it is refused. Gateways
+    that other machines reach, and those with --require-keys or --api-key, still need a key.
+    """
+    _with_keys(redis_url, lambda store: store.open())
 
 
 def _models_of(given: list[str] | None) -> frozenset[str] | None:

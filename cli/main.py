@@ -15,8 +15,9 @@ from typer.core import CompletionItem  # type: ignore[attr-defined]
 from typer.main import get_command
 
 from penstock import __version__
-from penstock.cli.command_line import App, Group, usage_line, write_section
-from penstock.cli.output import EXIT_FAILED, give_up_stdout, problem_of_output
+from penstock.cli.command_line import App, Group, usage_line
+from penstock.cli.help_page import write_section
+from penstock.cli.output import EXIT_FAILED, give_up_stdout, problem_of_output, write_error, write_line
 from penstock.cli.output import exit_code_of as exit_code_of
 from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError
 
@@ -47,6 +48,7 @@ class LazyCommands(Mapping[str, Any]):
         return len(self._entries)
 
 
+# Of one user, or of our own code and files.
 @cache
 def _load(entry: CommandEntry) -> Any:
     module, _, attribute = entry.home.partition(":")
@@ -133,7 +135,7 @@ class _Root(Group):
         try:
             return super().invoke(ctx)
         except PenstockError as error:
-            print(f"penstock: {error.message}", file=sys.stderr)
+            write_error(error.message)
             raise typer.Exit(exit_code_of(error)) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error
@@ -148,12 +150,12 @@ class _Root(Group):
         except typer.TyperException as error:
             if not standalone_mode:
                 raise
-            print(f"penstock: {usage_line(error)}", file=sys.stderr)
+            write_error(usage_line(error))
             sys.exit(error.exit_code)
         except (OSError, ExceptionGroup) as error:
             if not standalone_mode or (problem := problem_of_output(error)) is None:
                 raise
-            print(f"penstock: {problem}", file=sys.stderr)
+            write_error(problem)
             give_up_stdout()
             sys.exit(EXIT_FAILED)
         if not standalone_mode:
@@ -166,7 +168,7 @@ app = App(cls=_Root, add_completion=True)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"penstock {__version__}")
+        write_line(f"penstock {__version__}")
         raise typer.Exit
 
 

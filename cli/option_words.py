@@ -14,6 +14,7 @@ from typing import Any
 
 import typer
 
+from penstock.cli.output import write_line
 from penstock.cli.peers import LEFT_OPEN, MANY, MODEL, PEERS, SAMPLING, VALUES, Peer
 
 _TAKES_PEERS = ("serve", "node", "gateway")
@@ -27,21 +28,9 @@ SHOWS_ALL = "penstock.shows_all"
 """Set in a context whose help page shows hidden options too."""
 
 
-def known_words(ctx: Any, words: Sequence[str]) -> list[str]:
-    """Return a command line with the names that the command has.
+class KnownWords:
+    """The words of a command line with the names that the command has (`taken`), and what is wrong with them."""
 
-    An option without an effect here is named on stderr. Raises the parser's error that names all unknown options.
-    """
-    reader = _Reader(ctx, words)
-    reader.read()
-    if reader.problems:
-        ctx.fail(_in_words(reader.problems))
-    if reader.notices:
-        print(f"penstock: without effect: {_listed(reader.notices.items())}", file=sys.stderr)
-    return reader.taken
-
-
-class _Reader:
     def __init__(self, ctx: Any, words: Sequence[str]) -> None:
         self._ctx = ctx
         self._rest = deque(words)
@@ -52,16 +41,30 @@ class _Reader:
         self._has_model = any(word.partition("=")[0] in _MODEL_FLAGS for word in words)
         self._models: list[str] = []
         self._file = ""
+        # Of one user, or of our own code and files.
         self._sampling: dict[str, Any] = {}
         self._keys: list[str] = []
         self.taken: list[str] = []
+        # Of one user, or of our own code and files.
         self.notices: dict[str, str] = {}
         """Option → why it has no effect."""
+        # Of one user, or of our own code and files.
         self.problems: dict[str, str] = {}
         """Option → what to do instead; empty if nothing is known."""
+        self.without_value: list[str] = []
+        self._read()
 
-    def read(self) -> None:
-        """Read all words."""
+    def wrong(self) -> list[str]:
+        """Return a sentence about all unknown options, and one for each option that lacks its value."""
+        unknown = [_in_words(self.problems)] if self.problems else []
+        return unknown + [f"{name} needs a value" for name in self.without_value]
+
+    def tell_notices(self) -> None:
+        """Name the options without an effect here on stderr."""
+        if self.notices:
+            write_line(f"penstock: without effect: {_listed(self.notices.items())}", file=sys.stderr)
+
+    def _read(self) -> None:
         while self._rest:
             word = self._rest.popleft()
             if word == "--":
@@ -101,7 +104,7 @@ class _Reader:
             return
         given = self._value(value)
         if given is None:
-            self.taken.append(name)
+            self.without_value.append(name)
             return
         for one in [given, *(self._further(name, option.name) if self._takes_peers else ())]:
             self._take_value(name, option.name, one)
@@ -179,11 +182,8 @@ class _Reader:
     def _finish(self) -> None:
         """Add what several options say together."""
         for model in self._models:
-            repository, _, wanted = model.partition(":")
             if self._file:
-                model = f"{repository}:{self._file}"
-            elif wanted and "/" in repository and not wanted.endswith(".gguf") and not model.startswith((".", "/")):
-                self.problems[f"-hf {model}"] = f"name the file: {repository}:FILE.gguf"
+                model = f"{model.partition(':')[0]}:{self._file}"
             self.taken.insert(0, model)
         if self._keys:
             self.taken.append(f"--api-key={','.join(self._keys)}")
@@ -199,6 +199,8 @@ class _Reader:
     def _meant(self, name: str) -> str:
         if other := self._of_other_command(name):
             return other
+        if (peer := _peer(name)) is not None and (peer.flag in self._own or (peer.flag == MODEL and self._takes_model)):
+            return f"?{peer.flag}"
         nearest = get_close_matches(name, [one for one in self._own if one.startswith("-")], n=1)
         return f"?{nearest[0]}" if nearest else ""
 
@@ -207,6 +209,8 @@ class _Reader:
         if other is None:
             return ""
         command = self._ctx.find_root().command.get_command(self._ctx, other)
+        if name == MODEL:
+            return f"a gateway has no model: it is an argument of `penstock {other}`" if other == "node" else ""
         has_it = any(name in (*one.opts, *one.secondary_opts) for one in command.params)
         return f"{name} is an option of `penstock {other}`" if has_it else ""
 

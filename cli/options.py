@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -20,10 +21,11 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from penstock.cli.command_line import default_in_words, panel_by_setting, sampling_option
-from penstock.contract.errors import RequestError
+from penstock.cli.help_page import default_in_words, panel_by_setting, sampling_option
+from penstock.contract.errors import ConfigError, PenstockError, RequestError
 from penstock.contract.fields import option_of
 from penstock.contract.sampling import SamplingParams
+from penstock.runtime.settings import Settings
 
 TIME_HELP = "An age such as 90m, 2h or 3d, or a time such as 2026-11-22T05:00 (UTC unless it names a zone)."
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -61,6 +63,7 @@ def with_default(text: str, field: FieldInfo) -> str:
     return f"{text} Default: {default_in_words(field.default)}." if has_default else text
 
 
+# Of one user, or of our own code and files.
 @cache
 def _docstrings_in(module: str) -> Mapping[str, Mapping[str, str]]:
     """Return the docstrings of all fields in a module: by the name of the class, and by that of the field."""
@@ -81,6 +84,8 @@ def _docstrings_of_class(definition: ast.ClassDef) -> dict[str, str]:
     }
 
 
+T = TypeVar("T")
+AnySettings = TypeVar("AnySettings", bound=Settings)
 Command = TypeVar("Command", bound=Callable[..., None])
 REDIS_URL_HELP = "URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL, or the Redis of penstock serve."
 DURABILITY_HELP = (
@@ -100,7 +105,7 @@ def options_of(
 ) -> list[Parameter]:
     """Return an option for each of these settings (None: for all), or of other fields with docstrings.
 
-    They come in the order of the headings in `command_line.py`.
+    They come in the order of the headings in `help_page.py`.
 
     `flags` maps a setting to its flags if they differ from its name. Without `shows_defaults`, the help texts name no
     defaults, because an option that is not given changes nothing. `shown` has the settings that `--help` lists (None:
@@ -147,10 +152,15 @@ def given_flags(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sampling.items() if value not in (None, [])}
 
 
-def takes(*options: Parameter, before: str | None = None) -> Callable[[Command], Command]:
+def takes(
+    *options: Parameter,
+    before: str | None = None,
+    problems: Callable[[Mapping[str, Any]], Sequence[PenstockError]] | None = None,
+) -> Callable[[Command], Command]:
     """Return a decorator that replaces a command's `**given` with these options.
 
-    They come after its own parameters, or before the one that `before` names.
+    They come after its own parameters, or before the one that `before` names. `problems` returns all that is wrong with
+    their values, so that it is said together with unknown options and values of a wrong type.
     """
 
     def decorated(command: Command) -> Command:
@@ -159,9 +169,37 @@ def takes(*options: Parameter, before: str | None = None) -> Callable[[Command],
         at = next((at for at, parameter in enumerate(own) if parameter.name == before), len(own))
         listed = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in (*own[:at], *options, *own[at:])]
         command.__signature__ = Signature(listed)  # type: ignore[attr-defined]
+        if problems is not None:
+            command.problems = problems  # type: ignore[attr-defined]
         return command
 
     return decorated
+
+
+class Problems:
+    """The errors of several checks, which are told together."""
+
+    def __init__(self) -> None:
+        self.found: list[PenstockError] = []
+
+    def of(self, check: Callable[[], T]) -> T | None:
+        """Return what a check returns, or note its error and return None."""
+        try:
+            return check()
+        except (ConfigError, RequestError) as error:
+            self.found.append(error)
+            return None
+
+    def settings(self, kind: type[AnySettings], given: Mapping[str, Any]) -> AnySettings | None:
+        """Return settings. Wrong ones are noted, and have their defaults, so that the others can be checked further."""
+        if (loaded := self.of(lambda: kind.load(**given))) is not None:
+            return loaded
+        error = self.found[-1]
+        wrong = {re.split(r"[.\[]", param or "")[0] for param in (error.param, *error.also)}
+        try:
+            return kind.load(**{name: value for name, value in given.items() if name not in wrong})
+        except ConfigError:
+            return None
 
 
 def taken_for(settings: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import sys
-import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -23,6 +22,7 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
+from penstock.runtime.terminal import without_controls
 
 EXIT_FAILED = 1
 EXIT_TRY_AGAIN = 75
@@ -54,17 +54,23 @@ def write_text(text: str, stream: TextIO | None = None) -> None:
     A terminal gets no control characters, so that no model can steer it.
     """
     stream = stream or sys.stdout
-    stream.write("".join(filter(_is_shown, text)) if stream.isatty() else text)
+    stream.write(without_controls(text) if stream.isatty() else text)
     stream.flush()
+
+
+def write_line(*words: object, end: str = "\n", file: TextIO | None = None) -> None:
+    """Print words as `print` does, on a terminal without control characters: names and texts come from others."""
+    write_text(" ".join(map(str, words)) + end, file)
+
+
+def write_error(message: str) -> None:
+    """Print the line on stderr that tells why a command ends. A supervisor may pass it on to a terminal."""
+    write_text(f"penstock: {without_controls(message)}\n", sys.stderr)
 
 
 def say_empty(what: str) -> None:
     """Tell a person that a list is empty. Programs that read stdout see an empty list."""
-    print(what, file=sys.stderr)
-
-
-def _is_shown(character: str) -> bool:
-    return character in "\n\t" or unicodedata.category(character) != "Cc"
+    write_line(what, file=sys.stderr)
 
 
 _NOT_WRITTEN = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
@@ -97,8 +103,8 @@ class JsonArray:
     def add(self, *objects: Mapping[str, Any]) -> None:
         """Print objects."""
         for shown in objects:
-            print("[" if self._is_empty else ",")
-            print(json.dumps(shown, ensure_ascii=False), end="")
+            write_line("[" if self._is_empty else ",")
+            write_line(json.dumps(shown, ensure_ascii=False), end="")
             self._is_empty = False
 
     def __enter__(self) -> Self:
@@ -107,7 +113,7 @@ class JsonArray:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         # After an error the array stays open, so that no program takes it for the whole answer.
         if error is None:
-            print("[]" if self._is_empty else "\n]")
+            write_line("[]" if self._is_empty else "\n]")
 
 
 def object_lines(shown: Mapping[str, Any], indent: str = "") -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""Options of other servers (vLLM, SGLang, llama-server), what they are here, and how their values are written.
+"""Options and commands of other servers (vLLM, SGLang, llama-server, TGI, Ollama), what they are here, and how values
+are written.
 
 An option of another server is one of ours under another name, has no effect here, or is refused with what to do
 instead. The tables are facts of these servers' documentation.
@@ -41,21 +42,28 @@ LEFT_OPEN = frozenset(("max_model_len", "num_threads", "max_num_seqs", "max_num_
 """Settings that 0 and -1 leave to the server under other servers' names, as in `-c 0`."""
 
 _SAME = {
-    MODEL: "--model --model-path -m -hf -hfr --hf-repo -hff --hf-file",
+    MODEL: "--model --model-path --model-id -m -hf -hfr --hf-repo -hff --hf-file",
     "--max-model-len": "-c --ctx-size --context-length --max-seq-len",
     "--num-threads": "-t --threads",
-    "--max-num-seqs": "-np --parallel --max-running-requests",
-    "--max-num-batched-tokens": "-b --batch-size --chunked-prefill-size",
+    "--max-num-seqs": "-np --parallel --max-running-requests --max-batch-size",
+    "--max-num-batched-tokens": "-b --batch-size --chunked-prefill-size --max-batch-prefill-tokens",
+    "--max-open-jobs": "--max-concurrent-requests",
+    "--max-body-bytes": "--payload-limit",
+    "--host": "--hostname",
+    "--port": "-p",
+    "--metrics-port": "--prometheus-port",
+    "--otlp-traces-endpoint": "--otlp-endpoint",
+    "--drain-s": "--graceful-termination-timeout",
     "--max-prefill-beside-decode": "--long-prefill-token-threshold",
     "--block-size": "--page-size",
     "--num-kv-blocks": "--num-gpu-blocks",
-    "--gpu-memory-utilization": "--mem-fraction-static -gmu",
-    "--tensor-parallel-size": "-tp --tp --tp-size",
+    "--gpu-memory-utilization": "--mem-fraction-static -gmu --cuda-memory-fraction",
+    "--tensor-parallel-size": "-tp --tp --tp-size --num-shard",
     "--pipeline-parallel-size": "-pp --pp --pp-size",
     "--replicas": "-dp --dp --dp-size --data-parallel-size",
     "--lora-modules": "--lora-paths",
     "--kv-cache-dtype": "-ctk --cache-type-k",
-    "--quantization": "-q",
+    "--quantization": "-q --quantize",
     "--tool-parser": "--tool-call-parser",
     "--chat-template": "--chat-template-file",
     "--generation-config": "--override-generation-config",
@@ -117,6 +125,13 @@ _WITHOUT_EFFECT: tuple[tuple[str, str, str], ...] = (
     ("weights are mapped and packed as needed", "", "--model-loader-extra-config --max-parallel-loading-workers"),
     ("a grammar is compiled by one library", "", "--guided-decoding-backend --grammar-backend"),
     ("a grammar is compiled by one library", "--enable-in-reasoning", "--structured-outputs-config"),
+    ("the ranks of a model are processes", "", "--sharded"),
+    ("limits of a request are those of its field", "", "--max-best-of --max-stop-sequences --max-top-n-tokens"),
+    ("limits of a request are those of its field", "--enable-prefill-logprobs", "--max-client-batch-size"),
+    ("requests always join a running batch", "", "--waiting-served-ratio --max-waiting-tokens --validation-workers"),
+    ("steps of a GPU are compiled by its kernels", "--disable-custom-kernels", "--cuda-graphs"),
+    ("the log has its own form: --log-level, --log-format", "--json-output -e --env", "--otlp-service-name"),
+    ("nothing is reported to others", "", "--usage-stats"),
     ("the ranks of a model are processes", "--enable-expert-parallel --disable-custom-all-reduce", "--ep-size"),
     ("the ranks of a model are processes", "--worker-use-ray", "--distributed-executor-backend"),
     ("steps of a GPU are compiled by its kernels", "--enable-torch-compile -O0 -O1 -O2 -O3", "-O --compilation-config"),
@@ -144,24 +159,42 @@ _WITHOUT_EFFECT: tuple[tuple[str, str, str], ...] = (
 )
 """Why an option has no effect, such options without a value, and with one."""
 
+_TLS = "TLS ends at a proxy before the gateway, which then needs --api-key"
 _REFUSED: tuple[tuple[str, str, str], ...] = (
-    ("TLS ends at a proxy before the gateway", "--enable-ssl-refresh", "--ssl-keyfile --ssl-certfile --ssl-ca-certs"),
-    ("TLS ends at a proxy before the gateway", "", "--ssl-cert-reqs --ssl-key-file --ssl-cert-file"),
+    (_TLS, "--enable-ssl-refresh", "--ssl-keyfile --ssl-certfile --ssl-ca-certs"),
+    (_TLS, "", "--ssl-cert-reqs --ssl-key-file --ssl-cert-file"),
     ("a proxy before the gateway adds a path", "", "--root-path --api-prefix --path"),
     ("the gateway listens at --host and --port", "", "--uds --fd"),
-    ("set the variable HF_HUB_CACHE", "", "--download-dir"),
+    ("set the variable HF_HUB_CACHE", "", "--download-dir --huggingface-hub-cache --weights-cache-override"),
+    ("prompt and answer share --max-model-len", "", "--max-input-tokens --max-input-length"),
+    ("the KV cache's size is --num-kv-blocks or --kv-cache-gib", "", "--max-batch-total-tokens"),
+    ("texts are not watermarked", "", "--watermark-gamma --watermark-delta"),
+    ("a tunnel or proxy before the gateway", "--ngrok", "--ngrok-authtoken --ngrok-edge"),
+    ("a schema of a request is always kept", "--disable-grammar-support", ""),
     ("set the variable HF_TOKEN", "", "-hft --hf-token"),
     ("set the variable HF_HUB_OFFLINE=1", "--offline", ""),
     ("set PENSTOCK_GATEWAY_API_KEY_FILE to the file", "", "--api-key-file"),
-    ("put the tokenizer's files into the model's folder", "--skip-tokenizer-init", "--tokenizer --tokenizer-path"),
+    (
+        "it is in the GGUF file, or in the model's folder",
+        "--skip-tokenizer-init",
+        "--tokenizer --tokenizer-path --tokenizer-config-path",
+    ),
     ("change config.json in the model's folder", "", "--hf-overrides --rope-scaling --rope-theta --rope-scale"),
-    ("change config.json in the model's folder", "", "--rope-freq-base --rope-freq-scale --yarn-orig-ctx"),
+    (
+        "change config.json in the model's folder",
+        "",
+        "--rope-freq-base --rope-freq-scale --yarn-orig-ctx --rope-factor",
+    ),
     ("change config.json in the model's folder", "", "--hf-config-path --override-kv --json-model-override-args"),
     ("speculation has no draft model: --speculative ngram", "", "-md --model-draft --speculative-model -hfd"),
     ("speculation has no draft model: --speculative ngram", "", "--speculative-draft-model-path --spec-draft-model"),
     ("images, audio and video are not served", "", "-mm --mmproj -mmu --mmproj-url --mm-encoder-tp-mode"),
     ("ranks on other hosts: --remote-ranks and `penstock rank`", "--headless", "--nnodes --node-rank -n-nodes"),
-    ("ranks on other hosts: --remote-ranks and `penstock rank`", "", "--dist-init-addr --master-addr --master-port"),
+    (
+        "ranks on other hosts: --remote-ranks and `penstock rank`",
+        "",
+        "--dist-init-addr --master-addr --master-port --shard-uds-path",
+    ),
     ("ranks on other hosts: --remote-ranks and `penstock rank`", "", "--data-parallel-address --rpc --nccl-init-addr"),
     ("start more gateways on the same Redis", "", "--api-server-count -asc"),
     ("the KV cache stays in its node", "", "--kv-transfer-config --slot-save-path --disaggregation-mode"),
@@ -170,7 +203,8 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     ("each setting is also a variable, PENSTOCK_NODE_<NAME>", "", "--config --json-arg"),
     ("no code of others runs in a server", "", "--middleware --tool-parser-plugin --logits-processors"),
     ("a model runs until its node ends", "--enable-sleep-mode", "--sleep-idle-seconds --load-mode"),
-    ("the KV cache's size is --num-kv-blocks or --kv-cache-gib", "", "--max-total-tokens --swap-space-bytes"),
+    ("a request's limit is --max-model-len, that of all --num-kv-blocks", "", "--max-total-tokens"),
+    ("the KV cache's size is --num-kv-blocks or --kv-cache-gib", "", "--swap-space-bytes"),
     ("offload weights with --cpu-offload-gb", "", "--n-cpu-moe -ncmoe --override-tensor -ot"),
 )
 """What to do instead of an option, such options without a value, and with one."""
@@ -202,6 +236,14 @@ def _speculative_algorithm(text: str) -> Words | str:
     if text.lower() in ("none", ""):
         return [("--speculative", "off")]
     return _speculative('{"method": "ngram"}' if text.lower().startswith("ngram") else "{}")
+
+
+def _adapters(text: str) -> Words | str:
+    return [("--lora-modules", one) for one in text.split(",") if one]
+
+
+def _speculate(text: str) -> Words | str:
+    return [("--speculative", "ngram"), ("--max-draft-tokens", text)] if text != "0" else [("--speculative", "off")]
 
 
 def _origins(text: str) -> Words | str:
@@ -245,7 +287,11 @@ def _entries() -> Iterator[tuple[str, Peer]]:
     yield from ((name, layers) for name in ("-ngl", "--n-gpu-layers", "--gpu-layers"))
     for name in ("-fa", "--flash-attn"):
         yield name, Peer("maybe", needless="attention is chosen by the device")
-    yield from ((name, Peer("one", words=_origins)) for name in ("--allowed-origins", "--cors-origins"))
+    yield from (
+        (name, Peer("one", words=_origins)) for name in ("--allowed-origins", "--cors-origins", "--cors-allow-origin")
+    )
+    yield "--speculate", Peer("one", words=_speculate)
+    yield "--lora-adapters", Peer("one", words=_adapters)
     yield "-a", Peer("one", words=_aliases)
     yield "--speculative-config", Peer("one", words=_speculative)
     yield "--speculative-algorithm", Peer("one", words=_speculative_algorithm)
@@ -255,6 +301,27 @@ def _entries() -> Iterator[tuple[str, Peer]]:
 
 PEERS: Mapping[str, Peer] = dict(_entries())
 """Options of other servers by name."""
+COMMANDS: Mapping[str, str] = {
+    "run": "`penstock serve MODEL` serves a model, and `penstock chat` talks to it",
+    "pull": "`penstock serve MODEL` downloads a model of the hub at its first start",
+    "push": "nothing is uploaded to a hub",
+    "create": "`penstock serve PATH` serves a folder or a .gguf file as it is; its options replace a Modelfile",
+    **dict.fromkeys(("list", "ls", "ps"), "`penstock pools list` shows the served models"),
+    "show": "`penstock pools list` shows served models, and `penstock plan MODEL` what a model takes",
+    "stop": "a model runs until its `penstock serve` or `penstock node` ends: Ctrl-C or SIGTERM",
+    "rm": "models of the hub are in HF_HUB_CACHE, or ~/.cache/huggingface/hub; `penstock pools forget` removes a pool",
+    "cp": "`penstock serve MODEL --alias NAME` gives a model another name",
+    "signin": "set the variable HF_TOKEN",
+    **dict.fromkeys(
+        ("complete", "generate", "cli"), "`penstock submit PROMPT` prints one answer, `penstock chat` talks"
+    ),
+    "run-batch": "`penstock batch run INPUT OUTPUT` answers a file of requests",
+    "collect-env": "`penstock support-bundle` collects what a bug report needs, `penstock doctor` checks this machine",
+    **dict.fromkeys(("launch_server", "server", "start", "launch"), "`penstock serve MODEL` starts a server"),
+    "help": "`penstock --help` and `penstock COMMAND --help` show help",
+    "version": "`penstock --version` prints the version",
+}
+"""Commands of other servers, and what they are here."""
 
 
 # --- values as other servers write them: each function returns ours, or None to leave the option out, and why

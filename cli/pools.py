@@ -12,13 +12,14 @@ import typer
 
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
-from penstock.cli.output import AsJson, JsonArray, say_empty
+from penstock.cli.output import AsJson, JsonArray, say_empty, write_line
 from penstock.contract.priority import Priority
 from penstock.runtime.settings import pool_urls, redis_url_of
 
 if TYPE_CHECKING:
     from penstock.contract.job_actions import Pause
     from penstock.contract.pool import PoolStats
+    from penstock.queue.broker.producer import ServedPool
 
 
 _MIB = 1 << 20
@@ -43,17 +44,28 @@ def pools() -> None:
 
 
 @app.command("list")
-def list_pools(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
-    """Print one line per pool: nodes, open and queued jobs, KV cache usage, and tokens per second."""
-    found = asyncio.run(_stats(redis_url_of(redis_url)))
+def list_pools(
+    all_pools: Annotated[bool, typer.Option("--all", help="Show a line for each pool without nodes, too.")] = False,
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Print one line per pool: nodes, open and queued jobs, KV cache usage, and tokens per second.
+
+    Pools that had neither a node nor an open job for an hour share one line.
+    """
+    found, served = asyncio.run(_stats(redis_url_of(redis_url)))
     if as_json:
         with JsonArray() as array:
-            array.add(*map(object_of, found))
+            array.add(*(object_of(pool, served.get(pool.pool)) for pool in found))
         return
     if not found:
         say_empty("no pools: `penstock serve` or `penstock node` starts one")
+    folded = [name for pool in found if (name := pool.pool) in served and served[name].is_folded(pool.num_open)]
     for pool in found:
-        print(line_of(pool))
+        if all_pools or pool.pool not in folded:
+            write_line(line_of(pool, served.get(pool.pool)))
+    if folded and not all_pools:
+        write_line(f"without a node for an hour or more (--all shows them, `forget` removes one): {', '.join(folded)}")
 
 
 @app.command()
@@ -121,7 +133,7 @@ def declare(
         penstock pools declare POOL --model acme/model --max-model-len 8192
     """
     is_new = asyncio.run(_declare(redis_url_of(redis_url), pool, model, tuple(alias or ()), max_model_len))
-    print(f"{pool}: {'declared' if is_new else 'exists already, and stays as it is'}")
+    write_line(f"{pool}: {'declared' if is_new else 'exists already, and stays as it is'}")
 
 
 @app.command()
@@ -162,10 +174,10 @@ def repair(redis_url: RedisUrl = None) -> None:
         penstock pools repair
     """
     for line in asyncio.run(_repair(redis_url_of(redis_url))):
-        print(line)
+        write_line(line)
 
 
-def object_of(pool: PoolStats) -> dict[str, Any]:
+def object_of(pool: PoolStats, served: ServedPool | None) -> dict[str, Any]:
     """Return a pool as a JSON object."""
     queue, classes = pool.queue, [priority.label for priority in Priority]
 
@@ -187,13 +199,16 @@ def object_of(pool: PoolStats) -> dict[str, Any]:
         "kept_bytes": dict(pool.kept),
         "events": dict(pool.counts),
         "nodes": [asdict(node) for node in pool.nodes],
+        "without_node_ms": 0 if served is None else served.without_node_ms,
     }
 
 
-def line_of(pool: PoolStats) -> str:
+def line_of(pool: PoolStats, served: ServedPool | None) -> str:
     """Return the line of a pool in `penstock pools list`."""
     num_queued, num_nodes = sum(pool.queue.queued), len(pool.nodes)
     parts = [pool.pool, f"{num_nodes} node{'' if num_nodes == 1 else 's'}"]
+    if served is not None and served.hours_without_node:
+        parts[-1] += f" for {served.hours_without_node} h"
     parts.append(f"{pool.num_open} open jobs, {num_queued} of them queued")
     if oldest_ms := max(pool.queue.waiting["queued"].oldest_ms):
         parts[-1] += f" for up to {oldest_ms / 1e3:.1f} s"
@@ -210,17 +225,18 @@ def line_of(pool: PoolStats) -> str:
     return "  ".join(parts)
 
 
-async def _stats(redis_url: str) -> list[PoolStats]:
+async def _stats(redis_url: str) -> tuple[list[PoolStats], dict[str, ServedPool]]:
     if pool_urls():
         from penstock.producer.client import AsyncClient
 
         async with AsyncClient(redis_url) as client:
-            return (await client.pool_stats())[0]
+            return (await client.pool_stats())[0], await client.pools()
     from penstock.queue.broker.connection import connect
     from penstock.queue.broker.pools import StatsBroker
+    from penstock.queue.broker.producer import ProducerBroker
 
     async with connect(redis_url) as redis:
-        return await StatsBroker(redis).all()
+        return await StatsBroker(redis).all(), await ProducerBroker(redis).pools()
 
 
 async def _allow(redis_url: str, pool: str, names: list[str] | None) -> None:

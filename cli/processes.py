@@ -27,6 +27,7 @@ from penstock.contract.errors import ConfigError, PenstockError
 from penstock.runtime.logging import LogSettings, has_color
 from penstock.runtime.process_guard import guarded
 from penstock.runtime.settings import RedisSettings
+from penstock.runtime.terminal import only_colors
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _COLORS = re.compile(r"\x1b\[\d*m")
@@ -77,9 +78,12 @@ def _end_event_in(line: str) -> tuple[str, str] | None:
 
 
 _log = logging.getLogger(__package__)
-NODE_GRACE_S = 30.0
+NODE_DRAIN_S = 20.0
+GATEWAY_DRAIN_S = 30.0
+"""What nodes and gateways take to drain by default."""
+_DRAIN_MARGIN_S = 10.0
+"""Seconds that a child has after its drain, to give jobs back and to end."""
 NODE_HURRY_S = 5.0
-GATEWAY_GRACE_S = 35.0
 _GUARD_MARGIN_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
 _TAIL_LINES = 20
@@ -388,16 +392,22 @@ async def first_ready(children: Sequence[Child]) -> Event:
 # --- the logs of children, and the end of the command
 
 
+_ERROR = "penstock: "
+"""What begins the line with which a command ends."""
+
+
 def relay_of(logs: LogSettings) -> LogSink:
     """Return what writes a child's log line to stderr: after the child's name for people, as JSON for programs."""
     is_json = logs.format_for(sys.stderr) == "json"
 
     def relay(name: str, line: str) -> None:
+        if line.startswith(_ERROR):
+            return  # This command says it, when the child has ended.
         if not is_json:
-            print(f"{log_prefix(name)}{line}", file=sys.stderr, flush=True)
+            print(f"{log_prefix(name)}{only_colors(line)}", file=sys.stderr, flush=True)  # noqa: T201
         elif line.startswith('{"'):
             # The first field says whose event it is. Nothing is parsed, because each job of a node has a line.
-            print(f'{{"part": "{name}", {line[1:]}', file=sys.stderr, flush=True)
+            print(f'{{"part": "{name}", {line[1:]}', file=sys.stderr, flush=True)  # noqa: T201
         else:
             _log.info("output", extra={"part": name, "line": line})
 
@@ -444,18 +454,18 @@ def run_until_stopped(work: Coroutine[Any, Any, None], *, status: int | None = N
 
 
 def node_command(
-    model: str, redis_url: str, *, arguments: Sequence[str] = (), on_progress: Callable[[Event], None] | None = None
+    model: str, redis_url: str, *, arguments: Sequence[str] = (), drain_s: float = NODE_DRAIN_S
 ) -> ChildCommand:
     """Return the command of a node that runs `model`."""
     env = {**_redis_variable(redis_url), "PENSTOCK_NODE_PROGRESS": "json"}
     words = (*_PENSTOCK, "node", model, *arguments)
-    return ChildCommand("node", words, env, NODE_GRACE_S, on_progress, group="node", hurry_s=NODE_HURRY_S)
+    return ChildCommand("node", words, env, drain_s + _DRAIN_MARGIN_S, group="node", hurry_s=NODE_HURRY_S)
 
 
-def gateway_command(redis_url: str, *, arguments: Sequence[str] = ()) -> ChildCommand:
+def gateway_command(redis_url: str, *, arguments: Sequence[str] = (), drain_s: float = GATEWAY_DRAIN_S) -> ChildCommand:
     """Return the command of a gateway. Its ready event holds the `url`."""
     env = {**_redis_variable(redis_url), "PENSTOCK_GATEWAY_PROGRESS": "json"}
-    return ChildCommand("gateway", (*_PENSTOCK, "gateway", *arguments), env, GATEWAY_GRACE_S)
+    return ChildCommand("gateway", (*_PENSTOCK, "gateway", *arguments), env, drain_s + _DRAIN_MARGIN_S)
 
 
 def _redis_variable(redis_url: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from penstock.cli.options import RedisUrl
+from penstock.cli.output import write_line
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.runtime.settings import redis_names_of, without_password
 
@@ -51,11 +52,11 @@ def profile(
         facts = {name: getattr(summary, name) for name in ("node_id", "seconds", "steps", "prefill_tokens")}
         facts |= {"decode_tokens": summary.decode_tokens, "part_seconds": dict(summary.part_seconds)}
         facts |= {"pool": found.pool, "redis": without_password(found.url)}
-        print(json.dumps(facts | {"files": [str(path) for path in paths]}))
+        write_line(json.dumps(facts | {"files": [str(path) for path in paths]}))
         return
     _print_table(summary)
     for path in paths:
-        print(f"{path}  ({path.stat().st_size / 1e3:.0f} kB; open it in {VIEWERS})")
+        write_line(f"{path}  ({path.stat().st_size / 1e3:.0f} kB; open it in {VIEWERS})")
 
 
 class FoundNode(NamedTuple):
@@ -76,7 +77,7 @@ async def _profile(
     where = f" of pool {found.pool} in {without_password(found.url)}" if len(names) > 1 else ""
     async with connect(found.url) as redis:
         broker = ProfileBroker(redis)
-        print(f"recording {found.node_id}{where} for {seconds:g} s", file=sys.stderr)
+        write_line(f"recording {found.node_id}{where} for {seconds:g} s", file=sys.stderr)
         summary, files = await broker.answer(found.pool, await broker.ask(found.pool, found.node_id, seconds))
     if summary.problem:
         raise RequestError(summary.problem)
@@ -111,17 +112,18 @@ async def _node_named(names: Mapping[str, str], name: str | None) -> FoundNode:
     if not found:
         raise NotFoundError(missing, param="node")
     for one in away:
-        print(f"not asked: {one}", file=sys.stderr)
+        write_line(f"not asked: {one}", file=sys.stderr)
     return found[0]
 
 
 def _print_table(summary: ProfileSummary) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from penstock.cli.console import Console
+
     steps = max(1, summary.steps)
-    print(f"{summary.node_id}: {summary.steps} steps in {summary.seconds:.1f} s, ", end="")
-    print(f"{summary.prefill_tokens} prompt tokens, {summary.decode_tokens} output tokens")
+    write_line(f"{summary.node_id}: {summary.steps} steps in {summary.seconds:.1f} s, ", end="")
+    write_line(f"{summary.prefill_tokens} prompt tokens, {summary.decode_tokens} output tokens")
     table = Table("part")
     for heading in ("seconds", "share of the time", "ms per step"):
         table.add_column(heading, justify="right")

@@ -33,7 +33,6 @@ _GIB = 1 << 30
 _SWAP_GIB = 4.0
 """The most swap space that a GPU's node takes by default, and the share of the free memory that it leaves at least."""
 _SWAP_SHARE = 0.25
-_DRAIN_MARGIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,7 @@ def _kv_memory(settings: NodeSettings, count: int) -> tuple[str, ...]:
     return () if settings.kv_cache_gib else ("--kv-cache-gib", f"{each_gib:.6g}")
 
 
-def replica_commands(command: ChildCommand, replicas: Sequence[Replica], *, drain_s: float) -> list[ChildCommand]:
+def replica_commands(command: ChildCommand, replicas: Sequence[Replica]) -> list[ChildCommand]:
     """Return the command of each replica, made from that of one node; the command itself if there are none."""
     return [
         replace(
@@ -159,7 +158,6 @@ def replica_commands(command: ChildCommand, replicas: Sequence[Replica], *, drai
             argv=(*command.argv, *one.arguments),
             env={**command.env, **one.env},
             cpus=one.cpus,
-            grace_s=max(command.grace_s, drain_s + _DRAIN_MARGIN_S),
             # They load the same model, so the progress of one is that of all.
             on_progress=command.on_progress if one.number == 0 else None,
         )
@@ -174,7 +172,7 @@ def run_replicas(settings: NodeSettings, command: ChildCommand, replicas: Sequen
     def show(event: Event) -> None:
         progress.update(str(event.get("stage")), float(event.get("fraction") or 0.0))
 
-    commands = replica_commands(replace(command, on_progress=show), replicas, drain_s=settings.drain_s)
+    commands = replica_commands(replace(command, on_progress=show), replicas)
     facts = {"replicas": len(replicas), "gpus": [one.env[VISIBLE] for one in replicas if VISIBLE in one.env]}
     _log.info("starting replicas", extra=facts | {"cpus": [list(one.cpus) for one in replicas if one.cpus]})
     run_until_stopped(_run(commands, progress, logs), status=0)

@@ -23,7 +23,8 @@ import typer
 
 from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SAMPLING, SIZE_MB, default_model
 from penstock.cli.option_words import show_all
-from penstock.cli.options import options_of, taken_for, takes, words_of
+from penstock.cli.options import Problems, options_of, taken_for, takes, words_of
+from penstock.cli.output import write_line
 from penstock.cli.peers import unread_variables
 from penstock.cli.processes import (
     BackOff,
@@ -42,12 +43,12 @@ from penstock.cli.processes import (
     relay_of,
     run_until_stopped,
 )
-from penstock.cli.replicas import replica_commands, replicas_of
-from penstock.cli.services import GATEWAY_FLAGS, NODE_FLAGS, missing_packages
+from penstock.cli.replicas import replica_commands
+from penstock.cli.services import GATEWAY_FLAGS, NODE_FLAGS, check_node, missing_packages, node_replicas
 from penstock.contract.errors import ConfigError, PenstockError
+from penstock.contract.problems import joined
 from penstock.gateway.settings import GatewaySettings, check_address
-from penstock.gpu_node.gpus import this_machine
-from penstock.gpu_node.settings import NodeSettings, engine_config, pool_of_model
+from penstock.gpu_node.settings import NodeSettings, pool_of_model
 from penstock.runtime.cache_folders import state_folder
 from penstock.runtime.embedded_redis import (
     DEFAULT_MAXMEMORY_MIB,
@@ -122,8 +123,9 @@ class LoadingBar:
 
     def __enter__(self) -> Self:
         # Imported late, so that the processes already start while rich is imported.
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        from penstock.cli.console import Console
 
         self._progress = Progress(
             TextColumn("Loading {task.description}", markup=False),
@@ -219,16 +221,39 @@ _SHORT_HELP = frozenset(
     )
 )
 """The settings that `--help` shows. `--help-all` shows all of them."""
-_NEEDS_GPU = {
-    "gpu_memory_utilization": "needs a GPU; on the CPU, --kv-cache-gib sizes the KV cache",
-    "cpu_offload_gib": "needs a GPU; on the CPU, all weights are in host memory already",
-}
+
+
+_NO_REDIS = "unix://unused"
+
+
+def _problems(given: Mapping[str, Any], *, wait_s: float = 0.0) -> list[PenstockError]:
+    """Return what is wrong with a command line, as far as that is known before anything starts.
+
+    `wait_s`: seconds to wait for the port, if nothing else is wrong.
+    """
+    of_node, of_gateway = ({name: given[name] for name in names} for names in (_OF_NODE, _OF_GATEWAY))
+    problems, is_demo = Problems(), given["model"] is None
+    problems.of(_require_packages)
+    if given["ephemeral"] and given["data_dir"] is not None:
+        message = "ephemeral: --ephemeral keeps nothing in the folder of --data-dir; give one of them"
+        problems.found.append(ConfigError(message, param="ephemeral"))
+    problems.settings(LogSettings, {name: given[name] for name in LogSettings.model_fields})
+    gateway = problems.settings(GatewaySettings, of_gateway)
+    model = default_model() if is_demo else given["model"]
+    node = problems.settings(NodeSettings, {**of_node, "model": model, "redis_url": _NO_REDIS})
+    if node is not None:
+        check_node(problems, node, reads_model=not is_demo or node.tool_parser is not None)
+    if gateway is not None:
+        wait_s = 0.0 if problems.found else wait_s
+        problems.of(lambda: asyncio.run(check_address(gateway.host, gateway.port, wait_s=wait_s)))
+    return problems.found
 
 
 @takes(
     *options_of(NodeSettings, _OF_NODE, flags=NODE_FLAGS, shown=_SHORT_HELP),
     *options_of(GatewaySettings, _ONLY_OF_GATEWAY, flags=GATEWAY_FLAGS, shown=_SHORT_HELP),
     *options_of(LogSettings),
+    problems=_problems,
 )
 def serve(
     model: Annotated[
@@ -274,21 +299,18 @@ def serve(
         penstock serve model.gguf --kv-cache-dtype int8 --quantization int8
         penstock serve -m model.gguf -c 4096 -t 4
     """
+    if problems := _problems(
+        {**given, "model": model, "ephemeral": ephemeral, "data_dir": data_dir}, wait_s=PORT_TIMEOUT_S
+    ):
+        raise joined(problems)
     logs = LogSettings.load(**taken_for(LogSettings, given))
     of_node, of_gateway = ({name: given[name] for name in names} for names in (_OF_NODE, _OF_GATEWAY))
-    if missing := [
-        f"[{extra}] lacks {', '.join(names)}" for extra in ("cpu", "gateway") if (names := missing_packages(extra))
-    ]:
-        raise ConfigError(f"packages are missing: pip install 'penstock[cpu,gateway]' ({'; '.join(missing)})")
     if model is None:
         model = default_model()
         if _node_settings(model, of_node).generation_config == "auto":
             of_node["generation_config"] = SAMPLING
-    gateway = _check_settings(model, of_node, of_gateway)
-    settings = _node_settings(model, of_node)
-    replicas = replicas_of(settings, ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size)
-    if ephemeral and data_dir is not None:
-        raise ConfigError("ephemeral: --ephemeral keeps nothing in the folder of --data-dir; give one of them")
+    gateway, settings = GatewaySettings.load(**of_gateway), _node_settings(model, of_node)
+    replicas = node_replicas(settings)
     configure_logging(logs, prefix=log_prefix("serve"))
     for theirs, ours in unread_variables(os.environ).items():
         _log.warning("a variable of another server is not read", extra={"variable": theirs, "ours": ours})
@@ -303,9 +325,8 @@ def serve(
         _log_start(model, url, server)
         try:
             with _files_folder(data_dir, ephemeral=ephemeral) as files:
-                nodes = replica_commands(
-                    node_command(model, url, arguments=words[0]), replicas, drain_s=settings.drain_s
-                )
+                of_model = node_command(model, url, arguments=words[0], drain_s=settings.drain_s)
+                nodes = replica_commands(of_model, replicas)
                 shared = {**secrets, "PENSTOCK_FILES_URL": files}
                 run_until_stopped(_serve(url, server, model, nodes, words[1], logs, shared, gateway))
         except ProcessDiedError as error:
@@ -338,22 +359,11 @@ def _files_folder(data_dir: Path | None, *, ephemeral: bool) -> Iterator[str]:
         yield str(kept)
 
 
-def _check_settings(model: str, of_node: Mapping[str, Any], of_gateway: Mapping[str, Any]) -> GatewaySettings:
-    """Return the gateway's settings.
-
-    Raises ConfigError, which names the setting, for settings that the node or the gateway would refuse. A port that is
-    in use is one of them.
-    """
-    gateway, node = GatewaySettings.load(**of_gateway), _node_settings(model, of_node)
-    config = engine_config(node)
-    of_gpu = next((name for name in _NEEDS_GPU if getattr(node, name)), None)
-    if of_gpu is not None and not node.wants_gpu and (node.runner != "auto" or not this_machine().gpus):
-        raise ConfigError(f"{of_gpu}: {_NEEDS_GPU[of_gpu]}", param=of_gpu)
-    for name, folder in config.lora.items():
-        if not folder.expanduser().is_dir():
-            raise ConfigError(f"lora: adapter {name}: there is no folder {folder}", param="lora")
-    asyncio.run(check_address(gateway.host, gateway.port, wait_s=PORT_TIMEOUT_S))
-    return gateway
+def _require_packages() -> None:
+    if missing := [
+        f"[{extra}] lacks {', '.join(names)}" for extra in ("cpu", "gateway") if (names := missing_packages(extra))
+    ]:
+        raise ConfigError(f"packages are missing: pip install 'penstock[cpu,gateway]' ({'; '.join(missing)})")
 
 
 def keys_seen_file(queue: str) -> Path:
@@ -363,7 +373,7 @@ def keys_seen_file(queue: str) -> Path:
 
 
 def _node_settings(model: str, of_node: Mapping[str, Any]) -> NodeSettings:
-    return NodeSettings.load(model=model, redis_url="unix://unused", **of_node)
+    return NodeSettings.load(model=model, redis_url=_NO_REDIS, **of_node)
 
 
 async def _serve(
@@ -379,13 +389,14 @@ async def _serve(
     """Run the parts. `shared` has the environment variables of all parts."""
     async with Supervisor(relay_of(logs), {**log_variables(logs), **shared}) as supervisor:
         # Counted meanwhile, before the node has taken any of them.
-        started = start_all(supervisor, redis_url, model, nodes, of_gateway)
+        command = gateway_command(redis_url, arguments=of_gateway, drain_s=gateway.drain_s)
+        started = start_all(supervisor, redis_url, model, nodes, command)
         ready, waiting = await asyncio.gather(started, _waiting_jobs(server))
         _print_ready(*ready, redis_url, server, needs_key=gateway.api_key is not None)
         _say_what_waits(waiting, ready[0]["pool"])
         # A restarted gateway must use the same port, even if port 0 was requested, because callers know this one.
         port = str(urlsplit(ready[1]["url"]).port)
-        commands = (*nodes, gateway_command(redis_url, arguments=(*of_gateway, "--port", port)))
+        commands = (*nodes, replace(command, argv=(*command.argv, "--port", port)))
         async with asyncio.TaskGroup() as keepers:
             for child, command in zip(supervisor.children, commands, strict=True):
                 keepers.create_task(keep_child(supervisor, child, command, _log.warning))
@@ -438,16 +449,16 @@ def _say_what_ends(redis_url: str) -> None:
 
 
 async def start_all(
-    supervisor: Supervisor, redis_url: str, model: str, nodes: Sequence[ChildCommand], of_gateway: Sequence[str]
+    supervisor: Supervisor, redis_url: str, model: str, nodes: Sequence[ChildCommand], gateway: ChildCommand
 ) -> tuple[Event, Event]:
     """Start nodes and a gateway, show the progress, and return the ready events of the first ready node and of it."""
     progress = LoadingProgress(_log, pool_of_model(model))
     shown = replace(nodes[0], on_progress=progress.update)
     children = [await supervisor.start(command) for command in (shown, *nodes[1:])]
     # The gateway starts last and so stops first: no request arrives while the node returns its jobs to the queue.
-    gateway = await supervisor.start(gateway_command(redis_url, arguments=of_gateway))
+    door = await supervisor.start(gateway)
     async with progress.shown():
-        return await asyncio.gather(first_ready(children), gateway.ready(timeout_s=GATEWAY_START_TIMEOUT_S))
+        return await asyncio.gather(first_ready(children), door.ready(timeout_s=GATEWAY_START_TIMEOUT_S))
 
 
 def _log_start(model: str, redis_url: str, server: EmbeddedRedis | RunningRedis | None) -> None:
@@ -464,15 +475,15 @@ def _print_ready(
 ) -> None:
     body = {"model": node["pool"], "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
     data = shlex.quote(json.dumps(body))
-    print(f"\nServing {node['pool']} at {gateway['url']}/v1   (page: {gateway['url']}/)")
+    write_line(f"\nServing {node['pool']} at {gateway['url']}/v1   (page: {gateway['url']}/)")
     shared = (
         f"   (of {server.owner}: its models and jobs are shown here too)" if isinstance(server, RunningRedis) else ""
     )
-    print(f"Redis: {without_password(redis_url)}{shared}\n")
+    write_line(f"Redis: {without_password(redis_url)}{shared}\n")
     key = '-H "Authorization: Bearer $KEY" ' if needs_key else ""
-    print(f"  curl -N {gateway['url']}/v1/chat/completions {key}-H 'Content-Type: application/json' -d {data}")
+    write_line(f"  curl -N {gateway['url']}/v1/chat/completions {key}-H 'Content-Type: application/json' -d {data}")
     if server is not None:
         # Another `penstock serve` has the address at which commands look: this one is reached by its URL.
         is_found = leads_to(RedisSettings.load().runtime_dir, redis_url)
-        print(f"  {'' if is_found else f'PENSTOCK_REDIS_URL={redis_url} '}penstock submit 'Hello!'")
-    print(flush=True)
+        write_line(f"  {'' if is_found else f'PENSTOCK_REDIS_URL={redis_url} '}penstock submit 'Hello!'")
+    write_line()

@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -15,15 +16,16 @@ from typing import Annotated, Any, get_args
 import typer
 
 from penstock.cli.demo_model import SAMPLING, default_model, is_demo
-from penstock.cli.options import docstrings_of, options_of, taken_for, takes, words_of
+from penstock.cli.options import Problems, docstrings_of, options_of, taken_for, takes, words_of
 from penstock.cli.output import exit_code_of
 from penstock.cli.processes import node_command
-from penstock.cli.replicas import replicas_of, run_replicas
+from penstock.cli.replicas import Replica, replicas_of, run_replicas
 from penstock.contract.errors import ConfigError, ConflictError, PenstockError
+from penstock.contract.problems import joined
 from penstock.contract.tenant import MIN_SAFE_CHARS, UNLIMITED, Scope, given_keys
 from penstock.gateway.settings import GatewaySettings, given_records
-from penstock.gpu_node.gpus import version_of
-from penstock.gpu_node.settings import VLLM_NAME_BY_NAME, NodeSettings, engine_config
+from penstock.gpu_node.gpus import this_machine, version_of
+from penstock.gpu_node.settings import VLLM_NAME_BY_NAME, NodeSettings, check_model, engine_config
 from penstock.runtime import event_loop
 from penstock.runtime.logging import LogSettings, configure_logging
 from penstock.runtime.settings import KeySettings, pool_urls, redis_url_of
@@ -38,8 +40,55 @@ NODE_FLAGS = {"aliases": ("--alias", "--served-model-name"), "lora": ("--lora", 
 """Flags of settings that also have vLLM's name, or whose flag differs from the setting's name."""
 
 
+_NEEDS_GPU = {
+    "gpu_memory_utilization": "needs a GPU; on the CPU, --kv-cache-gib sizes the KV cache",
+    "cpu_offload_gib": "needs a GPU; on the CPU, all weights are in host memory already",
+}
+
+
+def node_replicas(node: NodeSettings) -> tuple[Replica, ...]:
+    """Return the replicas that a node's settings ask for, as `replicas_of` does."""
+    return replicas_of(node, ranks=node.tensor_parallel_size * node.pipeline_parallel_size)
+
+
+def check_node(problems: Problems, node: NodeSettings, *, reads_model: bool) -> None:
+    """Note what is wrong with a node's settings and with its model, as far as it is known before anything starts."""
+    problems.of(lambda: _require_gpu(node))
+    problems.of(lambda: node_replicas(node))
+    if (config := problems.of(lambda: engine_config(node))) is not None:
+        problems.of(lambda: _require_adapters(config.lora))
+        if reads_model:
+            problems.of(lambda: check_model(node))
+
+
+def _require_gpu(node: NodeSettings) -> None:
+    of_gpu = next((name for name in _NEEDS_GPU if getattr(node, name)), None)
+    if of_gpu is not None and not node.wants_gpu and (node.runner != "auto" or not this_machine().gpus):
+        raise ConfigError(f"{of_gpu}: {_NEEDS_GPU[of_gpu]}", param=of_gpu)
+
+
+def _require_adapters(adapters: Mapping[str, Path]) -> None:
+    for name, folder in adapters.items():
+        if not folder.expanduser().is_dir():
+            raise ConfigError(f"lora: adapter {name}: there is no folder {folder}", param="lora")
+
+
+def _node_problems(given: Mapping[str, Any]) -> list[PenstockError]:
+    problems, model = Problems(), given["model"] or os.environ.get("PENSTOCK_NODE_MODEL")
+    problems.settings(LogSettings, {name: given[name] for name in LogSettings.model_fields})
+    named = {"redis_url": given["redis_url"] or "unix://unused", "model": default_model() if model == "demo" else model}
+    of_node = {name: value for name, value in given.items() if name in NodeSettings.model_fields}
+    node = problems.settings(NodeSettings, of_node | named)
+    if node is not None:
+        # A supervisor has read the model.
+        check_node(problems, node, reads_model=os.environ.get("PENSTOCK_NODE_PROGRESS") != "json")
+    return problems.found
+
+
 @takes(
-    *options_of(NodeSettings, [name for name in _FIELDS if name != "model"], flags=NODE_FLAGS), *options_of(LogSettings)
+    *options_of(NodeSettings, [name for name in _FIELDS if name != "model"], flags=NODE_FLAGS),
+    *options_of(LogSettings),
+    problems=_node_problems,
 )
 def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, **given: Any) -> None:
     """Load a model and run jobs of its pool until SIGTERM. Unfinished jobs then return to the queue.
@@ -53,6 +102,8 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
         penstock node ORG/MODEL --replicas auto
         penstock node demo
     """
+    if problems := _node_problems({**given, "model": model}):
+        raise joined(problems)
     logs = LogSettings.load(**taken_for(LogSettings, given))
     settings = NodeSettings.load(**given | {"model": model, "redis_url": redis_url_of(given["redis_url"])})
     if is_demo(settings.model):
@@ -62,11 +113,10 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
     if given["redis_url"] is None and (of_pool := pool_urls().get(settings.pool_name)) is not None:
         settings = settings.model_copy(update={"redis_url": of_pool})
     configure_logging(logs)
-    if replicas := replicas_of(settings, ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size):
-        engine_config(settings)
+    if replicas := node_replicas(settings):
         # The URL may be a secret, so it is no argument.
         arguments = words_of({name: value for name, value in given.items() if name != "redis_url"}, NODE_FLAGS)
-        command = node_command(settings.model, settings.redis_url, arguments=arguments)
+        command = node_command(settings.model, settings.redis_url, arguments=arguments, drain_s=settings.drain_s)
         run_replicas(settings, command, replicas, logs)
         return
     try:
@@ -79,7 +129,15 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
 
 
 def missing_packages(extra: str) -> list[str]:
-    """Return the packages of one of penstock's extras, and of the extras in it, that this machine needs and lacks."""
+    """Return the names of the packages in `missing_requirements`."""
+    return [_name_in(line) for line in missing_requirements(extra)]
+
+
+def missing_requirements(extra: str) -> list[str]:
+    """Return the packages of one of penstock's extras, and of the extras in it, that this machine needs and lacks.
+
+    Each has its bounds, as pip takes them.
+    """
     marker = re.compile(rf"extra\s*==\s*['\"]{extra}['\"]")
     machine = re.compile(r"platform_machine\s*==\s*['\"](\w+)['\"]")
     found: list[str] = []
@@ -88,10 +146,14 @@ def missing_packages(extra: str) -> list[str]:
         if marker.search(line) is None or (wanted is not None and wanted[1] != platform.machine()):
             continue
         if (inner := re.match(r"penstock\[([\w,]+)\]", line)) is not None:
-            found += [name for part in inner[1].split(",") for name in missing_packages(part) if name not in found]
-        elif version_of(name := re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0]) is None:
-            found.append(name)
+            found += [one for part in inner[1].split(",") for one in missing_requirements(part) if one not in found]
+        elif version_of(_name_in(line)) is None:
+            found.append(line.partition(";")[0].strip())
     return found
+
+
+def _name_in(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
 
 
 GATEWAY_FLAGS = {
@@ -102,7 +164,14 @@ GATEWAY_FLAGS = {
 """Flags of settings whose flag differs from the setting's name."""
 
 
-@takes(*options_of(GatewaySettings, flags=GATEWAY_FLAGS), *options_of(LogSettings))
+def _gateway_problems(given: Mapping[str, Any]) -> list[PenstockError]:
+    problems = Problems()
+    for kind in (LogSettings, GatewaySettings):
+        problems.settings(kind, {name: given[name] for name in kind.model_fields})
+    return problems.found
+
+
+@takes(*options_of(GatewaySettings, flags=GATEWAY_FLAGS), *options_of(LogSettings), problems=_gateway_problems)
 def gateway(**given: Any) -> None:
     """Serve the OpenAI API for the pools of a Redis, and of those that PENSTOCK_POOLS names.
 
@@ -117,6 +186,8 @@ def gateway(**given: Any) -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock[gateway]'") from error
 
+    if problems := _gateway_problems(given):
+        raise joined(problems)
     logs = LogSettings.load(**taken_for(LogSettings, given))
     url = redis_url_of(given["redis_url"])
     settings = GatewaySettings.load(**given | {"redis_url": url})

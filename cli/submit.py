@@ -9,9 +9,9 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli.command_line import queue_option
+from penstock.cli.help_page import queue_option
 from penstock.cli.options import REDIS_URL_HELP, given_flags, sampling_flags, takes
-from penstock.cli.output import write_text
+from penstock.cli.output import write_line, write_text
 from penstock.contract.errors import PenstockError, RequestError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ async def _stream(
             await job.cancel()
             raise
         finally:
-            print()
+            write_line()
 
 
 # Files of requests.

@@ -12,7 +12,7 @@ import typer
 
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
-from penstock.cli.output import AsJson, print_object
+from penstock.cli.output import AsJson, print_object, write_line
 from penstock.contract.errors import ConfigError
 from penstock.runtime.settings import pool_urls, redis_url_of
 
@@ -62,7 +62,7 @@ def delete(
     counts = {"API keys": found.num_keys, "jobs": num_jobs, "files": files.num_files, "batches": files.num_batches}
     counts |= {"webhook endpoints": num_endpoints}
     shown = ", ".join(f"{number} {what}" for what, number in counts.items() if number or what in ("API keys", "jobs"))
-    print(f"deleted: {shown}", file=sys.stderr)
+    write_line(f"deleted: {shown}", file=sys.stderr)
 
 
 async def _data(urls: Sequence[str], tenant: str) -> TenantData:

@@ -15,7 +15,7 @@ url = redis_url_of()  # of the running `penstock serve`, or PENSTOCK_REDIS_URL; 
 connection: Any = redis.Redis.from_url(url)
 
 with Client(url) as client, connection.pubsub() as channel:
-    pool = next(iter(client.pools()))
+    pool = client.served_pool().pool  # where `submit` sends jobs that name no model
     # Jobs may share a channel, so it is subscribed to before the job exists, and no message is missed.
     channel.subscribe(f"penstock:{{{pool}}}:channel:default:stories")
     client.submit("Once upon a time", channel={"name": "stories"}, max_tokens=32, temperature=0)

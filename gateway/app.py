@@ -27,6 +27,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 
 from penstock.contract.errors import UnavailableError
+from penstock.contract.tenant import are_required
 from penstock.gateway.anthropic.routes import ANTHROPIC
 from penstock.gateway.api_docs.openapi import ApiDocs
 from penstock.gateway.batches.routes import BATCHES
@@ -42,6 +43,7 @@ from penstock.gateway.http.middleware import (
     Cors,
     Drain,
     HeadRequests,
+    PlainPaths,
     SubprotocolKey,
     TracedRequests,
     allows_any_page,
@@ -60,7 +62,14 @@ from penstock.gateway.request.reading import BodyBudgets, Parser, RequestReader
 from penstock.gateway.responses.routes import RESPONSES
 from penstock.gateway.route_doc import PROBE_METHODS
 from penstock.gateway.settings import GatewaySettings, check_address
-from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER, Answers, WholeSender
+from penstock.gateway.stream.answer import (
+    IGNORED_HEADER,
+    JOB_HEADER,
+    MAX_TOKENS_HEADER,
+    NOTICE_HEADER,
+    Answers,
+    WholeSender,
+)
 from penstock.gateway.tasks.routes import TASKS
 from penstock.gateway.usage import UsageRoutes
 from penstock.gateway.web.routes import ASSET_PATHS, Dashboard, WebRoutes
@@ -243,6 +252,7 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     _add_middleware(app, settings, client, metrics, errors, described)
     if tracing is not None:
         app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=_paths_of(described))
+    app.add_middleware(PlainPaths)
     return Gateway(app, dashboard, open_feeds)
 
 
@@ -336,7 +346,7 @@ def _add_cors(app: FastAPI, settings: GatewaySettings, errors: ErrorShapes, rout
     needs_keys = is_closed_without_keys(settings) and not settings.allow_anonymous
     check_origins(settings.cors_origins, needs_keys=needs_keys)
     if settings.cors_origins:
-        exposed = [JOB_HEADER, *errors.all_id_headers, IGNORED_HEADER, MAX_TOKENS_HEADER, "Retry-After"]
+        exposed = [JOB_HEADER, *errors.all_id_headers, IGNORED_HEADER, MAX_TOKENS_HEADER, NOTICE_HEADER, "Retry-After"]
         app.add_middleware(
             Cors,
             origins=settings.cors_origins,
@@ -450,7 +460,7 @@ async def _checked_at_start(settings: GatewaySettings) -> GatewaySettings:
     await check_address(settings.host, settings.port)
     async with _client_of(settings) as client:
         await client.warn_of_eviction()
-        if allows_any_page(settings.cors_origins) and await client.api_keys():
+        if allows_any_page(settings.cors_origins) and are_required(await client.api_keys()):
             # The keys may be removed before the first request, so the gateway must not wait for it to see them.
             return settings.model_copy(update={"require_keys": True})
     return settings

@@ -111,8 +111,10 @@ class SharedBudget:
         self._max_waiting = math.inf if max_waiting is None else max_waiting
         self._refusal = refusal
         self._num_used = 0
+        # Keyed by tenant; no text of a request.
         self._claims: dict[str, set[Claim]] = {}
         """The claims by owner that hold something."""
+        # Keyed by tenant; no text of a request.
         self._waiting: dict[str, deque[_WaitingClaim]] = {}
         """Waiting claims by owner. The first owner in the dictionary is served next."""
 

@@ -27,6 +27,7 @@ from penstock.contract.errors import (
 )
 from penstock.contract.output import WaitEstimate
 from penstock.contract.problems import MAX_NAME_CHARS
+from penstock.gateway.other_servers import hint
 
 ID_HEADER = "X-Request-Id"
 """Response header with the request's id in the access log. OpenAI's client shows it in its errors."""
@@ -169,6 +170,8 @@ class ErrorHandlers:
         if not isinstance(error, HTTPException):
             raise error
         message = f"{error.detail}: {request.method} {request.url.path[:MAX_NAME_CHARS]}"
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            message += hint(request.scope, request.app.routes)
         shape, request_id = self._shapes.shape_of(request.scope), _request_id_of(request.scope)
         return JSONResponse(
             shape.framework_body(message, error.status_code, request_id), error.status_code, error.headers

@@ -29,6 +29,7 @@ class OpenFeeds:
     """The streams of completions that are open at this gateway."""
 
     def __init__(self) -> None:
+        # Keyed by tenant; no text of a request.
         self._of_tenant: dict[str, set[FeedPlace]] = {}
         self.is_stopped = False
 

@@ -66,7 +66,7 @@ def gpu_problems(machine: GpuMachine) -> Iterator[tuple[str, str]]:
         yield finding, "use a GPU of the Ampere generation or later"
     if machine.torch_cuda is None:
         version = "is not installed" if machine.torch is None else f"{machine.torch} cannot use a GPU"
-        yield f"torch {version}: {ON_CPU}", "install a CUDA build of torch"
+        yield f"torch {version}: {ON_CPU}", "pip install --force-reinstall torch (the build at PyPI has CUDA)"
     elif machine.driver_cuda is not None and _major(machine.torch_cuda) > _major(machine.driver_cuda):
         finding = (
             f"torch {machine.torch} needs CUDA {machine.torch_cuda}, the driver has {machine.driver_cuda}: {ON_CPU}"
@@ -74,7 +74,7 @@ def gpu_problems(machine: GpuMachine) -> Iterator[tuple[str, str]]:
         yield finding, "update the driver, or install a torch for an older CUDA"
     if machine.triton is None:
         finding = "triton is not installed: a node with a GPU cannot start"
-        yield finding, "install triton, which CUDA builds of torch bring"
+        yield finding, "pip install triton, which CUDA builds of torch bring"
 
 
 def _gpus_in(report: str) -> Iterator[Gpu]:

@@ -246,6 +246,8 @@ class Node:
         # The chat template renders a chat or more for these, and may be slow.
         detected = await self._threads.run(lambda: engine.tokenizer.reasoning_parser)
         switches = await self._threads.run(lambda: engine.tokenizer.thinking_switches)
+        tool_parser = settings.tool_parser or engine.tokenizer.tool_parser
+        capabilities = await self._threads.run(engine.capabilities)
         is_detected = settings.reasoning_parser in (None, detected)
         self._record = PoolRecord(
             pool=settings.pool_name,
@@ -253,7 +255,7 @@ class Node:
             aliases=settings.aliases,
             max_model_len=engine.max_model_len,
             max_token_bytes=engine.tokenizer.max_token_bytes,
-            tool_parser=settings.tool_parser or engine.tokenizer.tool_parser,
+            tool_parser=tool_parser,
             reasoning_parser=settings.reasoning_parser or detected,
             # The switches tell how the reasoning parser differs with template variables.
             thinking_switches=switches if is_detected else (),
@@ -262,6 +264,7 @@ class Node:
             adapters=await self._threads.run(engine.adapters),
             kinds=KINDS,
             sampling_defaults=engine.sampling_defaults,
+            capabilities=tuple(one for one in capabilities if one != "tools" or tool_parser != "none"),
         )
         # Nodes of a pool must agree on their limits: otherwise one node would fail a job that another has accepted.
         config = settings.pool_config | {"max_model_len": engine.max_model_len}
@@ -401,7 +404,7 @@ class Node:
             self._outbox,
             snapshot,
             base=base,
-            drain=self.ledger.drain,
+            ledger=self.ledger,
             interval_s=interval_s,
             pause=self._watch.pause,
             is_compared=lambda: self._history.is_compared,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from penstock.contract.errors import ConfigError, PenstockError
+from penstock.gpu_node.engine.early import require_tools
 from penstock.gpu_node.engine.engine import Engine
 from penstock.gpu_node.engine.worker import EngineLike
 from penstock.gpu_node.node import Node
@@ -32,6 +33,7 @@ from penstock.runtime.process_memory import freeze_gc
 from penstock.runtime.service_manager import ServiceManager
 from penstock.runtime.stack_dump import offer_stacks
 from penstock.runtime.stall_guard import StallGuard
+from penstock.runtime.terminal import without_controls
 
 log = logging.getLogger(__package__)
 
@@ -83,7 +85,7 @@ def _report_end(error: BaseException | None, exit_code_of: Callable[[PenstockErr
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, PenstockError):
-        sys.stderr.write(f"penstock: {error.message}\n")
+        sys.stderr.write(f"penstock: {without_controls(error.message)}\n")
         return exit_code_of(error)
     traceback.print_exception(error)
     return 1
@@ -121,9 +123,7 @@ async def run_node(settings: NodeSettings) -> None:
         engine = await asyncio.to_thread(Engine, config, progress=tell)
     finally:
         await cancel_until_done(beside)
-    if settings.tool_parser not in (None, "none") and not engine.tokenizer.takes_tools:
-        problem = f"tool_parser is {settings.tool_parser}, but the model's chat template takes no tools"
-        raise ConfigError(problem, param="tool_parser")
+    require_tools(settings.tool_parser, takes_tools=engine.tokenizer.takes_tools)
     freeze_gc()
     await serve_engine(settings, engine, seats, measures_steps=True)
 

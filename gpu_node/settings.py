@@ -197,12 +197,23 @@ def engine_config(settings: NodeSettings) -> EngineConfig:
         raise config_error(error) from error
 
 
+def check_model(settings: NodeSettings) -> None:
+    """Check the node's model, as far as it is known before anything starts. Raises ConfigError."""
+    from penstock.gpu_node.engine.early import check_early
+
+    check_early(engine_config(settings), settings.tool_parser)
+
+
 def slug(text: str) -> str:
     """Return `text` with only the characters that pool and node names may have."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[:64] or "node"
 
 
 def pool_of_model(model: str) -> str:
-    """Return the pool of a model: the last part of its id, path or file, without revision, suffix and part number."""
-    name = PurePath(model.partition("@")[0]).name.rpartition(":")[2]
-    return slug(re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name))
+    """Return the pool of a model: the last part of its id, path or file, without revision, suffix and part number.
+
+    A quantization after a colon is part of it.
+    """
+    name = PurePath(model.partition("@")[0]).name
+    name = name.rpartition(":")[2] if name.lower().endswith(".gguf") else name
+    return slug(re.sub(r"(?i)(-\d{5}-of-\d{5})?\.gguf$", "", name))

@@ -26,7 +26,7 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 OUTPUT = Path(__file__).with_suffix(".png")
 CHROMIUM = os.environ.get("PENSTOCK_CHROMIUM", "/usr/bin/chromium")
 QUESTION = "What does a water turbine do? Then write a Python function that computes its power."
-PARAMETERS = """localStorage.setItem("penstock-parameters", '{"temperature": "0", "max_tokens": "220"}')"""
+PARAMETERS = """localStorage.setItem("penstock-settings", '{"temperature": "0", "max_tokens": "220"}')"""
 SUBJECTS = ("rivers", "dams", "valves", "pumps", "canals", "mills", "locks", "wells")
 TENANTS = {"shop": Priority.STANDARD, "search": Priority.STANDARD, "reports": Priority.BATCH}
 CALLERS = 12

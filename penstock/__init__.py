@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         BusyError,
         ConfigError,
         ConflictError,
+        DamagedDataError,
         ForbiddenError,
         InvariantError,
         JobCancelledError,
@@ -70,7 +71,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "penstock.contract.errors": (
-        *("BusyError", "ConfigError", "ConflictError", "ForbiddenError", "InvariantError", "JobCancelledError"),
+        *("BusyError", "ConfigError", "ConflictError", "DamagedDataError", "ForbiddenError", "InvariantError"),
+        "JobCancelledError",
         *(
             "JobExpiredError",
             "JobFailedError",
@@ -143,6 +145,7 @@ __all__ = [
     "GatewaySettings",
     "GenerateOptions",
     "Generation",
+    "DamagedDataError",
     "InvariantError",
     "Job",
     "JobCancelledError",

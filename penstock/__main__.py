@@ -1,5 +1,6 @@
 """The `penstock` command, which `python -m penstock` is too."""
 
+import os
 import sys
 
 from penstock.contract.errors import EXIT_INTERRUPTED, EXIT_WRONG_USE
@@ -8,6 +9,10 @@ from penstock.runtime.init_process import reap_orphans_if_first
 
 def main() -> None:
     """Runs the command. Ctrl-C is as quiet while its modules are loaded as it is later."""
+    if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
+        # Neither paths nor prompts could have other letters. The encoding is fixed when Python starts.
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, sys.orig_argv)
     reap_orphans_if_first()
     try:
         from penstock.cli.main import app

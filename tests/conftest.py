@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 import ssl
@@ -14,12 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import _pytest.logging
 import httpx
 import pytest
 import redis as sync_redis
-from _pytest.logging import catching_logs
-from _pytest.runner import runtestprotocol
 from fakes.cover import examples
 from fakes.processes.child_process import ChildProcess
 from fakes.processes.forked_process import ForkServer
@@ -62,26 +58,6 @@ for _wait in ("connect", "read", "write", "pool"):
 SERVICES = pytest.StashKey[ForkServer]()
 """The server of services that xdist's workers share."""
 
-
-class RootHandler(catching_logs[Any]):
-    """Collects the root logger's records, which are all that tests look at.
-
-    Pytest also searches for loggers that do not propagate, six times for each test, through all loggers of the process.
-    torch and transformers have hundreds.
-    """
-
-    def __enter__(self) -> Any:
-        root = logging.getLogger()
-        if self.level is not None:
-            self.handler.setLevel(self.level)
-            self.orig_level = root.level
-            root.setLevel(min(self.orig_level, self.level))
-        root.addHandler(self.handler)
-        self.attached_loggers.append(root)
-        return self.handler
-
-
-_pytest.logging.catching_logs = RootHandler  # type: ignore[misc]
 
 # A machine with other work may hold up any example.
 settings.register_profile("penstock", settings(deadline=None, max_examples=examples(100)))
@@ -131,18 +107,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedOut | None:
     """Share out whole files in our own order, where xdist would share them out in that of their names."""
     return SharedOut(config, log) if config.getoption("dist") == "loadfile" else None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test in a worker as pytest does, and send the reports that are shown: two messages instead of six."""
-    if not hasattr(item.config, "workerinput") or item.config.option.durations is not None:
-        return None
-    reports = runtestprotocol(item, log=False, nextitem=nextitem)
-    all_passed = all(report.passed for report in reports)
-    for report in reports[1:2] if all_passed else reports:
-        item.ihook.pytest_runtest_logreport(report=report)
-    return True
 
 
 @pytest.hookimpl(wrapper=True)

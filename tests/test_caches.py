@@ -1,7 +1,7 @@
-"""Every cache, and every table keyed by a text, is on a list. What a caller's text keys has the tenant in its key.
+"""A comment above every cache, and every table keyed by a text, says whose it is.
 
 A cache that tenants share by text tells one of them by an answer's time or numbers whether another one sent that text.
-The entries are found in the syntax trees, so a new one fails here until it is on a list with its reason.
+So what a caller's text keys has the tenant in its key. The tables are found in the syntax trees.
 """
 
 from __future__ import annotations
@@ -20,115 +20,14 @@ from penstock.gpu_node.engine.text.encoder import ChatEncoder
 from penstock.queue import keys
 from tests.source_tree import ROOT, modules
 
-BY_TENANT = {
-    "gpu_node.engine.kv_cache.block_pool:_num_cached": "tenant; no text of a request",
-    "gpu_node.engine.kv_cache.block_pool:_rings": "tenant; no text of a request",
-    "gpu_node.engine.kv_cache.block_pool:_used_at": "tenant; no text of a request",
-    "gpu_node.engine.kv_cache.block_pool:_weights": "tenant; no text of a request",
-    "gpu_node.engine.kv_cache.manager:_index": "hashes that chain from salted_root(tenant, cache_salt, adapter)",
-    "queue.job_cost:_windows": "(tenant, classes of lengths); '' is the sum over all tenants",
-    "gpu_node.engine.policy.by_policy:_held": "tenant; no text of a request",
-    "gpu_node.engine.policy.by_policy:_weights": "tenant; no text of a request",
-    "gpu_node.engine.structured.compiler:_known": "_Key: (tenant, digest of the text)",
-    "gpu_node.engine.structured.compiler:_num_ended": "_Key",
-    "gpu_node.engine.structured.compiler:_pending": "_Key; the single flight of trials",
-    "gpu_node.engine.structured.compiler:_used": "_Key",
-    "gpu_node.engine.structured.lanes:_waiting": "tenant; trials in order of arrival",
-    "gpu_node.engine.text.encoder:_known": "(Owner, piece of a chat or plain prompt); an Owner is (tenant, cache_salt)",
-    "gpu_node.taking.preparation:_trials_of": "tenant",
-    "gpu_node.taking.preparation:_chats_of": "tenant; no text of a request",
-    "gpu_node.taking.preparation:_long_prompts_of": "tenant; no text of a request",
-    "gpu_node.taking.preparation:_tasks_of": "tenant; no text of a request",
-    "producer.client.job:_of_tenant": "tenant, then a number; never looked up by a text",
-    "gateway.open_feeds:_of_tenant": "tenant; no text of a request",
-    "gateway.budget:_claims": "tenant; no text of a request",
-    "gateway.budget:_waiting": "tenant; no text of a request",
-    "queue.policy:_queues": "tenant; no text of a request",
-    "queue.policy_state:debts": "tenant; no text of a request",
-    "queue.policy_state:last": "tenant; no text of a request",
-    "queue.policy_state:this": "tenant; no text of a request",
-    "queue.policy_state:times": "tenant; no text of a request",
-}
-"""Tables of all tenants. What their keys are made of."""
+OWNERS = ("# Keyed by tenant", "# Keyed by id: ", "# Of one request", "# Of one user")
+"""How the comment above a cache or a table, or behind it, begins.
 
-BY_ID = {
-    "gpu_node.engine.async_engine:_streams": "id of a request",
-    "gpu_node.engine.engine:_finished_usage": "id of a request",
-    "gpu_node.engine.engine:_requests": "id of a request",
-    "gpu_node.engine.timings:_ended": "id of a request",
-    "gpu_node.engine.timings:running": "id of a request",
-    "gpu_node.engine.search.searches:_beams": "id of a request",
-    "gpu_node.engine.search.searches:_best_of": "id of a request",
-    "gpu_node.engine.policy.policy:_slots": "digest of an adapter, which the operator chose",
-    "gpu_node.jobs.ledger:_by_lease": "lease",
-    "gpu_node.jobs.ledger:_jobs": "job id",
-    "gpu_node.publishing.outbox:_waiters": "lease",
-    "gpu_node.model.lora.library:_read": "digest of an adapter, which the operator chose",
-    "gpu_node.model.ranks.group:_started": "number of a rank",
-    "gpu_node.model.torch_cpu.load:_read": "tensor of a checkpoint",
-    "gpu_node.service.health:_troubles": "part of the node",
-    "gpu_node.publishing.outbox:_dirty": "job id",
-    "producer.batch.results:failed": "part of one batch file",
-    "producer.batch.task_leases:_known": "Celery's id of a delivery",
-    "producer.batch.task_leases:_seen": "Celery's id of a delivery",
-    "producer.batch.worker_metrics:_started_s": "Celery's id of a task",
-    "producer.client.pools:_of": "pool",
-    "producer.client.webhooks:_remembered": "tenant",
-    "producer.client.completions:_ids": "job id",
-    "producer.client.inbox:_detaching": "job id",
-    "producer.client.inbox:_pools": "pool",
-    "queue.broker.pools:known": "pool",
-    "queue.broker.scripts:_read": "pool",
-    "producer.client.inbox:_feeds": "job id",
-    "producer.client.inbox:_last_heartbeat_s": "job id",
-    "gateway.http.entry:_is_allowed": "Host header, of a gateway without keys: it has one tenant",
-}
-"""Tables of all tenants, keyed by names that penstock or the operator makes, or that say nothing of a tenant."""
-
-OF_ONE_REQUEST = {
-    "gateway.message_batches.splitting:_numbers",
-    "gateway.openai.encoder:_frames",
-    "gateway.openai.encoder:_num_prompt_tokens",
-    "gateway.openai.encoder:_prompt_ids",
-    "gateway.openai.encoder:_readers",
-    "gateway.responses.encoder:_members",
-    "gateway.responses.items:arguments",
-    "gateway.websocket.session:_streams",
-    "gpu_node.engine.structured.quoted_grammar:_definitions",
-    "gpu_node.engine.structured.schema.facts:properties",
-    "gpu_node.engine.structured.schema.facts:ranges",
-    "queue.broker.admin:jobs",
-    "producer.stored_batches.rows:models",
-    "producer.stored_batches.row_client:open_jobs",
-    "contract.pool:adapters",
-    "contract.pool:jobs_by_tenant",
-    "contract.pool:sampling_defaults",
-    "contract.pool:times_of_hour",
-    "contract.pool:troubles",
-}
-"""Tables that one request, connection or record has."""
-
-OF_ONE_USER = {
-    "cli.bench.connection:_headers",
-    "cli.main:_load",
-    "cli.option_words:_sampling",
-    "cli.option_words:notices",
-    "cli.option_words:problems",
-    "cli.options:_docstrings_in",
-    "cli.top.reader:_seen",
-    "contract.fields:names_at",
-    "gateway.api_docs.openapi:body_schemas",
-    "gpu_node.model.architecture.families:families",
-    "gpu_node.model.checkpoint.stored_tensors:_can_dequantize",
-    "gpu_node.model.checkpoint.methods:methods",
-    "gpu_node.model.torch_cpu.load:can_prepack",
-    "queue.broker.scripts:_digest",
-    "queue.files.records_audit:hashes",
-    "queue.files.records_audit:members",
-    "queue.broker.scripts:_part",
-    "queue.broker.scripts:source",
-}
-"""Tables of a command on a terminal, and of penstock's own code and model files. No request reaches their keys."""
+- *Keyed by tenant*: a caller's text may be a part of the key, because the tenant is another.
+- *Keyed by id*: penstock or the operator makes the keys, or they say nothing of a tenant.
+- *Of one request*: one request, connection or record has the table.
+- *Of one user*: the table belongs to a command on a terminal, or to our own code and files. No request reaches it.
+"""
 
 TIMING_CHANNELS = {
     "word cache": "the library tokenizers keeps the tokens of single words of all texts that it encodes",
@@ -140,7 +39,6 @@ CACHES = {"lru_cache", "cache", "cached", "cachedmethod", "LRUCache", "TTLCache"
 TABLES = {"dict", "OrderedDict", "defaultdict", "WeakValueDictionary"}
 TEXTS = ("str", "bytes", "Any", "object", "Key")
 """Parts of an annotation whose values may be texts. Other keys are numbers and objects with an identity."""
-HEADER = "penstock."
 
 
 def last_name(node: ast.expr) -> str:
@@ -174,14 +72,14 @@ def is_kept(target: ast.expr, node: ast.AST, outer: set[ast.AST]) -> bool:
     return isinstance(target, ast.Name) and node in outer
 
 
-def tables_in(tree: ast.Module) -> Iterator[str]:
-    """Yield the names of caches, and of tables that begin empty and whose keys may be texts."""
+def placed(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    """Yield caches, and tables that begin empty and whose keys may be texts: name and statement."""
     nodes = list(ast.walk(tree))
     outer: set[ast.AST] = {*tree.body} | {one for node in nodes if isinstance(node, ast.ClassDef) for one in node.body}
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if any(last_name(one) in CACHES for one in node.decorator_list):
-                yield node.name
+                yield node.name, node
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target, kind = (
                 (node.target, node.annotation) if isinstance(node, ast.AnnAssign) else (node.targets[0], None)
@@ -193,24 +91,34 @@ def tables_in(tree: ast.Module) -> Iterator[str]:
             if kind is not None and last_name(kind) == "Mapping":
                 continue  # A record, which nothing adds to.
             if is_cache or (is_empty_table(node.value) and may_be_text(kind or called)):
-                yield last_name(target)
+                yield last_name(target), node
 
 
-def found() -> set[str]:
-    places = set()
-    for module in modules().values():
-        if not module.name.startswith("penstock.kernels"):  # They see arrays, never texts.
-            places |= {f"{module.name.removeprefix(HEADER)}:{name}" for name in tables_in(module.tree)}
-    return places
+def unowned(tree: ast.Module, source: str) -> Iterator[str]:
+    """Yield the caches and tables of a module without a comment that says whose they are."""
+    lines = source.split("\n")
+    for name, node in placed(tree):
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *(one.lineno for one in decorators)])
+        behind = lines[node.lineno - 1].rpartition("  #")[2]
+        if not (lines[first - 2].lstrip().startswith(OWNERS) or f"#{behind}".startswith(OWNERS)):
+            yield f"{first}: {name}"
 
 
-def test_every_cache_and_every_table_keyed_by_a_text_is_on_a_list() -> None:
-    listed = {*BY_TENANT, *BY_ID, *OF_ONE_REQUEST, *OF_ONE_USER}
-    assert len(listed) == sum(map(len, (BY_TENANT, BY_ID, OF_ONE_REQUEST, OF_ONE_USER)))
-    known = found()
-    unlisted, gone = sorted(known - listed), sorted(listed - known)
-    assert not unlisted, f"put it on a list of this file, with the tenant in its key if a caller's text is: {unlisted}"
-    assert not gone, f"take it off its list: {gone}"
+def test_a_comment_above_every_cache_and_every_table_keyed_by_a_text_says_whose_it_is() -> None:
+    found = [
+        f"{module.path}:{one}"
+        for module in modules().values()
+        if not module.name.startswith("penstock.kernels")  # They see arrays, never texts.
+        for one in unowned(module.tree, module.path.read_text())
+    ]
+    assert found == [], f"write one of these above it, with the tenant in its key if a caller's text is: {OWNERS}"
+
+
+@pytest.mark.parametrize(("above", "is_found"), [("", True), ("# A cache.", True), ("# Keyed by tenant.", False)])
+def test_a_table_needs_its_comment(above: str, is_found: bool) -> None:
+    source = f"import x\n{above}\nknown: WeakValueDictionary[str, A] = WeakValueDictionary()"
+    assert [*unowned(ast.parse(source), source)] == ["3: known"] * is_found
 
 
 @pytest.mark.parametrize(
@@ -228,7 +136,7 @@ def test_every_cache_and_every_table_keyed_by_a_text_is_on_a_list() -> None:
     ],
 )
 def test_a_new_cache_is_found(source: str) -> None:
-    assert list(tables_in(ast.parse(source))) == ["known"]
+    assert [name for name, _ in placed(ast.parse(source))] == ["known"]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +148,7 @@ def test_a_new_cache_is_found(source: str) -> None:
     ],
 )
 def test_a_table_of_numbers_or_of_one_call_is_none(source: str) -> None:
-    assert not list(tables_in(ast.parse(source)))
+    assert not [name for name, _ in placed(ast.parse(source))]
 
 
 def test_security_names_the_timing_channels_that_remain() -> None:

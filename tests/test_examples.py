@@ -7,18 +7,21 @@ import importlib.metadata
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess, run_python
+from faults.tools.redis_process import free_port
 from safetensors.numpy import save_file
 
 from penstock import Client
@@ -69,9 +72,8 @@ def model() -> str:
     return str(demo_model())
 
 
-@pytest.fixture(scope="module")
-def adapters(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one adapter of that model, on the queries of all its layers."""
+def write_adapter(model: str, folder: Path) -> None:
+    """Write an adapter of a model with random weights, on the queries of all its layers."""
     described = json.loads((resolve_model(model, lambda _stage, _fraction: None).folder / "config.json").read_text())
     layers, width = described["num_hidden_layers"], described["hidden_size"]
     random = np.random.default_rng(0)
@@ -80,10 +82,16 @@ def adapters(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for layer in range(layers)
         for half, shape in (("A", (RANK, width)), ("B", (width, RANK)))
     }
+    folder.mkdir(parents=True)
+    save_file({name: array.astype(np.float32) for name, array in tensors.items()}, folder / WEIGHTS)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 8}))
+
+
+@pytest.fixture(scope="module")
+def adapters(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one adapter of that model."""
     folder = tmp_path_factory.mktemp("adapters")
-    (folder / ADAPTER).mkdir()
-    save_file({name: array.astype(np.float32) for name, array in tensors.items()}, folder / ADAPTER / WEIGHTS)
-    (folder / ADAPTER / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 8}))
+    write_adapter(model, folder / ADAPTER)
     return folder
 
 
@@ -108,11 +116,34 @@ def run(redis_url: str, name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@contextmanager
+def served(redis_url: str, name: str, *words: str) -> Iterator[httpx.Client]:
+    """Run a program that serves HTTP. `words` have PORT in place of its port."""
+    port = str(free_port())
+    started = [word.replace("PORT", port).replace("NAME", name) for word in words]
+    places: dict[str, Any] = {"env": environment(redis_url), "cwd": EXAMPLES, "stderr": subprocess.DEVNULL}
+    with ExitStack() as stack:
+        process = PythonProcess(*started, imports=CELERY_IMPORTS, stdout=subprocess.DEVNULL, **places)
+        stack.enter_context(process)
+        stack.callback(process.wait, 30)
+        stack.callback(process.terminate)
+        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60))
+        until_s = time.monotonic() + 60
+        while not accepts(int(port)):
+            assert process.poll() is None and time.monotonic() < until_s
+            time.sleep(0.05)
+        yield client
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_every_example_is_listed_and_tested() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert len(names) == 11
     assert set(re.findall(r"^\| \[(\w+)\.py\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)) == names
-    tested = re.findall(r'run\(redis_of_node, "(\w+)"', Path(__file__).read_text())
+    tested = re.findall(r'(?:run|served)\(redis_of_node, "(\w+)"', Path(__file__).read_text())
     assert set(tested) == names
 
 
@@ -237,6 +268,42 @@ def test_embed_folder(redis_of_node: str, tmp_path: Path) -> None:
     nearest = dict(line.split(": ", 1) for line in lines)
     assert set(nearest) == {"a.txt", "b.md", "more/c.txt"}
     assert nearest["a.txt"].startswith("b.md (0.") and nearest["b.md"].startswith("a.txt (0.")
+
+
+def test_fastapi_app(redis_of_node: str) -> None:
+    words = ("-m", "uvicorn", "NAME:app", "--port", "PORT")
+    with served(redis_of_node, "fastapi_app", *words) as client:
+        whole = client.post("/ask", json={"text": "Name a river."})
+        with client.stream("POST", "/ask/stream", json={"text": "Name a river."}) as stream:
+            pieces = list(stream.iter_text())
+        assert (whole.status_code, stream.status_code) == (200, 200)
+        assert whole.json()["text"] == "".join(pieces) and len(pieces) > 1
+        assert client.post("/ask", json={"text": ""}).status_code == 422
+    with EmbeddedRedis() as empty, served(empty.url, "fastapi_app", *words) as client:
+        lonely = client.post("/ask", json={"text": "Hi"})
+        assert (lonely.status_code, lonely.json()["code"]) == (503, "no_node")
+        assert int(lonely.headers["Retry-After"]) > 0
+
+
+def test_django_app(redis_of_node: str) -> None:
+    pytest.importorskip("django")
+    words = ("-W", "error", "NAME.py", "runserver", "--noreload", "PORT")
+    worker_words = ("-m", "celery", "-A", "django_app", "worker", "--pool", "threads", "--concurrency", "2")
+    with ExitStack() as stack:
+        places: dict[str, Any] = {"env": environment(redis_of_node), "cwd": EXAMPLES, "stderr": subprocess.DEVNULL}
+        worker = PythonProcess(*worker_words, imports=CELERY_IMPORTS, stdout=subprocess.DEVNULL, **places)
+        stack.enter_context(worker)
+        stack.callback(worker.wait, 30)
+        stack.callback(worker.terminate)
+        client = stack.enter_context(served(redis_of_node, "django_app", *words))
+        task = client.post("/describe", data={"product": "a kettle"})
+        assert task.status_code == 202
+        until_s = time.monotonic() + 60
+        while (answer := client.get(f"/answers/{task.json()['task']}").json()).get("state") != "SUCCESS":
+            assert "error" not in answer and time.monotonic() < until_s
+            time.sleep(0.1)
+        assert answer["text"].strip()
+        assert client.post("/describe", data={"product": ""}).status_code == 400
 
 
 def test_subscriber(redis_of_node: str) -> None:

@@ -53,7 +53,7 @@ MODEL_FLOORS = (
     {"loading"},
 )
 GATEWAY_FLOORS = (
-    {"settings", "budget", "metrics", "open_feeds", "route_doc", "errors"},
+    {"settings", "budget", "metrics", "open_feeds", "route_doc", "other_servers", "errors"},
     {"request"},
     {"stream"},
     {"http"},

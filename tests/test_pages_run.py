@@ -17,8 +17,10 @@ import httpx
 import pytest
 from faults.tools.redis_process import free_port
 
+from penstock.cli.demo_model import demo_model
 from tests.pages import PAGES, blocks_of
 from tests.source_tree import ROOT
+from tests.test_examples import write_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.process, pytest.mark.timeout(400)]
 START_S = 120.0
@@ -66,9 +68,11 @@ def test_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
         "PENSTOCK_RUNTIME_DIR": str(tmp_path / "run"),
         "XDG_STATE_HOME": str(tmp_path / "state"),
     }
+    if page.stem == "lora_fleet":
+        write_adapter(str(demo_model()), tmp_path / "adapters/customer-a")
     with ExitStack() as stack:
         for block in blocks_of(page):
-            text = block.text.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+            text = block.text.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace("ORG/MODEL", "demo")
             if block.way == "in another terminal":
                 stack.enter_context(in_background(text, tmp_path, env))
             elif block.way == "run":

@@ -40,8 +40,9 @@ FOREIGN = {
     "--volumes",
     "--no-auth-warning",
     "--find-links",
+    *("--app-dir", "--workers", "--workdir", "--noreload", "--retry", "--retry-delay", "--retry-connrefused"),
 }
-"""Flags of Celery, kubectl, Docker, redis-cli and pip that pages name."""
+"""Flags of Celery, kubectl, Docker, redis-cli, pip, uvicorn, Django and curl that pages name."""
 
 
 def options_of(command: Any) -> set[str]:

@@ -24,6 +24,7 @@ from penstock.cli.output import (
     duration_in_words,
     print_object,
     say_empty,
+    write_line,
     write_text,
 )
 from penstock.contract.errors import ConfigError, RequestError
@@ -139,10 +140,10 @@ def _conclude(batch: Batch, work: Callable[[ShownProgress], BatchProgress]) -> N
     with shown_progress() as shown:
         done = work(shown)
     summary = f"{done.num_answered} answered, {done.num_failed} failed, {done.completion_tokens} tokens"
-    print(f"{summary} in {time.monotonic() - started_s:.1f} s: {batch.output}", file=sys.stderr)
+    write_line(f"{summary} in {time.monotonic() - started_s:.1f} s: {batch.output}", file=sys.stderr)
     if done.num_failed:
         write_text(f"first failure: {done.first_failure}\n", sys.stderr)
-        print(f"failed rows: {batch.errors_name} (`penstock batch retry` runs them again)", file=sys.stderr)
+        write_line(f"failed rows: {batch.errors_name} (`penstock batch retry` runs them again)", file=sys.stderr)
         raise typer.Exit(EXIT_ROWS_FAILED)
 
 
@@ -209,11 +210,11 @@ def submit(
                 param = "metadata" if given else "completion_window"
                 message = f"{param}: a message batch has {DEFAULT_WINDOW} for its requests, and no metadata"
                 raise RequestError(message, param=param)
-            print(server.create_of_messages(path, key=key))
+            write_line(server.create_of_messages(path, key=key))
             return
         body: dict[str, Any] = {"endpoint": endpoint, "completion_window": completion_window}
         body["input_file_id"] = server.upload(path, name, key=key)
-        print(server.create(body | ({"metadata": given} if given else {}), key=key)["id"])
+        write_line(server.create(body | ({"metadata": given} if given else {}), key=key)["id"])
 
 
 @app.command("list")
@@ -237,10 +238,10 @@ def list_batches(
         row, is_empty = "{:<41} {:<12} {:>9} {:>9} {:>8} {:>5}", True
         for one in server.batches(limit):
             if is_empty:
-                print(row.format("ID", "STATUS", "ROWS", "DONE", "FAILED", "AGE"))
+                write_line(row.format("ID", "STATUS", "ROWS", "DONE", "FAILED", "AGE"))
             is_empty, num_done = False, one.num_answered + one.num_failed
             age = duration_in_words(max(0, int(1000 * (time.time() - one.created_s))))
-            print(row.format(one.batch_id, one.shown_status, one.num_rows, num_done, one.num_failed, age))
+            write_line(row.format(one.batch_id, one.shown_status, one.num_rows, num_done, one.num_failed, age))
         if is_empty:
             say_empty("no batches")
 
@@ -268,7 +269,7 @@ def wait_for_end(batch_id: BatchId, timeout: Timeout = None, base_url: BaseUrl =
     """
     with Server(base_url, api_key) as server, shown_progress() as shown:
         ended = _until_ended(server, batch_id, shown, timeout, lambda: None)
-    print(ended.status)
+    write_line(ended.status)
     _conclude_stored(ended)
 
 
@@ -376,15 +377,15 @@ def _conclude_stored(found: StoredBatch, output: str = STDOUT, errors: str | Non
         summary += f", {found.num_tokens[1]} tokens"
     name = output if found.is_ended else f"{output}.partial"
     has_rows = found.is_ended or not is_of_messages(found.batch_id)
-    print(summary + ("" if output == STDOUT or not has_rows else f": {name}"), file=sys.stderr)
+    write_line(summary + ("" if output == STDOUT or not has_rows else f": {name}"), file=sys.stderr)
     for problem in found.problems:
         line = "" if problem["line"] is None else f"line {problem['line']}: "
         write_text(f"{line}{problem['message']}\n", sys.stderr)
     if not found.is_ended:
-        print(f"of {found.num_rows} rows; the batch still runs", file=sys.stderr)
+        write_line(f"of {found.num_rows} rows; the batch still runs", file=sys.stderr)
         raise typer.Exit(EXIT_TRY_AGAIN)
     if found.num_failed and errors is not None:
-        print(f"failed rows: {errors} (`penstock batch submit INPUT --retry-of {errors}`)", file=sys.stderr)
+        write_line(f"failed rows: {errors} (`penstock batch submit INPUT --retry-of {errors}`)", file=sys.stderr)
     if not found.has_succeeded:
         raise typer.Exit(EXIT_ROWS_FAILED)
 
@@ -392,7 +393,7 @@ def _conclude_stored(found: StoredBatch, output: str = STDOUT, errors: str | Non
 def _change(batch_id: str, action: str, base_url: str | None, api_key: str | None) -> None:
     with Server(base_url, api_key) as server:
         found = server.change(batch_id, action)
-    print(batch_id, found.shown_status)
+    write_line(batch_id, found.shown_status)
 
 
 def _for_people(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

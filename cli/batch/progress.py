@@ -24,8 +24,9 @@ class BatchBar:
     """A progress bar on stderr: rows done, rows failed, and why rows wait."""
 
     def __init__(self) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from penstock.cli.console import Console
 
         console = Console(stderr=True)
         self._progress = Progress(

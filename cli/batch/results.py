@@ -10,6 +10,7 @@ import filecmp
 import json
 import os
 import sys
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from penstock.cli.batch.server import STDOUT, Server
+from penstock.cli.output import write_text
 from penstock.contract.errors import BusyError, RequestError
 from penstock.producer.batch import storage
 from penstock.producer.batch.request import MAX_LINE_BYTES
@@ -46,9 +48,13 @@ class _Printed:
         self._num_bytes = 0
 
     def grow(self, server: Server) -> None:
+        decoder = getincrementaldecoder("utf-8")("replace")
         with server.rows(self._batch_id, self._kind, self._num_bytes) as pieces:
             for piece in pieces:
-                sys.stdout.buffer.write(piece)
+                if sys.stdout.isatty():
+                    write_text(decoder.decode(piece))
+                else:
+                    sys.stdout.buffer.write(piece)
                 self._num_bytes += len(piece)
         sys.stdout.flush()
 

@@ -15,7 +15,6 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import BaseModel, ValidationError
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock import __version__
@@ -34,8 +33,9 @@ from penstock.cli.bench.prompts import PlannedRequest
 from penstock.cli.bench.summary import arrays_of, notes_of, print_result, summary_of
 from penstock.cli.bench.target import Target, first_model, path_of, probed
 from penstock.cli.command_line import App
+from penstock.cli.console import Console
 from penstock.cli.options import options_of, takes
-from penstock.cli.output import EXIT_FAILED
+from penstock.cli.output import EXIT_FAILED, write_line
 from penstock.contract.errors import EXIT_INTERRUPTED, ConfigError, RequestError
 from penstock.contract.problems import request_error
 
@@ -153,7 +153,7 @@ class Session:
 
 def _write(name: str, text: str) -> None:
     if name == TO_STDOUT:
-        print(text)
+        write_line(text)
         return
     try:
         Path(name).write_text(text + "\n", encoding="utf-8")

@@ -196,6 +196,7 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[None] | None = None
         self._start_s = 0.0
         self._now_s = 0.0
+        # Of one user, or of our own code and files.
         self._headers: dict[bytes, bytes] = {}
         self._has_head = False
 

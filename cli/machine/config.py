@@ -10,7 +10,7 @@ import typer
 from pydantic_core import to_jsonable_python
 
 from penstock.cli.command_line import App
-from penstock.cli.output import AsJson, JsonArray
+from penstock.cli.output import AsJson, JsonArray, write_line
 from penstock.contract.errors import ConfigError
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.rank import RankSettings
@@ -79,10 +79,10 @@ def show(
             array.add(*map(asdict, found))
         return
     for part in dict.fromkeys(one.part for one in found):
-        print(f"{part}:")
+        write_line(f"{part}:")
         for one in found:
             if one.part == part:
-                print(f"  {one.variable} = {_text(one.value)}  ({one.origin})")
+                write_line(f"  {one.variable} = {_text(one.value)}  ({one.origin})")
 
 
 def settings_of(part: str) -> Iterator[ShownSetting]:

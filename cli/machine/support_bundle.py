@@ -26,6 +26,7 @@ from penstock import __version__
 from penstock.cli.audit import audit_pools
 from penstock.cli.machine.doctor import check_each, check_extras, check_machine
 from penstock.cli.options import RedisUrl
+from penstock.cli.output import write_line
 from penstock.contract.errors import ConfigError, PenstockError, RequestError
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
@@ -108,7 +109,7 @@ def support_bundle(
                 _add(archive, name, without_secrets(text), now)
     except OSError as error:
         raise ConfigError(f"output: {target}: {error.strerror}", param="output") from error
-    print(f"{target}: read it before you send it on; {HIDDEN} stands for secrets")
+    write_line(f"{target}: read it before you send it on; {HIDDEN} stands for secrets")
 
 
 def _private(path: str, flags: int) -> int:

@@ -17,12 +17,14 @@ from itertools import groupby
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.console import Console
 from penstock.cli.options import RedisUrl
+from penstock.cli.output import write_line
 from penstock.cli.top.reader import (
     SORT_KEYS,
     Frame,
@@ -77,6 +79,9 @@ def screen_of(
     if not frame.pools:
         parts.append(Text("No pool: no node has announced a model in this Redis.", "yellow"))
     parts += [Text(f"The Redis at {url} is unreachable.", "red") for url in frame.away]
+    if frame.folded:
+        names = ", ".join(frame.folded)
+        parts.append(Text(f"Without a node for an hour or more (--pool shows one): {names}", "dim"))
     if frame.num_pools_left_out:
         parts.append(Text(f"{frame.num_pools_left_out} more pools; choose one with --pool.", "dim"))
     return Group(*parts)
@@ -401,7 +406,9 @@ async def _top(
         for url in urls:
             redis = await stack.enter_async_context(connect(url))
             is_here = partial(_is_shown, pool, {name: of_name == url for name, of_name in own.items()}, url == urls[0])
-            readers[without_password(url)] = TopReader(ActivityBroker(redis), ProducerBroker(redis), shows=is_here)
+            readers[without_password(url)] = TopReader(
+                ActivityBroker(redis), ProducerBroker(redis), shows=is_here, folds=pool is None
+            )
         reader = SplitReader(readers) if len(urls) > 1 else readers[without_password(urls[0])]
         if once or as_json or not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
             await _print_once(reader, console, pool, sort, as_json=as_json)
@@ -421,6 +428,6 @@ async def _print_once(
     if pool is not None and not frame.pools:
         raise NotFoundError(f"no pool {pool!r} is announced", code="pool_not_found", param="pool")
     if as_json:
-        print(json.dumps(frame.as_json(), ensure_ascii=False))
+        write_line(json.dumps(frame.as_json(), ensure_ascii=False))
     else:
         console.print(screen_of(frame, console, sort=sort))

@@ -147,6 +147,8 @@ class Frame:
     num_pools_left_out: int = 0
     away: tuple[str, ...] = ()
     """URLs of Redis that do not answer, of several."""
+    folded: tuple[str, ...] = ()
+    """Names of pools that are left out, because they had neither a node nor an open job for an hour."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the frame as a JSON object."""
@@ -155,7 +157,8 @@ class Frame:
             for pool in self.pools
         ]
         found: dict[str, Any] = {"time_ms": self.time_ms, "pools": pools}
-        return found | {"num_pools_left_out": self.num_pools_left_out, "away": list(self.away)}
+        found |= {"num_pools_left_out": self.num_pools_left_out, "away": list(self.away)}
+        return found | {"folded_pools": list(self.folded)}
 
 
 def sorted_nodes(nodes: Sequence[NodeRow], key: SortKey) -> list[NodeRow]:
@@ -203,12 +206,19 @@ class TopReader:
     """Reads frames. It remembers the nodes, because a rate needs two heartbeats, and dead nodes stay in view."""
 
     def __init__(
-        self, activity: ActivityBroker, producer: ProducerBroker, *, shows: Callable[[str], bool] = lambda _: True
+        self,
+        activity: ActivityBroker,
+        producer: ProducerBroker,
+        *,
+        shows: Callable[[str], bool] = lambda _: True,
+        folds: bool = True,
     ) -> None:
-        """`shows`: which pools are read."""
+        """`shows`: which pools are read. `folds`: whether those without nodes for an hour are left out."""
+        self._folds = folds
         self._activity = activity
         self._producer = producer
         self._shows = shows
+        # Of one user, or of our own code and files.
         self._seen: dict[tuple[str, str], _Seen] = {}
 
     async def read(self) -> Frame:
@@ -220,8 +230,17 @@ class TopReader:
         shown = names[:MAX_POOLS]
         activities = await self._activity.of(shown)
         now_s = time.monotonic()
-        pools = tuple(self._pool_of(served[activity.pool].model, activity, now_s) for activity in activities)
-        return Frame(time.time_ns() // 1_000_000, pools, len(names) - len(shown))
+        folded = [
+            name
+            for activity in activities
+            if self._folds and served[name := activity.pool].is_folded(activity.queue.num_waiting)
+        ]
+        pools = tuple(
+            self._pool_of(served[activity.pool].model, activity, now_s)
+            for activity in activities
+            if activity.pool not in folded
+        )
+        return Frame(time.time_ns() // 1_000_000, pools, len(names) - len(shown), folded=tuple(folded))
 
     def _pool_of(self, model: str, activity: PoolActivity, now_s: float) -> PoolFrame:
         live = {node.pressure.node_id: node for node in activity.nodes}
@@ -328,7 +347,8 @@ class SplitReader:
         if not frames:
             raise next(iter(away.values()))
         pools = tuple(pool for frame in frames for pool in frame.pools)
-        return Frame(frames[0].time_ms, pools, sum(frame.num_pools_left_out for frame in frames), tuple(away))
+        folded = tuple(name for frame in frames for name in frame.folded)
+        return Frame(frames[0].time_ms, pools, sum(frame.num_pools_left_out for frame in frames), tuple(away), folded)
 
 
 def _rates(seen: _Seen | None, node: LiveNode, heartbeat_s: float) -> tuple[float, float]:

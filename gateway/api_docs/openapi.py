@@ -89,6 +89,7 @@ def operations_in(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str
             yield path, method, operation
 
 
+# Of one user, or of our own code and files.
 @cache
 def body_schemas(bodies: tuple[type[RequestBody], ...]) -> tuple[dict[type[RequestBody], Any], dict[str, Any]]:
     """Return a reference to the JSON schema of each body, and all JSON schemas by name."""

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -17,7 +18,17 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.contract.errors import ForbiddenError, PenstockError, UnauthorizedError
-from penstock.contract.tenant import ANONYMOUS, ApiKey, identify, identify_given, key_id_of
+from penstock.contract.tenant import (
+    ANONYMOUS,
+    OPENED,
+    ApiKey,
+    are_required,
+    identify,
+    identify_given,
+    key_id_of,
+    keys_in_use,
+    opened_s,
+)
 from penstock.contract.tenant import Scope as KeyScope
 from penstock.gateway.errors import ErrorShapes, soon
 from penstock.gateway.metrics import GatewayMetrics
@@ -49,6 +60,7 @@ class AllowedHosts:
         """`address` is the one that the gateway listens on. `names` are allowed as well; `*` allows every name."""
         self._names = {*map(_name_of, names), _plain(address), _plain(socket.gethostname())}
         self._checks = "*" not in names and (bool(names) or is_loopback(address))
+        # Keyed by id: Host header, of a gateway without keys: it has one tenant.
         self._is_allowed = lru_cache(_MAX_NAMES)(self._decide)
 
     def check(self, headers: Headers) -> None:
@@ -186,10 +198,15 @@ class KeysSeen:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self.had_keys = path is not None and path.exists()
+        self.last_s = int(path.stat().st_mtime) if path is not None and self.had_keys else 0
+        """When keys were seen (Unix time in seconds). What opened the gateways before that no longer counts."""
 
     def note(self) -> None:
         """Write the note, unless it is there. A folder that cannot be written, or that others may write, is logged."""
-        if self.had_keys or self._path is None:
+        if self.had_keys:
+            return
+        self.had_keys = True
+        if self._path is None:
             return
         try:
             folder = trusted_folder(
@@ -198,14 +215,19 @@ class KeysSeen:
             os.close(open_own(folder / self._path.name))
         except OSError as error:
             logger.warning("cannot note that API keys exist", extra={"reason": str(error)})
-        self.had_keys = True
+
+    def forget(self) -> None:
+        """Remove the note: an operator opened the gateways again."""
+        self.had_keys, self.last_s = False, 0
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
 
 class Entry:
     """ASGI middleware that attaches the caller to a request or a WebSocket, or answers 401 or 403.
 
-    Once this process has seen any API key, it requires one from then on, even if all keys are removed. Until then it
-    checks the Host header.
+    Once this process has seen any API key, it requires one from then on, even if all keys are removed, unless an
+    operator opens it again. While it requires none, it checks the Host header.
     """
 
     def __init__(
@@ -230,6 +252,7 @@ class Entry:
         self._seen = KeysSeen(settings.keys_seen_file)
         self._pepper = pepper
         self._given = given_records(settings, pepper)
+        self._known: Mapping[str, ApiKey] = {}
         self._doubted = set[str]()
         """Ids of keys whose wrong secret was logged; at most one for each key."""
         self._is_closed = is_closed_without_keys(settings) or self._seen.had_keys
@@ -259,9 +282,8 @@ class Entry:
 
     def _identify(self, known: Mapping[str, ApiKey], scope: Scope) -> ApiKey:
         headers = Headers(scope=scope)
-        if known:
-            self._is_closed = True
-            self._seen.note()
+        if known is not self._known:
+            self._learn(known)
         authorization = headers.get("authorization", "")
         if self._is_closed and authorization.lower().startswith(_SCHEME):
             return self._holder_of(authorization[len(_SCHEME) :].strip(), known)
@@ -276,6 +298,18 @@ class Entry:
         _refuse_proxies(headers)
         return self._keyless("default", get_args(KeyScope))
 
+    def _learn(self, known: Mapping[str, ApiKey]) -> None:
+        """Close or open the gateway as the keys say that were fetched from Redis."""
+        self._known = known
+        if (since_s := opened_s(known)) and since_s >= self._seen.last_s:
+            self._is_closed = is_closed_without_keys(self._settings)
+            self._seen.forget()
+        elif known.keys() - {OPENED}:
+            self._is_closed = True
+            self._seen.note()
+            if keys_in_use(known):
+                self._seen.last_s = int(time.time())
+
     def _check_browser(self, headers: Headers, scope: Scope) -> None:
         """Refuse what a page of another site sends to a gateway that asks for no key. WebSockets check pages too."""
         self._hosts.check(headers)
@@ -285,11 +319,12 @@ class Entry:
     def _holder_of(self, key: str, known: Mapping[str, ApiKey]) -> ApiKey:
         if (given := identify_given(key, self._given, known, self._pepper)) is not None:
             return given
-        if self._given and not key_id_of(key):
-            raise UnauthorizedError("unknown API key")  # A given key has no form that this one could lack.
         try:
             return identify(key, known, self._pepper)
-        except UnauthorizedError:
+        except UnauthorizedError as error:
+            if self._given and not key_id_of(key):
+                error.message = "unknown API key"  # A given key has no form that this one could lack.
+            error.message += self._way_back(known)
             # The caller must not learn which ids exist; the operator may.
             record = known.get(key_id_of(key))
             if record is not None and not record.is_revoked and record.key_id not in self._doubted:
@@ -303,18 +338,30 @@ class Entry:
         return ApiKey(key_id="", digest="", tenant=tenant, scopes=frozenset(scopes), highest_class=highest)
 
     def _why_closed(self, known: Mapping[str, ApiKey]) -> str:
-        if not known and not self._given and self._seen.had_keys:
-            return (
-                "this gateway had API keys, and they are missing now: restore them with Redis's data, "
-                "or make new ones with `penstock keys add TENANT`"
-            )
-        if not known and not self._given and not self._settings.require_keys:
+        if not known.keys() - {OPENED} and not self._given and not self._settings.require_keys:
+            if self._seen.had_keys:
+                return f"this gateway requires an API key{self._way_back(known)}"
             return (
                 "this gateway has no API keys, and other machines reach its address: make one with "
                 "`penstock keys add TENANT`, or start the gateway with --allow-anonymous"
             )
         form = "KEY" if self._given else "pk-…"
-        return f"this gateway requires an API key: Authorization: Bearer {form} or x-api-key: {form}"
+        said = f"this gateway requires an API key: Authorization: Bearer {form} or x-api-key: {form}"
+        return f"{said}{self._way_back(known)}"
+
+    def _way_back(self, known: Mapping[str, ApiKey]) -> str:
+        """Return what an operator can do about a missing key. Callers of other machines learn no state of keys."""
+        opens = "" if is_closed_without_keys(self._settings) else ", or let programs do without: `penstock keys open`"
+        if not known.keys() - {OPENED} and self._seen.had_keys:
+            return (
+                "; it had API keys, and they are missing now: restore them with Redis's data, or make new ones with "
+                f"`penstock keys add TENANT`{opens}"
+            )
+        if not is_loopback(self._settings.host) or self._given:
+            return ""
+        if keys_in_use(known) or not opens:
+            return "; `penstock keys add TENANT` makes one"
+        return f"; all keys are revoked: make a new one with `penstock keys add TENANT`{opens}"
 
 
 def is_closed_without_keys(settings: GatewaySettings) -> bool:
@@ -340,7 +387,7 @@ async def tell_without_keys(client: AsyncClient, settings: GatewaySettings) -> N
     """Log a warning if callers without an API key are served, or if none can be, because there are no keys."""
     if settings.allow_anonymous:
         logger.warning("this gateway serves callers without an API key (--allow-anonymous)")
-    elif settings.api_key is None and not await client.api_keys():
+    elif settings.api_key is None and not are_required(await client.api_keys()):
         if is_closed_without_keys(settings):
             logger.warning("this gateway refuses every request: there are no API keys (penstock keys add)")
         else:

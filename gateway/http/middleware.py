@@ -39,6 +39,25 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _PROBES = ("/health", "/ready")
 
 
+class PlainPaths:
+    """ASGI middleware that reads repeated slashes of a path as one, and drops those at the end of a path of the APIs.
+
+    Clients write them where they join a base URL and a path. It comes before the check of a key's scopes, so that all
+    see one path.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with the path."""
+        path = scope.get("path", "")
+        if "//" in path or path.endswith("/"):
+            path = re.sub("//+", "/", path)
+            scope["path"] = path.removesuffix("/") if path.startswith("/v1/") else path
+        await self._app(scope, receive, send)
+
+
 class AccessLog:
     """ASGI middleware that logs and counts each request, and gives each answer a request id.
 

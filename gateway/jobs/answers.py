@@ -65,8 +65,8 @@ class StreamStart:
 
 
 def stream_start_of(text: str | None) -> StreamStart:
-    """Parse `<chunk>` or an event id, `<chunk>:<tokens>`. Raises RequestError."""
-    if not text:
+    """Parse `<chunk>` or an event id, `<chunk>:<tokens>`. -1 stands for the beginning. Raises RequestError."""
+    if not text or text == "-1":
         return StreamStart()
     index, colon, end = text.partition(":")
     numbers = (index, end) if colon else (index,)

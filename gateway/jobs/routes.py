@@ -16,9 +16,10 @@ from fastapi.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.errors import InvariantError, PenstockError, RequestError
+from penstock.contract.errors import InvariantError, PenstockError, RequestError, UnavailableError
 from penstock.contract.job import RETURN_PROGRESS, SubmitOptions, lowered_max_tokens, pool_of
 from penstock.contract.job_actions import MAX_POOL_CHARS, JobFilter
+from penstock.contract.pool import notice_of
 from penstock.contract.problems import rename
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body, soon
@@ -42,7 +43,7 @@ from penstock.gateway.request.reading import (
 from penstock.gateway.responses.create import ConversationReader
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.answer import JOB_HEADER, MAX_TOKENS_HEADER, Answers
+from penstock.gateway.stream.answer import JOB_HEADER, MAX_TOKENS_HEADER, NOTICE_HEADER, Answers
 from penstock.gateway.stream.event_stream import EventSource
 from penstock.gateway.stream.writer import EventWriter, event
 from penstock.producer.client import AsyncClient
@@ -239,6 +240,10 @@ class SubmitJob:
         headers = {"Location": answer["links"]["self"], JOB_HEADER: submitted.job_id}
         if (limit := await self._lowered_limit(generation, pool_of(submitted.job_id))) is not None:
             headers[MAX_TOKENS_HEADER] = str(limit)
+        with suppress(UnavailableError):
+            record = (await self._client.pools()).get(pool_of(submitted.job_id))
+            if notice := notice_of(record, generation.content.task):
+                headers[NOTICE_HEADER] = notice
         return JSONResponse(answer, self.doc.status, headers)
 
     async def _answer_to_list(self, request: Request, items: Sequence[ListItem]) -> Response:
@@ -382,7 +387,11 @@ class JobRoutes:
         number = int(limit) if limit.isdecimal() and len(limit) <= MAX_LIMIT_DIGITS else 0
         async with soon():
             page = await self._client.listed(wanted, after=after, limit=number)
-        jobs = [job_object(status) | {"links": links_of(status.job_id)} for status in page.jobs]
+        jobs = []
+        for status in page.jobs:
+            # A key that looks at the jobs of other tenants sees no text of them.
+            reads = status.tenant == caller.tenant and "infer" in caller.scopes
+            jobs.append(job_object(status, shows_text=reads) | {"links": links_of(status.job_id)})
         return {"object": "list", "data": jobs, "has_more": page.next_after is not None, "next": page.next_after}
 
     async def show(self, request: Request, job_id: str) -> Response:

@@ -35,7 +35,7 @@ from penstock.gateway.responses.body import ResponseBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.gateway.tasks.schemas import EmbeddingRequest
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL
-from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls
+from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls, offers_of
 
 _FORMS = ("prompt", "tokens", "messages")
 _MAX_ITEMS = {name: limit for name, field in SamplingParams.model_fields.items() if (limit := max_items(field))}
@@ -196,7 +196,7 @@ class JobRequest(_QueuedBody):
 
     def tool_use(self) -> ToolUse:
         """Return the tools that the assistant may or must call."""
-        return ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return ToolUse.of(offers_of(self.tools), self.tool_choice, self.parallel_tool_calls)
 
     def params(self) -> SamplingParams:
         """Return the sampling options. Raises pydantic's ValidationError."""

@@ -72,6 +72,7 @@ class RequestSplitter:
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
+        # Of one request.
         self._numbers = dict[str, int]()
         self._held = bytearray()
         """What has arrived of the token or request that is being read."""

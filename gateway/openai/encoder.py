@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from penstock.contract.output import Chunk, Usage, WaitUpdate
+from penstock.gateway.openai.schemas import ECHO_ALONE
 from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder, event_id
 from penstock.gateway.stream.writer import DONE, event
 from penstock.producer.openai.json_parts import TokenIds, json_parts
@@ -46,6 +47,7 @@ class _OpenAIEncoder(ChunkEncoder):
         self._indices = head.indices
         self._has_ids = head.event_ids
         self._has_usage = bool(head.options.get("continuous_usage_stats"))
+        # Of one request.
         self._num_prompt_tokens: dict[str, int] = {}
         """Job → tokens of its prompt, if each event has the usage."""
 
@@ -72,7 +74,8 @@ class _OpenAIEncoder(ChunkEncoder):
     def _usage_so_far(self, chunk: Chunk) -> dict[str, int]:
         """Return the tokens of the prompt, and those of this chunk's choice so far."""
         num_prompt = self._num_prompt_tokens.get(chunk.job_id, 0)
-        num_completion = 0 if chunk.prompt_logprobs else chunk.position + len(chunk.token_ids)
+        is_of_prompt = chunk.prompt_logprobs or self._renderer.echoes_alone
+        num_completion = 0 if is_of_prompt else chunk.position + len(chunk.token_ids)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
@@ -90,6 +93,7 @@ class SseEncoder(_OpenAIEncoder):
     def __init__(self, renderer: Renderer, head: AnswerHead) -> None:
         super().__init__(renderer, head)
         self._is_bare = not self._has_ids and not self._has_usage
+        # Of one request.
         self._frames: dict[tuple[str, int], _Frame | None] = {}
 
     def _event_of(self, chunk: Chunk) -> bytes:
@@ -144,10 +148,12 @@ class ParsedSseEncoder(_OpenAIEncoder):
     def __init__(self, renderer: Renderer, head: AnswerHead) -> None:
         """Create the parsers. A resumed stream is parsed again from its start to restore their state."""
         super().__init__(renderer, head)
+        # Of one request.
         self._readers: dict[tuple[str, int], AnswerReader] = {}
         self._have_called: set[tuple[str, int]] = set()
         self._reports_ids = head.params.return_token_ids
         self._shows_prompt = head.params.prompt_logprobs is not None
+        # Of one request.
         self._prompt_ids: dict[str, list[int]] = {}
         """Job → the ids of its prompt, if they are reported."""
         self._have_begun: set[tuple[str, int]] = set()
@@ -277,6 +283,7 @@ class _OpenAIDialect(Dialect):
             service_tier=head.options.get("service_tier"),
         )
         renderer.max_total_tokens = head.max_total_tokens
+        renderer.echoes_alone = bool(head.options.get(ECHO_ALONE))
         return renderer
 
 

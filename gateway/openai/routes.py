@@ -98,9 +98,6 @@ class ModelRoutes:
         self._client = client
         self.router = APIRouter()
         self.router.add_api_route("/v1/models", self.list_models, methods=PROBE_METHODS)
-        # A client may join a base URL and a path with a slash too many. The route below would then look for a model
-        # without a name.
-        self.router.add_api_route("/v1/models/", self.list_models, methods=PROBE_METHODS, include_in_schema=False)
         self.router.add_api_route("/v1/models/{model:path}", self.retrieve_model, methods=PROBE_METHODS)
 
     async def list_models(self, request: Request) -> dict[str, Any]:
@@ -153,6 +150,7 @@ def _model(name: str, record: ServedPool) -> dict[str, Any]:
         "owned_by": "penstock",
         "root": record.model,
         "max_model_len": record.max_model_len,
+        "capabilities": record.capabilities,
     }
 
 

@@ -146,7 +146,14 @@ def decode_parsed_body(data: bytes) -> ParsedBody:
 
 
 def _fields_of(prompt: Any) -> list[Any]:
-    return [prompt.form, prompt.data, prompt.num_text_bytes, prompt.num_tokens, prompt.num_tool_bytes]
+    return [
+        prompt.form,
+        prompt.data,
+        prompt.num_text_bytes,
+        prompt.num_tokens,
+        prompt.num_tool_bytes,
+        prompt.first_words,
+    ]
 
 
 # The messages that a client sends over a WebSocket.

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, Self, cast, runtime_checkable
 
 from pydantic import ValidationError, model_validator
-from pydantic_core import PydanticCustomError, to_json
+from pydantic_core import PydanticCustomError, from_json, to_json
 
 from penstock.contract.errors import PenstockError, RequestError
-from penstock.contract.fields import UNKNOWN_FIELD, WRONG_MEMBER, Endpoint, IgnoredFields, Wire, given_options
+from penstock.contract.fields import UNKNOWN_FIELD, WRONG_MEMBER, Endpoint, IgnoredFields, Wire, given_options, names_at
 from penstock.contract.job import (
     RETURN_PROGRESS,
     JobKey,
@@ -24,7 +24,7 @@ from penstock.contract.job import (
 )
 from penstock.contract.json_text import json_refusal
 from penstock.contract.priority import ClassName
-from penstock.contract.problems import MAX_NAME_CHARS, put_under, rename, request_error
+from penstock.contract.problems import MAX_NAME_CHARS, joined, put_under, rename, request_error
 from penstock.contract.tasks import Task
 from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.producer.client.request import Prompt, pack_prompt_of
@@ -292,7 +292,7 @@ def parse(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool = Fals
     except ValidationError as error:
         if error.errors(include_url=False, include_input=False)[0]["type"] == "json_invalid":
             raise json_refusal(raw, error.errors()[0]["ctx"]["error"]) from None
-        refusal = request_error(error)
+        refusal = _with_ranges(request_error(error), schema, raw)
         if refusal.code == UNKNOWN_FIELD and not re.search(r"[.\[]", refusal.param or ""):
             refusal.message += "; a gateway with --unknown-fields ignore accepts it without effect"
         raise refusal from None
@@ -311,6 +311,21 @@ def parse(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool = Fals
     )
     names = [name[:MAX_NAME_CHARS] for name in (*ignored.names, *body.dropped)[:MAX_IGNORED_SHOWN]]
     return ParsedBody(content, body.asked_class, bool(body.stream), {**body.queueing(), **body.options()}, names)
+
+
+def _with_ranges(refusal: RequestError, schema: type[RequestBody], raw: bytes) -> RequestError:
+    """Add the numbers that are out of range to the refusal of a body, so that one round says both."""
+    endpoint, data = getattr(schema, "endpoint", None), from_json(raw)
+    if endpoint is None or not isinstance(data, dict):
+        return refusal
+    there, named = names_at(endpoint, SamplingParams), {refusal.param, *refusal.also}
+    numbers = {ours: data[name] for ours, name in there.items() if type(data.get(name)) in (int, float)}
+    try:
+        SamplingParams(**{ours: value for ours, value in numbers.items() if there[ours] not in named})
+    except ValidationError as error:
+        found = request_error(error, there)
+        return joined([refusal, found]) if found.param in data else refusal
+    return refusal
 
 
 def _check_choices(params: SamplingParams, num_prompts: int, *, stream: bool) -> None:

@@ -159,18 +159,17 @@ async def _grow(memory: BodyMemory, num_bytes: int, num_whole: int, limit: async
 
 
 def check_kind(request: Request) -> None:
-    """Refuse a body that is compressed or not declared as JSON.
+    """Refuse a body that is compressed, or that a browser sends without declaring it as JSON.
 
-    A browser lets a page of another site send other content types without a CORS preflight.
+    A page of another site can send other types without a CORS preflight. A program may leave the type out (`curl -d`).
     """
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
-        raise RequestError(
-            f"Content-Encoding {coding[:64]!r} is not supported; send the body uncompressed",
-            code="unsupported_media_type",
-        )
+        message = f"Content-Encoding {coding[:64]!r} is not supported; send the body uncompressed"
+        raise RequestError(message, code="unsupported_media_type")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    is_of_browser = any(name in request.headers for name in ("origin", "sec-fetch-site"))
+    if kind != "application/json" and (is_of_browser or kind == "multipart/form-data"):
         raise RequestError("Content-Type must be application/json", code="unsupported_media_type")
 
 

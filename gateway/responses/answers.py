@@ -122,7 +122,7 @@ class ResponseEvents(EventSource):
         plan, held, generation = self._plan, self._held, self._plan.generation
         async with open_jobs(plan.client, generation, has_begun=lambda: writer.started) as jobs:
             (job,) = jobs
-            await plan.learn_limit(job)
+            await plan.learn_pool(job)
             writer.headers.update(plan.headers_of(jobs))
             await held.learn(job)
             self.show_position(job, writer)
@@ -218,7 +218,7 @@ class ResponseObject:
         if end.num_bytes > PIECE_BYTES:
             await self._yielder.wait()
         encoder = DIALECT.whole(held.head_at(job, finished_s=status.finished_ms // 1000))
-        await plan.learn_limit(job)
+        await plan.learn_pool(job)
         await plan.learn_exact_limit([job], [end])
         await self._sender.send_results(send, plan, encoder, [job], [end], beside=held.claim)
 

@@ -36,7 +36,7 @@ from penstock.contract.job import MAX_METADATA, Metadata, QueueFields
 from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
 from penstock.contract.sampling import SamplingParams
-from penstock.contract.tools import MAX_TOOLS, closed
+from penstock.contract.tools import CONTINUES, MAX_TOOLS, closed
 from penstock.gateway.request.generation import QueuedBody
 from penstock.gateway.responses.compaction import MAX_SUMMARY_TOKENS, asking
 from penstock.gateway.responses.items import AnyItem, Messages, items_of, items_or_none, messages_of, tools_in
@@ -146,7 +146,7 @@ class ResponseStreamOptions(_Options):
 class _AnyBody(QueuedBody):
     """The fields that `/v1/responses` and `/v1/responses/compact` share. Fields without a comment are OpenAI's."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=MAX_RESPONSE_ID_CHARS)] | None = None
     cache_salt: str | None = None
@@ -203,6 +203,8 @@ class ResponseBody(_SampledBody):
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
+    # As in chats: the answer goes on where the last message ended.
+    continue_final_message: bool | None = None
     truncation: Annotated[Any, only(None, "disabled")] = None
 
     metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA)] = None
@@ -247,8 +249,10 @@ class ResponseBody(_SampledBody):
 
     @property
     def template_kwargs(self) -> str | None:
-        """The variables for the chat template as JSON text, or None: those of the reasoning effort."""
+        """The variables for the chat template as JSON text, or None: the reasoning effort's, and what begins it."""
         variables = effort_variables(None if self.reasoning is None else self.reasoning.known_effort)
+        if self.continue_final_message:
+            variables[CONTINUES] = True
         return json.dumps(variables) if variables else None
 
     def prompts(self) -> list[list[dict[str, Any]]]:
@@ -285,7 +289,6 @@ class ResponseBody(_SampledBody):
         tier = self.service_tier
         text, reasoning = self.text or TextConfig(), self.reasoning or Reasoning()
         return {
-            "model": self.model,
             "instructions": self.instructions,
             "previous_response_id": self.previous_response_id,
             "background": bool(self.background),

@@ -51,7 +51,7 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.event_stream import until_disconnected, while_connected
 from penstock.gateway.stream.writer import CallerGoneError
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.request import Prompt, answer_format, names_of, pack_prompt_of, with_defaults
+from penstock.producer.client.request import answer_format, names_of, pack_prompt_of, with_defaults
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.results import PackedResult
 from penstock.queue.wire import MAX_BYTES, array_header
@@ -93,10 +93,9 @@ class Conversations:
         self._num_stored_bytes = 0
 
     async def resolved(
-        self, prompt: Prompt, num_calls: int, references: Sequence[tuple[int, Sequence[str]]]
+        self, packed: PackedPrompt, num_calls: int, references: Sequence[tuple[int, Sequence[str]]]
     ) -> PackedMessages:
         """Return a request's own messages. Each reference becomes the items of the stored response that it names."""
-        packed = prompt if isinstance(prompt, PackedPrompt) else pack_prompt_of(prompt)
         own = PackedMessages.of(packed, num_calls)
         if not references:
             return own
@@ -297,16 +296,18 @@ class ConversationReader:
         options = body.options
         if options["seals"]:
             await self._check_seals(generation, options["seals"])
-        own = await conversations.resolved(generation.content.prompts[0], options["num_calls"], options["references"])
-        return own, await conversations.prompt_of(own, options["instructions"], options["previous"])
+        prompt = generation.content.prompts[0]
+        packed = prompt if isinstance(prompt, PackedPrompt) else pack_prompt_of(prompt)
+        own = await conversations.resolved(packed, options["num_calls"], options["references"])
+        whole = await conversations.prompt_of(own, options["instructions"], options["previous"])
+        return own, replace(whole, first_words=packed.first_words)
 
     async def seal_of(self, generation: GenerationRequest) -> tuple[bytes, str]:
         """Return the secret of the seals, and the model that this request's summaries are bound to, without aliases."""
-        asked = generation.content.model
+        asked = generation.content.model or None
         pool = await self._client.served_pool(asked, key=generation.key, hides_models=generation.hides_models)
-        return await self._client.servers.directory.responses.seal_key(), pool.model if asked in names_of(
-            pool
-        ) else asked
+        model = pool.model if not asked or asked in names_of(pool) else asked
+        return await self._client.servers.directory.responses.seal_key(), model
 
     async def _check_seals(self, generation: GenerationRequest, seals: Sequence[Any]) -> None:
         key, model = await self.seal_of(generation)
@@ -372,9 +373,9 @@ class CreateResponse:
         """Return the request with its whole conversation and its job's id, and the record of the response."""
         conversations = self._conversations.conversations_of(generation.tenant)
         own, prompt = await self._conversations.conversation_of(generation, body, conversations)
-        content = replace(generation.content, prompts=[prompt])
-        hides = generation.hides_models
-        pool = await self._client.served_pool(content.model, key=generation.key, hides_models=hides)
+        asked, hides = generation.content.model or None, generation.hides_models
+        pool = await self._client.served_pool(asked, key=generation.key, hides_models=hides)
+        content = replace(generation.content, prompts=[prompt], model=asked or pool.model)
         check_logprobs(content, pool, self._settings.max_logprobs)
         record = _record_of(content, body.options, own, pool)
         max_tokens = content.params.max_tokens
@@ -414,11 +415,12 @@ class CreateResponse:
 def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool: ServedPool) -> StoredResponse:
     # What the caller did not set is as the pool's model recommends it.
     params = with_defaults(content.params, pool)
+    learned = {"model": content.model} | {name: getattr(params, name) for name in SHOWN_SAMPLING}
     return StoredResponse(
         created_s=int(time.time()),
         background=options["background"],
         format=answer_format(content.tool_use, content.params, content.template_kwargs, pool),
-        echo=options["echo"][:-1] + b"," + to_json({name: getattr(params, name) for name in SHOWN_SAMPLING})[1:],
+        echo=options["echo"][:-1] + b"," + to_json(learned)[1:],
         items=[(item_id, text.encode()) for item_id, text in options["items"]],
         messages=own,
         previous=options["previous"] or "",

@@ -368,6 +368,7 @@ class ResponseWholeEncoder(WholeEncoder):
         self._job_id = job_id
         self._record = record
         self._finished_s = finished_s
+        # Of one request.
         self._members: dict[str, Any] = {}
 
     def head(self) -> bytes:

@@ -176,6 +176,7 @@ class _SearchCallItem(_AnyCallItem):
     kind = "tool_search_call"
     call_id: CallId | None = None
     execution: Literal["client", "server"] = "server"
+    # Of one request.
     arguments: dict[str, Any] = {}
 
     @property

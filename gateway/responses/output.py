@@ -11,10 +11,10 @@ from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from penstock.contract.output import Chunk, FinishReason, TokenLogprobs
-from penstock.gateway.responses.record import call_id_of, output_item_id
+from penstock.gateway.responses.record import output_item_id
 from penstock.gateway.responses.tools import CalledTool, CallKind, TextInputReader, arguments_of, offered_name
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText
-from penstock.producer.openai.render import is_cut
+from penstock.producer.openai.render import call_id_of, is_cut
 from penstock.producer.openai.tool_calls import Call
 from penstock.queue.results import PackedResult
 
@@ -133,7 +133,7 @@ class OutputReader:
     def _call_steps(self, call: Call) -> Iterator[OutputStep]:
         if call.name:
             called = self._called.get(call.name) or CalledTool("function_call", call.name)
-            yield from self._begin(called.kind, called, call_id_of(self._job_id, call.index))
+            yield from self._begin(called.kind, called, call_id_of(self._job_id, 0, call.index))
             self._input = TextInputReader() if called.kind == "custom_tool_call" else None
         text = call.arguments if self._input is None else self._input.push(call.arguments)
         if call.end is not None and self._input is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -71,14 +70,6 @@ def place_of(item_id: str) -> tuple[str, int] | None:
     """Return the job and the index of an item of a response's output, or None for another id."""
     found = _ITEM_ID.fullmatch(item_id)
     return (found[2], int(found[1])) if found and is_job_id(found[2]) else None
-
-
-def call_id_of(job_id: str, number: int) -> str:
-    """Return the id of a response's call, by its number. It is that of the same call in a chat's answer.
-
-    Mistral's chat templates require nine letters or digits.
-    """
-    return hashlib.blake2b(f"{job_id}:0:{number}".encode()).hexdigest()[:9]
 
 
 # The stored record of a response: its input, what it repeats of its request, and how to read its job's text.

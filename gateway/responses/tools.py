@@ -267,6 +267,10 @@ Choice = Annotated[
 ]
 
 
+def _of_chat(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": function}
+
+
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
     """All tools of a request as functions."""
@@ -297,18 +301,14 @@ class OfferedTools:
         return cls(offers)
 
     def use(self, choice: Choice | None, *, parallel: bool) -> ToolUse:
-        """Return the tools that the model may call, as a chat offers them."""
-        functions = [offer.function for offer in self.offers.values()]
+        """Return the tools that the model may call, as a chat offers them. Raises what `ToolUse.of` raises."""
+        wanted: Any = choice
         if isinstance(choice, AllowedTools):
-            allowed = {tool.offered for tool in choice.tools}
-            functions, choice = [one for one in functions if one["name"] in allowed], choice.mode
-        wanted: Any = choice or "auto"
-        if isinstance(choice, NamedChoice):
-            wanted = {"type": "function", "function": {"name": choice.offered}}
-        if not functions or wanted == "none":
-            return ToolUse(None, wanted, parallel)
-        offered = [{"type": "function", "function": function} for function in functions]
-        return ToolUse(json.dumps(offered), wanted, parallel)
+            allowed = [_of_chat({"name": tool.offered}) for tool in choice.tools]
+            wanted = {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": allowed}}
+        elif isinstance(choice, NamedChoice):
+            wanted = _of_chat({"name": choice.offered})
+        return ToolUse.of([_of_chat(offer.function) for offer in self.offers.values()], wanted, parallel)
 
     def called(self) -> list[list[str]]:
         """Return what calls come back as, by the offered name, without the plain functions. As plain values."""

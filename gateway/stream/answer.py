@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import lowered_max_tokens, pool_of
 from penstock.contract.output import Usage
+from penstock.contract.pool import notice_of
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.request.generation import (
@@ -78,6 +79,9 @@ MAX_TOKENS_HEADER = "X-Penstock-Max-Tokens"
 the head of a stream is sent before the prompt is tokenized, it is what the context leaves at most."""
 
 
+NOTICE_HEADER = "X-Penstock-Notice"
+"""Response header that says that the model's files do not claim this use, such as embeddings from a chat model."""
+
 # What both kinds of answer know of their request.
 
 
@@ -106,6 +110,8 @@ class AnswerPlan:
         """The most tokens of prompt and output together, to which `max_tokens` is lowered."""
         self._lowered_limit: int | None = None
         """The value of MAX_TOKENS_HEADER, if it is sent."""
+        self._notice = ""
+        """The value of NOTICE_HEADER, if it is sent."""
 
     async def check(self) -> None:
         """Refuse too many jobs or log-probabilities, and tools that the model cannot call, before any job is queued."""
@@ -152,12 +158,16 @@ class AnswerPlan:
     async def _record_of(self, pool: str) -> ServedPool | None:
         return self._pools.get(pool) or (await self.client.pools()).get(pool)
 
-    async def learn_limit(self, job: AsyncJob) -> None:
-        """Learn the context of the job's model, and what it leaves of `max_tokens` at most."""
+    async def learn_pool(self, job: AsyncJob) -> None:
+        """Learn what the model is not made for, its context, and what that leaves of `max_tokens` at most."""
+        known = None
+        with contextlib.suppress(UnavailableError):
+            known = await self._record_of(job.pool)
+        self._notice = notice_of(known, self.generation.content.task)
         if not self.generation.lowers_max_tokens or self.generation.content.params.max_tokens is None:
             return
-        record = await self._record_of(job.pool)
-        self.max_total_tokens = None if record is None else record.max_model_len or None
+        known = known or await self._record_of(job.pool)
+        self.max_total_tokens = None if known is None else known.max_model_len or None
         self._lower_limit(1)
 
     async def learn_exact_limit(self, jobs: Sequence[AsyncJob], ends: Sequence[Ended]) -> None:
@@ -187,13 +197,14 @@ class AnswerPlan:
 
     async def head_of(self, jobs: Sequence[AsyncJob]) -> AnswerHead:
         """Return what the encoder must know before the first token."""
-        generation, content = self.generation, self.generation.content
+        generation, content, pool = self.generation, self.generation.content, jobs[0].pool
+        record = None if content.model else await self._record_of(pool)
         return AnswerHead(
             [job.id for job in jobs],
-            content.model,
+            content.model or (pool if record is None else record.model),
             int(time.time()),
             content.params,
-            await self._format_of(jobs[0].pool),
+            await self._format_of(pool),
             content.echoes,
             self._options,
             generation.cut_at,
@@ -208,6 +219,8 @@ class AnswerPlan:
         headers = {JOB_HEADER: ", ".join(job.id for job in jobs[:MAX_JOBS_SHOWN])}
         if self._lowered_limit is not None:
             headers[MAX_TOKENS_HEADER] = str(self._lowered_limit)
+        if self._notice:
+            headers[NOTICE_HEADER] = self._notice
         return headers | {IGNORED_HEADER: _shown_names(self._ignored)} if self._ignored else headers
 
 
@@ -245,7 +258,7 @@ class GenerationEvents(EventSource):
             await plan.decide_replay(plan.generation.cut_at)
         await plan.check()
         async with open_jobs(plan.client, plan.generation, has_begun=lambda: writer.started) as jobs:
-            await plan.learn_limit(jobs[0])
+            await plan.learn_pool(jobs[0])
             writer.headers.update(plan.headers_of(jobs))
             self.show_position(jobs[0], writer)
             await self._relay(jobs, writer, meter)
@@ -366,7 +379,7 @@ class WholeAnswer(Response):
         plan = self._plan
         await plan.check()
         async with open_jobs(plan.client, plan.generation) as jobs:
-            await plan.learn_limit(jobs[0])
+            await plan.learn_pool(jobs[0])
             encoder = plan.dialect.whole(await plan.head_of(jobs))
             plan.forget_prompts()
             ends = await ends_of(jobs, partial(naming_prompt, plan.generation.content))

@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from starlette.routing import Route
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.job import PackedPrompt, pool_of
+from penstock.contract.job import PackedPrompt
 from penstock.contract.output import Usage
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
@@ -128,8 +128,8 @@ class _Encoder(WholeEncoder):
 
     @property
     def _model(self) -> bytes:
-        """The model's name as JSON; that of its pool if the request names none."""
-        return to_json(self._head.model or pool_of(self._head.job_ids[0]))
+        """The model's name as JSON."""
+        return to_json(self._head.model)
 
     @property
     def _id(self) -> bytes:

@@ -220,8 +220,10 @@ class Dashboard:
                 activities = await client.activity([*records])
         except (TimeoutError, UnavailableError):
             return to_json({"at_ms": now_ms(), "redis_up": False, "gateway": gateway_of(self._metrics), "pools": []})
-        pools = [pool_of(records[activity.pool], activity) for activity in activities]
+        folded = [one.pool for one in activities if records[one.pool].is_folded(one.queue.num_waiting)]
+        pools = [pool_of(records[one.pool], one) for one in activities if one.pool not in folded]
         state = {"at_ms": now_ms(), "redis_up": True, "gateway": gateway_of(self._metrics), "pools": pools}
+        state |= {"folded": folded} if folded else {}
         return to_json(state | {"away": away} if away else state)
 
 

@@ -89,6 +89,7 @@ class SocketSession:
         self._receive = receive
         self._channel = SocketChannel(send)
         self._pace = MessagePace(MESSAGES_PER_S, BURST_MESSAGES)
+        # Of one request.
         self._streams: dict[str, SocketStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_idle = asyncio.Event()

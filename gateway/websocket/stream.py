@@ -25,7 +25,7 @@ from penstock.gateway.errors import ID_HEADER, error_body
 from penstock.gateway.request.encoding import JOBS_PATH, Attach, Submit
 from penstock.gateway.request.generation import ParsedBody
 from penstock.gateway.request.reading import AFTER, EVENT_IDS_HEADER, KEY_HEADER, PARSED_BODY
-from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER
+from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER, NOTICE_HEADER
 from penstock.gateway.stream.writer import LineFraming, framing_extension
 from penstock.producer.client import AsyncClient
 
@@ -289,6 +289,8 @@ class SocketStream:
                 members["ignored_fields"] = headers[IGNORED_HEADER].split(", ")
             if MAX_TOKENS_HEADER in headers:
                 members["max_tokens"] = int(headers[MAX_TOKENS_HEADER])
+            if NOTICE_HEADER in headers:
+                members["notice"] = headers[NOTICE_HEADER]
             await self._channel.write(message("accepted", self._tag, members))
         if self._is_canceled and JOB_HEADER in headers:
             await self._cancel_jobs()

@@ -32,6 +32,7 @@ class AsyncEngine:
         self._load = partial(Engine, model, **settings)
         self._engine: Engine | None = None
         self._worker: EngineWorker | None = None
+        # Keyed by id: id of a request.
         self._streams: dict[str, asyncio.Queue[StepOutput | BaseException | None]] = {}
         """The outputs of each open request. None ends its stream; so does the error that ended the engine."""
         self._calls: set[asyncio.Future[Any]] = set()

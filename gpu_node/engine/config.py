@@ -155,10 +155,18 @@ def chat_template_of(setting: str) -> str:
     """
     if "\n" in setting or "{" in setting:
         return setting
+    from penstock.gpu_node.model.architecture.limits import MAX_TEMPLATE_BYTES
+
     path = Path(setting).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_TEMPLATE_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         reason = f"cannot read {path} ({why}); it must be a file with a Jinja template, or the template itself"
         raise ConfigError(f"chat_template: {reason}", param="chat_template") from None
+    if len(text) > MAX_TEMPLATE_BYTES:
+        raise ConfigError(
+            f"chat_template: {path} has more than {MAX_TEMPLATE_BYTES:,} characters", param="chat_template"
+        )
+    return text

@@ -92,6 +92,8 @@ class Engine:
         """Identifies weights, tokenizer and dtype. Engines of equal revision can continue each other's choices."""
         self.sampling_defaults = served.sampling_defaults
         """The sampling that the model recommends, by the names of `SamplingParams`."""
+        self.capabilities = served.capabilities
+        """Returns what the model is good for, as `PoolRecord.capabilities` says. May compile the chat template."""
         self._guides = served.guides
         self._runner = served.model.runner
         sizes = self._runner.cache_sizes
@@ -106,8 +108,8 @@ class Engine:
         drafts = speculation_of(config, self._runner, self._times.draft_cost)
         self._scheduler = Scheduler(self._memory, limits, self._times, policy=self._policy, speculation=drafts)
         self._memory_trace = MemoryTrace(self._scheduler, self._memory)
-        self._requests: dict[str, LiveRequest] = {}
-        self._finished_usage: dict[str, Usage] = {}
+        self._requests: dict[str, LiveRequest] = {}  # Keyed by id: id of a request.
+        self._finished_usage: dict[str, Usage] = {}  # Keyed by id: id of a request.
         self._live: dict[Choice, LiveChoice] = {}
         self._ended_early: list[LiveChoice] = []
         self._in_flight, self._prefill_reports = InFlightSteps(), PrefillReports(self._live)

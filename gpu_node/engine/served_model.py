@@ -277,6 +277,14 @@ class ServedModel:
         self.limits = request_limits(self.model, self.tokenizer.eos_token_ids, config.block_size, config.max_num_seqs)
         self.guides = GrammarCompiler(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
 
+    def capabilities(self) -> tuple[str, ...]:
+        """Return what the model's files say it is good for. Raises ConfigError for a template that does not compile."""
+        if self.model.is_embedder:
+            return ("embed",)
+        if not self.tokenizer.has_chat_template:
+            return ("completion",)
+        return ("chat", "completion", "tools") if self.tokenizer.takes_tools else ("chat", "completion")
+
     def prepare(
         self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default"
     ) -> Prepared:

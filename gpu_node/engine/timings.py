@@ -330,8 +330,10 @@ class RequestTimers:
     """Times of the requests that ask for them. Without such requests, a step only looks at `running`."""
 
     def __init__(self) -> None:
+        # Keyed by id: id of a request.
         self.running: dict[str, _Timer] = {}
         """The timers of requests that have not ended."""
+        # Keyed by id: id of a request.
         self._ended: dict[str, _Timer] = {}
 
     def add(self, request_id: str) -> None:

@@ -61,6 +61,9 @@ class EngineLike(Protocol):
     def sampling_defaults(self) -> dict[str, int | float]:
         """The sampling that the model recommends, by the names of `SamplingParams`."""
 
+    def capabilities(self) -> tuple[str, ...]:
+        """Return what the model is good for, as `PoolRecord.capabilities` says. It may take long."""
+
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError for a request that can never run."""
 

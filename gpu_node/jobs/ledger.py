@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from penstock.contract.errors import DamagedDataError
 from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.contract.output import Outcome
 from penstock.contract.priority import NUM_LEVELS, PerLevel, Priority, is_background
@@ -20,6 +21,8 @@ from penstock.queue.wire import Request
 RESERVED_QUANTILE = 0.9
 """Quantile of output lengths that is reserved for a job. Longer outputs may cause preemptions."""
 
+MAX_REASON_CHARS = 200
+
 MAX_REPORTED_TENANTS = 8
 """Tenants whose jobs a heartbeat counts. The limit bounds the size of pressure records."""
 
@@ -30,19 +33,38 @@ class Ledger:
     def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT) -> None:
         self.max_model_len = max_model_len
         self.counts = NodeCounts()
+        # Keyed by id: job id.
         self._jobs: dict[str, HeldJob] = {}
+        # Keyed by id: lease.
         self._by_lease: dict[str, HeldJob] = {}
         self._predictor = LengthPredictor(RESERVED_QUANTILE)
         self.drain = DrainEstimator()
         """The pace at which this node completes jobs. `look_at_work` notes what the held ones have computed."""
         self.hold_ms = HOLD_MS
         """How long each KV token of a job's cost was held, in milliseconds; an average over jobs that ended here."""
+        # Keyed by id: a part of the node.
+        self._failing: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[HeldJob]:
         return iter(list(self._jobs.values()))
+
+    @property
+    def failing(self) -> str:
+        """Why Redis refused the last call of a part of this node; empty while it refuses none."""
+        return "; ".join(f"{part}: {reason}" for part, reason in self._failing.items())
+
+    def round_failed(self, part: str, error: DamagedDataError) -> None:
+        """Note that Redis refused a call, because of damaged data or a bug. It ends one round of that part."""
+        self.counts.failed_rounds += 1
+        self._failing[part] = error.message[:MAX_REASON_CHARS]
+        log.error("redis refused a call; the node tries again", extra={"part": part, "reason": error.message})
+
+    def round_done(self, part: str) -> None:
+        """Note that a round of that part succeeded."""
+        self._failing.pop(part, None)
 
     @property
     def job_ids(self) -> list[str]:

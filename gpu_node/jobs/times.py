@@ -215,6 +215,8 @@ class NodeCounts:
     """Ends of jobs that Redis had lost and got again."""
     outages: int = 0
     """Times that publishing failed because Redis was unavailable."""
+    failed_rounds: int = 0
+    """Rounds of this node that ended because Redis refused a call: damaged data, or a bug."""
     emits: Histogram = field(default_factory=lambda: Histogram(EMIT_SECONDS))
     """Seconds that emit calls took."""
     sending: SendCounts = field(default_factory=SendCounts)

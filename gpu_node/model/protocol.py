@@ -422,6 +422,8 @@ class LoadedModel:
     adapters: AdapterSource
     pooling: Pooling
     """The pooling of embeddings that the model's files name, or else `mean`."""
+    is_embedder: bool
+    """Whether the files say that the model was made for embeddings, and not for text."""
     arithmetic: str
     """Names the runner, its kernels and number formats: all that tokens depend on besides the model's files."""
     revision: str

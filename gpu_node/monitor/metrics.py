@@ -84,6 +84,7 @@ COUNTED = {
     "rewinds": "Times that Redis had lost chunks and asked for them again.",
     "repeated_ends": "Ends of jobs that Redis had lost and got again.",
     "outages": "Times that publishing failed because Redis was unavailable.",
+    "failed_rounds": "Rounds that ended because Redis refused a call: damaged data, or a bug.",
 }
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.contract.errors import InvariantError, UnavailableError
+from penstock.contract.errors import DamagedDataError, InvariantError, UnavailableError
 from penstock.contract.output import Outcome
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine.worker import EngineWorker
@@ -141,10 +141,12 @@ class Outbox:
         self._is_flushing = self._has_failed = False
         """Whether `run` flushes or pauses after a failure; whether a quick call failed since the last flush."""
         self._last_step_s = self._step_s = 0.0  # when it had outputs; the time since the step before
+        # Keyed by id: job id.
         self._dirty: dict[str, HeldJob] = {}
         self._reader_waits = False
         """Whether a reader waits for an unsent first token or an unsent end."""
         self._emptied = asyncio.Event()
+        # Keyed by id: lease.
         self._waiters: dict[str, asyncio.Future[None]] = {}
         """Callers of `until_removed`, by lease."""
 
@@ -323,6 +325,12 @@ class Outbox:
             try:
                 await self.flush(only_awaited=is_early and not self._has_failed)
                 patience, self._has_failed = pauses(), False
+                self._ledger.round_done("emit")
+            except DamagedDataError as error:
+                self._ledger.round_failed("emit", error)
+                self._pause_engine_if_full()
+                self._needs_flush.set()
+                await asyncio.sleep(next(patience))
             except UnavailableError as error:
                 self._ledger.counts.outages += 1
                 self._pause_engine_if_full()

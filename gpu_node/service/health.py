@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from penstock.contract.errors import InvariantError, UnavailableError
-from penstock.contract.pool import RANKS_PART
+from penstock.contract.pool import RANKS_PART, SCRIPTS_PART, STOPPING_PARTS
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine.worker import EngineWorker
 
@@ -126,7 +126,7 @@ class Watchdog:
 
 REMEMBERED_S = 30.0
 """How long a momentary problem stays reported, so that an operator can notice it."""
-_NOT_REMEMBERED = frozenset((RANKS_PART,))
+_NOT_REMEMBERED = STOPPING_PARTS
 """Gateways are not ready while such a part is unhealthy, so it is reported for no longer than that."""
 _STALLED_ENGINE_S = 10.0
 _SILENT_REDIS_S = 5.0
@@ -155,6 +155,8 @@ class HealthSample:
     hears_doorbell: bool
     unsent_bytes: int
     max_unsent_bytes: int
+    failing: str
+    """Why Redis refused the last call of a part of this node; empty while it refuses none."""
     num_tokenizer_failures: int
 
 
@@ -164,6 +166,7 @@ class Health:
     def __init__(self) -> None:
         self._before: HealthSample | None = None
         self._max_step_tokens = 0
+        # Keyed by id: part of the node.
         self._troubles: dict[str, tuple[str, float]] = {}
 
     def look(self, sample: HealthSample) -> dict[str, str]:
@@ -217,6 +220,8 @@ def _of_process(sample: HealthSample, before: HealthSample) -> Iterator[tuple[st
 def _of_queue(sample: HealthSample) -> Iterator[tuple[str, str]]:
     if sample.redis_silent_s > _SILENT_REDIS_S:
         yield "redis", f"has not answered for {sample.redis_silent_s:.0f} s"
+    if sample.failing:
+        yield SCRIPTS_PART, f"redis refused a call: {sample.failing}"
     if not sample.hears_doorbell:
         yield "doorbell", "the subscription is lost: new jobs are found by polling"
     if 2 * sample.unsent_bytes > sample.max_unsent_bytes:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from typing import Any
 
-from penstock.contract.errors import UnavailableError
+from penstock.contract.errors import DamagedDataError, UnavailableError
 from penstock.contract.pool import EngineLoad, NodePressure
 from penstock.gpu_node.engine import RankStats
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.gpus import GpuDriver, GpuLoad
 from penstock.gpu_node.jobs.ledger import Ledger
-from penstock.gpu_node.jobs.times import DrainEstimator, DrainPace, StepParts
+from penstock.gpu_node.jobs.times import DrainPace, StepParts
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.service.health import EngineWatch, Health, HealthSample
 from penstock.gpu_node.taking.inbox import JobInbox
@@ -51,6 +51,8 @@ class NodeSnapshot:
     times_of_hour: dict[str, tuple[int, ...]]
     unsent_bytes: int
     max_unsent_bytes: int
+    failing: str
+    """Why Redis refused the last call of a part of this node; empty while it refuses none."""
     gpu: GpuLoad | None
 
 
@@ -78,6 +80,7 @@ async def take_snapshot(
         times_of_hour=ledger.counts.jobs.times_of_hour(time.monotonic()),
         unsent_bytes=ledger.unsent_bytes,
         max_unsent_bytes=outbox.max_unsent_bytes,
+        failing=ledger.failing,
         gpu=load,
     )
 
@@ -173,7 +176,7 @@ class Heartbeat:
         snapshot: Callable[[], Awaitable[NodeSnapshot]],
         *,
         base: NodePressure,
-        drain: DrainEstimator,
+        ledger: Ledger,
         interval_s: float,
         pause: Callable[[float], Awaitable[None]],
         is_compared: Callable[[], bool],
@@ -181,7 +184,7 @@ class Heartbeat:
         """`base`: the part of the pressure that stays the same. `outbox` ends the jobs that Redis names.
 
         `pause` waits for an interval, or until something happens that a heartbeat should tell at once.
-        `drain` knows what the jobs have computed when a snapshot has been taken. `is_compared`: whether the history of
+        `ledger` knows what the jobs have computed when a snapshot has been taken. `is_compared`: whether the history of
         Redis is the known one. In a new one, jobs that ended here may seem to run here, until their ends are repeated.
         """
         self._broker = broker
@@ -190,7 +193,8 @@ class Heartbeat:
         self._base = base
         self._interval_s = interval_s
         self._pause = pause
-        self._drain = drain
+        self._ledger = ledger
+        self._drain = ledger.drain
         self._prefill, self._decode, self._steps = (RateEstimator(time.monotonic()) for _ in range(3))
         self._preemptions = RateEstimator(time.monotonic(), keeps=False)
         self._engine_time, self._hits = (RecentGains(time.monotonic()) for _ in range(2))
@@ -210,8 +214,11 @@ class Heartbeat:
             try:
                 await self.send()
                 await self._broker.sweep()
+                self._ledger.round_done("heartbeat")
             except UnavailableError as error:
                 log.warning("redis is unreachable", extra={"reason": error.message})
+            except DamagedDataError as error:
+                self._ledger.round_failed("heartbeat", error)
             self._attempted_s = time.monotonic()
             wake_s = self._attempted_s + self._interval_s
             await self._pause(self._interval_s)
@@ -303,5 +310,6 @@ class Heartbeat:
             hears_doorbell=self.draining or snapshot.hears_doorbell,
             unsent_bytes=snapshot.unsent_bytes,
             max_unsent_bytes=snapshot.max_unsent_bytes,
+            failing=snapshot.failing,
             num_tokenizer_failures=snapshot.num_tokenizer_failures,
         )

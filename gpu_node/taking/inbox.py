@@ -12,7 +12,7 @@ from contextlib import suppress
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from penstock.contract.errors import UnavailableError
+from penstock.contract.errors import DamagedDataError, UnavailableError
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.gpu_node.engine.worker import EngineLike
 from penstock.gpu_node.jobs.held_job import HeldJob
@@ -170,8 +170,12 @@ class JobInbox:
                 try:
                     wait_s = await self._take()
                     patience = pauses()
+                    self._ledger.round_done("take")
                 except UnavailableError as error:
                     log.warning("redis is unreachable", extra={"reason": error.message})
+                    wait_s = next(patience)
+                except DamagedDataError as error:
+                    self._ledger.round_failed("take", error)
                     wait_s = next(patience)
         finally:
             await self._preparation.close()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from penstock.contract.errors import UnavailableError
+from penstock.contract.errors import DamagedDataError, UnavailableError
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import JobReports, Ledger
@@ -66,7 +66,7 @@ class LoadShedder:
             jobs = [job for job in self._ledger if job.taken.lease in lost]
             try:
                 await self.give_back(jobs, "lost")
-            except (UnavailableError, LeaseLostError) as error:
+            except (UnavailableError, DamagedDataError, LeaseLostError) as error:
                 log.warning("jobs of a lost step stay here", extra={"num_jobs": len(jobs), "reason": str(error)})
 
     async def run(self) -> None:
@@ -75,8 +75,11 @@ class LoadShedder:
             await asyncio.sleep(LOOK_S)
             try:
                 await self.shed_load()
+                self._ledger.round_done("give_back")
             except UnavailableError as error:
                 log.warning("redis is unreachable", extra={"reason": error.message})
+            except DamagedDataError as error:
+                self._ledger.round_failed("give_back", error)
 
     async def shed_load(self) -> None:
         """If sequences wait inside the engine, give back the jobs that exceed its capacity and fit on another node."""

@@ -21,7 +21,7 @@ from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
 from penstock.gpu_node.engine.served_model import truncated
 from penstock.gpu_node.engine.text.chat import MAX_RENDERS_AT_ONCE
-from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS
+from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS, TokenizerFailedError
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob, SealedChunk, outcome_of, seal
@@ -145,17 +145,21 @@ class JobPreparation:
         self._threads = threads
         self._yielder = LoopYielder()
         self._task_threads = Threads(MAX_TASKS_AT_ONCE)
+        # Keyed by tenant; no text of a request.
         self._tasks_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant."""
         self._long_tasks = asyncio.Semaphore(MAX_TASKS_READ)
         self._trial_threads = Threads(MAX_TRIALS_AWAITED)
         """Threads that wait for grammar trials; separate, so that trials do not delay long prompts."""
+        # Keyed by tenant.
         self._trials_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant, so that one tenant's grammars do not delay another tenant's."""
         self._chat_threads = Threads(MAX_RENDERS_AT_ONCE)
         """Threads that wait for the chat template; separate, so that a slow template does not delay long prompts."""
+        # Keyed by tenant; no text of a request.
         self._chats_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant."""
+        # Keyed by tenant; no text of a request.
         self._long_prompts_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant."""
         self._running: set[asyncio.Task[None]] = set()
@@ -328,7 +332,8 @@ class JobPreparation:
             async with self._long_prompts_of.setdefault(job.taken.tenant, turn):
                 return await threads.run(call)
         except Exception as error:
-            self.num_tokenizer_failures += not isinstance(error, PenstockError)
+            is_known = isinstance(error, PenstockError) and not isinstance(error, TokenizerFailedError)
+            self.num_tokenizer_failures += not is_known
             raise
 
     def _start(self, job: HeldJob, request: Request, token_ids: list[int], prepared: Prepared | None) -> None:

@@ -76,7 +76,7 @@ def main() -> None:
     try:
         from bench import plots
 
-        plots.write(options.results, verdicts.medians(journal.runs))
+        plots.write(report.raw_folder(), verdicts.medians(journal.runs))
     except ModuleNotFoundError as error:
         print(f"no plots: {error.name} is not installed (the bench extra)", file=sys.stderr)
 

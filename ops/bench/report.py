@@ -1,4 +1,4 @@
-"""Results as JSON and as tables, under ops/bench/results/: offline, latency, startup, memory, targets."""
+"""Results as tables under ops/bench/results/, single runs under build/: offline, latency, startup, memory, targets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import peers
 from bench.contestants import Contestant
 from bench.journal import MAX_FOREIGN_CPU, Run
 from bench.verdicts import Cell, Medians, Verdict, medians, verdicts
@@ -81,16 +82,26 @@ def write(folder: Path, scene: Scene, runs: list[Run], contestants: Iterable[Con
             "medians": {w: {n: asdict(cell) for n, cell in table.get(w, {}).items()} for w in workloads},
             "runs": [asdict(run) for run in chosen],
         }
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+        write_raw(name, content)
         sections = [section(workload, columns, table) for workload, columns in workloads.items() if workload in table]
         (folder / f"{name}.md").write_text("\n".join([head(name, scene, chosen), *sections]))
     found = verdicts(table, contestants)
     text = "\n".join([head("targets", scene, runs), targets_table(found), not_measured(scene, runs)])
     (folder / "targets.md").write_text(text)
-    (folder / "targets.json").write_text(
-        json.dumps([asdict(one) | {"is_met": one.is_met} for one in found], indent=1) + "\n"
-    )
+    write_raw("targets", [asdict(one) | {"is_met": one.is_met} for one in found])
     return text
+
+
+def raw_folder() -> Path:
+    """Return the folder for single runs and plots. It is no part of the repository."""
+    folder = peers.BUILD / "bench" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_raw(name: str, content: Any) -> None:
+    """Write single runs as JSON."""
+    (raw_folder() / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def head(name: str, scene: Scene, runs: list[Run]) -> str:
@@ -108,7 +119,7 @@ def head(name: str, scene: Scene, runs: list[Run]) -> str:
             "",
             "Each run is a process of its own. Engines alternate within each repeat, all on the same cores. Values are "
             f"medians. A run is dirty if other processes took {MAX_FOREIGN_CPU:.0%} of the CPU; it is repeated, and "
-            "left out unless all were dirty. Commands and single runs are in the JSON beside this.",
+            "left out unless all were dirty. Commands and single runs are in `build/bench/results/` after a run.",
             "",
         ]
     )

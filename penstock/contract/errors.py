@@ -25,12 +25,14 @@
     ├── ConfigError             500  invalid settings or model files
     │   └── ProtocolVersionError 503  the pool belongs to a release with another protocol version
     └── InvariantError          500  a bug in penstock
+        └── DamagedDataError    500  damaged data in Redis, or a bug in a script
 
 Redis errors are translated in `queue/broker`, HTTP errors in `gateway`, torch errors in `gpu_node/model`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class PenstockError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: str = "internal_error"
+    also: Sequence[str] = ()
+    """The further fields that the message names, as `param` is."""
 
     def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -261,6 +265,10 @@ class ProtocolVersionError(ConfigError):
 
 class InvariantError(PenstockError):
     """The process reached a state that must not exist: a bug in penstock."""
+
+
+class DamagedDataError(InvariantError):
+    """Redis refused a call: a key is damaged, or a script has a bug. A node goes on with its next round."""
 
 
 _BY_CODE: dict[str, type[PenstockError]] = {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
+from itertools import islice
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args, get_origin
 
@@ -19,12 +20,13 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    ValidationError,
     ValidationInfo,
     create_model,
     model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError, to_json
 
 UNKNOWN_FIELD = "unknown_field"
 """The pydantic error type, the API error code, and the key under which the error's context holds the field name."""
@@ -32,6 +34,8 @@ WRONG_MEMBER = "wrong_member"
 """The key under which the error's context holds the name of the member that is wrong, if a field holds an object."""
 NEAREST_FIELD = "nearest_field"
 """The key under which the error's context holds the most similar known name, if there is one."""
+MAX_UNKNOWN = 4
+"""Unknown fields that the error of a record names."""
 MAX_COMPARED_CHARS = 64
 """An unknown name longer than this is not compared with the known ones, because comparing it would take too long."""
 
@@ -52,7 +56,7 @@ class IgnoredFields:
 
 
 class Named(BaseModel):
-    """Base of records from untrusted input. Validation stops at the first unknown field.
+    """Base of records from untrusted input. Its error names some unknown fields, and what is wrong in the known ones.
 
     pydantic alone would collect one error per unknown field; a million of them would block the event loop for seconds.
     """
@@ -68,16 +72,36 @@ class Named(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _first_unknown_name(cls, data: Any, info: ValidationInfo) -> Any:
+    def _no_unknown_names(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict) or cls.model_config.get("extra") in ("ignore", "allow"):
             return data
         if isinstance(info.context, IgnoredFields) and info.context.of is cls:
             return info.context.without_them(data, cls._known)
-        for name in data:
-            if name not in cls._known:
-                context = {UNKNOWN_FIELD: name, NEAREST_FIELD: nearest_name(name, cls._known)}
-                raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", context)
+        if unknown := [*islice((name for name in data if name not in cls._known), MAX_UNKNOWN)]:
+            known = {name: value for name, value in data.items() if name in cls._known}
+            raise ValidationError.from_exception_data(
+                cls.__name__, [*map(cls._unknown, unknown), *cls._others_in(known, info)]
+            )
         return data
+
+    @classmethod
+    def _unknown(cls, name: str) -> InitErrorDetails:
+        context = {UNKNOWN_FIELD: name, NEAREST_FIELD: nearest_name(name, cls._known)}
+        return {"type": PydanticCustomError(UNKNOWN_FIELD, "unknown field", context), "input": None}
+
+    @classmethod
+    def _others_in(cls, known: dict[str, Any], info: ValidationInfo) -> Iterator[InitErrorDetails]:
+        """Yield what is wrong in the known fields of a record that also has unknown ones."""
+        try:
+            if info.mode == "json":
+                cls.model_validate_json(to_json(known, inf_nan_mode="constants"), context=info.context)
+            else:
+                cls.model_validate(known, context=info.context)
+        except ValidationError as error:
+            for one in error.errors(include_url=False, include_input=False):
+                kind: Any = PydanticCustomError
+                kind = kind(one["type"], one["msg"], one.get("ctx"))
+                yield {"type": kind, "loc": one["loc"], "input": None}
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
@@ -135,6 +159,7 @@ def option_of(record: type[BaseModel], name: str) -> Option:
     return next((mark for mark in record.model_fields[name].metadata if isinstance(mark, Option)), _UNMARKED)
 
 
+# Of one user, or of our own code and files.
 @cache
 def names_at(endpoint: Endpoint, record: type[BaseModel]) -> Mapping[str, str]:
     """Map the record's options to their names in bodies of an endpoint, without those that have none there."""

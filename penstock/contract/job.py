@@ -61,6 +61,7 @@ class PackedPrompt:
     """Number of token ids of a `tokens` prompt; None for text."""
     num_tool_bytes: int = 0
     """Bytes of the names and arguments of earlier tool calls."""
+    first_words: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

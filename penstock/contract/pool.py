@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
-from penstock.contract.tasks import GENERATE
+from penstock.contract.tasks import GENERATE, Task
 
 # The part of an engine's statistics that its node reports with every heartbeat.
 
@@ -99,6 +99,10 @@ the submission until a node took the job, that until the first token, and that b
 
 RANKS_PART = "ranks"
 """The part of a node that is unhealthy while its ranks are started again, and only then."""
+SCRIPTS_PART = "scripts"
+"""The part of a node that is unhealthy while Redis refuses its calls, because of damaged data or a bug."""
+STOPPING_PARTS = frozenset((RANKS_PART, SCRIPTS_PART))
+"""A node takes no jobs while one of these is unhealthy, and is not ready."""
 
 WaitState = Literal["queued", "scheduled", "awaiting_tokens"]
 """Why a job waits: for a node, for its time (`not_before`), or for its tenant's tokens per minute."""
@@ -139,6 +143,11 @@ class QueueState:
         return self.waiting["queued"].count
 
     @property
+    def num_waiting(self) -> int:
+        """Number of jobs that wait, for whatever reason."""
+        return sum(sum(jobs.count) for jobs in self.waiting.values())
+
+    @property
     def background_share(self) -> float | None:
         """Share of background work in the engines' time in the last minute."""
         return None if self.engine_shares is None else sum(self.engine_shares[NUM_PRIORITIES:])
@@ -170,6 +179,9 @@ EVENTS = {
     "ended_dead": "jobs that became dead letters",
     "dead_letters": "jobs that lost their nodes too often without progress",
     "nodes_lost": "nodes without a heartbeat for a lease",
+    "mended_records": "damaged records of jobs that were mended",
+    "damaged_keys": "keys of another type than the queue writes, which were deleted",
+    "unknown_sums": "numbers that were lost with damaged data and count in a sum: run `penstock audit --repair`",
     "losses": "running jobs whose node was lost",
     "takeovers": "jobs that a node took after another node had started or lost them",
     "fenced": "writes of a node for a job that another node holds",
@@ -284,11 +296,23 @@ class PoolRecord:
     max_token_bytes: int = 0
     tool_parser: str = "none"
     reasoning_parser: str = "none"
+    # Of one request.
     adapters: dict[str, str] = field(default_factory=dict)
     kinds: tuple[str, ...] = (GENERATE,)
     thinking_switches: tuple[str, ...] = ()
+    # Of one request.
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     """The sampling of requests that do not set it, by the names of `SamplingParams`."""
+    capabilities: tuple[str, ...] = ()
+    """What the model's files say it is good for: `chat`, `completion`, `tools`, `embed`. Empty: not known."""
+
+
+def notice_of(record: PoolRecord | None, task: Task | None) -> str:
+    """Return a notice if the model's files do not claim this use of the model; empty otherwise."""
+    use = "completion" if task is None else task.kind
+    if record is None or not record.capabilities or use in (*record.capabilities, "tokenize", "detokenize"):
+        return ""
+    return f"the model's files say that it is for {', '.join(record.capabilities)}, not for {use}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +330,7 @@ class NodePressure(EngineLoad):
     node_id: str
     num_jobs: int = 0
     jobs_by_level: PerLevel = ()
+    # Of one request.
     jobs_by_tenant: dict[str, int] = field(default_factory=dict)
     """Number of held jobs of the tenants with the most. `jobs_by_level` counts all jobs, most urgent level first."""
     max_num_seqs: int = 0
@@ -351,15 +376,17 @@ class NodePressure(EngineLoad):
     draining: bool = False
     predicted_outputs: tuple[tuple[int, int, int], ...] = ()
     """(bit length of prompt tokens, bit length of max_tokens, output tokens that 9 of 10 such choices stay within)."""
+    # Of one request.
     times_of_hour: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """How many times of the last hour were in each bucket of a histogram, by the names and bounds of `JOB_TIMES`."""
+    # Of one request.
     troubles: dict[str, str] = field(default_factory=dict)
     """Parts of the node that are unhealthy, or were so recently → the reason."""
 
     @property
     def takes_jobs(self) -> bool:
-        """Whether it would compute a job now: it is not draining, and all its ranks live."""
-        return not self.draining and RANKS_PART not in self.troubles
+        """Whether it would compute a job now: it is not draining, all its ranks live, and Redis answers its calls."""
+        return not self.draining and STOPPING_PARTS.isdisjoint(self.troubles)
 
 
 @dataclass(frozen=True, slots=True)

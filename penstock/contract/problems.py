@@ -1,11 +1,11 @@
-"""Translation of pydantic's validation errors into penstock errors that name the first invalid field."""
+"""Translation of pydantic's validation errors into penstock errors that name every invalid field."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic_core.core_schema import ErrorType
@@ -15,12 +15,17 @@ from penstock.contract.fields import NEAREST_FIELD, UNKNOWN_FIELD, WRONG_MEMBER
 
 MAX_NAME_CHARS = 128
 """Limit for an echoed field name, since the name may come from an untrusted request."""
+MAX_PROBLEMS = 8
+"""Fields that one error names."""
 
 
+_FOLLOWS = "default_factory_not_called"
+"""The error type of a field whose default depends on a field that is wrong."""
 _CODES = {"extra_forbidden": UNKNOWN_FIELD, UNKNOWN_FIELD: UNKNOWN_FIELD, "unsupported_value": "unsupported_value"}
 """Error type, of pydantic or `PydanticCustomError` → API error code."""
 
 
+AnyError = TypeVar("AnyError", bound=PenstockError)
 _LIBRARY_TYPES = frozenset(get_args(ErrorType))
 
 
@@ -82,11 +87,31 @@ class Problem:
 
 
 def problem_of(error: ValidationError, names: Mapping[str, str] | None = None) -> Problem:
-    """Return the first problem of `error`. `names` maps our field names to the caller's, where they differ.
+    """Return the first problem of `error`, as `problems_of` does."""
+    return problems_of(error, names)[0]
 
-    The problem never shows the input, because the input may be a prompt and the message may be logged.
+
+def problems_of(error: ValidationError, names: Mapping[str, str] | None = None) -> list[Problem]:
+    """Return the first problem of each field, and of each item of a list; at most MAX_PROBLEMS.
+
+    `names` maps our field names to the caller's, where they differ. A problem never shows the input, because the input
+    may be a prompt and the message may be logged.
     """
-    first = error.errors(include_url=False, include_input=False)[0]
+    found: dict[tuple[Any, ...], Problem] = {}
+    for one in error.errors(include_url=False, include_input=False):
+        if found and one["type"] == _FOLLOWS:
+            continue
+        # A field of several types has a problem of each; the first one says enough.
+        item = next((at for at, part in enumerate(one["loc"]) if isinstance(part, int)), 0)
+        key = one["loc"][: item + 1] or (one.get("ctx", {}).get(UNKNOWN_FIELD),)
+        if key not in found:
+            found[key] = _problem(one, names)
+        if len(found) == MAX_PROBLEMS:
+            break
+    return list(found.values())
+
+
+def _problem(first: Mapping[str, Any], names: Mapping[str, str] | None) -> Problem:
     loc = list(first["loc"])
     if loc:
         loc[0] = (names or {}).get(str(loc[0]), loc[0])
@@ -115,20 +140,40 @@ def _text_of(error: Mapping[str, Any]) -> str:
 
 def request_error(error: ValidationError, names: Mapping[str, str] | None = None) -> RequestError:
     """Return the error for an invalid request; `names` as in `problem_of`."""
-    problem = problem_of(error, names)
-    return RequestError(str(problem), code=problem.code, param=problem.param)
+    return _joined(RequestError, problems_of(error, names))
+
+
+def _joined(kind: type[AnyError], problems: Sequence[Problem]) -> AnyError:
+    error = kind("; ".join(map(str, problems)), code=problems[0].code, param=problems[0].param)
+    error.also = tuple(one.param for one in problems[1:] if one.param)
+    return error
+
+
+def joined(errors: Sequence[AnyError]) -> AnyError:
+    """Return one error that says what several say. Its class and its code are those of the first."""
+    first = errors[0]
+    if len(errors) == 1:
+        return first
+    found = _joined(type(first), [Problem(one.message, None, one.code) for one in errors])
+    names = [name for one in errors for name in (one.param, *one.also) if name]
+    found.param, found.also = next(iter(names), None), names[1:]
+    return found
 
 
 def rename(error: PenstockError, names: Mapping[str, str]) -> None:
     """Replace our field name in `error` by the caller's; `names` maps ours to the caller's, where they differ."""
-    own_name = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
-    new_name = names.get(own_name)
-    if new_name is None or error.param is None:
+    if error.param is None:
         return
-    param = new_name + error.param.removeprefix(own_name)
-    if error.message.startswith(f"{error.param}:"):
-        error.message = param + error.message.removeprefix(error.param)
-    error.param = param
+    error.param, *error.also = [_renamed(error, param, names) for param in (error.param, *error.also)]
+
+
+def _renamed(error: PenstockError, param: str, names: Mapping[str, str]) -> str:
+    own_name = re.split(r"[.\[]", param, maxsplit=1)[0]
+    if (new_name := names.get(own_name)) is None:
+        return param
+    new = new_name + param.removeprefix(own_name)
+    error.message = re.sub(rf"(^|; ){re.escape(param)}(?=:)", lambda match: f"{match[1]}{new}", error.message, count=1)
+    return new
 
 
 def put_under(error: PenstockError, member: str) -> None:
@@ -136,12 +181,14 @@ def put_under(error: PenstockError, member: str) -> None:
     has_name = error.param is not None and error.message.startswith((f"{error.param}:", f"{error.param} "))
     error.message = f"{member}.{error.message}" if has_name else f"{member}: {error.message}"
     error.param = member if error.param is None else f"{member}.{error.param}"
+    for name in error.also:
+        error.message = error.message.replace(f"; {name}:", f"; {member}.{name}:", 1)
+    error.also = [f"{member}.{name}" for name in error.also]
 
 
 def config_error(error: ValidationError) -> ConfigError:
     """Return the error for invalid settings."""
-    problem = problem_of(error)
-    return ConfigError(str(problem), param=problem.param)
+    return _joined(ConfigError, problems_of(error))
 
 
 def _path(loc: Sequence[str | int]) -> str | None:

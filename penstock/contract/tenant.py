@@ -220,5 +220,25 @@ def key_id_of(key: str) -> str:
     return "" if match is None else match[1]
 
 
+OPENED = "opened"
+"""The id of the record of `penstock keys open`, which has the time of that. No key has this id."""
+
+
+def keys_in_use(known: Mapping[str, ApiKey]) -> list[ApiKey]:
+    """Return the keys that every gateway accepts: those that are neither revoked nor brought by an operator."""
+    return [key for key in known.values() if not key.is_revoked and key.label != GIVEN_LABEL]
+
+
+def opened_s(known: Mapping[str, ApiKey]) -> int:
+    """Return since when callers without a key may be served again (Unix time in seconds); 0 if they may not."""
+    record = known.get(OPENED)
+    return 0 if record is None or keys_in_use(known) else record.created_s
+
+
+def are_required(known: Mapping[str, ApiKey]) -> bool:
+    """Return whether callers need a key: keys exist, be they revoked, and `penstock keys open` came before them."""
+    return bool(known.keys() - {OPENED}) and not opened_s(known)
+
+
 def _digest(pepper: str, key_id: str, secret: str) -> str:
     return hmac.new(f"{pepper}:{key_id}".encode(), secret.encode(), hashlib.sha256).hexdigest()

@@ -278,6 +278,7 @@ class LengthPredictor:
 
     def __init__(self, quantile: float) -> None:
         self._quantile = quantile
+        # Keyed by tenant: (tenant, classes of lengths); '' is the sum over all tenants.
         self._windows: OrderedDict[tuple[str, int, int], _Window] = OrderedDict()
 
     def predict(self, tenant: str, num_prompt_tokens: int, max_tokens: int) -> int | None:

@@ -120,7 +120,7 @@ tenant's ended jobs, with what the pool counted of the tenant.
     penstock:pools           hash    unconfined nodes, penstock pools     pool → further names that it may serve
                                                                           (wire.py); a hint: readers look at 10,000
                                                                           fields, and need P:record for a pool
-    penstock:keys            hash    penstock keys                        API key's id → its record (tenant.py)
+    penstock:keys            hash    penstock keys                        API key's id, or `opened` → record (tenant.py)
     penstock:seal            string  the first gateway that needs it      32 random bytes, with which all gateways seal
                                                                           the summaries of conversations; no expiry
     penstock:webhook_secrets hash    gateways                             webhook endpoint → its secrets (webhook.py)

@@ -269,6 +269,7 @@ class _LevelQueue(Generic[C]):
 
     def __init__(self, members: list[C], policy: PolicyConfig, virtual_times: VirtualTimes) -> None:
         self._virtual_times = virtual_times if policy.name in _BY_VIRTUAL_TIME else None
+        # Keyed by tenant; no text of a request.
         self._queues: dict[str, deque[C]] = {}
         by_cost = policy.name == "sjf"
         for one in sorted(members, key=lambda one: (one.remaining_cost, *_age(one)) if by_cost else _age(one)):

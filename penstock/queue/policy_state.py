@@ -29,8 +29,10 @@ class VirtualTimes:
 
     def __init__(self) -> None:
         self.now = 0.0
+        # Keyed by tenant; no text of a request.
         self.times: dict[str, float] = {}
         """Virtual times of tenants with queued work."""
+        # Keyed by tenant; no text of a request.
         self.debts: dict[str, float] = {}
         """Virtual times of tenants without queued work, if they are ahead of `now`."""
 
@@ -75,7 +77,9 @@ class RecentUse:
     def __init__(self, window_ms: float) -> None:
         self._window_ms = window_ms
         self._index = 0
+        # Keyed by tenant; no text of a request.
         self.this: dict[str, int] = {}
+        # Keyed by tenant; no text of a request.
         self.last: dict[str, int] = {}
 
     def note(self, tenant: str, amount: float, now_ms: float, since_ms: float = 0.0) -> None:

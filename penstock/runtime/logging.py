@@ -21,6 +21,7 @@ from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 
 from penstock.runtime.settings import Settings
+from penstock.runtime.terminal import without_controls
 
 _HTTP_CLIENTS = ("httpx", "httpx2")
 """Libraries that log each request as an event of level info."""
@@ -129,7 +130,7 @@ class ConsoleFormatter(logging.Formatter):
         parts += [f"{self._colored(f'{name}=', _DIM)}{_shown(value)}" for name, value in fields.items()]
         lines = [self._prefix + " ".join(parts)]
         if record.exc_info:
-            lines.append(self.formatException(record.exc_info))
+            lines.append(without_controls(self.formatException(record.exc_info)))
         if record.stack_info:
             lines.append(self.formatStack(record.stack_info))
         return "\n".join(lines)

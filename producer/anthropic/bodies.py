@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
+from pydantic import BeforeValidator, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.fields import (
@@ -26,11 +26,12 @@ from penstock.contract.fields import (
 from penstock.contract.job import MAX_MESSAGES, MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS, Metadata
 from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.contract.sampling import MAX_TOKENS_LIMIT, SamplingParams
-from penstock.contract.tools import MAX_TOOLS, FunctionName, ToolChoice, closed
+from penstock.contract.tools import CONTINUES, MAX_TOOLS, THINKING_VARIABLES, FunctionName, ToolChoice, closed
 from penstock.producer.anthropic.conversation import (
     _MAX_SHOWN_CHARS,
     ConversationMessage,
     Nested,
+    ends_with_assistant,
     messages_of,
     system_text,
     tool_changes,
@@ -117,9 +118,7 @@ def tool_use_of(tools: Sequence[MessagesTool], wanted: WantedToolChoice | None, 
         if tool.is_custom
         and (tool.name == needed or changes.get(str(tool.name), none_deferred or not tool.defer_loading))
     ]
-    if not offers or choice == "none":
-        return ToolUse(None, choice, parallel)
-    return ToolUse(json.dumps(offers), choice, parallel)
+    return ToolUse.of(offers, choice, parallel)
 
 
 def dropped_tools(tools: Sequence[MessagesTool]) -> list[str]:
@@ -181,7 +180,7 @@ class ContextManagement(Nested):
 class ConversationBody(Wire):
     """The fields that determine the prompt."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     messages: Annotated[list[ConversationMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Annotated[str | None, BeforeValidator(system_text)] = None
     tools: Annotated[list[MessagesTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
@@ -197,14 +196,6 @@ class ConversationBody(Wire):
     user_profile_id: Hint = None
     workspace_id: Hint = None
 
-    @field_validator("messages")
-    @classmethod
-    def _no_prefill(cls, value: list[ConversationMessage]) -> list[ConversationMessage]:
-        if value[-1].role == "assistant":
-            message = "the last message must have role user; an answer cannot continue a message of the assistant"
-            raise PydanticCustomError("unsupported_value", message)
-        return value
-
     @property
     def dropped(self) -> list[str]:
         """The names of the tools, edits, blocks and members of messages that have no effect."""
@@ -214,11 +205,16 @@ class ConversationBody(Wire):
 
     @property
     def template_kwargs(self) -> str | None:
-        """The variables for the chat template as JSON text, or None: whether the model reasons, if the body says so."""
-        if self.thinking is None:
-            return None
-        thinks = self.thinking.type != "disabled"
-        return json.dumps({"enable_thinking": thinks, "thinking": thinks})
+        """The variables for the chat template as JSON text, or None.
+
+        They say whether the model reasons, if the body says so, and whether the answer continues the last turn.
+        """
+        given: dict[str, bool] = {}
+        if self.thinking is not None:
+            given = dict.fromkeys(THINKING_VARIABLES, self.thinking.type != "disabled")
+        if ends_with_assistant(self.messages):
+            given[CONTINUES] = True
+        return json.dumps(given) if given else None
 
     @property
     def echoes(self) -> bool:

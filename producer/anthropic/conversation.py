@@ -239,6 +239,15 @@ def tool_changes(conversation: Sequence[ConversationMessage]) -> dict[str, bool]
     return changes
 
 
+def ends_with_assistant(conversation: Sequence[ConversationMessage]) -> bool:
+    """Return whether the last turn is one of the assistant. The answer then continues its text, as in Anthropic's API.
+
+    A system message that only configures comes after no turn.
+    """
+    shown = (message for message in reversed(conversation) if message.role != "system" or message.text)
+    return next(shown, conversation[-1]).role == "assistant"
+
+
 def _without_cleared(conversation: Sequence[ConversationMessage]) -> list[ConversationMessage]:
     """Leave out the system messages that the next message of the user clears."""
     last_of_user = max((at for at, message in enumerate(conversation) if message.role == "user"), default=-1)

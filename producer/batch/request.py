@@ -57,8 +57,7 @@ class _RowFields(QueuedRow, GenerationBody):
 
 
 class _ChatRow(_RowFields, ChatBody):
-    tools: Annotated[Any, only(None, [])] = None
-    tool_choice: Annotated[Any, only(None, "none", "auto")] = None
+    pass
 
 
 class _CompletionRow(_RowFields, CompletionBody):
@@ -83,9 +82,11 @@ class BatchRequest:
     model: str | None
     params: SamplingParams
     echoes: bool = False
+    echoes_alone: bool = False
     template_kwargs: str | None = None
     deadline_s: float | None = None
     ttl_s: float | None = None
+    not_before_s: float | None = None
     tags: Sequence[str] = ()
     metadata: Mapping[str, str] | None = None
     channel: ChannelOption = None
@@ -96,11 +97,11 @@ class BatchRequest:
     response_echo: Mapping[str, Any] | None = None
     """The members of a response that repeat its request."""
     tool_use: ToolUse = NO_TOOLS
-    """The tools of a message that the assistant may or must call."""
+    """The tools that the assistant may or must call."""
     shows_thinking: bool = False
     """Whether a message has thinking blocks."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Maps penstock's field names to those of a message's body, where they differ."""
+    """Maps penstock's field names to those of the body, where they differ."""
 
 
 def request_of_line(fields: Mapping[str, Any]) -> BatchRequest:
@@ -125,16 +126,27 @@ def request_of(url: str, body: Mapping[str, Any]) -> BatchRequest:
             return _embeddings_of(row)
         if isinstance(row, ResponseRow):
             return _response_of(row)
-        params = row.params()
     except ValidationError as error:
         raise request_error(error) from None
+    try:
+        params = row.params()
+    except ValidationError as error:
+        raise request_error(error, row.names()) from None
     prompts = row.prompts()
     if len(prompts) != 1:
         raise RequestError("a row must have exactly one prompt", param=row.prompt_field)
-    times = row.deadline_s, row.ttl_s
-    listed = row.tags or (), row.metadata
     return BatchRequest(
-        url, prompts[0], row.model, params, row.echoes, row.template_kwargs, *times, *listed, channel=row.channel
+        url,
+        prompts[0],
+        row.model,
+        params,
+        row.echoes,
+        isinstance(row, CompletionBody) and row.echoes_alone,
+        row.template_kwargs,
+        channel=row.channel,
+        tool_use=row.tool_use(),
+        names=row.names(),
+        **row.queueing(),
     )
 
 
@@ -158,14 +170,11 @@ def message_request_of(body: Mapping[str, Any], *, ignores_unknown: bool = False
         row.model,
         params,
         template_kwargs=row.template_kwargs,
-        deadline_s=row.deadline_s,
-        ttl_s=row.ttl_s,
-        tags=row.tags or (),
-        metadata=row.metadata,
         channel=row.channel,
         tool_use=row.tool_use(),
         shows_thinking=row.shows_thinking,
         names=row.names(),
+        **row.queueing(),
     )
 
 
@@ -175,13 +184,10 @@ def _embeddings_of(row: EmbeddingRow) -> BatchRequest:
         row.input[0],
         row.model,
         NO_SAMPLING,
-        deadline_s=row.deadline_s,
-        ttl_s=row.ttl_s,
-        tags=row.tags or (),
-        metadata=row.metadata,
         task=row.task(),
         inputs=row.input,
         as_base64=row.encoding_format == "base64",
+        **row.queueing(),
     )
 
 
@@ -191,7 +197,7 @@ def _response_of(row: ResponseRow) -> BatchRequest:
     except RequestError as error:
         rename(error, NAMES_OF_RESPONSES)
         raise
-    return replace(chat, url=RESPONSES_URL, response_echo=row.echo())
+    return replace(chat, url=RESPONSES_URL, names=NAMES_OF_RESPONSES, response_echo=row.echo())
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:

@@ -31,6 +31,7 @@ from penstock.producer.batch.rows import response_body
 from penstock.producer.batch.storage import OnWait, outlast
 from penstock.producer.client.request import answer_format
 from penstock.producer.openai.json_parts import json_line
+from penstock.producer.openai.parsed_text import PLAIN
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 from penstock.queue.files.batch import MESSAGES_ENDPOINT
 
@@ -72,11 +73,11 @@ def body_of(request: BatchRequest, model: str, result: Result, record: PoolRecor
     `record`: that of the pool. Its context is what `max_tokens` was lowered to.
     """
     max_total_tokens = record.max_model_len or None if record else None
+    form = answer_format(request.tool_use, request.params, request.template_kwargs, record)
     if request.response_echo is not None:
         sampling = {name: getattr(request.params, name) for name in ("temperature", "top_p")}
-        return response_body(model, request.response_echo, sampling, result)
+        return response_body(model, request.response_echo, sampling, result, form)
     if request.url == MESSAGES_ENDPOINT:
-        form = answer_format(request.tool_use, request.params, request.template_kwargs, record)
         message = WholeMessage(
             result.job_id,
             model,
@@ -93,9 +94,11 @@ def body_of(request: BatchRequest, model: str, result: Result, record: PoolRecor
         created_s=result.submitted_ms // 1000,
         params=request.params,
         include_usage=False,
+        form=form if request.url == CHAT_URL else PLAIN,
         echoes=request.echoes,
     )
     renderer.max_total_tokens = max_total_tokens
+    renderer.echoes_alone = request.echoes_alone
     return renderer.whole([result])
 
 
@@ -107,6 +110,7 @@ class ResultsFile:
         self._batch_id = batch_id
         self.progress = progress
         self.custom_ids: set[str] = set()
+        # Keyed by id: part of one batch file.
         self.failed: dict[str, dict[str, Any]] = {}
         """The rows without an answer, by custom_id."""
         self.recent_job_ids: list[str] = []

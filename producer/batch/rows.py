@@ -5,19 +5,44 @@ from __future__ import annotations
 import base64
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, field_validator
+from pydantic import BeforeValidator, Discriminator, FailFast, Field, PlainValidator, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.channel import GivenChannel
-from penstock.contract.fields import WHOLE_NUMBER, Hint, OpenWire, Whole, Wire, at_most, only
-from penstock.contract.job import MAX_DEADLINE_S, MAX_METADATA, MAX_TAGS, MAX_TOKENS_LIMIT, Metadata, Tag
+from penstock.contract.fields import (
+    NO_EFFECT,
+    RESPONSES,
+    WHOLE_NUMBER,
+    Hint,
+    OpenWire,
+    Whole,
+    Wire,
+    at_most,
+    given_options,
+    only,
+    with_option_fields,
+)
+from penstock.contract.job import (
+    MAX_DEADLINE_S,
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_TAGS,
+    MAX_TOKENS_LIMIT,
+    Metadata,
+    SamplingParams,
+)
+from penstock.contract.job import Tag as JobTag
 from penstock.contract.output import Result, Usage
 from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Embedding, Pooling, TruncatedTokens
+from penstock.contract.tools import MAX_TOOLS, Arguments, CallId, FunctionName
 from penstock.producer.anthropic.bodies import MessageBody
 from penstock.producer.openai.bodies import prompts_of
+from penstock.producer.openai.messages import GivenToolChoice
+from penstock.producer.openai.parsed_text import AnswerFormat, ParsedText
+from penstock.producer.openai.render import call_id_of
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_INPUTS = 2048
@@ -29,12 +54,16 @@ class QueuedRow(Wire):
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: Annotated[Any, only(None, False)] = None
-    tags: Annotated[list[Tag] | None, Field(max_length=MAX_TAGS)] = None
+    tags: Annotated[list[JobTag] | None, Field(max_length=MAX_TAGS)] = None
     metadata: Annotated[Metadata | None, at_most(MAX_METADATA)] = None
     service_tier: Annotated[Any, only(None, "auto", "default", "flex")] = None
     # They count from the submission of the row.
     deadline_s: float | None = None
     ttl_s: float | None = None
+    not_before_s: Annotated[float, Field(ge=0, le=MAX_DEADLINE_S)] | None = None
+    # The jobs of rows are background work, which waits for as long as it takes and has no reader.
+    max_wait_s: Annotated[Any, only(None)] = None
+    return_progress: Annotated[Any, only(None, False)] = None
     channel: GivenChannel = None
 
     @field_validator("deadline_s", "ttl_s")
@@ -45,6 +74,11 @@ class QueuedRow(Wire):
                 "duration", "must be above 0 and at most {limit} seconds", {"limit": MAX_DEADLINE_S}
             )
         return value
+
+    def queueing(self) -> dict[str, Any]:
+        """Return how to queue the row's jobs."""
+        times = {name: getattr(self, name) for name in ("deadline_s", "ttl_s", "not_before_s")}
+        return {**times, "tags": self.tags or (), "metadata": self.metadata}
 
 
 class MessageRow(MessageBody, QueuedRow):
@@ -111,10 +145,91 @@ class _InputMessage(OpenWire):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_TextPart]
 
-    def message(self) -> dict[str, Any]:
-        """Return the message of a chat."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content}
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the messages of a chat."""
+        return [{"role": self.role, "content": _joined(self.content)}]
+
+
+class _InputCall(OpenWire):
+    type: Literal["function_call"]
+    call_id: CallId
+    name: FunctionName
+    arguments: Arguments
+
+    def messages(self) -> list[dict[str, Any]]:
+        called = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": called}
+        return [{"role": "assistant", "tool_calls": [call]}]
+
+
+class _InputResult(OpenWire):
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: str | list[_TextPart]
+
+    def messages(self) -> list[dict[str, Any]]:
+        return [{"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)}]
+
+
+class _InputReasoning(OpenWire):
+    """An earlier reasoning. It is not passed to the model."""
+
+    type: Literal["reasoning"]
+
+    def messages(self) -> list[dict[str, Any]]:
+        return []
+
+
+def _joined(content: str | list[_TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _kind_of(item: object) -> object:
+    return item.get("type", "message") if isinstance(item, dict) else None
+
+
+_InputItem = Annotated[
+    Annotated[_InputMessage, Tag("message")]
+    | Annotated[_InputCall, Tag("function_call")]
+    | Annotated[_InputResult, Tag("function_call_output")]
+    | Annotated[_InputReasoning, Tag("reasoning")],
+    Discriminator(
+        _kind_of,
+        custom_error_type="unsupported_value",
+        custom_error_message="a row may have items of type message, function_call, function_call_output and reasoning",
+    ),
+]
+
+
+def _as_items(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _chat_of(items: Sequence[_InputMessage | _InputCall | _InputResult | _InputReasoning]) -> list[dict[str, Any]]:
+    """Return the messages of a chat. Texts and calls of the assistant that follow one another become one message."""
+    found: list[dict[str, Any]] = []
+    for message in (message for item in items for message in item.messages()):
+        if message["role"] == "assistant" and found and found[-1]["role"] == "assistant":
+            before = found[-1]
+            calls = [*before.get("tool_calls", ()), *message.get("tool_calls", ())]
+            texts = [one["content"] for one in (before, message) if one.get("content")]
+            found[-1] = {"role": "assistant", "content": "\n".join(texts)} | ({"tool_calls": calls} if calls else {})
+        else:
+            found.append(message)
+    return found
+
+
+class _FunctionTool(OpenWire):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def offer(self) -> dict[str, Any]:
+        """Return the tool as a chat offers it."""
+        given = {name: value for name, value in self if name != "type" and value is not None}
+        return {"type": "function", "function": given}
 
 
 class _Format(Wire):
@@ -139,42 +254,63 @@ class _Reasoning(OpenWire):
         return self.effort if self.effort is None or self.effort in _EFFORTS else _EFFORTS[-1]
 
 
-class ResponseRow(QueuedRow):
-    """A body of `/v1/responses` whose response is not stored, so it neither continues one nor is continued."""
+if TYPE_CHECKING:
+    _SampledRow = QueuedRow
+else:
+    _SampledRow = with_option_fields(QueuedRow, RESPONSES, SamplingParams, lenient=True)
 
-    input: str | Annotated[list[_InputMessage], Field(min_length=1)]
+
+class ResponseRow(_SampledRow):
+    """A body of `/v1/responses` whose response is not stored, so it neither continues one nor is continued.
+
+    Its tools are functions.
+    """
+
+    input: Annotated[
+        list[_InputItem], Field(min_length=1, max_length=MAX_MESSAGES), FailFast(), BeforeValidator(_as_items)
+    ]
     instructions: str | None = None
     max_output_tokens: Annotated[Whole, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     text: _TextOptions | None = None
     reasoning: _Reasoning | None = None
+    tools: Annotated[list[_FunctionTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
+    tool_choice: GivenToolChoice = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: Annotated[Any, only(None, 0)] = None
     store: Annotated[Any, only(None, False)] = None
     background: Annotated[Any, only(None, False)] = None
     previous_response_id: Annotated[Any, only(None)] = None
-    tools: Annotated[Any, only(None, [])] = None
-    tool_choice: Annotated[Any, only(None, "none", "auto")] = None
+    conversation: Annotated[Any, only(None)] = None
+    prompt: Annotated[Any, only(None)] = None
+    context_management: Annotated[Any, only(None)] = None
+    stream_options: Annotated[Any, only(None)] = None
     truncation: Annotated[Any, only(None, "disabled")] = None
-    include: Annotated[Any, only(None, [])] = None
+    include: Annotated[Any, only(None, [], ["reasoning.encrypted_content"])] = None
     user: Hint = None
     safety_identifier: Hint = None
     prompt_cache_key: Hint = None
+    prompt_cache_retention: Hint = None
+    client_metadata: Annotated[dict[str, Any] | None, NO_EFFECT] = None
+    max_tool_calls: Annotated[int | None, Field(ge=1), NO_EFFECT] = None
 
     def chat_body(self) -> dict[str, Any]:
         """Return the body of a chat with the same answer."""
-        said = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else []
-        said += [one.message() for one in self.input if isinstance(one, _InputMessage)]
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         wanted = {
+            **given_options(self, SamplingParams, RESPONSES),
+            "logprobs": None,
             "model": self.model,
-            "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "response_format": self._format(),
             "reasoning_effort": self.reasoning and self.reasoning.known_effort,
-            **{name: getattr(self, name) for name in ("tags", "metadata", "deadline_s", "ttl_s", "channel")},
+            "tools": [tool.offer() for tool in self.tools or ()],
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "channel": self.channel,
+            **self.queueing(),
         }
-        return {"messages": system + said} | {name: value for name, value in wanted.items() if value is not None}
+        return {"messages": system + _chat_of(self.input)} | {
+            name: value for name, value in wanted.items() if value is not None
+        }
 
     def _format(self) -> dict[str, Any] | None:
         wanted = self.text.format if self.text is not None else None
@@ -196,9 +332,9 @@ class ResponseRow(QueuedRow):
                 "format": wanted.model_dump(by_alias=True, exclude_none=True),
                 "verbosity": (self.text and self.text.verbosity) or "medium",
             },
-            "tools": [],
+            "tools": [tool.model_dump() for tool in self.tools or ()],
             "tool_choice": self.tool_choice or "auto",
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": self.reasoning and self.reasoning.known_effort, "summary": None},
             "truncation": "disabled",
             "service_tier": "flex",
@@ -207,17 +343,22 @@ class ResponseRow(QueuedRow):
         }
 
 
-NAMES_OF_RESPONSES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+NAMES_OF_RESPONSES = {
+    **dict.fromkeys(("messages", "prompt"), "input"),
+    **dict.fromkeys(("response_format", "structured_outputs"), "text.format"),
+    "max_tokens": "max_output_tokens",
+}
 """Names of a chat's fields → the fields of a response that they stand for."""
 
 
-def response_body(model: str, echo: Mapping[str, Any], sampling: Mapping[str, Any], result: Result) -> dict[str, Any]:
-    """Return OpenAI's response object for a result with one choice."""
+def response_body(
+    model: str, echo: Mapping[str, Any], sampling: Mapping[str, Any], result: Result, answer_format: AnswerFormat
+) -> dict[str, Any]:
+    """Return OpenAI's response object for a result with one choice. `answer_format`: how to parse its text."""
     (choice,) = result.choices
     is_cut = choice.finish_reason == "length"
+    parsed = answer_format.read(choice.text, is_cut=is_cut)
     status = "incomplete" if is_cut else "completed"
-    text = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
-    message = {"id": f"msg_0_{result.job_id}", "type": "message", "status": status, "role": "assistant"}
     return {
         "id": f"resp_{result.job_id}",
         "object": "response",
@@ -228,9 +369,27 @@ def response_body(model: str, echo: Mapping[str, Any], sampling: Mapping[str, An
         "model": model,
         **echo,
         **sampling,
-        "output": [{**message, "content": [text]}],
+        "output": [*_output_of(parsed, result.job_id, status)],
         "usage": None if result.usage is None else _usage_of(result.usage),
     }
+
+
+def _output_of(parsed: ParsedText, job_id: str, status: str) -> Iterator[dict[str, Any]]:
+    """Yield the items of an output: reasoning, text, and calls."""
+    index = 0
+    if parsed.reasoning:
+        content = [{"type": "reasoning_text", "text": parsed.reasoning}]
+        yield {"id": f"rs_0_{job_id}", "type": "reasoning", "status": status, "summary": [], "content": content}
+        index += 1
+    if parsed.content or not parsed:
+        text = {"type": "output_text", "text": parsed.content, "annotations": [], "logprobs": []}
+        message = {"id": f"msg_{index}_{job_id}", "type": "message", "status": status, "role": "assistant"}
+        yield {**message, "content": [text]}
+        index += 1
+    for at, call in enumerate(parsed.calls, index):
+        whole = "completed" if call.end == "whole" else "incomplete"
+        called = {"call_id": call_id_of(job_id, 0, call.index), "name": call.name, "arguments": call.arguments}
+        yield {"id": f"fc_{at}_{job_id}", "type": "function_call", "status": whole, **called}
 
 
 def _usage_of(usage: Usage) -> dict[str, Any]:

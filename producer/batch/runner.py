@@ -29,12 +29,15 @@ from penstock.contract.errors import (
     InvariantError,
     JobFailedError,
     NotFoundError,
+    PenstockError,
     RequestError,
     UnavailableError,
     error_of,
 )
 from penstock.contract.job import Durability, Priority, SubmitOptions
 from penstock.contract.output import Result
+from penstock.contract.pool import notice_of
+from penstock.contract.problems import rename
 from penstock.contract.tasks import Embedding
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import Batch, BatchProgress
@@ -197,8 +200,9 @@ async def answer(
         try:
             # The same key would find the job without its result.
             return await ask(f"{key}:again{number}" if number else key)
-        except NotFoundError as error:
+        except PenstockError as error:
             if error.code not in _LOST_RESULT or number == _MAX_LOST:
+                rename(error, request.names)
                 raise
     raise AssertionError
 
@@ -217,7 +221,7 @@ async def _ask(
     shared: SubmitOptions = {
         "model": model,
         "priority": Priority.BATCH,
-        "not_before_s": delay_s,
+        "not_before_s": max(delay_s or 0.0, request.not_before_s or 0.0) or None,
         "deadline_s": request.deadline_s,
         "ttl_s": request.ttl_s,
         "durability": durability,
@@ -270,7 +274,9 @@ async def _embed(
     record = (await client.pools()).get(jobs[0].pool)
     name = shared["model"] or (record.model if record else jobs[0].pool)
     usages = [result.usage for result in results]
-    return jobs[0].id, embeddings_body(name, vectors, usages, as_base64=request.as_base64)
+    body = embeddings_body(name, vectors, usages, as_base64=request.as_base64)
+    notice = notice_of(record, request.task)
+    return jobs[0].id, body | {"notice": notice} if notice else body
 
 
 async def _result_of(job: AsyncJob) -> Result:

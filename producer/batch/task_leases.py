@@ -42,6 +42,7 @@ class LeaseObserver:
         self._lease_s = lease_s
         self._max_gap_s = max_gap_s
         self._looked_s = now_s
+        # Keyed by id: Celery's id of a delivery.
         self._seen: dict[str, tuple[float, float]] = {}
         """For each task: its last renewal, and when this observer first saw that renewal."""
 
@@ -62,6 +63,7 @@ class _TaskNames:
     """The names of the tasks that workers hold. Redis is asked for a task's name once."""
 
     def __init__(self) -> None:
+        # Keyed by id: Celery's id of a delivery.
         self._known: dict[str, str] = {}
 
     def of(self, channel: Any, client: Any, tags: Iterable[str]) -> dict[str, str]:

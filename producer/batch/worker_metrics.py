@@ -98,6 +98,7 @@ class _Metrics:
         text = "Times that a row was not submitted, because the queue was full or away."
         self.refusals = Counter("penstock_batch_refusals", text, registry=own)
         self.tokens = Counter("penstock_batch_tokens", "Tokens of rows with an answer.", ("kind",), registry=own)
+        # Keyed by id: Celery's id of a task.
         self._started_s: dict[str, float] = {}
         signals.task_prerun.connect(self._note_start, weak=False)
         signals.task_postrun.connect(self._note_end, weak=False)

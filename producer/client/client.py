@@ -235,9 +235,10 @@ class AsyncClient:
                 raise
         terms = options.get("terms") or self._terms
         tokens = rate_tokens(job, record.max_model_len)
+        model = options.get("model") or options.get("adapter") or record.model
         # A job that is canceled without a reader would not outlive Redis's machine anyway.
         durability = job.durability or (MEMORY if job.requires_reader else self._durability)
-        return Submission(job, cost, terms, options.get("response") or NO_RESPONSE, tokens, durability)
+        return Submission(job, cost, terms, options.get("response") or NO_RESPONSE, tokens, durability, model)
 
     @with_options(background=False)
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:
@@ -320,7 +321,7 @@ class AsyncClient:
         `EmbedOptions` lists the options. Raises what `tokenize` raises. If one job fails, the others are canceled.
         While the pool is busy, the call waits, as `generate` does.
         """
-        return await embedded(self.runs, self.submit, prompts, options)
+        return await embedded(self.runs, self.submit, self.served_pool, prompts, options)
 
     async def attach(
         self, job_id: str, *, after: int = -1, channel: ChannelOption = None, tenant: str | None = None

@@ -36,6 +36,7 @@ class _Known:
     """The newest completions that a reader has, which a gap or another Redis may bring again."""
 
     def __init__(self) -> None:
+        # Keyed by id: job id.
         self._ids: OrderedDict[str, None] = OrderedDict()
 
     def is_new(self, job_id: str, *, keeps_all: bool = False) -> bool:

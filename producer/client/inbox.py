@@ -102,15 +102,19 @@ class ClientInbox:
         self.stats = stats
         self.name = f"{settings.name}-{secrets.token_hex(8)}"
         self._channel = keys.echo_channel(self.name)
+        # Keyed by id: pool.
         self._pools: dict[bytes, str] = {}
         """Inbox channels, each with its pool, from the moment at which this process asks for their messages."""
         self._heard = set[bytes]()
         """Inbox channels for which Redis has confirmed the subscription."""
+        # Keyed by id: job id.
         self._feeds: WeakValueDictionary[str, Feed] = WeakValueDictionary()
         self._queued = QueuedBytes()
         self._unread: set[str] = set()
         self._unread_bell = asyncio.Event()
+        # Keyed by id: job id.
         self._detaching: dict[str, asyncio.Event] = {}
+        # Keyed by id: job id.
         self._last_heartbeat_s: dict[str, float] = {}
         self._echoes = Echoes(settings.echo_interval_s)
         self._tasks: asyncio.Task[None] | None = None

@@ -66,6 +66,7 @@ class KeptSubmissions:
         self._max_bytes = max_bytes or math.inf
         self._num_bytes = 0
         self._bytes_of_tenant = Counter[str]()
+        # Keyed by tenant, then a number; never looked up by a text.
         self._of_tenant: dict[str, dict[int, weakref.ref[KeptSubmission]]] = {}
 
     def add(self, kept: KeptSubmission, tenant: str) -> None:

@@ -11,16 +11,18 @@ from penstock.queue.broker.completions import Completion
 from penstock.queue.broker.jobs import JobStatus
 
 
-def job_object(status: JobStatus) -> dict[str, Any]:
+def job_object(status: JobStatus, *, shows_text: bool = True) -> dict[str, Any]:
     """Return a job's state and ledger, without its result.
 
-    `max_tokens` is present if the context lowered it, and `retry_of` if the job repeats another one. `webhooks`,
-    `channel` and `custom_id` are present if it has them.
+    `model` is null for a job of an earlier release. `max_tokens` is present if the context lowered it, and `retry_of`
+    if the job repeats another one. `first_words`, `webhooks`, `channel` and `custom_id` are present if it has them.
+    `shows_text` says whether the first words of its prompt are shown.
     """
     shown = {
         "id": status.job_id,
         "object": "job",
         "pool": pool_of(status.job_id),
+        "model": status.model or None,
         "tenant": status.tenant,
         "priority": status.priority.label,
         "background": status.is_background,
@@ -33,6 +35,7 @@ def job_object(status: JobStatus) -> dict[str, Any]:
     }
     webhooks = list(status.webhooks) or None
     given = {
+        "first_words": (shows_text and status.first_words) or None,
         "custom_id": status.custom_id,
         "max_tokens": status.max_tokens,
         "retry_of": status.retry_of,

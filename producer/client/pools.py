@@ -172,6 +172,7 @@ class Admissions:
     def __init__(self, fetch: Callable[[str], Awaitable[PoolPressure]]) -> None:
         """`fetch` returns the pressure of a pool."""
         self._fetch = fetch
+        # Keyed by id: pool.
         self._of: dict[str, PoolAdmission] = {}
 
     def of(self, pool: str) -> PoolAdmission:

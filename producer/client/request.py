@@ -50,6 +50,7 @@ from penstock.producer.openai.messages import ToolUse
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
 from penstock.producer.openai.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
+from penstock.queue.broker.submitting import first_words
 from penstock.queue.job_cost import call_bytes, num_prompt_ids, prompt_bytes, tool_bytes
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
 from penstock.queue.wire import add_prompt, pack
@@ -355,7 +356,9 @@ def pack_prompt_of(prompt: Prompt) -> PackedPrompt:
     fields: dict[str, Any] = {}
     add_prompt(fields, job)
     ((name, value),) = fields.items()
-    return PackedPrompt(cast(PromptField, name), pack(value), prompt_bytes(job), num_prompt_ids(job), call_bytes(job))
+    return PackedPrompt(
+        cast(PromptField, name), pack(value), prompt_bytes(job), num_prompt_ids(job), call_bytes(job), first_words(job)
+    )
 
 
 def _adapter_of(options: SubmitOptions, record: PoolRecord) -> AdapterRef | None:

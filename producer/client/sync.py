@@ -197,6 +197,13 @@ class Client:
         """Return every announced model by pool, at most a second old; pools with a live node come first."""
         return self._loop.call(self._client.pools())
 
+    def served_pool(self, model: str | None = None) -> ServedPool:
+        """Return the pool to which `submit` sends the jobs of a model; without one, that of the only served model.
+
+        Raises RequestError if `model` is needed, NotFoundError for an unknown one, UnavailableError if none is served.
+        """
+        return self._loop.call(self._client.served_pool(model))
+
     @with_options()
     def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Job:
         """Check, admit and enqueue a job, and return its handle. `SubmitOptions` describes each option.

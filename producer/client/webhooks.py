@@ -55,6 +55,7 @@ class Webhooks:
         self._endpoints = EndpointStore(redis, patience)
         self._tenant = tenant
         self._clock = clock
+        # Keyed by id: tenant.
         self._remembered: dict[str, tuple[float, list[WebhookEndpoint]]] = {}
 
     async def create(

@@ -41,7 +41,15 @@ from penstock.contract.priority import ClassName
 from penstock.contract.problems import problem_of
 from penstock.contract.sampling import MAX_ALTERNATIVES, SamplingParams
 from penstock.contract.tools import CONTINUES, GENERATION_PROMPT, MAX_TOOLS, TemplateKwargs, closed
-from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls
+from penstock.producer.openai.messages import (
+    NO_TOOLS,
+    ChatMessage,
+    GivenToolChoice,
+    OfferedTool,
+    ToolUse,
+    few_calls,
+    offers_of,
+)
 
 _GUIDED = {
     "guided_json": "json_schema",
@@ -297,7 +305,7 @@ class ChatBody(GenerationBody):
 
     def tool_use(self) -> ToolUse:
         """Return the tools that the assistant may or must call."""
-        return ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return ToolUse.of(offers_of(self.tools), self.tool_choice, self.parallel_tool_calls)
 
     def params(self) -> SamplingParams:
         """Return the sampling options. Raises pydantic's ValidationError."""
@@ -375,6 +383,11 @@ class CompletionBody(GenerationBody):
         """Whether the answer begins with the prompt."""
         return bool(self.echo)
 
+    @property
+    def echoes_alone(self) -> bool:
+        """Whether the answer is the prompt alone, with its log-probabilities."""
+        return self.echoes and self._given().get("max_tokens") == 0
+
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts. Each becomes one job."""
         return self.prompt
@@ -387,5 +400,7 @@ class CompletionBody(GenerationBody):
         """Return the sampling options. Raises pydantic's ValidationError."""
         # An echo is built from the prompt's log-probabilities, which also hold the text of the prompt's tokens.
         of_prompt = (self.logprobs or 0) if self.echo else self.prompt_logprobs
-        logprobs = {"logprobs": self.logprobs, "prompt_logprobs": of_prompt}
-        return SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **self._given(), **logprobs})
+        wanted = {"logprobs": self.logprobs, "prompt_logprobs": of_prompt}
+        if self.echoes_alone:
+            wanted["max_tokens"] = 1  # The answer does not show it.
+        return SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **self._given(), **wanted})

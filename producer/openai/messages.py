@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -133,6 +133,11 @@ class OfferedTool(OpenWire):
         return {"type": self.type, "function": function}
 
 
+def offers_of(tools: Sequence[OfferedTool] | None) -> list[dict[str, Any]]:
+    """Return the tools of a body as dictionaries, none for None."""
+    return [tool.offer() for tool in tools or ()]
+
+
 def _valid_choice(value: object) -> object:
     if value is not None:
         chosen_function(value)
@@ -155,13 +160,16 @@ class ToolUse:
     """Whether one answer may hold several calls."""
 
     @classmethod
-    def of(cls, tools: Sequence[OfferedTool] | None, choice: Any, parallel: bool | None) -> ToolUse:
-        """Return the use of a body's fields. Raises RequestError for an allowed tool that is not offered."""
+    def of(cls, tools: Sequence[Mapping[str, Any]], choice: Any, parallel: bool | None) -> ToolUse:
+        """Return the use of a body's tools in the form of chats. `choice`: a valid one, or None.
+
+        Raises RequestError for an allowed tool that is not offered.
+        """
         is_parallel = parallel is not False
         if not tools or choice == "none":
             return cls(None, "auto" if choice is None else choice, is_parallel)
         try:
-            offered, chosen = narrowed([tool.offer() for tool in tools], choice)
+            offered, chosen = narrowed(tools, choice)
         except ValueError as error:
             raise RequestError(f"tool_choice: {error}", param="tool_choice") from None
         return cls(json.dumps(offered), chosen, is_parallel)

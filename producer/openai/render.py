@@ -9,6 +9,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
@@ -122,6 +123,8 @@ class Renderer(ABC):
         self.max_total_tokens: int | None = None
         """The most tokens of prompt and output together, to which `max_tokens` of `params` is lowered."""
         self._echoes = echoes
+        self.echoes_alone = False
+        """Whether the text is the prompt alone: the job's only token is not shown."""
         self._begun: set[int] = set()
         self._prompts: defaultdict[int, ShownText] = defaultdict(ShownText)
 
@@ -142,6 +145,9 @@ class Renderer(ABC):
 
         Choices are numbered over all jobs of the request.
         """
+        if self.echoes_alone:
+            parsed, logprobs, finish_reason = ParsedText(""), (), finish_reason and "length"
+            ids = None if ids is None else TokenIds((), ids.of_prompt)
         rendered = self._piece_choice(job_index, choice, parsed, finish_reason, logprobs)
         if ids is None:
             return {**self._head, "object": self.piece_object, "choices": [rendered], **self._tail}
@@ -193,6 +199,8 @@ class Renderer(ABC):
 
     def usage(self, usages: Sequence[Usage | None]) -> dict[str, Any]:
         """Return the usage of an answer, with the limit of its tokens if the context lowered it."""
+        if self.echoes_alone:
+            usages = [usage and replace(usage, completion_tokens=0) for usage in usages]
         return usage_of(usages) | limit_member(self._params.max_tokens, self.max_total_tokens, usages)
 
     def last_piece(self, usages: Sequence[Usage]) -> dict[str, Any]:
@@ -226,16 +234,17 @@ class Renderer(ABC):
         While a text is parsed, which may take long, None is yielded after every few kilobytes.
         """
         echo = PromptEcho(result.prompt_logprobs if self._echoes else ())
-        for choice in result.choices:
+        for choice in map(self._shown, result.choices):
             parts = list[ParsedText]()
             for more in self.form.parts_of(choice.text, is_cut=is_cut(choice.finish_reason)):
                 parts += more
                 yield None
+            has_any = choice.logprobs or (self.echoes_alone and self._params.logprobs is not None)
             parsed, number = joined(parts), job_index * self._params.n + choice.index
             whole = {
                 **self._whole_of(number, parsed, echo),
                 "index": number,
-                "logprobs": self._whole_logprobs_of(choice, echo) if choice.logprobs else None,
+                "logprobs": self._whole_logprobs_of(choice, echo) if has_any else None,
                 "finish_reason": finish_reason_of(
                     choice.finish_reason, calls=bool(parsed.calls) and not self.form.is_named
                 ),
@@ -248,6 +257,10 @@ class Renderer(ABC):
             if choice.index == 0 and has_logprobs and not self._echoes:
                 whole["prompt_logprobs"] = Rows(partial(prompt_logprobs, result.prompt_logprobs))
             yield whole
+
+    def _shown(self, choice: AnyChoice) -> AnyChoice:
+        """Return the choice without its output, if the prompt alone is shown."""
+        return Choice(choice.index, "", (), "length") if self.echoes_alone else choice
 
     @abstractmethod
     def _skip(self, number: int, entries: Sequence[TokenLogprobs]) -> None:
@@ -309,9 +322,16 @@ class ChatRenderer(Renderer):
         return self._call(number, call) if call.name else {"function": {"arguments": call.arguments}}
 
     def _call(self, number: int, call: Call) -> dict[str, Any]:
-        # The id is the same in every reading of the answer. Mistral's chat templates require nine letters or digits.
-        call_id = hashlib.blake2b(f"{self._job_id}:{number}:{call.index}".encode()).hexdigest()[:9]
+        call_id = call_id_of(self._job_id, number, call.index)
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def call_id_of(job_id: str, choice: int, number: int) -> str:
+    """Return the id of a call by its number, the same in every reading of the answer.
+
+    Mistral's chat templates require nine letters or digits.
+    """
+    return hashlib.blake2b(f"{job_id}:{choice}:{number}".encode()).hexdigest()[:9]
 
 
 def _warnings(parsed: ParsedText) -> dict[str, list[str]]:

@@ -58,6 +58,7 @@ class RowClient:
         self._lease = lease
         self._key: ApiKey | None = None
         self._key_until_s = 0.0
+        # Of one request.
         self.open_jobs: dict[str, list[AsyncJob]] = {}
         """The jobs whose rows are not finished, by the key of the row. A row of embeddings has a job for each text."""
         self.pools_used: set[str] = set()

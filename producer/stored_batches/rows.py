@@ -17,7 +17,6 @@ from pydantic_core import from_json, to_json
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS
 from penstock.contract.json_text import json_refusal, without_mark
-from penstock.contract.problems import rename
 from penstock.producer.anthropic.message import error_body, message_of_error, status_of
 from penstock.producer.batch.request import (
     EMBEDDINGS_URL,
@@ -67,6 +66,7 @@ class InputCheck:
     """What a check found: the number of rows, the names of models, and what is wrong."""
 
     num_rows: int = 0
+    # Of one request.
     models: dict[str, int] = field(default_factory=dict)
     """Model → the first line that names it. The empty name stands for rows without one."""
     problems: list[RowProblem] = field(default_factory=list)
@@ -247,8 +247,8 @@ class LineFormat(Protocol):
     def answered(self, row: StoredRow, body: Mapping[str, Any], job_id: str) -> FinishedRow:
         """Return an answered row."""
 
-    def failed(self, row: StoredRow, error: PenstockError, names: Mapping[str, str]) -> FinishedRow:
-        """Return a failed row. `names` maps penstock's field names to those of the request, where they differ."""
+    def failed(self, row: StoredRow, error: PenstockError) -> FinishedRow:
+        """Return a failed row."""
 
     def stopped(self, row: StoredRow, reason: PenstockError) -> FinishedRow:
         """Return a row that was not answered before its batch was canceled or its window ended."""
@@ -274,7 +274,7 @@ class OpenAiLines:
         line = json_line(answer_row(row_id_of(self._batch_id, row.custom_id), row.custom_id, dict(body), job_id))
         return FinishedRow(row.number, OUTPUT, line, "completed", job_id, body.get("usage") or {})
 
-    def failed(self, row: StoredRow, error: PenstockError, names: Mapping[str, str]) -> FinishedRow:
+    def failed(self, row: StoredRow, error: PenstockError) -> FinishedRow:
         """Return a failed row."""
         return FinishedRow(row.number, ERROR, self._error_line(row, error), "failed")
 
@@ -302,9 +302,8 @@ class MessageLines:
         line = _result_line(row.custom_id, {"type": "succeeded", "message": body})
         return FinishedRow(row.number, OUTPUT, line, "completed", job_id, body["usage"])
 
-    def failed(self, row: StoredRow, error: PenstockError, names: Mapping[str, str]) -> FinishedRow:
+    def failed(self, row: StoredRow, error: PenstockError) -> FinishedRow:
         """Return a failed row."""
-        rename(error, names)
         details = error_body(message_of_error(error), status_of(error), None)
         return FinishedRow(
             row.number, OUTPUT, _result_line(row.custom_id, {"type": "errored", "error": details}), "failed"

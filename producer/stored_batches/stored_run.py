@@ -308,19 +308,18 @@ class StoredBatchRun:
             self._failure = error
 
     async def _answer(self, row: StoredRow) -> None:
-        key, names = self._key_of(row), dict[str, str]()
+        key = self._key_of(row)
         try:
             # A check of megabytes would hold the event loop.
             read, is_small = self._format.request_of, row.num_bytes <= MAX_BYTES_ON_LOOP
             request = read(row.fields) if is_small else await self._files.on_thread(read, row.fields)
-            names.update(request.names)
             job_id, body = await self._with_retries(lambda: answer(self._rows, request, None, key, in_feed=False))
             finished = self._format.answered(row, body, job_id)
         except (RequestError, JobFailedError) as error:
             if self._stopped and isinstance(error, JobCancelledError):
                 finished = self._unanswered(row)
             else:
-                finished = self._format.failed(row, error, names)
+                finished = self._format.failed(row, error)
         finally:
             self._rows.open_jobs.pop(key, None)
         self._finished.put_nowait(finished)

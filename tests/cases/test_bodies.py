@@ -159,11 +159,12 @@ def test_allowed_tools_are_accepted_where_tools_are(door: httpx.Client, model: s
         answer(door, "/v1/responses", given | {"tool_choice": one})
 
 
-def test_allowed_tools_that_are_not_offered_are_refused_by_name(door: httpx.Client, model: str) -> None:
-    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]}
-    choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    body = {"model": model, "messages": [USER], "tools": CHAT_TOOLS, "tool_choice": choice}
-    refused = door.post("/v1/chat/completions", json=body)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/jobs"])
+def test_allowed_tools_that_are_not_offered_are_refused_by_name(door: httpx.Client, model: str, path: str) -> None:
+    allowed = {"mode": "auto", "tools": [{"type": "function", "name": name} for name in ("time", "other")]}
+    tools = RESPONSE_TOOLS if path == "/v1/responses" else CHAT_TOOLS
+    body = {"model": model, **BODIES[path], "tools": tools, "tool_choice": {"type": "allowed_tools", **allowed}}
+    refused = door.post(path, json=body)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "tool_choice"
     assert "'other'" in refused.text
@@ -177,6 +178,184 @@ def test_two_turns_of_the_assistant_become_one_where_a_template_takes_no_two(doo
     calling = [turns[0], {"role": "assistant", "content": [call]}]
     answer(door, "/v1/messages", {"model": model, "messages": [USER, *calling, result], "max_tokens": 1})
     answer(door, "/v1/responses", {"model": model, "input": [USER, *turns, USER], "max_output_tokens": 1})
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("without", [{}, {"model": None}])
+def test_a_body_without_a_model_uses_the_only_one(
+    door: httpx.Client, model: str, path: str, without: dict[str, Any]
+) -> None:
+    found = answer(door, path, BODIES[path] | without)
+    assert found.get("model", model) == model
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_a_stream_without_a_model_names_the_only_one(door: httpx.Client, model: str, path: str) -> None:
+    streamed = door.post(path, json=BODIES[path] | {"stream": True})
+    assert f'"model":"{model}"' in streamed.text.replace('": "', '":"')
+
+
+def test_a_stored_response_names_the_model_that_its_body_did_not(door: httpx.Client, model: str) -> None:
+    made = answer(door, "/v1/responses", {"input": "hi", "max_output_tokens": 2})
+    assert door.get(f"/v1/responses/{made['id']}").json()["model"] == model
+    again = {"input": "go on", "previous_response_id": made["id"], "max_output_tokens": 2}
+    assert answer(door, "/v1/responses", again)["model"] == model
+
+
+# The last turn of the assistant is continued where the API says so.
+
+COUNT: dict[str, Any] = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 12, "temperature": 0}
+BEGUN = {"role": "assistant", "content": "One, two,"}
+
+
+def test_a_message_continues_the_last_turn_as_a_chat_does(door: httpx.Client) -> None:
+    turns = COUNT | {"messages": [*COUNT["messages"], BEGUN]}
+    chat = answer(door, "/v1/chat/completions", turns | {"continue_final_message": True})
+    wanted = chat["choices"][0]["message"]["content"]
+    assert answer(door, "/v1/messages", turns)["content"][0]["text"] == wanted
+    configured = {"role": "system", "output_config": {"effort": "low"}}
+    split = {"messages": [*COUNT["messages"], {**BEGUN, "content": [text("One,"), text(" two,")]}, configured]}
+    assert answer(door, "/v1/messages", COUNT | split)["content"][0]["text"] == wanted
+    counted = answer(door, "/v1/messages/count_tokens", {"messages": turns["messages"]})["input_tokens"]
+    assert counted == chat["usage"]["prompt_tokens"]
+
+
+def test_a_last_turn_with_calls_cannot_be_continued(door: httpx.Client) -> None:
+    use = {"type": "tool_use", "id": "c1", "name": "time", "input": {}}
+    turns = [USER, {"role": "assistant", "content": [text("I look."), use]}]
+    call = {"id": "c1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    chat = [USER, {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
+    for path, body in (
+        ("/v1/messages", {"messages": turns, "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": chat, "continue_final_message": True, "max_tokens": 2}),
+    ):
+        refused = door.post(path, json=body)
+        assert refused.status_code == 400
+        assert "send their results after it" in refused.text
+
+
+# Rows take what the bodies take.
+
+
+def rows_of(door: httpx.Client, url: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the answers, or the errors, of the rows of a batch, in order."""
+    if url == "/v1/messages":
+        requests = [{"custom_id": str(number), "params": body} for number, body in enumerate(bodies)]
+        made = answer(door, "/v1/messages/batches", {"requests": requests})
+        while door.get(f"/v1/messages/batches/{made['id']}").json()["processing_status"] != "ended":
+            time.sleep(0.1)
+        lines = door.get(f"/v1/messages/batches/{made['id']}/results").text.split("\n")
+        results = {row["custom_id"]: row["result"] for row in map(json.loads, filter(None, lines))}
+        return [results[str(number)]["message"] for number in range(len(bodies))]
+    rows = [{"custom_id": str(at), "method": "POST", "url": url, "body": body} for at, body in enumerate(bodies)]
+    file = {"file": ("rows.jsonl", "\n".join(map(json.dumps, rows)).encode())}
+    sent = door.post("/v1/files", files=file, data={"purpose": "batch"}).json()
+    made = answer(door, "/v1/batches", {"input_file_id": sent["id"], "endpoint": url, "completion_window": "24h"})
+    while (found := door.get(f"/v1/batches/{made['id']}").json())["status"] not in ("completed", "failed"):
+        time.sleep(0.1)
+    files = [found[name] for name in ("output_file_id", "error_file_id") if found.get(name)]
+    lines = [line for one in files for line in door.get(f"/v1/files/{one}/content").text.split("\n") if line]
+    by_id = {row["custom_id"]: row for row in map(json.loads, lines)}
+    answers = [by_id[str(number)] for number in range(len(bodies))]
+    return [row["error"] or row["response"]["body"] for row in answers]
+
+
+OF_ONE_JOB = ("id", "call_id", "created", "created_at", "completed_at", "usage", "store", "service_tier")
+
+
+def shared(value: Any) -> Any:
+    """Return an answer without what each job has of its own."""
+    if isinstance(value, list):
+        return [*map(shared, value)]
+    if isinstance(value, dict):
+        return {name: shared(one) for name, one in value.items() if name not in OF_ONE_JOB}
+    return value
+
+
+CALLING: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"tools": CHAT_TOOLS, "tool_choice": "required", "max_tokens": 40},
+    "/v1/responses": {"tools": RESPONSE_TOOLS, "tool_choice": "required", "max_output_tokens": 40},
+    "/v1/messages": {"tools": MESSAGE_TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 40},
+}
+
+
+@pytest.mark.parametrize("url", CALLING)
+def test_a_row_takes_tools_and_answers_as_the_body_does(door: httpx.Client, model: str, url: str) -> None:
+    body = {**BODIES[url], **CALLING[url], "temperature": 0}
+    (row,) = rows_of(door, url, [body])
+    wanted = answer(door, url, body)
+    assert shared(row) == {name: one for name, one in shared(wanted).items() if name in row}
+    assert row["model"] == model
+
+
+def test_rows_of_responses_take_items_and_choices_of_tools(door: httpx.Client) -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "time", "arguments": ""}
+    result = {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "noon"}]}
+    said = [{"role": "assistant", "content": "I look."}, {"type": "reasoning", "summary": []}]
+    common = {"temperature": 0, "max_output_tokens": 30, "tools": RESPONSE_TOOLS, "seed": 3, "top_k": 5}
+    function = {"type": "function", "name": "time"}
+    bodies: list[dict[str, Any]] = [
+        common | {"input": [USER, *said, call, result, USER]},
+        common | {"input": "hi", "tool_choice": function},
+        common | {"input": "hi", "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [function]}},
+    ]
+    for row, body in zip(rows_of(door, "/v1/responses", bodies), bodies, strict=True):
+        assert shared(row["output"]) == shared(answer(door, "/v1/responses", body)["output"])
+
+
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/responses"])
+def test_a_row_is_refused_as_the_body_is(door: httpx.Client, url: str) -> None:
+    tools, other = CALLING[url]["tools"], {"type": "function", "name": "other"}
+    wrong: list[dict[str, Any]] = [
+        {"tools": tools, "tool_choice": other},
+        {"tools": tools, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [other]}},
+        {"tool_choice": "required"},
+        {"tools": [{"type": "function"}]},
+        {"tools": tools, "tool_choice": "any"},
+        {"max_completion_tokens" if url == "/v1/chat/completions" else "max_output_tokens": 0},
+    ]
+    bodies = [BODIES[url] | one for one in wrong]
+    for error, body in zip(rows_of(door, url, bodies), bodies, strict=True):
+        refused = door.post(url, json=body)
+        assert refused.status_code == 400
+        assert error["param"].split(".")[0] == refused.json()["error"]["param"].split(".")[0], error
+
+
+# OpenAI's older way to score a text.
+
+
+@pytest.mark.parametrize("prompt", ["Rome is", [28, 216, 339], ["Rome", "Paris is big"]])
+@pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"logprobs": 0, "n": 2, "return_token_ids": True}])
+def test_an_echo_without_tokens_is_the_prompt_alone(door: httpx.Client, prompt: Any, more: dict[str, Any]) -> None:
+    body = {"prompt": prompt, "echo": True, "temperature": 0, **more}
+    alone = answer(door, "/v1/completions", body | {"max_tokens": 0})
+    longer = answer(door, "/v1/completions", body | {"max_tokens": 1})
+    for short, long in zip(alone["choices"], longer["choices"], strict=True):
+        assert short["finish_reason"] == "length"
+        assert long["text"].startswith(short["text"]) and len(short["text"]) < len(long["text"])
+        if "logprobs" in more and short["logprobs"] is not None:
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                assert short["logprobs"][name] == long["logprobs"][name][:-1]
+    assert alone["usage"]["completion_tokens"] == 0
+    assert alone["usage"]["prompt_tokens"] == longer["usage"]["prompt_tokens"]
+    lines = door.post("/v1/completions", json=body | {"max_tokens": 0, "stream": True}).text.split("\n")
+    texts = dict.fromkeys(range(len(alone["choices"])), "")
+    for line in lines:
+        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+            texts[choice["index"]] += choice["text"]
+    assert [*texts.values()] == [choice["text"] for choice in alone["choices"]]
+
+
+def test_no_tokens_without_an_echo_are_refused(door: httpx.Client) -> None:
+    for more in ({}, {"echo": False}):
+        refused = door.post("/v1/completions", json={"prompt": "hi", "max_tokens": 0, **more})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+
+def test_a_row_echoes_the_prompt_alone_as_the_body_does(door: httpx.Client) -> None:
+    body = {"prompt": "Rome is", "max_tokens": 0, "echo": True, "logprobs": 1}
+    (row,) = rows_of(door, "/v1/completions", [body])
+    assert row["choices"] == answer(door, "/v1/completions", body)["choices"]
 
 
 # Connections.
@@ -213,3 +392,77 @@ def test_a_lone_surrogate_is_reported_with_its_field(door: httpx.Client, model: 
     assert refused.status_code == 400
     field = next(name for name in ("messages", "prompt", "input") if name in BODIES[path])
     assert f"{field}[0].content: must be valid Unicode" in refused.text or f"{field}: must be valid" in refused.text
+
+
+# Bodies that a program sends without saying that they are JSON.
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/octet-stream"])
+@pytest.mark.parametrize("path", BODIES)
+def test_curls_body_needs_no_header(door: httpx.Client, model: str, path: str, kind: str | None) -> None:
+    """`curl -d` calls each body a form."""
+    content = json.dumps({"model": model, **BODIES[path]})
+    answered = door.post(path, content=content, headers={"Content-Type": kind} if kind else {})
+    assert answered.status_code in (200, 202), answered.text
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "said"),
+    [
+        ("/v1/nothing", 404, "Not Found: POST /v1/nothing"),
+        ("/v1/responses/resp_none/cancel", 404, "resp_none"),
+        ("/v1/webhook_endpoints/we_none", 404, "we_none"),
+        ("/v1/jobs/m.none/retry", 404, "m.none"),
+        ("/v1/messages/batches", 400, "requests"),
+        ("/v1/batches", 400, "input_file_id"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_told_before_a_header(
+    door: httpx.Client, path: str, status: int, said: str
+) -> None:
+    answered = door.post(path, content=b"{}")
+    assert (answered.status_code, said in answered.text) == (status, True), answered.text
+
+
+def test_a_form_of_a_page_stays_refused(door: httpx.Client, model: str) -> None:
+    content = json.dumps({"model": model, **BODIES["/v1/completions"]})
+    for header in ({"Origin": str(door.base_url).rstrip("/")}, {"Sec-Fetch-Site": "same-origin"}):
+        answered = door.post("/v1/completions", content=content, headers={"Content-Type": "text/plain", **header})
+        assert answered.json()["error"]["code"] == "unsupported_media_type"
+    upload = door.post("/v1/completions", content=content, headers={"Content-Type": "multipart/form-data; boundary=x"})
+    assert upload.json()["error"]["code"] == "unsupported_media_type"
+
+
+# Everything that is wrong in a body is said at once.
+
+WRONG_TOGETHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "/v1/chat/completions": ({"messages": [USER], "temperature": -1, "top_p": 7}, {"n": "x", "fooo": 1, "bar": 2}),
+    "/v1/completions": ({"prompt": "x", "temperature": -1, "top_p": 7}, {"max_tokens": "x", "fooo": 1}),
+    "/v1/responses": ({"input": "x", "temperature": -1, "top_p": 7}, {"max_output_tokens": "x", "fooo": 1}),
+    "/v1/messages": ({"messages": [USER], "max_tokens": 2, "temperature": -1, "top_k": -7}, {"stream": 3, "fooo": 1}),
+    "/v1/jobs": ({"prompt": "x", "temperature": -1, "top_p": 7}, {"priority": "zz", "fooo": 1}),
+    "/v1/embeddings": ({"input": "x"}, {"encoding_format": "x", "dimensions": "y", "fooo": 1}),
+    "/tokenize": ({}, {"prompt": 5, "add_special_tokens": 3, "fooo": 1}),
+    "/v1/rerank": ({}, {"query": 5, "documents": 3, "fooo": 1}),
+    "/v1/batches": ({}, {"input_file_id": 5, "completion_window": 3, "fooo": 1}),
+    "/v1/webhook_endpoints": ({}, {"url": 5, "event_types": 3, "fooo": 1}),
+    "/v1/jobs/bulk": ({}, {"action": 5, "selector": 3, "fooo": 1}),
+}
+
+
+@pytest.mark.parametrize("path", WRONG_TOGETHER)
+def test_a_body_is_told_all_that_is_wrong_at_once(door: httpx.Client, path: str) -> None:
+    of_range, of_type = WRONG_TOGETHER[path]
+    answered = door.post(path, json=of_range | of_type)
+    assert answered.status_code == 400
+    message = answered.json()["error"]["message"]
+    ranges = {name for name in of_range if isinstance(of_range[name], int) and name != "max_tokens"}
+    missing = [name for name in {*of_type, *ranges} if f"{name}: " not in message]
+    assert missing == [], message
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/jobs"])
+def test_all_numbers_out_of_range_are_told_at_once(door: httpx.Client, path: str) -> None:
+    answered = door.post(path, json=BODIES[path] | {"temperature": -1, "top_p": 7, "top_k": -9})
+    message = answered.json()["error"]["message"]
+    assert [name for name in ("temperature", "top_p", "top_k") if f"{name}: must be " not in message] == [], message

@@ -259,7 +259,26 @@ def node_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program(folder, "js", "read_job.mjs")
 
 
-@pytest.mark.parametrize("language", ["python", "node"])
+@pytest.fixture(scope="module")
+def go_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's program for Go, built with the redigo of Debian or of Go's module proxy."""
+    if shutil.which("go") is None:
+        pytest.skip("needs go")
+    folder = tmp_path_factory.mktemp("go")
+    source = program(folder, "go", "read_job.go")
+    assert subprocess.run(("gofmt", "-l", source), capture_output=True, text=True, timeout=60).stdout == ""
+    env = os.environ | {"GO111MODULE": "off", "GOPATH": "/usr/share/gocode"}
+    if not Path("/usr/share/gocode/src/github.com/gomodule/redigo").exists():
+        env = dict(os.environ)
+        for command in (("go", "mod", "init", "read_job"), ("go", "mod", "tidy")):
+            if subprocess.run(command, cwd=folder, capture_output=True, timeout=120).returncode:
+                pytest.skip("go finds no module proxy")
+    for make in (("go", "vet", "read_job.go"), ("go", "build", "-o", "read_job", "read_job.go")):
+        subprocess.run(make, cwd=folder, env=env, check=True, timeout=300)
+    return folder / "read_job"
+
+
+@pytest.mark.parametrize("language", ["python", "node", "go"])
 @pytest.mark.parametrize("channel", ["json", NAMED], ids=["own", "shared"])
 def test_program_of_the_page_prints_the_whole_job(
     server: RedisProcess,
@@ -272,6 +291,8 @@ def test_program_of_the_page_prints_the_whole_job(
 ) -> None:
     if language == "node":
         words = ["node", str(request.getfixturevalue("node_program"))]
+    elif language == "go":
+        words = [str(request.getfixturevalue("go_program"))]
     else:
         words = [sys.executable, str(program(tmp_path, "python", "read_job.py"))]
     body = {"model": pool, **CHAT, "params": {"max_tokens": 30, "temperature": 0}, "channel": channel}

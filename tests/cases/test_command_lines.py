@@ -1,4 +1,4 @@
-"""Command lines of the documents of vLLM, SGLang and llama-server: `penstock serve` takes them or says its own name."""
+"""Lines of the documents of vLLM, SGLang, llama-server, TGI and Ollama: `penstock` takes them or says its own name."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fakes.served_model import served
 from typer.main import get_command
 
 from penstock.cli.command_line import usage_line
-from penstock.cli.main import app
-from penstock.cli.peers import PEERS, SAMPLING, unread_variables
+from penstock.cli.main import ENTRIES, app
+from penstock.cli.peers import COMMANDS, PEERS, SAMPLING, unread_variables
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
 
@@ -141,6 +141,7 @@ TAKEN: dict[str, dict[str, object]] = {
         "num_threads": 4,
         "max_num_seqs": 1,
     },
+    "-hf bartowski/Llama-3.2-3B-Instruct-GGUF:Q8_0": {"model": "bartowski/Llama-3.2-3B-Instruct-GGUF:Q8_0"},
     "-hf ggml-org/gpt-oss-20b-GGUF -c 0 -fa --jinja": {"model": "ggml-org/gpt-oss-20b-GGUF", "max_model_len": None},
     "--hf-repo ggml-org/m-GGUF --hf-file m-q4_0.gguf -ngl 99 -fa on -c 8192": {
         "model": "ggml-org/m-GGUF:m-q4_0.gguf",
@@ -159,6 +160,27 @@ TAKEN: dict[str, dict[str, object]] = {
         "num_threads": None,
     },
     "-m m.gguf -ctk q8_0 -ctv q8_0 --n-gpu-layers 33 --embedding --no-context-shift": {"kv_cache_dtype": "int8"},
+    # TGI: docs of its launcher, and its guides
+    "--model-id HuggingFaceH4/zephyr-7b-beta --num-shard 2 --port 8080": {
+        "model": "HuggingFaceH4/zephyr-7b-beta",
+        "tensor_parallel_size": 2,
+        "port": 8080,
+    },
+    "--model-id m --quantize bitsandbytes --max-batch-prefill-tokens 4096 --hostname 0.0.0.0 -p 80 --sharded true": {
+        "max_num_batched_tokens": 4096,
+        "host": "0.0.0.0",
+        "port": 80,
+    },
+    "--model-id m --speculate 3 --cuda-memory-fraction 0.8 --max-concurrent-requests 9 --cors-allow-origin https://a": {
+        "speculative": "ngram",
+        "max_draft_tokens": 3,
+        "gpu_memory_utilization": 0.8,
+        "max_open_jobs": 9,
+        "cors_origins": ("https://a",),
+    },
+    "--model-id m --lora-adapters a=/a,b=/b --max-best-of 2 --max-stop-sequences 4 --json-output": {
+        "lora": ("a=/a", "b=/b")
+    },
     # our own names, in one command for both parts
     "m --drain-s 20 --require-keys --max-open-jobs 5 --cors-origin https://a.example": {
         "drain_s": 20,
@@ -167,18 +189,20 @@ TAKEN: dict[str, dict[str, object]] = {
     },
 }
 REFUSED = {
-    "m --ssl-keyfile k.pem --ssl-certfile c.pem": "no options --ssl-keyfile (TLS ends at a proxy before the gateway), ",
+    "m --ssl-keyfile k.pem --ssl-certfile c.pem": "TLS ends at a proxy before the gateway, which then needs ",
     "m --root-path /api": "no option --root-path: a proxy before the gateway adds a path",
     "m --download-dir /models": "no option --download-dir: set the variable HF_HUB_CACHE",
-    "./m.gguf --tokenizer TinyLlama/TinyLlama-1.1B": "no option --tokenizer: put the tokenizer's files into the ",
+    "./m.gguf --tokenizer TinyLlama/TinyLlama-1.1B": "no option --tokenizer: it is in the GGUF file, or in the model's",
     """m --speculative-config '{"model": "d", "num_speculative_tokens": 5}'""": "no draft model: --speculative ngram",
     "-m m.gguf -md draft.gguf": "no option -md: speculation has no draft model: --speculative ngram",
     "-m m.gguf --mmproj mm.gguf": "no option --mmproj: images, audio and video are not served",
-    "-hf bartowski/Llama-3.2-3B-Instruct-GGUF:Q8_0": "name the file: bartowski/Llama-3.2-3B-Instruct-GGUF:FILE.gguf",
     """m --hf-overrides '{"architectures": ["X"]}'""": "no option --hf-overrides: change config.json in the model's",
     "--model-path m --tp 4 --nnodes 2 --node-rank 0 --dist-init-addr h:1": "--remote-ranks and `penstock rank`",
     "-m m.gguf --api-key-file keys": "set PENSTOCK_GATEWAY_API_KEY_FILE to the file",
     "m --config serve.yaml": "each setting is also a variable, PENSTOCK_NODE_<NAME>",
+    "--model-id m --max-input-tokens 1024 --max-total-tokens 2048": (
+        "--max-input-tokens (prompt and answer share --max-model-len), --max-total-tokens (a request's limit is "
+    ),
     "m --tool-call-parser pythonic": "'pythonic' is not one of",
     "m --max-num-seq 3 --root-path /x --frobnicate": (
         "no options --max-num-seq (did you mean --max-num-seqs?), "
@@ -243,6 +267,63 @@ def test_a_wrong_line_is_one_sentence(command: str, line: str, said: str) -> Non
     done = run_command(*command.split(), *shlex.split(line))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
+
+
+ALL_WRONG = {
+    "serve /nope --port x --dtype float3 --max-num-seqs 0 --frob 3 --lora a=/none --root-path /v --temp": (
+        *("--frob", "--root-path", "--temp", "--port: must be an integer", "--dtype: 'float3' is not one of"),
+        *("--max-num-seqs: must be at least 1", "adapter a: there is no folder /none", "there is no folder /nope"),
+    ),
+    "node --dtype x --replicas y --log-level loud": ("MODEL is missing", "--dtype: ", "--replicas: ", "--log-level: "),
+    "node m.gguf --lease-ms 1 --max-num-seqs 0 --redis-url unix://x": (
+        *("--lease-ms: must be at least 3000", "--max-num-seqs: must be at least 1", "there is no file m.gguf"),
+    ),
+    "gateway --model m --port 99999 --max-sockets -1 --drain-s": (
+        *("--model: a gateway has no model", "--drain-s needs a value", "--port: ", "--max-sockets: "),
+    ),
+    "submit hi --temperature warm --top-p 7 --frob": ("--frob", "--temperature: ", "--top-p: "),
+    "batch run a b --in-flight x --frob": ("--frob", "--in-flight: "),
+    "keys add t --max-open-jobs x --weight y --frob": ("--max-open-jobs: ", "--weight: ", "--frob"),
+    "keys add t --max-open-jobs -1 --weight 5000 --redis-url unix://x": ("--max-open-jobs: ", "--weight: "),
+    "tenants delete --dry --redis": ("--dry", "--redis"),
+    "jobs list --limit 0 --since x --tenannt x": ("--limit: ", "--tenannt"),
+    "plan m --tp 2 --memory x": ("--tp; did you mean --tensor-parallel-size?", "--memory: "),
+}
+
+
+@pytest.mark.parametrize(("line", "said"), ALL_WRONG.items(), ids=ALL_WRONG)
+def test_all_that_is_wrong_in_a_line_is_said_at_once(line: str, said: tuple[str, ...]) -> None:
+    done = run_command(*shlex.split(line))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert [one for one in said if one not in done.stderr] == [], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("run llama3.2", "no command 'run': `penstock serve MODEL` serves a model, and `penstock chat` talks to it"),
+        ("pull gemma3:1b", "no command 'pull': `penstock serve MODEL` downloads a model"),
+        ("create mario -f ./Modelfile", "no command 'create': `penstock serve PATH` serves a folder or a .gguf file"),
+        ("list", "`penstock pools list` shows the served models"),
+        ("ps", "`penstock pools list` shows the served models"),
+        ("rm llama3.2", "HF_HUB_CACHE"),
+        ("complete --quick hi", "`penstock submit PROMPT`"),
+        ("run-batch -i in.jsonl -o out.jsonl --model m", "`penstock batch run INPUT OUTPUT`"),
+        ("launch_server --model-path m", "`penstock serve MODEL` starts a server"),
+        ("--model-id m --num-shard 2", "penstock serve --model-id …"),
+        ("-m model.gguf -c 2048", "penstock serve -m …"),
+        ("-hf ggml-org/gemma-3-1b-it-GGUF", "penstock serve -hf …"),
+        ("--model-path m --port 30000", "penstock serve --model-path …"),
+    ],
+)
+def test_a_command_of_another_server_leads_to_ours(line: str, said: str) -> None:
+    done = run_command(*shlex.split(line))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
+
+
+def test_the_commands_of_others_are_none_of_ours() -> None:
+    assert not COMMANDS.keys() & ENTRIES.keys(), "such an entry is never read"
 
 
 def test_help_is_short_and_names_where_the_rest_is() -> None:

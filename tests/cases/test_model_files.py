@@ -16,7 +16,7 @@ from fixtures.gguf_file import write_gguf
 from fixtures.tiny_model import make_tiny_model
 from safetensors.torch import load_file, save_file
 
-from penstock import ConfigError, Engine, SamplingParams
+from penstock import ConfigError, Engine, RequestError, SamplingParams
 from penstock.gpu_node.settings import pool_of_model
 
 SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
@@ -120,9 +120,31 @@ def _adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
 
 
+def _indexed(name: str) -> Callable[[Path], None]:
+    """Let the index name this file, which has the weights; a test's folder is inside another one."""
+
+    def make(folder: Path) -> None:
+        _shard(folder, folder)
+        (folder / "model.safetensors").rename((folder / name).resolve())
+        index = json.loads((folder / INDEX).read_text())["weight_map"]
+        (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(index, name)}))
+
+    return make
+
+
+def _text_in(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
 @pytest.mark.parametrize(
     ("break_it", "problem"),
     [
+        (_indexed("../outside.safetensors"), r"weight_map has '\.\./outside\.safetensors' for \S+; it must be"),
+        (_indexed("../copy/inside.safetensors"), "index.json: weight_map has"),
+        (_text_in("generation_config.json", "[1]"), r"generation_config\.json is not a JSON object"),
+        (_text_in("chat_template.jinja", "{% if"), r"cannot load .*/copy: the model's chat template .* in chat_temp"),
+        (_text_in("tokenizer_config.json", '{"tokenizer_class": [1]}'), r"tokenizer_config\.json: tokenizer_class is"),
+        (_text_in("tokenizer.json", "{}"), r"cannot load .*/copy: .* in tokenizer\.json"),
         (_two_checkpoints, r"shards of several checkpoints.*model-\*-of-2, model-\*-of-3"),
         (_lost_shard, "lacks shards of its checkpoint: model-00002-of-00002.safetensors"),
         (_two_copies, r"tensor \S+ is in both model.fp16.safetensors and model.fp32.safetensors"),
@@ -217,6 +239,21 @@ def test_an_answer_of_a_gguf_model_ends_at_each_token_that_ends_one_in_llama_cpp
 
 def test_a_gguf_file_needs_no_ending_of_its_name(gguf: Path, tmp_path: Path) -> None:
     assert _answer(Path(shutil.copy(gguf, tmp_path / "sha256-0123"))) == _answer(gguf)
+
+
+@pytest.mark.parametrize("given", ["M.GGUF", "."])
+def test_the_ending_of_a_gguf_file_may_be_in_capitals(given: str, gguf: Path, tmp_path: Path) -> None:
+    shutil.copy(gguf, tmp_path / "M.GGUF")
+    assert _answer(tmp_path / given) == _answer(gguf)
+    assert pool_of_model("/models/M-00001-of-00002.Gguf") == "M"
+
+
+def test_a_split_model_may_be_in_capitals(gguf: Path, parts: list[Path], tmp_path: Path) -> None:
+    folder = tmp_path / "capitals"
+    folder.mkdir()
+    for part in parts:
+        (folder / part.name.upper()).symlink_to(part)
+    assert _answer(folder) == _answer(gguf)
 
 
 def test_a_piece_that_was_cut_by_bytes_is_named(gguf: Path, tmp_path: Path) -> None:
@@ -317,3 +354,35 @@ def test_an_answer_ends_where_the_template_ends_a_turn(door: httpx.Client) -> No
     """Neither config nor tokenizer says that <|im_end|>, token 2, ends an answer."""
     answer = _chat(door, max_tokens=64, logit_bias={"2": 100}).json()["choices"][0]
     assert (answer["finish_reason"], answer["message"]["content"]) == ("stop", "")
+
+
+def test_a_shard_may_be_a_link_out_of_the_folder(tiny: Path, folder: Path) -> None:
+    """So are all files in the cache of huggingface_hub."""
+    _shard(folder, tiny)
+    (folder / "model.safetensors").unlink()
+    (folder / SHARDS[0]).rename(folder.parent / "blob")
+    (folder / SHARDS[0]).symlink_to("../blob")
+    assert _answer(folder) == _answer(tiny)
+
+
+def test_a_tensor_of_another_shape_names_the_shard_that_has_it(tiny: Path, folder: Path) -> None:
+    _shard(folder, tiny)
+    (folder / "model.safetensors").unlink()
+    tensors = load_file(folder / SHARDS[1])
+    (name,) = (name for name in tensors if name == "model.norm.weight")
+    save_file(tensors | {name: tensors[name][:32].clone()}, folder / SHARDS[1])
+    with pytest.raises(ConfigError, match=rf"tensor {name} has shape \[32\], .* in {SHARDS[1]}"):
+        _engine(folder)
+
+
+def test_a_text_at_which_the_tokenizer_panics_is_refused_and_others_are_not(folder: Path) -> None:
+    """A pattern of a model's file that backtracks is a panic in Rust, which is no Exception in Python."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+a+)+b"}, "behavior": "Isolated", "invert": False}
+    own = tokenizer["pre_tokenizer"] | {"use_regex": False}
+    _edit(folder / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": [split, own]})
+    engine = _engine(folder)
+    with pytest.raises(RequestError, match=r"tokenizer cannot encode this text: .*retry-limit") as refused:
+        engine.generate(["a" * 40 + "c"], GREEDY)
+    assert (refused.value.status, refused.value.param) == (400, "prompt")
+    assert engine.generate(["the gate"], GREEDY)

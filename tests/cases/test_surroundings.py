@@ -156,3 +156,15 @@ def test_a_folder_that_another_user_made_is_not_used(monkeypatch: pytest.MonkeyP
         assert cache_folders._temporary("cache") == Path("/dev/null/penstock")
     finally:
         strange.rmdir()
+
+
+@pytest.mark.parametrize("locale", ["C", "POSIX", "C.UTF-8"])
+def test_paths_and_texts_may_have_any_letters_in_any_locale(demo_file: Path, tmp_path: Path, locale: str) -> None:
+    model = tmp_path / "größe" / "模型.GGUF"
+    model.parent.mkdir()
+    model.symlink_to(demo_file)
+    env = os.environ | {"LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = (sys.executable, "-m", "penstock", "plan", str(model))
+    done = subprocess.run(words, env=env, capture_output=True, encoding="utf-8", timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "runner native" in done.stdout

@@ -9,7 +9,8 @@ import pytest
 from fakes.command import run_command
 from typer.main import get_command
 
-from penstock.cli.command_line import Command, Group, panel_by_setting
+from penstock.cli.command_line import Command, Group
+from penstock.cli.help_page import panel_by_setting
 from penstock.cli.main import ENTRIES, PANELS, app
 from penstock.contract.tenant import Terms
 from penstock.gateway.settings import GatewaySettings
@@ -94,7 +95,7 @@ def test_examples_can_be_copied_from_the_help() -> None:
 
 @pytest.mark.parametrize(("path", "command"), COMMANDS.items(), ids=NAMES)
 def test_examples_call_the_command_with_known_options(path: tuple[str, ...], command: Any) -> None:
-    from penstock.cli.command_line import examples_in
+    from penstock.cli.help_page import examples_in
 
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     for example in examples_in(command.help):

@@ -32,17 +32,17 @@ def test_jobs_are_listed_newest_first_with_filters(pool: str) -> None:
     with Client(pool) as client:
         one = client.submit("hello", max_tokens=3, tenant="acme")
         one.result()
-        two = client.submit("hello", tenant="rival", not_before_s=600, tags=["cli"])
+        two = client.submit("two\n " + "字" * 40, tenant="rival", not_before_s=600, tags=["cli"])
         ids = [job.id.rpartition(".")[2] for job in (one, two)]
         table = jobs(pool, "list").stdout.splitlines()
         assert max(map(len, table)) < 80
-        lines = [line.split() for line in table]
-        assert lines[0] == ["ID", "STATE", "CLASS", "TENANT", "AGE", "OUT"]
-        assert [line[:4] for line in lines[1:3]] == [
-            [ids[1], "scheduled", "batch", "rival"],
-            [ids[0], "succeeded", "batch", "acme"],
-        ]
-        assert lines[2][-1] == "3"
+        assert table[0].split() == ["STATE", "MODEL", "IN", "OUT", "WAITED", "TOOK", "AGE", "FIRST", "WORDS"]
+        assert re.fullmatch(r"scheduled  reference +\d+s two 字{9}…", table[1])
+        assert re.fullmatch(r"succeeded  reference +\d+ +3 +\d\.\ds +\d\.\ds +\d+s hello", table[2])
+        wide = [line.split() for line in jobs(pool, "list", "--wide").stdout.splitlines()]
+        assert wide[0][-5:] == ["CLASS", "TENANT", "ID", "FIRST", "WORDS"]
+        assert wide[1][-5:] == ["batch", "rival", ids[1], "two", "字" * 19 + "…"]
+        assert wide[2][-4:] == ["batch", "acme", ids[0], "hello"]
         for options, expected in (
             (("--tenant", "acme"), ["ID", ids[0]]),
             (("--state", "scheduled", "--state", "running"), ["ID", ids[1]]),
@@ -53,8 +53,8 @@ def test_jobs_are_listed_newest_first_with_filters(pool: str) -> None:
             (("--limit", "1"), ["ID", ids[1]]),
             (("--pool", "other"), []),
         ):
-            done = jobs(pool, "list", *options)
-            assert [line.split()[0] for line in done.stdout.splitlines()] == expected
+            done = jobs(pool, "list", "--wide", *options)
+            assert re.findall(r"ID|[0-9a-f]{8}-[0-9a-f-]{27}", done.stdout) == expected
             assert ("no jobs" in done.stderr) == (not expected)
         assert jobs(pool, "show", ids[0]).stdout == jobs(pool, "show", one.id).stdout
         assert jobs(pool, "show", ids[0][:-1] + "x").stderr.startswith("penstock: no job ")

@@ -137,19 +137,19 @@ def test_gpus_that_are_wanted_and_not_there_are_named(monkeypatch: pytest.Monkey
 
 
 def test_the_flags_of_a_replica_come_last_and_its_drain_may_take_its_time() -> None:
-    command = ChildCommand("node", ("penstock", "node", "m", "--name", "x"), {"A": "1"}, 30.0)
+    command = ChildCommand("node", ("penstock", "node", "m", "--name", "x"), {"A": "1"}, 110.0)
     own = replicas_of(settings_of(replicas="2", runner="gpu"))
-    first, second = replica_commands(command, own, drain_s=100.0)
+    first, second = replica_commands(command, own)
     assert (first.name, second.name, second.grace_s) == ("node-0", "node-1", 110.0)
     assert second.argv[:5] == command.argv and second.argv[5:9] == ("--replicas", "1", "--name", "host-1")
     assert second.env == {"A": "1", VISIBLE: "GPU-1"}
-    assert replica_commands(command, (), drain_s=1.0) == [command]
+    assert replica_commands(command, ()) == [command]
 
 
 def test_serve_starts_the_same_replicas_and_one_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[ChildCommand, ...]] = []
 
-    async def start_all(_: object, url: str, model: str, nodes: Sequence[ChildCommand], of_gateway: object) -> None:
+    async def start_all(_: object, url: str, model: str, nodes: Sequence[ChildCommand], gateway: object) -> None:
         started.append(tuple(nodes))
         raise PenstockError("enough")
 
@@ -160,6 +160,21 @@ def test_serve_starts_the_same_replicas_and_one_gateway(monkeypatch: pytest.Monk
     assert [(node.name, node.cpus) for node in cores] == [("node-0", (0, 1, 2, 3)), ("node-1", (4, 5, 6, 7))]
     assert [(node.name, node.env[VISIBLE]) for node in gpus] == [(f"node-{at}", f"GPU-{at}") for at in range(4)]
     assert [(node.name, node.cpus) for node in one] == [("node", ())]
+
+
+@pytest.mark.parametrize(("options", "grace_s"), [((), (30.0, 40.0)), (("--drain-s", "100"), (110.0, 110.0))])
+def test_serve_gives_its_parts_the_time_of_their_drain(
+    options: Sequence[str], grace_s: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[float, float]] = []
+
+    async def start_all(_: object, url: str, model: str, nodes: Sequence[ChildCommand], gateway: ChildCommand) -> None:
+        started.append((nodes[0].grace_s, gateway.grace_s))
+        raise PenstockError("enough")
+
+    monkeypatch.setattr("penstock.cli.serve.start_all", start_all)
+    call_command("serve", "m", "--redis-url", "unix://x", *options)
+    assert started == [grace_s]
 
 
 def test_the_settings_of_all_replicas_become_flags_again() -> None:

@@ -40,11 +40,11 @@ def test_options_of_serve_reach_node_and_gateway_and_others_come_from_the_enviro
     gateways: list[GatewaySettings] = []
 
     async def start_all(
-        _supervisor: object, _url: str, model: str, nodes: Sequence[ChildCommand], of_gateway: Sequence[str]
+        _supervisor: object, _url: str, model: str, nodes: Sequence[ChildCommand], gateway: ChildCommand
     ) -> None:
         assert model == "m"
         (node,) = nodes
-        started.append((node.argv[node.argv.index("m") + 1 :], of_gateway))
+        started.append((node.argv[node.argv.index("m") + 1 :], gateway.argv[gateway.argv.index("gateway") + 1 :]))
         raise PenstockError("enough")
 
     async def run_node(settings: NodeSettings) -> None:

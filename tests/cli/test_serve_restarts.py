@@ -196,6 +196,10 @@ def test_an_ephemeral_queue_tells_how_many_jobs_end_with_it(tmp_path: Path, monk
 
 
 def test_a_node_that_cannot_start_at_all_ends_the_command(tmp_path: Path) -> None:
-    ran = run_python("-m", "penstock", "serve", str(tmp_path / "none"), "--port", "0")
+    model = make_tiny_model(tmp_path / "model")
+    weights = next(model.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+    ran = run_python("-m", "penstock", "serve", str(model), "--port", "0", "--ephemeral")
     assert ran.returncode == 1
     assert "penstock: node ended with status 2" in ran.stderr and "starts again" not in ran.stderr
+    assert ran.stderr.count("cut short") == 1, "the reason is told once"

@@ -6,7 +6,15 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from penstock.contract.errors import ConfigError, RequestError
-from penstock.contract.problems import MAX_NAME_CHARS, config_error, problem_of, rename, request_error
+from penstock.contract.problems import (
+    MAX_NAME_CHARS,
+    MAX_PROBLEMS,
+    config_error,
+    problem_of,
+    put_under,
+    rename,
+    request_error,
+)
 
 
 class Part(BaseModel):
@@ -74,3 +82,19 @@ def test_renaming_a_field_keeps_the_rest_of_its_path() -> None:
     assert (error.param, error.message) == ("messages[1]", "messages[1]: is wrong")
     rename(error, {"prompt": "other"})
     assert error.param == "messages[1]"
+
+
+def test_every_field_is_named_once_and_renamed() -> None:
+    error = request_error(refusal({"parts": [{"size": 0}, {"size": "x"}], "name": 7}), {"parts": "pieces"})
+    rename(error, {"name": "label"})
+    assert error.message == (
+        "pieces[0].size: must be at least 1; pieces[1].size: must be an integer; label: must be a string"
+    )
+    assert (error.param, [*error.also]) == ("pieces[0].size", ["pieces[1].size", "label"])
+    put_under(error, "body")
+    assert error.message.count("body.") == 3 and error.also[-1] == "body.label"
+
+
+def test_the_names_of_a_long_list_of_problems_are_limited() -> None:
+    error = request_error(refusal({f"x{number}": 1 for number in range(100)}))
+    assert error.message.count("unknown field") == MAX_PROBLEMS

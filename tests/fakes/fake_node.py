@@ -146,7 +146,7 @@ class FakeNode:
         self.slots = SEQUENCES
         """How many jobs one take may return."""
         self._auto = auto
-        self._config = NodeSettings(model=MODEL, redis_url="redis://").pool_config | config
+        self._config: dict[str, Any] = NodeSettings(model=MODEL, redis_url="redis://").pool_config | config
         self._num_takes = 0
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -29,7 +29,35 @@ class Mutant:
         return self.tests if "/" in self.tests else TESTS + self.tests
 
 
+DAMAGED = "tests/queue/test_damaged_records.py"
+
 MUTANTS = (
+    Mutant(
+        "keys of another type", "queue", "if string.find(problem, 'WRONGTYPE', 1, true) then", "if false then", DAMAGED
+    ),
+    Mutant("sums that are no numbers", "queue", "elseif command == 'HINCRBY' and", "elseif false and", DAMAGED),
+    Mutant("whole numbers", "queue", "string.find(text, '^%d+$') and tonumber(text) or nil", "tonumber(text)", DAMAGED),
+    Mutant(
+        "records are compared", "queue", "return not is_elsewhere(job, known) and mend(", "return job or mend(", DAMAGED
+    ),
+    Mutant("an ended job in a queue", "queue", "    if is_terminal(job.state) then return true end\n", "", DAMAGED),
+    Mutant("a lost record ends its job", "queue", "  if job.problem then\n", "  if false then\n", DAMAGED),
+    Mutant(
+        "virtual times", "queue", "return time and time > -MAX_TIME and time < MAX_TIME and", "return time and", DAMAGED
+    ),
+    Mutant("members of the expiry", "queue", "  if not whole(bytes) then", "  if false then", DAMAGED),
+    Mutant("names of pauses", "take", "elseif kind == 'tenant' then", "else", DAMAGED),
+    Mutant("times of reservations", "take", " and whole(till) <= now + config.lease_ms", "", DAMAGED),
+    Mutant(
+        "the answer of the last take",
+        "take",
+        "pcall(cmsgpack.unpack, redis.call('GET'",
+        "true, cmsgpack.unpack(redis.call('GET'",
+        DAMAGED,
+    ),
+    Mutant("damaged numbers of the config", "prelude", "        number = default_of(name)\n", "", DAMAGED),
+    Mutant("a damaged config is written", "heartbeat", "check and is_config_damaged()", "false", DAMAGED),
+    Mutant("lanes of delayed jobs", "queue", "    if not level then\n", "    if false then\n", DAMAGED),
     Mutant("a batch's token", "files", "read_batch(id, 'token') == tostring(token)", "true", BATCHES),
     Mutant("a row of one part", "files", "'GETBIT', rows, row) == 1", "'GETBIT', rows, row) == 2", BATCHES),
     Mutant("lease compare", "prelude", " and job.lease == lease", "", "emit.py"),
@@ -71,7 +99,7 @@ MUTANTS = (
         "declare_dead.py",
     ),
     Mutant("loss counting", "queue", "elseif not string.find(nodes, entry, 1, true) then", "else", "sweep.py"),
-    Mutant("reservation expiry", "take", " and tonumber(till) > now then", " then", "capacity.py"),
+    Mutant("reservation expiry", "take", " and whole(till) > now and", " and", "capacity.py"),
     Mutant("virtual time entry", "queue", "math.max(debt, now), job.tenant", "debt, job.tenant", "policy.py"),
     Mutant("idempotency body", "submit", "known.body ~= job.body or ", "", "submit.py"),
     Mutant("the same job twice in a call", "submit", "if known then return known, 'ID_CONFLICT' end", "", "many.py"),
@@ -135,7 +163,9 @@ MUTANTS = (
         "if tenant_queued",
         "tasks.py",
     ),
-    Mutant("debt at another rate", "queue", "tonumber(stated_rate) ~= ms_per_unit", "false", "limits.py"),
+    Mutant(
+        "debt at another rate", "queue", "if stated > 0 and stated ~= ms_per_unit then", "if false then", "limits.py"
+    ),
     Mutant(
         "debt of the other unit",
         "submit",
@@ -144,12 +174,16 @@ MUTANTS = (
         "limits.py",
     ),
     Mutant(
-        "corrected debt at another rate", "queue", "tonumber(stated or '') or ms_per_token", "ms_per_token", "usage.py"
+        "corrected debt at another rate",
+        "queue",
+        "if finite(stated) > 0 then ms_per_token",
+        "if false then ms_per_token",
+        "usage.py",
     ),
     Mutant(
         "refund beside an unpaid debt",
         "queue",
-        "local life = math.ceil(math.max(due, tonumber(jobs or '') or 0) - now)",
+        "local life = math.ceil(math.max(due, finite(jobs)) - now)",
         "local life = math.ceil(math.max(due, 0) - now)",
         "usage.py",
     ),
@@ -157,12 +191,12 @@ MUTANTS = (
     Mutant("bound of skipped jobs", "take", " and skipped.count < skipped.max_count do", " do", SKIPPED),
     Mutant("shares of skipped jobs", "take", "MAX_SKIPPED / math.max(1, #tenants)", "MAX_SKIPPED", SKIPPED),
     Mutant("bound of jobs that end", "take", "(is_eligible or tried[id]) and", "is_eligible and", SKIPPED),
-    Mutant("tasks without a slot", "take", "job = not has_no_slot_for(id) and", "job =", SKIPPED),
+    Mutant("tasks without a slot", "take", "has_slot = not has_no_slot_for(id)", "has_slot = true", SKIPPED),
     Mutant("tasks fit a node without capacity", "take", "is_task(job) or (need", "(need", "tasks.py"),
     Mutant("tasks of a full node", "take", "is_task(job) and task_slots == 0", "false", "tasks.py"),
     Mutant("tasks hold no KV cache", "take", "is_task(job) and 0 or ", "", "tasks.py"),
     Mutant("a node for an isolated job", "take", "if not is_for_isolated then", "if true then", "tasks.py"),
-    Mutant("tasks that another node took", "take", "or job.state ~= 'queued') then", ") then", "tasks.py"),
+    Mutant("tasks that another node took", "take", "if not tried[id] and not job then", "if false then", "tasks.py"),
     Mutant("stale tasks are forgotten", "take", "ZREM', P .. ':tasks', id", "ZREM', P .. ':tasks', ''", "tasks.py"),
     Mutant(
         "each job ends once", "take", "over[#over + 1], tried[job.id] = job, true", "over[#over + 1] = job", "tasks.py"
@@ -216,7 +250,7 @@ MUTANTS = (
     Mutant(
         "a webhook of each job that asks", "queue", "if job.webhooks ~= '' then note_", "if false then note_", WEBHOOKS
     ),
-    Mutant("bound of the outbox", "queue", "tonumber(size or '0') >= MAX_OUTBOX", "false", WEBHOOKS),
+    Mutant("bound of the outbox", "queue", "finite(size) >= MAX_OUTBOX", "false", WEBHOOKS),
     Mutant("size of the outbox", "outbox", "count_now(P .. ':outbox_sizes', ARGV[at + 1], -1)", "", WEBHOOKS),
     Mutant(
         "an event is one delivery",
@@ -276,14 +310,14 @@ MUTANTS = (
         "a first job above its tenant's limit", "submit", "all_queued > 0 and all_queued", "all_queued", "limits.py"
     ),
     Mutant("a first job above its tenant's rate", "queue", "if debt > 0 and later >", "if later >", "limits.py"),
-    Mutant("refused cost decays", "submit", " - rate * share * (now - (tonumber(at) or now))", "", "limits.py"),
+    Mutant("refused cost decays", "submit", " - rate * share * (now - (whole(at) or now))", "", "limits.py"),
     Mutant("memory for more urgent classes", "submit", "{[0] = 90, 90, 80}", "{[0] = 90, 90, 90}", "limits.py"),
     Mutant("memory that open jobs may need", "submit", " + total(':reserved')", "", "limits.py"),
     Mutant(
         "a debt outlives its rate's key",
         "queue",
-        "math.max(now, tonumber(tokens",
-        "math.max(0, tonumber(tokens",
+        "math.max(now, finite(tokens",
+        "math.max(0, finite(tokens",
         "usage.py",
     ),
     # Stored bytes and their lives
@@ -445,8 +479,8 @@ MUTANTS = (
         "",
         "tests/queue/broker/test_forget.py",
     ),
-    Mutant("config of a living pool", "join", " and alive > 0 then", " and false then", "sweep.py"),
-    Mutant("config of a dead pool", "join", " and alive > 0 then", " then", "sweep.py"),
+    Mutant("config of a living pool", "join", " and alive > 0 and", " and false and", "sweep.py"),
+    Mutant("config of a dead pool", "join", " and alive > 0 and", " and", "sweep.py"),
     Mutant(
         "an end of a job that was taken before",
         "finish",

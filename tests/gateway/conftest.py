@@ -133,6 +133,9 @@ class EchoEngine:
         """Of each request for one: its id, the number of its tokens, and the vector."""
         self._num_steps = 0
 
+    def capabilities(self) -> tuple[str, ...]:
+        return ()
+
     def note_queued_background(self, is_queued: bool) -> None:
         pass
 

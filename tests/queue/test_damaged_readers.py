@@ -1,6 +1,6 @@
 """Damaged records and keys beside everything that reads them: each reader answers, and a damaged record is named.
 
-By script: each field, member and key × each way of `fakes.queue.damage`. `make check-full` does all of it.
+By script: each field, member and key × each way of `fakes.queue.damage_cells`. `make check-full` does all of it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from fakes.queue.damage import Cell, Snapshot
+from fakes.queue.damage_cells import Cell, Snapshot
 from fakes.queue.harness import POOL, P, Queue
 from redis.asyncio import Redis
 

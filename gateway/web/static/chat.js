@@ -1,12 +1,14 @@
 // The playground: conversations with the served models. Their turns are kept in the browser (conversations.js).
 
-import { deleteResponses, inputOf, newAnswer, noteFailure, randomId, readAnswer, stopAnswer } from "./answer.js";
+import { beginPart, deleteAnswers, inputOf, newAnswer, noteFailure, randomId, readAnswer, stopAnswer } from "./answer.js";
 import { LostError, apiKey, request, sleep, wordsOf } from "./api.js";
-import { ask } from "./ask.js";
+import { ask as askUser } from "./ask.js";
 import { ConversationList } from "./conversation_list.js";
 import { openStore } from "./conversations.js";
 import { byId, download } from "./dom.js";
-import { SettingError, forgetSettings, loadModels, requestFields, startSettings } from "./settings.js";
+import {
+  SettingError, currentSettings, forgetSettings, isForCompletion, loadModels, requestFields, showSettings, startSettings,
+} from "./settings.js";
 import { ofTab } from "./storage.js";
 import { viewOf } from "./turns.js";
 
@@ -27,7 +29,7 @@ let isAtEnd = true; // whether the reader has not scrolled away from the newest 
 const known = new Map(); // id → conversation; one object for each, also when another part of the page changes it
 const readers = new Map(); // conversation → {turn, controller} of the answer that is read
 const view = Object.fromEntries(
-  ["turns", "composer", "prompt", "send", "stop", "chat-title", "chat-note", "rename", "export", "delete"]
+  ["turns", "composer", "prompt", "send", "stop", "chat-title", "chat-note", "more", "rename", "export", "delete"]
     .map((id) => [id, byId(id)]),
 );
 const list = new ConversationList({ exportAll, forgetAll });
@@ -56,12 +58,16 @@ export function startChat() {
   });
   view.turns.addEventListener("grown", followEnd);
   view.turns.addEventListener("scroll", noteScroll);
+  new ResizeObserver(followEnd).observe(view.turns); // A phone's keyboard takes half of the window.
   addEventListener("hashchange", showChosen);
-  document.addEventListener("visibilitychange", saveRunning);
+  document.addEventListener("visibilitychange", () => {
+    saveRunning();
+    if (!document.hidden) loadModels();
+  });
   addEventListener("pagehide", saveRunning);
   view.prompt.value = ofTab.get(DRAFT) ?? "";
   fitPrompt();
-  startSettings();
+  startSettings(keepSettings);
   begin();
   return startTenant();
 }
@@ -73,7 +79,7 @@ export function startTenant() {
 }
 
 async function openTenant() {
-  loadModels();
+  const listing = loadModels();
   const tenant = await tenantOfKey(apiKey.get());
   if (tenant === undefined) return;
   const next = await openStore(tenant);
@@ -94,6 +100,7 @@ async function openTenant() {
   // A tab that was closed during an answer opens with it.
   if (isNewTab && answered && !turns.length) location.replace(`#playground/${answered.id}`);
   else await showChosen();
+  await listing;
 }
 
 /** Return the tenant's name. Without a valid key there is none, and what was shown is hidden. */
@@ -171,20 +178,29 @@ function show(chosen, itsTurns) {
   view.turns.replaceChildren();
   isAtEnd = true;
   for (const turn of turns) addView(turn);
+  // A conversation of an earlier page has only the models of its answers.
+  const [last] = turns.filter((turn) => turn.model).slice(-1);
+  showSettings(chosen.settings ?? (last && { model: last.model }));
   showTitle();
   showRunning();
   followEnd();
 }
 
+/** Keep what the user set with the conversation. */
+function keepSettings() {
+  conversation.settings = currentSettings();
+  if (store && turns.length) kept(store.save(conversation));
+}
+
 function addView(turn) {
-  const made = viewOf(turn, { edit, retry, sendResults, inputBefore, isLast: (one) => turns.at(-1) === one });
+  const made = viewOf(turn, { edit, retry, goOn, sendResults, inputBefore, isLast: (one) => turns.at(-1) === one });
   views.set(turn, made);
   view.turns.append(made.element);
 }
 
 function showTitle() {
   view["chat-title"].textContent = conversation.title || "New chat";
-  for (const name of ["rename", "export", "delete"]) view[name].hidden = !turns.length;
+  for (const name of ["more", "rename", "export", "delete"]) view[name].hidden = !turns.length;
   list.mark(conversation.id);
   byId("playground-link").hash = turns.length ? `#playground/${conversation.id}` : "#playground";
 }
@@ -195,7 +211,7 @@ async function refreshList() {
 
 /** Return the conversation before a turn as the input of a request. */
 function inputBefore(turn) {
-  return inputOf(turns.slice(0, turns.indexOf(turn)));
+  return inputOf(turns.slice(0, turns.indexOf(turn)), turn.isCompletion);
 }
 
 async function send() {
@@ -229,14 +245,17 @@ function checkedFields() {
 
 function titleOf(text) {
   const [line] = text.split("\n");
-  return line.length > MAX_TITLE_CHARS ? `${line.slice(0, MAX_TITLE_CHARS)}…` : line;
+  const chars = [...line.slice(0, 2 * MAX_TITLE_CHARS)]; // An emoji is two units of a string.
+  return chars.length > MAX_TITLE_CHARS ? `${chars.slice(0, MAX_TITLE_CHARS).join("")}…` : line;
 }
 
 /** Add what the user said. It is stored before the answer to it. */
 function add(fields) {
   const turn = { conversation: conversation.id, number: turns.length, ...fields };
+  const before = turns.at(-1);
   turns.push(turn);
   addView(turn);
+  views.get(before)?.renderNow?.(); // It is not the last one now.
   kept(store.saveTurn(turn));
 }
 
@@ -251,20 +270,40 @@ async function kept(change) {
 
 /** Ask for an answer to what has been said. */
 async function answer(fields) {
-  const turn = newAnswer(conversation.id, turns.length, fields);
-  const input = inputOf(turns);
+  const turn = newAnswer(conversation.id, turns.length, fields, isForCompletion());
   turns.push(turn);
   addView(turn);
+  await ask(turn);
+}
+
+/** Let an answer go on from where it ended, with the settings of now. */
+async function goOn(turn) {
+  const fields = checkedFields();
+  if (readers.has(conversation.id) || !fields) return;
+  beginPart(turn, fields, isForCompletion());
+  views.get(turn).say("Waiting for the first token…");
+  await ask(turn);
+}
+
+async function ask(turn) {
   isAtEnd = true;
   followEnd();
-  const mine = Object.assign(conversation, { changedMs: Date.now(), isAnswering: true });
+  const settings = currentSettings();
+  const mine = Object.assign(conversation, { changedMs: Date.now(), isAnswering: true, settings });
+  showSettings(settings);
   known.set(mine.id, mine);
+  const input = inputFor(turn, turns);
   await kept(store.saveTurn(turn));
   await kept(store.save(mine));
   location.replace(`#playground/${mine.id}`);
   showTitle();
   tell(mine.id);
   await read(mine, turn, input);
+}
+
+/** Return the input of the request for the last turn: what was said before it, and what it has if it goes on. */
+function inputFor(turn, all) {
+  return inputOf(turn.isContinued ? all : all.slice(0, -1), turn.isCompletion);
 }
 
 /** Read on the answer of a conversation that a page left. */
@@ -274,7 +313,7 @@ async function resume(found) {
   const turn = stored.at(-1);
   if (turn?.role !== "assistant" || turn.state !== "running") return;
   turn.isResumed = true;
-  read(found, turn, inputOf(stored.slice(0, -1)));
+  read(found, turn, inputFor(turn, stored));
 }
 
 /** Read an answer into its turn, keep it, and show it wherever the conversation is shown. */
@@ -363,13 +402,14 @@ async function cutAt(turn) {
   }
   if (turns.length) await store.cut(conversation.id, cut[0].number);
   else await store.remove(conversation.id);
-  deleteResponses(cut);
+  deleteAnswers(cut);
+  views.get(turns.at(-1))?.renderNow?.(); // It is the last one again.
   showTitle();
   await refreshList();
 }
 
 async function rename() {
-  const title = await ask({ title: "Rename this conversation", value: conversation.title, action: "Rename" });
+  const title = await askUser({ title: "Rename this conversation", value: conversation.title, action: "Rename" });
   if (!title) return;
   conversation.title = title;
   await store.save(conversation);
@@ -380,7 +420,7 @@ async function rename() {
 
 async function remove() {
   const text = "It is deleted in this browser, and its answers at the gateway.";
-  if (!(await ask({ title: "Delete this conversation?", text, action: "Delete" }))) return;
+  if (!(await askUser({ title: "Delete this conversation?", text, action: "Delete" }))) return;
   const { id } = conversation;
   const numLeft = await removed(id);
   location.replace("#playground");
@@ -398,13 +438,13 @@ async function removed(id) {
   const gone = await store.turnsOf(id);
   await store.remove(id);
   tell(id);
-  return deleteResponses(gone);
+  return deleteAnswers(gone);
 }
 
 async function forgetAll() {
   const text = "All conversations of this tenant with this gateway are deleted in this browser, and their answers at " +
     "the gateway. The settings are reset.";
-  if (!store || !(await ask({ title: "Forget all conversations?", text, action: "Forget all" }))) return;
+  if (!store || !(await askUser({ title: "Forget all conversations?", text, action: "Forget all" }))) return;
   const found = await all();
   const numLeft = await Promise.all(found.map(({ id }) => removed(id)));
   await store.clear();

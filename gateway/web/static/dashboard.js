@@ -54,7 +54,8 @@ function show(state) {
   if (!state.redis_up) say("Redis does not answer: what is shown is the last known state.", "bad");
   else if (state.away) say(`The Redis of these pools does not answer: ${state.away.join(", ")}.`, "bad");
   else if (!state.pools.length) say("No model is served yet. Start a node.", "bad");
-  else say(`Live · from the gateway ${state.gateway.name}`);
+  else say(`Live · from the gateway ${state.gateway.name}` +
+    (state.folded ? ` · without a node for an hour or more: ${state.folded.join(", ")}` : ""));
   showTimes(state.gateway);
   if (!state.redis_up) return;
   removeOthers(pools, state.pools.map(({ pool }) => pool));

@@ -34,11 +34,13 @@ export function number(value, digits = 0) {
   return value.toLocaleString("en-US", { maximumFractionDigits: digits });
 }
 
-/** Format milliseconds: 42 ms, 1.3 s or 5 min. */
+/** Format milliseconds: 42 ms, 1.3 s, 5 min, 7 h or 3 d. */
 export function duration(ms) {
   if (ms < 10) return `${number(ms, 1)} ms`;
   if (ms < 999.5) return `${number(ms)} ms`;
-  return ms < 100_000 ? `${number(ms / 1000, ms < 10_000 ? 1 : 0)} s` : `${number(ms / 60_000)} min`;
+  if (ms < 100_000) return `${number(ms / 1000, ms < 10_000 ? 1 : 0)} s`;
+  if (ms < 6_000_000) return `${number(ms / 60_000)} min`;
+  return ms < 172_800_000 ? `${number(ms / 3_600_000)} h` : `${number(ms / 86_400_000)} d`;
 }
 
 /** Make a button that copies a text, and says so. */

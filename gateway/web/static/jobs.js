@@ -1,30 +1,61 @@
-// The view of jobs: a filtered list, newest first, and each job with its times, its outcome and its result.
+// The view of jobs: a filtered table, newest first. A job opens below its row, with its times, its outcome and its result.
 
 import { request, sleep, wordsOf } from "./api.js";
 import { byId, button, copyButton, duration, el, number } from "./dom.js";
 
 const POLL_MS = 2_000;
-const STEP = 20;
-const MAX_SHOWN = 100;
+const FIRST_SHOWN = 50;
+const MAX_SHOWN = 800;
+const MAX_PAGE_JOBS = 100;
 const OPEN = ["scheduled", "queued", "running", "cancelling"];
 const RETRIED = ["failed", "cancelled", "expired", "dead"];
 const KINDS = { succeeded: "good", failed: "bad", expired: "bad", dead: "bad", cancelled: "warn", cancelling: "warn" };
 const views = new Map(); // job id → JobView
 const filterForm = byId("job-filter");
+const table = byId("job-table");
 let controller;
-let limit = STEP;
+let limit = FIRST_SHOWN;
 let caller = { tenant: "", scopes: [] };
 
 filterForm.addEventListener("submit", (event) => {
   event.preventDefault();
-  limit = STEP;
+  limit = FIRST_SHOWN;
   again();
 });
 filterForm.addEventListener("change", again);
 byId("job-more").addEventListener("click", () => {
-  limit = Math.min(MAX_SHOWN, limit + STEP);
+  limit *= 2;
   again();
 });
+table.addEventListener("keydown", (event) => {
+  const row = event.target;
+  if (!row.matches(".job")) return;
+  const rows = [...table.querySelectorAll(".job")];
+  const at = rows.indexOf(row);
+  const goals = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: rows.length - 1 };
+  const isOpen = row.getAttribute("aria-expanded") === "true";
+  if (event.key in goals) rows[goals[event.key]]?.focus();
+  else if (["Enter", " "].includes(event.key) || event.key === (isOpen ? "ArrowLeft" : "ArrowRight")) row.click();
+  else return;
+  event.preventDefault();
+});
+table.addEventListener("focusin", ({ target }) => {
+  if (target.matches(".job")) makeReachable(target);
+});
+
+addEventListener("resize", fitDetails);
+
+/** Let what is below a row be as wide as the table, which has fewer columns on a phone. */
+function fitDetails() {
+  const count = [...table.tHead.rows[0].cells].filter((cell) => cell.offsetParent).length;
+  for (const { more } of views.values()) more.cells[0].colSpan = count;
+}
+
+/** Let Tab reach one row of the table; arrow keys lead to the others. */
+function makeReachable(row) {
+  for (const other of table.querySelectorAll('.job[tabindex="0"]')) other.tabIndex = -1;
+  if (row) row.tabIndex = 0;
+}
 
 function again() {
   stopJobs();
@@ -40,13 +71,13 @@ export async function startJobs() {
     try {
       caller = await (await request("v1/key", { signal })).json();
       byId("job-tenant").hidden = !caller.scopes.includes("admin");
-      show(await (await request(`v1/jobs?${query()}`, { signal })).json());
+      show(await listed(signal));
       say("");
     } catch (error) {
       if (signal.aborted) return;
       say(wordsOf(error), "bad");
     }
-    await sleep(POLL_MS, signal).catch(() => {});
+    await sleep(POLL_MS * Math.ceil(limit / MAX_PAGE_JOBS), signal).catch(() => {});
   }
 }
 
@@ -55,8 +86,21 @@ export function stopJobs() {
   controller = undefined;
 }
 
-function query() {
-  const asked = new URLSearchParams({ limit });
+/** Return the newest jobs that the filter names, with as many pages as `limit` takes. A page may be short. */
+async function listed(signal) {
+  const data = [];
+  let next = "";
+  for (let left = Math.ceil(limit / MAX_PAGE_JOBS); left && next !== null; left -= 1) {
+    const page = await (await request(`v1/jobs?${query(limit - data.length, next)}`, { signal })).json();
+    data.push(...page.data);
+    next = page.next;
+  }
+  return { data, hasMore: next !== null };
+}
+
+function query(count, after) {
+  const asked = new URLSearchParams({ limit: Math.min(count, MAX_PAGE_JOBS) });
+  if (after) asked.set("after", after);
   for (const [name, value] of new FormData(filterForm)) if (value.trim()) asked.set(name, value.trim());
   if (!asked.has("tenant") && !caller.scopes.includes("infer")) asked.set("tenant", "*");
   return asked;
@@ -68,75 +112,93 @@ function say(text, kind = "") {
   status.className = `feed ${kind}`;
 }
 
-function show({ data, has_more: hasMore }) {
-  const listed = new Set(data.map((job) => job.id));
+function show({ data, hasMore }) {
+  const ids = new Set(data.map((job) => job.id));
   for (const [id, view] of views) {
-    if (listed.has(id)) continue;
+    if (ids.has(id)) continue;
     view.element.remove();
     views.delete(id);
   }
-  let next = byId("job-list").firstChild;
+  let next = table.tBodies[0] ?? null;
   for (const job of data) {
     if (!views.has(job.id)) views.set(job.id, new JobView(job));
     const view = views.get(job.id);
     view.show(job);
-    if (view.element === next) next = next.nextSibling;
-    else byId("job-list").insertBefore(view.element, next);
+    if (view.element === next) next = next.nextElementSibling;
+    else table.insertBefore(view.element, next);
   }
+  table.classList.toggle("all-tenants", data.some(({ tenant }) => tenant !== caller.tenant));
+  table.hidden = !data.length;
+  if (!table.querySelector('.job[tabindex="0"]')) makeReachable(table.querySelector(".job"));
+  fitDetails();
+  byId("job-none").textContent = [...new FormData(filterForm).values()].some(Boolean) ? "No such jobs." : "No jobs yet.";
   byId("job-none").hidden = data.length > 0;
   byId("job-more").hidden = !hasMore || limit >= MAX_SHOWN;
 }
 
-/** One job. Its buttons stay the same elements, so that the focus stays where it is. */
+/** One job: its row, and below it what is shown on demand. They stay the same elements, so that the focus stays. */
 class JobView {
   constructor({ id }) {
-    this.badge = el("span", { className: "badge" });
-    this.line = el("p", { className: "load" });
+    this.id = id;
+    this.cells = Object.fromEntries(
+      ["state", "of-tenants", "model", "words", "in", "out", "waited", "took", "age"]
+        .map((name) => [name, el("td", { className: name })]),
+    );
+    this.cells.words.dir = "auto";
+    this.row = el("tr", { className: "job", tabIndex: -1, onclick: () => this.toggle() }, ...Object.values(this.cells));
+    this.row.ariaLevel = 1;
     this.status = el("p", { className: "status" });
     this.status.setAttribute("role", "status");
-    this.details = el("div", { className: "job-details", hidden: true });
+    this.details = el("div");
     this.buttons = {
-      open: button("Open", () => this.toggle()),
-      cancel: button("Cancel", () => this.act("DELETE", "")),
-      retry: button("Retry", () => this.act("POST", "/retry")),
+      cancel: button("Cancel", () => this.act("DELETE", ""), ""),
+      retry: button("Retry", () => this.act("POST", "/retry"), ""),
     };
-    this.buttons.open.setAttribute("aria-expanded", "false");
-    this.id = id;
-    this.element = el("article", { className: "panel batch" }, el("h2", {}, id, " ", this.badge), this.line,
-      this.details, this.status, el("div", { className: "row" }, ...Object.values(this.buttons)));
+    this.more = el("tr", { className: "job-details", hidden: true }, el("td", {},
+      el("p", {}, el("code", {}, id), " ", copyButton("Copy the id", () => id)), this.details, this.status,
+      el("div", { className: "row" }, ...Object.values(this.buttons))));
+    this.more.ariaLevel = 2;
+    this.element = el("tbody", {}, this.row, this.more);
   }
 
   show(job) {
     const { ledger, state, tenant } = job;
     const hasChanged = this.job !== undefined && this.job.state !== state;
     this.job = job;
-    this.badge.textContent = state;
-    this.badge.className = `badge ${KINDS[state] ?? ""}`;
-    this.line.textContent = [
-      tenant === caller.tenant ? "" : `tenant ${tenant}`,
-      `${job.priority}${job.background ? ", in the background" : ""}`,
-      new Date(ledger.queued_ms).toLocaleString(),
-      ledger.usage ? `${number(ledger.usage.completion_tokens)} tokens` : "",
-      ledger.finished_ms ? `took ${duration(ledger.finished_ms - ledger.queued_ms)}` : "",
-      ...job.tags,
-    ].filter(Boolean).join(" · ");
+    const { queued_ms: queued, taken_ms: taken, finished_ms: finished, usage } = ledger;
+    const shown = {
+      state, model: job.model ?? job.pool, words: job.first_words ?? "", "of-tenants": tenant,
+      in: usage ? number(usage.prompt_tokens) : "", out: usage ? number(usage.completion_tokens) : "",
+      waited: taken ? duration(Math.max(0, taken - queued)) : "", took: finished ? duration(finished - queued) : "",
+      age: duration(Math.max(1000, 1000 * Math.round((Date.now() - queued) / 1000))),
+    };
+    for (const [name, text] of Object.entries(shown)) {
+      if (this.cells[name].textContent !== text) this.cells[name].textContent = text;
+    }
+    this.cells.model.title = shown.model;
+    this.cells.words.title = shown.words;
+    this.cells.state.className = `state ${KINDS[state] ?? ""}`;
     // A key opens and changes the jobs of its own tenant alone.
     const isOwn = tenant === caller.tenant && caller.scopes.includes("infer");
-    this.buttons.open.hidden = !isOwn;
     this.buttons.cancel.hidden = !isOwn || !OPEN.includes(state) || state === "cancelling";
     this.buttons.retry.hidden = !isOwn || !RETRIED.includes(state);
-    if (hasChanged && !this.details.hidden) this.load();
+    this.row.ariaExpanded = String(!this.more.hidden);
+    this.isOwn = isOwn;
+    if (hasChanged && !this.more.hidden) this.load();
   }
 
   toggle() {
-    this.details.hidden = !this.details.hidden;
-    this.buttons.open.textContent = this.details.hidden ? "Open" : "Close";
-    this.buttons.open.setAttribute("aria-expanded", String(!this.details.hidden));
-    if (!this.details.hidden) this.load();
+    this.more.hidden = !this.more.hidden;
+    this.row.ariaExpanded = String(!this.more.hidden);
+    if (!this.more.hidden) this.load();
   }
 
   load() {
-    return this.tried(async () => {
+    if (!this.isOwn) {
+      this.details.replaceChildren(...detailsOf(this.job));
+      return;
+    }
+    this.tried(async () => {
       const job = await (await request(`v1/jobs/${encodeURIComponent(this.id)}`)).json();
       this.details.replaceChildren(...detailsOf(job));
     });
@@ -165,9 +227,13 @@ class JobView {
   }
 }
 
-function detailsOf({ ledger, outcome, result, pool, metadata, retry_of: retryOf, position }) {
+function detailsOf(job) {
+  const { ledger, outcome, result, pool, metadata, retry_of: retryOf, position } = job;
   const rows = {
+    Model: job.model,
     Pool: pool,
+    Class: `${job.priority}${job.background ? ", in the background" : ""}`,
+    Tags: job.tags.join(" ") || null,
     Node: ledger.node,
     Queued: timeOf(ledger.queued_ms),
     Position: position,

@@ -24,6 +24,7 @@ function showView() {
     else link.removeAttribute("aria-current");
   }
   document.title = `penstock ${chosen}`;
+  byId("view-name").textContent = byId(`${chosen}-link`).textContent;
   watchViews();
 }
 
@@ -97,7 +98,8 @@ function startDrawers() {
     opener.addEventListener("click", () => show(!drawer.classList.contains("open")));
     addEventListener("hashchange", () => show(false));
     document.addEventListener("keydown", (event) => {
-      if (event.key !== "Escape" || !drawer.classList.contains("open")) return;
+      // Of a dialog that the drawer opened, the key closes the dialog alone.
+      if (event.key !== "Escape" || !drawer.classList.contains("open") || document.querySelector("dialog[open]")) return;
       show(false);
       opener.focus();
     });

@@ -1,5 +1,6 @@
 // What the conversation looks like: one element for each message of the user, each answer, and each result of a call.
 
+import { canGoOn, numTokens } from "./answer.js";
 import { button, copyButton, duration, el, number } from "./dom.js";
 import { GrowingMarkdown, codeBlock } from "./markdown.js";
 import { curlOf, pythonOf } from "./snippets.js";
@@ -8,7 +9,7 @@ const RENDER_MS = 60;
 const MAX_RENDER_MS = 1_000;
 const PAUSE_FACTOR = 5; // how many times the duration of a rendering the page pauses after it
 
-/** Make the view of a turn. `actions` has what its buttons do: {edit, retry, sendResults, inputBefore}. */
+/** Make the view of a turn. `actions` has what its buttons do: {edit, retry, goOn, sendResults, inputBefore}. */
 export function viewOf(turn, actions) {
   if (turn.role === "assistant") return new AnswerView(turn, actions);
   return turn.role === "tool" ? new ToolView(turn) : new UserView(turn, actions);
@@ -47,12 +48,13 @@ class AnswerView {
     this.status.setAttribute("role", "status");
     this.figures = el("span", { className: "figures" });
     const input = () => actions.inputBefore(turn);
-    this.buttons = el("span", { className: "actions", hidden: true },
+    this.goOn = button("Continue", () => actions.goOn(turn));
+    this.buttons = el("span", { className: "actions", hidden: true }, this.goOn,
       copyButton("Copy", () => turn.content), button("Regenerate", () => actions.retry(turn)),
-      copyButton("Copy as curl", () => curlOf(turn.request, input())),
-      copyButton("Copy as Python", () => pythonOf(turn.request, input())));
-    this.element = el("article", { className: "turn answer" },
-      el("h2", { className: "who" }, turn.model), this.thinking, this.text, this.calls, this.status,
+      copyButton("Copy as curl", () => curlOf(turn, input())),
+      copyButton("Copy as Python", () => pythonOf(turn, input())));
+    this.who = el("h2", { className: "who" });
+    this.element = el("article", { className: "turn answer" }, this.who, this.thinking, this.text, this.calls, this.status,
       el("footer", {}, this.figures, this.buttons));
     if (turn.state === "running") this.say(turn.firstMs ? "" : "Waiting for the first token…");
     else this.say(turn.note, turn.state);
@@ -83,7 +85,9 @@ class AnswerView {
     this.thoughts.appendData(reasoning.slice(this.thoughts.length));
     this.figures.textContent = figureWords(this.turn);
     this.text.ariaBusy = this.thinking.ariaBusy = String(isRunning);
+    this.who.textContent = this.turn.model;
     this.buttons.hidden = isRunning;
+    this.goOn.hidden = !canGoOn(this.turn) || !this.actions.isLast(this.turn);
     if (!isRunning) this.showCalls();
     this.element.dispatchEvent(new CustomEvent("grown", { bubbles: true }));
     this.text.getBoundingClientRect(); // ends the layout, so that its time counts
@@ -112,7 +116,8 @@ class AnswerView {
   }
 }
 
-function figureWords({ startedMs, firstMs, lastMs, isResumed, usage, isCut }) {
+function figureWords(turn) {
+  const { startedMs, firstMs, lastMs, isResumed, usage, isCut, content } = turn;
   const words = [];
   if (firstMs) words.push(`TTFT ${duration(firstMs - startedMs)}`);
   const count = usage?.output_tokens ?? 0;
@@ -120,8 +125,8 @@ function figureWords({ startedMs, firstMs, lastMs, isResumed, usage, isCut }) {
   if (count > 1 && lastMs > firstMs && !isResumed) {
     words.push(`${number((1000 * (count - 1)) / (lastMs - firstMs), 1)} tokens/s`);
   }
-  if (count) words.push(`${number(count)} tokens`, `${number(usage.input_tokens)} in the prompt`);
-  if (isCut) words.push("cut at the token limit");
+  if (count) words.push(`${number(numTokens(turn))} tokens`, `${number(usage.input_tokens)} in the prompt`);
+  if (isCut) words.push(`cut at the token limit${content ? "" : ", before its answer began"}`);
   return words.join(" · ");
 }
 

@@ -33,6 +33,7 @@ class FreeList:
         self._blank = num_slots
         self._next: list[int] = [*range(1, num_slots + 1), 0]
         self._prev: list[int] = [num_slots, *range(num_slots)]
+        # Keyed by tenant; no text of a request.
         self._rings: dict[str, _Rings] = {}
         """The rings of owners with free cached slots."""
         self._unused: list[int] = []
@@ -140,8 +141,11 @@ class CacheShares:
 
     def __init__(self, num_blocks: int) -> None:
         self._max_idle = num_blocks * MAX_IDLE_TURNOVERS
+        # Keyed by tenant; no text of a request.
         self._num_cached: dict[str, int] = {}
+        # Keyed by tenant; no text of a request.
         self._weights: dict[str, float] = {}
+        # Keyed by tenant; no text of a request.
         self._used_at: dict[str, int] = {}
         """The number of evictions at a tenant's last use."""
 

@@ -37,6 +37,7 @@ class KvCacheManager:
         enable_prefix_caching: bool = True,
         eviction: EvictionName = "lru",
     ) -> None:
+        # Keyed by tenant: hashes that chain from salted_root(tenant, cache_salt, adapter).
         self._index: dict[bytes, int] = {}
         self.device = BlockPool(num_device_blocks, self._index, eviction=eviction)
         self.host = BlockPool(num_host_blocks, self._index, first=num_device_blocks + 1, eviction=eviction)

@@ -37,7 +37,9 @@ class Holdings:
 
     def __init__(self, device: SharedDevice, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
         self._device = device
+        # Keyed by tenant; no text of a request.
         self._held: dict[str, list[int]] = {}
+        # Keyed by tenant; no text of a request.
         self._weights: dict[str, float] = {}
         for seq in waiting:
             self._weights[seq.tenant] = seq.weight

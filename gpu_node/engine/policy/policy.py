@@ -127,6 +127,7 @@ class AdapterSlots:
     def __init__(self, count: int) -> None:
         self._users: list[set[Sequence]] = [set() for _ in range(count)]
         self._adapters: OrderedDict[int, Adapter | None] = OrderedDict.fromkeys(range(count))
+        # Keyed by id: digest of an adapter, which the operator chose.
         self._slots: dict[str, int] = {}
         """Slot by adapter digest."""
         self._pending: set[int] = set()

@@ -248,7 +248,9 @@ class Searches:
         self._block_size = block_size
         self.is_active = False
         """Whether there is any such request, or outputs of one that has ended."""
+        # Keyed by id: id of a request.
         self._beams: dict[str, LiveBeams] = {}
+        # Keyed by id: id of a request.
         self._best_of: dict[str, BestOf] = {}
         self._to_advance: list[LiveBeams] = []
         self._ended: list[LiveBeams] = []

@@ -64,11 +64,15 @@ class GrammarCompiler:
         self._eos_token_ids = sorted(eos_token_ids)
         # Before the node serves. The library holds the GIL meanwhile: 50 ms for 150,000 tokens.
         self._host = MaskHost(tokenizer.to_json(vocab_size), vocab_size, self._eos_token_ids)
+        # Keyed by tenant: _Key: (tenant, digest of the text).
         self._known: LRUCache[_Key, Grammar | _Refusal] = LRUCache(MAX_CACHED_BYTES, getsizeof=lambda one: one.size)
+        # Keyed by tenant: _Key.
         self._used: weakref.WeakValueDictionary[_Key, Grammar] = weakref.WeakValueDictionary()
         """Grammars that a caller of `prepare` or a guide holds, even after the cache has dropped them."""
+        # Keyed by tenant: _Key.
         self._num_ended: LRUCache[_Key, int] = LRUCache(_MAX_REFUSED)
         """How many refusals of a grammar have ended."""
+        # Keyed by tenant: _Key; the single flight of trials.
         self._pending: dict[_Key, Future[Grammar]] = {}
         self._lock = threading.Lock()
         weakref.finalize(self, self._host.close)

@@ -111,6 +111,7 @@ class TrialQueue:
     """Waiting trials: tenants in turn, and each tenant's in order of arrival. A tenant runs at most one at a time."""
 
     def __init__(self) -> None:
+        # Keyed by tenant; trials in order of arrival.
         self._waiting: OrderedDict[str, deque[Trial]] = OrderedDict()
         self._running: dict[Trial, str] = {}
 

@@ -211,6 +211,7 @@ class _Grammar:
     """Translates a Lark grammar token by token."""
 
     def __init__(self, text: str) -> None:
+        # Of one request.
         self._definitions: dict[str, _Definition] = {}
         self._ignored: list[_Definition] = []
         self._read(text)

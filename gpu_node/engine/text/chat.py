@@ -192,6 +192,9 @@ class ChatTemplate:
             return self._render(messages, tools, {GENERATION_PROMPT: True, **variables}, now)
         # The text is cut after the last message's content, where the template would close the message.
         *earlier, last = messages
+        if last.get("tool_calls"):
+            message = "the last message has tool calls, which no answer can continue; send their results after it"
+            raise RequestError(message, param="messages")
         mark = secrets.token_hex(16)
         marked = [*earlier, {**last, "content": last["content"] + mark}]
         text = self._render(marked, tools, {**variables, GENERATION_PROMPT: False}, now)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import re
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any, TypeAlias
 
 from cachetools import LRUCache
 
-from penstock.contract.errors import RequestError
+from penstock.contract.errors import ConfigError, RequestError
+from penstock.runtime.reading import is_of_content, reason_of
 
 MIN_CACHED_CHARS = 512
 """A shorter piece is encoded faster than it is looked up."""
@@ -46,7 +50,10 @@ _CUT = re.compile(r"(?<=\w)(?=[ \n]\w)")
 _JOINING = re.compile("[\u1160-\u11ff]")
 """Letters of Hangul that normalization may join to the letter before them."""
 _HARMLESS_NORMALIZERS = frozenset({"NFC", "Prepend", "Replace", "Strip", "Lowercase"})
-"""They make a text longer by a few times at most."""
+"""They make a text longer by a few times at most, where `Growth` does not say more."""
+_CHARSMAP = "Precompiled"
+_MEASURED_NORMALIZERS = frozenset({_CHARSMAP, "ByteLevel", "BertNormalizer", "Nmt"})
+"""What they make of a text is known only by normalizing it."""
 _LOOKS_BACK = re.compile(r"\(\?<[=!]|\\[bBAGKzZ]|(?<!\[)(?<!\\)\^")
 """Parts of a pattern that read text before the match."""
 
@@ -66,14 +73,31 @@ def token_ids_of(backend: Any, text: str, *, framed: bool) -> list[int]:
 def batch_token_ids_of(backend: Any, texts: Sequence[str], *, framed: bool) -> list[list[int]]:
     """Encode texts; `framed`: with the special tokens that the model expects. `backend`: a tokenizers.Tokenizer.
 
-    Raises RequestError for lone surrogates.
+    Raises RequestError for lone surrogates, and for a text at which the tokenizer fails.
     """
-    try:
-        # The library releases the GIL only for batches; the fast variant also skips the offsets.
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=framed)
-    except TypeError:
-        raise RequestError("text must be valid Unicode, without lone surrogates", param="prompt") from None
+    with of_tokenizer("encode this text"):
+        try:
+            # The library releases the GIL only for batches; the fast variant also skips the offsets.
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=framed)
+        except TypeError:
+            raise RequestError("text must be valid Unicode, without lone surrogates", param="prompt") from None
     return [encoding.ids for encoding in encodings]
+
+
+class TokenizerFailedError(RequestError):
+    """The model's files describe a tokenizer that fails at this text."""
+
+
+@contextmanager
+def of_tokenizer(work: str) -> Iterator[None]:
+    """Translate what the library raises in the block. A pattern that backtracks too often is a panic there."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_of_content(error):
+            raise
+        message = f"the model's tokenizer cannot {work}: {reason_of(error)}"
+        raise TokenizerFailedError(message, param="prompt") from error
 
 
 class LongTextEncoder:
@@ -145,8 +169,7 @@ class LongTextEncoder:
         Raises RequestError if the next one is too far. The last splits of a part may depend on the text behind it.
         """
         part = text[start : start + 2 * PART_CHARS]
-        spans: list[tuple[str, tuple[int, int]]] = self._backend.pre_tokenizer.pre_tokenize_str(part)
-        for _, (at, _) in reversed(spans):
+        for _, (at, _) in reversed(self._spans(part)):
             if 0 < at <= len(part) - _AROUND_CUT and _may_cut(part, at):
                 return start + at
         # A long word. The library would hold the GIL too long for all of it, so its end is looked for.
@@ -165,22 +188,48 @@ class LongTextEncoder:
         Raises RequestError if it is too large for a text that is encoded at once.
         """
         num_chars = len(text)
-        if num_chars <= MAX_WHOLE_CHARS and not self._is_harmless and not text.isascii():
-            parts = (text[at : at + PART_CHARS] for at in range(0, num_chars, PART_CHARS))
-            num_chars = sum(len(unicodedata.normalize("NFKD", part)) for part in parts)
+        if num_chars <= MAX_WHOLE_CHARS and self._kinds & _MEASURED_NORMALIZERS:
+            # Lone surrogates are refused when the text is encoded.
+            valid = text.encode(errors="replace").decode()
+            with of_tokenizer("normalize this text"):
+                num_chars = _sum_of_parts(valid, self._backend.normalizer.normalize_str)
+        elif num_chars <= MAX_WHOLE_CHARS:
+            if not text.isascii() and not self._kinds <= _HARMLESS_NORMALIZERS:
+                num_chars = _sum_of_parts(text, partial(unicodedata.normalize, "NFKD"))
+            num_chars = self._growth.of(num_chars, 1 + self._num_cuts(text))
         if num_chars > MAX_WHOLE_CHARS:
             message = f"the text has {num_chars} characters after normalization; this model's tokenizer takes a text"
             raise RequestError(f"{message} at once, of up to {MAX_WHOLE_CHARS} characters", param="prompt")
         return num_chars
 
+    def _num_cuts(self, text: str) -> int:
+        """Return how often an added token cuts a text before it is normalized, if that matters."""
+        if not self._growth.added or self._growth.of(len(text), len(text)) <= MAX_SMALL_WHOLE_CHARS:
+            return 0
+        return 0 if self._unnormalized is None else sum(1 for _ in self._unnormalized.finditer(text))
+
     @cached_property
-    def _is_harmless(self) -> bool:
-        return _normalizers(self._backend) <= _HARMLESS_NORMALIZERS
+    def _unnormalized(self) -> re.Pattern[str] | None:
+        added = self._backend.get_added_tokens_decoder().values()
+        return _pattern_of(token.content for token in added if not token.normalized)
+
+    @cached_property
+    def _growth(self) -> Growth:
+        return Growth.of_steps(_steps_of(self._backend.normalizer, "normalizers"))
+
+    @cached_property
+    def _kinds(self) -> set[str]:
+        return {step["type"] for step in _steps_of(self._backend.normalizer, "normalizers")}
 
     def _is_split_at(self, text: str, at: int) -> bool:
         start = at - _AROUND_CUT
         around = text[start : at + _AROUND_CUT]
-        return any(span[0] == _AROUND_CUT for _, span in self._backend.pre_tokenizer.pre_tokenize_str(around))
+        return any(span[0] == _AROUND_CUT for _, span in self._spans(around))
+
+    def _spans(self, text: str) -> list[tuple[str, tuple[int, int]]]:
+        with of_tokenizer("split this text"):
+            spans: list[tuple[str, tuple[int, int]]] = self._backend.pre_tokenizer.pre_tokenize_str(text)
+        return spans
 
 
 class TokenCache:
@@ -191,6 +240,7 @@ class TokenCache:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
+        # Keyed by tenant: (Owner, piece of a chat or plain prompt); an Owner is (tenant, cache_salt).
         self._known: LRUCache[tuple[Owner, str], Ids] = LRUCache(max_tokens, getsizeof=len)
         self._lock = threading.Lock()
 
@@ -260,11 +310,88 @@ def _may_cut(text: str, at: int) -> bool:
     return not is_inside and not unicodedata.category(after).startswith("M") and not _JOINING.match(after)
 
 
-def _normalizers(backend: Any) -> set[str]:
-    if backend.normalizer is None:
-        return set()
-    spec = json.loads(backend.normalizer.__getstate__())
-    return {step["type"] for step in (spec["normalizers"] if spec["type"] == "Sequence" else [spec])}
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How many characters replacing and prepending make of a text at most: `factor` times as many, plus `added`."""
+
+    factor: float = 1.0
+    added: float = 0.0
+    """... for each piece of the text between two added tokens."""
+
+    @classmethod
+    def of_steps(cls, steps: Iterable[Mapping[str, Any]]) -> Growth:
+        """Return the growth by the steps of a normalizer or decoder, in the format of tokenizer.json."""
+        factor, added = 1.0, 0.0
+        for step in steps:
+            if step["type"] == "Prepend":
+                added += _longest(step["prepend"])
+            elif step["type"] == "Replace":
+                length, pattern = _longest(step["content"]), step["pattern"].get("String")
+                # A pattern may match the empty text between any two characters, and beside them.
+                times, more = (1 + length, length) if pattern is None else (max(1, length / max(1, len(pattern))), 0)
+                factor, added = factor * times, added * times + more
+        return cls(factor, added)
+
+    def of(self, num_chars: int, num_pieces: int) -> int:
+        """Return the most characters that a text may have afterwards."""
+        return math.ceil(num_chars * self.factor + num_pieces * self.added)
+
+
+def _sum_of_parts(text: str, normalize: Callable[[str], str]) -> int:
+    """Return the characters of a text's parts after normalization, or some number above the limit."""
+    total = 0
+    for at in range(0, len(text), PART_CHARS):
+        total += len(normalize(text[at : at + PART_CHARS]))
+        if total > MAX_WHOLE_CHARS:
+            break
+    return total
+
+
+def _longest(text: str) -> int:
+    """Return the characters of a replacement, after later steps have decomposed it."""
+    return len(unicodedata.normalize("NFKD", text))
+
+
+def _steps_of(part: Any, inner: str) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or decoder in their order; `inner` is the field that has those of a sequence."""
+    if part is None:
+        return []
+
+    def flat(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for one in spec[inner] if spec["type"] == "Sequence" else ():
+            yield from flat(one)
+        if spec["type"] != "Sequence":
+            yield spec
+
+    return list(flat(json.loads(part.__getstate__())))
+
+
+def check_growth(backend: Any) -> None:
+    """Refuse a tokenizer that makes a text far longer, before or after it is encoded. Raises ConfigError."""
+    from penstock.gpu_node.model.architecture.limits import MAX_FRAME_TOKENS, MAX_GROWTH
+
+    if (num_framing := backend.num_special_tokens_to_add(False)) > MAX_FRAME_TOKENS:
+        found = f"the post_processor of its tokenizer.json puts {num_framing:,} tokens around a text"
+        raise ConfigError(f"{found}; at most {MAX_FRAME_TOKENS:,} are supported")
+    for name, inner in (("normalizer", "normalizers"), ("decoder", "decoders")):
+        steps = _steps_of(getattr(backend, name), inner)
+        growth = Growth.of_steps(steps)
+        most = max(growth.factor, growth.added, *map(_longest_of_charsmap, steps))
+        if most > MAX_GROWTH:
+            found = f"the {name} of its tokenizer.json may make {most:,.0f} characters of one"
+            raise ConfigError(f"{found} (Replace, Prepend, Precompiled); at most {MAX_GROWTH} are supported")
+
+
+def _longest_of_charsmap(step: Mapping[str, Any]) -> int:
+    """Return the characters of the longest text by which SentencePiece's map replaces a character; 0 if there is none.
+
+    The map is a trie with its size before it, and texts that end in a zero.
+    """
+    if step["type"] != _CHARSMAP:
+        return 0
+    content = base64.b64decode(step["precompiled_charsmap"])
+    texts = content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")
+    return max(len(text.decode(errors="replace")) for text in texts)
 
 
 def _reads_forward(backend: Any) -> bool:
@@ -297,11 +424,15 @@ def separator_of(backend: Any) -> re.Pattern[str] | None:
         return None
     if backend.normalizer is not None:
         added = [token for token in added if not token.normalized]
-    if not added or backend.encode_special_tokens:
+    if backend.encode_special_tokens:
         return None
     steps = _steps(backend)
     if any(step.get("add_prefix_space") for step in steps) or all(step["type"] != "ByteLevel" for step in steps):
         return None
+    return _pattern_of(token.content for token in added)
+
+
+def _pattern_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
     # Longest first, since one added token may be a prefix of another.
-    contents = sorted((re.escape(token.content) for token in added), key=len, reverse=True)
-    return re.compile(f"({'|'.join(contents)})")
+    contents = sorted((re.escape(token) for token in tokens), key=len, reverse=True)
+    return re.compile(f"({'|'.join(contents)})") if contents else None

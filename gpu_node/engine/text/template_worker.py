@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from penstock.gpu_node.engine.text.template_frames import COSTLY, RAISED, RENDERED, receive, send
 
 WORKER_MEMORY_MIB = 1024
-"""Limit of the address space that a worker may add."""
+"""Limit of the address space that compiling the template may add, and then each worker."""
 _MAX_ERROR_CHARS = 2000
 _OOM_SCORE = "500"
 _PR_SET_PDEATHSIG = 1
@@ -103,11 +103,17 @@ def _limit_time(cpu_s: float, wall_s: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, wall_s)
 
 
-def _serve(template: Template, node: socket.socket) -> None:
+def _limit_memory(*, is_final: bool) -> None:
+    """Limit the address space. is_final: this process cannot raise the limit again."""
     with open("/proc/self/statm", "rb") as statm:
         limit = int(statm.read().split()[0]) * resource.getpagesize() + (WORKER_MEMORY_MIB << 20)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     with suppress(ValueError):  # The process was started with a lower limit.
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit if is_final else hard))
+
+
+def _serve(template: Template, node: socket.socket) -> None:
+    _limit_memory(is_final=True)
     while (data := receive(node)) is not None:
         chat = json.loads(data[0])
         _limit_time(chat["cpu_s"], chat["wall_s"])
@@ -134,6 +140,11 @@ def _fork(template: Template, node: socket.socket, fd: int) -> None:
         os._exit(0)
 
 
+def _tell(node: socket.socket, kind: str, body: bytes) -> None:
+    with suppress(BrokenPipeError):  # The node has ended, for example because of another file of the model.
+        send(node, kind, body)
+
+
 def main() -> None:
     """Serve until the node closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's Ctrl-C is for the node. Its end ends this process.
@@ -145,16 +156,21 @@ def main() -> None:
         if (received := receive(node)) is None:
             return
         wanted = json.loads(received[0])
-        _limit_time(wanted["cpu_s"], wanted["wall_s"])  # Jinja evaluates constants when it compiles.
+        # Jinja evaluates constants when it compiles. Each worker sets a limit of its own later.
+        _limit_time(wanted["cpu_s"], wanted["wall_s"])
+        _limit_memory(is_final=False)
         try:
             template, takes_tools = _compiled(wanted["source"], wanted["variables"])
+        except MemoryError:
+            send(node, RAISED, f"it takes more than {WORKER_MEMORY_MIB} MiB of memory".encode())
+            return
         except Exception as error:
-            send(node, RAISED, str(error)[:_MAX_ERROR_CHARS].encode(errors="replace"))
+            _tell(node, RAISED, str(error)[:_MAX_ERROR_CHARS].encode(errors="replace"))
             return
         _limit_time(0, 0)
         gc.collect()
         gc.freeze()
-        send(node, RENDERED, b"tools" if takes_tools else b"")
+        _tell(node, RENDERED, b"tools" if takes_tools else b"")
         while (received := receive(node)) is not None:
             for fd in received[1]:
                 _fork(template, node, fd)

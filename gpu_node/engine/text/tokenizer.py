@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 
 from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES
@@ -37,116 +35,13 @@ from penstock.gpu_node.engine.text.encoder import (
     Owner,
     TokenCache,
     batch_token_ids_of,
+    of_tokenizer,
     separator_of,
 )
 from penstock.gpu_node.engine.text.output import Detokenizer
+from penstock.gpu_node.engine.text.tokenizer_files import OF_TOOLS, read_tokenizer_files
 from penstock.gpu_node.model.protocol import WrittenTokenizer
-
-_OF_TOOLS = "tool_use"
-"""The name of the chat template for chats with tools, in a model with several."""
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_Token = str | Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """A tokenizer as its files describe it."""
-
-    backend: tokenizers.Tokenizer
-    special_tokens: Mapping[str, str]
-    """Texts of the special tokens, by name: `eos_token`, …"""
-    chat_templates: Mapping[str, str]
-    """Chat templates by name; `default` is that of chats without tools."""
-
-
-def read_tokenizer_files(folder: Path, read: tokenizers.Tokenizer | None = None) -> TokenizerFiles:
-    """Read tokenizer.json and its companion files. Raises ConfigError for files that cannot be read.
-
-    read: the content of tokenizer.json, if it is already in memory.
-    """
-    config = _read_object(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:
-        # Older versions of transformers wrote special tokens into a second file, newer ones into the config alone.
-        config |= _read_object(folder / "special_tokens_map.json")
-    backend = _read_backend(folder / "tokenizer.json") if read is None else read
-    # A tokenizer.json may contain the truncation and padding of its training. They must not apply to prompts.
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    named = dict(_named_tokens(config))
-    _add_tokens(backend, config, named)
-    special_tokens = {name: _added_token(token).content for name, token in named.items()}
-    return TokenizerFiles(backend, special_tokens, _chat_templates(folder, config))
-
-
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    try:
-        backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:
-        # The library raises plain exceptions for any problem of the file.
-        raise ConfigError(f"no usable tokenizer in {path}: {error}") from error
-    return backend
-
-
-def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, _Token]) -> None:
-    """Add tokens that the config adds or redefines, and special tokens that neither file lists."""
-    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
-    if listed:
-        backend.add_tokens([_added_token(token) for _, token in listed])
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-    special = [
-        _added_token(token, special=True) for token in (*named.values(), *(extra if isinstance(extra, list) else ()))
-    ]
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    backend.add_special_tokens([token for token in special if token.content not in known])
-
-
-def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, _Token]]:
-    """Yield `eos_token` and other named special tokens, as the config has them."""
-    extra = config.get("extra_special_tokens")
-    for name, token in (*config.items(), *(extra.items() if isinstance(extra, dict) else ())):
-        is_token = isinstance(token, str) or (isinstance(token, dict) and "content" in token)
-        if name.endswith("_token") and is_token:
-            yield name, token
-
-
-def _added_token(token: _Token, **flags: bool) -> tokenizers.AddedToken:
-    """Return a token from its text alone, or from its text and flags."""
-    if isinstance(token, str):
-        return tokenizers.AddedToken(token, normalized=False, **flags)
-    return tokenizers.AddedToken(token["content"], **({flag: token[flag] for flag in _FLAGS if flag in token} | flags))
-
-
-def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the templates by name: from files of their own, else from the config, as transformers does."""
-    default, others = folder / "chat_template.jinja", sorted(folder.glob("additional_chat_templates/*.jinja"))
-    paths = {"default": default} if default.is_file() else {}
-    paths |= {path.stem: path for path in others}
-    if paths:
-        return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
-    found = config.get("chat_template")
-    if found is None:
-        # Processors write the template into a JSON file.
-        found = _read_object(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list):
-        # An entry without a name or a template is of no use.
-        entries = [entry for entry in found if isinstance(entry, dict) and {"name", "template"} <= entry.keys()]
-        found = {entry["name"]: entry["template"] for entry in entries}
-    named = found if isinstance(found, dict) else {"default": found}
-    return {str(name): template for name, template in named.items() if isinstance(template, str)}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not a JSON object")
-    return content
-
+from penstock.runtime.reading import reading
 
 _METASPACE = "\u2581"
 
@@ -158,7 +53,12 @@ def tokens_by_id(backend: Any) -> list[str]:
     if None not in tokens:
         return [token or "" for token in tokens]
     # Some ids have no token, so others are above the number of tokens.
+    from penstock.gpu_node.model.architecture.limits import MAX_VOCAB
+
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+    token, largest = max(vocab.items(), key=lambda item: item[1])
+    if largest >= MAX_VOCAB:
+        raise ConfigError(f"the tokenizer's token {token!r} has the id {largest}; ids must be below {MAX_VOCAB:,}")
     sparse = [""] * (max(vocab.values()) + 1)
     for token, token_id in vocab.items():
         sparse[token_id] = token
@@ -220,25 +120,30 @@ class Tokenizer:
         # Imported late: a folder without a complete tokenizer.json imports transformers.
         from penstock.gpu_node.model.checkpoint.tokenizer_export import plain_tokenizer
 
-        files = read_tokenizer_files(plain_tokenizer(folder), None if written is None else written.backend)
-        self._backend: Any = files.backend
-        separator = separator_of(files.backend)
-        self._long_texts = LongTextEncoder(files.backend, separator)
+        with reading(folder / "tokenizer.json"):
+            files = read_tokenizer_files(plain_tokenizer(folder), None if written is None else written.backend)
+            self._backend: Any = files.backend
+            separator = separator_of(files.backend)
+            self._long_texts = LongTextEncoder(files.backend, separator)
         self._chats = ChatEncoder(files.backend, separator, self._long_texts)
         self._prompts = TokenCache(MAX_CACHED_PROMPT_TOKENS)
         self._special_tokens = files.special_tokens
         templates = files.chat_templates if chat_template is None else {"default": chat_template}
-        source = templates.get("default") or templates.get(_OF_TOOLS)
+        source = templates.get("default") or templates.get(OF_TOOLS)
         self._template = None if source is None else ChatTemplate(source, files.special_tokens)
-        of_tools = templates.get(_OF_TOOLS)
+        of_tools = templates.get(OF_TOOLS)
         is_same = of_tools is None or of_tools == source
         self._tool_template = self._template if is_same else ChatTemplate(of_tools or "", files.special_tokens)
         """The template of chats with tools."""
-        self._decoder_steps = _decoder_steps(self._backend)
-        tokens = tokens_by_id(self._backend) if written is None else written.tokens
-        self.token_bytes = self._token_table(tokens, vocab_size)
-        """The bytes of each token; empty for special tokens and for ids without a token."""
-        _ = self.takes_tools  # The template compiles meanwhile. One that does not is an error of the model's folder.
+        with reading(folder / "tokenizer.json"):
+            self._decoder_steps = _decoder_steps(self._backend)
+            tokens = tokens_by_id(self._backend) if written is None else written.tokens
+            self.token_bytes = self._token_table(tokens, vocab_size)
+            """The bytes of each token; empty for special tokens and for ids without a token."""
+        own = folder / "chat_template.jinja"
+        with reading(own if own.is_file() or chat_template is not None else folder / "tokenizer_config.json"):
+            # The template compiles meanwhile. One that does not is an error of the model's folder.
+            _ = self.takes_tools
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Encode a text; `framed`: with the special tokens that the model expects around it."""
@@ -308,6 +213,11 @@ class Tokenizer:
             )
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether the model's files have a chat template."""
+        return self._template is not None
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template accepts tools."""
         return self._tool_template is not None and self._tool_template.takes_tools
@@ -342,8 +252,9 @@ class Tokenizer:
             size += len(known[token_id])
         if size > MAX_OUTPUT_BYTES:
             raise RequestError(f"the text of these tokens has more than {MAX_OUTPUT_BYTES} bytes", param="prompt")
-        # The library releases the GIL only for batches.
-        (text,) = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
+        with of_tokenizer("decode these tokens"):
+            # The library releases the GIL only for batches.
+            (text,) = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
         return str(text)
 
     def names_of(self, token_ids: Sequence[int]) -> list[str]:

@@ -35,7 +35,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 def activation_of(config: Config, field: str, default: str) -> Activation:
     """Return the activation that a config field names. Raises ConfigError for an unsupported one."""
     name = config.get(field, default)
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ConfigError(f"{field} {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 

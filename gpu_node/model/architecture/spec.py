@@ -8,11 +8,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.limits import MAX_EXPERT_MATRICES, check_positions
 from penstock.gpu_node.model.protocol import MatrixName
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 NormKind: TypeAlias = Literal["rms", "layer"]
 MATRICES: tuple[MatrixName, ...] = ("qkv", "out", "mlp_in", "mlp_out")
+_MIN_DYNAMIC_DIM = 4
+"""Dynamic scaling divides by the rotated channels less 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,11 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position: int
+
+    def __post_init__(self) -> None:
+        if self.high_freq_factor <= self.low_freq_factor:
+            ends = f"{self.high_freq_factor} for low_freq_factor {self.low_freq_factor}"
+            raise ConfigError(f"high_freq_factor is {ends}, but must be above it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,20 +195,34 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        if self.experts is not None and self.num_layers * self.experts.count > MAX_EXPERT_MATRICES:
+            found = f"{self.num_layers} layers have {self.experts.count} experts each"
+            raise ConfigError(f"{found}, but a model may have {MAX_EXPERT_MATRICES:,} in all")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        for rope in self.ropes:
-            # Kernels rotate pairs of channels, and never more channels than a head has.
-            if rope is not None and (rope.dim % 2 or not 0 <= rope.dim <= self.head_dim):
-                raise ConfigError(
-                    f"rope dim is {rope.dim} but must be an even number from 0 to head_dim {self.head_dim}"
-                )
+        self._check_positions()
         for name, values in (("windows", self.windows), ("layer_ropes", self.ropes)):
             if len(values) != self.num_layers:
                 raise ConfigError(f"{name} has {len(values)} entries for {self.num_layers} layers")
         for window in self.windows:
             if window is not None and (not isinstance(window, int) or window < 1):
                 raise ConfigError(f"an attention window is {window!r} but must be a whole number of at least 1")
+
+    def _check_positions(self) -> None:
+        if self.rope is None:
+            check_positions(self.max_position, self.num_heads, has_own=True)
+        for rope in dict.fromkeys(self.ropes):
+            # Kernels rotate pairs of channels, and never more channels than a head has.
+            if rope is None:
+                continue
+            if rope.dim % 2 or not 0 <= rope.dim <= self.head_dim:
+                raise ConfigError(
+                    f"rope dim is {rope.dim} but must be an even number from 0 to head_dim {self.head_dim}"
+                )
+            is_dynamic = isinstance(rope.scaling, DynamicScaling)
+            if is_dynamic and rope.dim < _MIN_DYNAMIC_DIM:
+                raise ConfigError(f"rope dim is {rope.dim}, but dynamic scaling needs at least {_MIN_DYNAMIC_DIM}")
+            check_positions(self.max_position, rope.dim, has_own=is_dynamic)
 
     def _check_numbers(self) -> None:
         sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "int"}
@@ -223,6 +245,17 @@ class ModelSpec:
     def ropes(self) -> tuple[Rope | None, ...]:
         """The RoPE of each layer; None where it has none."""
         return self.layer_ropes or (self.rope,) * self.num_layers
+
+    @property
+    def num_weights(self) -> int:
+        """The numbers in all matrices."""
+        times = {"mlp_in": self.experts.count, "mlp_out": self.experts.count} if self.experts is not None else {}
+        layer = sum(
+            times.get(matrix, 1) * rows * self.columns_of(matrix)
+            for matrix in MATRICES
+            for _, rows in self.parts_of(matrix)
+        )
+        return self.num_layers * layer + (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
 
     @property
     def adapted_matrices(self) -> tuple[MatrixName, ...]:

@@ -12,9 +12,11 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.conversion_cache import samples
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
+from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.mapped_file import stamp_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, ReadScaled, weight_files
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.kernels.cpu.probe import available_bytes
@@ -42,6 +44,21 @@ class Description:
     def open_checkpoint(self) -> Checkpoint:
         """Map the weight files. Raises ConfigError for files that are missing, truncated or invalid."""
         return Checkpoint.open(self.source, self.read_scaled, self.gguf)
+
+    def check_sizes(self) -> None:
+        """Refuse sizes of the config that the tensors do not have, before anything is made of these sizes.
+
+        Raises ConfigError that names the tensor. Of a quantized checkpoint, which is read to know its matrices' shapes,
+        only the vocabulary, the width and the number of layers are compared.
+        """
+        if self.source.is_dummy:
+            return
+        tensors, last = DecoderTensors(self.open_checkpoint(), self.spec), self.spec.num_layers - 1
+        tensors.embedding()
+        tensors.attention_norm(last)
+        tensors.post_attention_norm(last)
+        if self.read_scaled is None:
+            tensors.layer(last)
 
 
 def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int) -> CacheSizes:
@@ -110,7 +127,7 @@ def weights_revision_of(source: ModelSource, arithmetic: str) -> str:
 
 def _with_weights(digest: hashlib.blake2b, source: ModelSource) -> str:
     for path in _present(source, _CONFIG_FILES):
-        config = json.loads(path.read_bytes())
+        config = read_object(path)
         # Neither the transformers version that wrote a config nor its layout counts.
         config.pop("transformers_version", None)
         digest.update(path.name.encode() + json.dumps(config, sort_keys=True).encode())

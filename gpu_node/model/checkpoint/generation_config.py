@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import SamplingParams
 from penstock.contract.problems import problem_of
+from penstock.gpu_node.model.architecture.limits import MAX_DESCRIPTION_BYTES
+from penstock.gpu_node.model.checkpoint.json_object import read_within
 
 log = logging.getLogger(__package__)
 
@@ -48,9 +50,10 @@ def sampling_defaults(setting: str, folder: Path) -> Defaults:
     path = Path(setting).expanduser()
     path = path / FILE if path.is_dir() else path
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        reason = f"cannot read {path} ({error.strerror}); it must be auto, none, a path or a JSON object"
+        text = read_within(path, MAX_DESCRIPTION_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        reason = f"cannot read {path} ({why}); it must be auto, none, a path or a JSON object"
         raise ConfigError(f"generation_config: {reason}", param="generation_config") from None
     return _checked(_parsed(text, str(path)), str(path))
 
@@ -58,8 +61,8 @@ def sampling_defaults(setting: str, folder: Path) -> Defaults:
 def _recommended(path: Path) -> Defaults:
     found: Defaults = {}
     try:
-        given = _parsed(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, ConfigError) as error:
+        given = _parsed(read_within(path, MAX_DESCRIPTION_BYTES).decode(), str(path))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         log.warning("the model's generation_config.json is ignored", extra={"reason": str(error)})
         return found
     for name in NAMES:

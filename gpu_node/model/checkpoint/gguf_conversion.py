@@ -24,12 +24,14 @@ from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
     BYTE_LEVEL,
     TOKENIZER_LISTS,
     chat_template_of,
+    check_special_ids,
     end_ids,
     follow_llama_cpp,
     name_of,
     named_templates,
 )
 from penstock.gpu_node.model.protocol import WrittenTokenizer
+from penstock.runtime.reading import reading
 
 LLAMA_LIKE = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 """Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's."""
@@ -45,33 +47,35 @@ def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float],
     """
     progress("convert", 0.0)
     try:
-        # Parse the header first, because its errors for truncated files are clearer than those of transformers.
-        header = file.header_with(TOKENIZER_LISTS)
-        _check_tokenizer(file.path, header)
-        tokenizer = describe_llama(header, folder)
-        if tokenizer is None:
-            describe_by_transformers(file.path, header, folder, progress)
-        _add_generation(header, folder / generation_config.FILE)
-        for name, template in named_templates(header.metadata).items():
-            (folder / _TEMPLATES).mkdir(exist_ok=True)
-            (folder / _TEMPLATES / f"{name}.jinja").write_text(template, encoding="utf-8")
-    except ConfigError:
+        with reading(file.path, str(file.path)):
+            # Parse the header first, because its errors for truncated files are clearer than those of transformers.
+            header = file.header_with(TOKENIZER_LISTS)
+            _check_tokenizer(file.path, header)
+            tokenizer = describe_llama(header, folder)
+            if tokenizer is None:
+                describe_by_transformers(file.path, header, folder, progress)
+            _add_generation(header, folder / generation_config.FILE)
+            for name, template in named_templates(header.metadata).items():
+                (folder / _TEMPLATES).mkdir(exist_ok=True)
+                (folder / _TEMPLATES / f"{name}.jinja").write_text(template, encoding="utf-8")
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in _WRITING:
+            raise ConfigError(f"cannot write to {folder}: {error.__cause__}") from error
         raise
-    except OSError as error:
-        what = f"cannot write to {folder}" if error.errno in _WRITING else f"cannot read {file.path}"
-        raise ConfigError(f"{what}: {error}") from error
-    except Exception as error:
-        # A third-party parser may raise any exception for a file of unknown origin.
-        raise ConfigError(f"cannot read {file.path}: {error}") from error
     progress("convert", 1.0)
     return tokenizer
 
 
 def _check_tokenizer(path: Path, header: GgufHeader) -> None:
     """Refuse a tokenizer whose way to split words is not known, which would give other tokens without a word."""
+    merges = header.metadata.get(TOKENIZER_LISTS[2]) or ()
     try:
+        wrong = next((merge for merge in merges if not isinstance(merge, str) or merge.count(" ") != 1), None)
+        if wrong is not None:
+            raise ConfigError(f"tokenizer.ggml.merges has {str(wrong)[:200]!r}; a merge is two tokens and a space")
         if header.metadata.get("tokenizer.ggml.model") == BYTE_LEVEL:
             name_of(header.metadata)
+            check_special_ids(header.metadata)
     except ConfigError as error:
         raise ConfigError(f"cannot read {path}: {error.message}") from error
 

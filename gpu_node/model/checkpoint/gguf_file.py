@@ -18,6 +18,14 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.limits import (
+    GGUF_LIST_LIMITS,
+    MAX_DIM,
+    MAX_LIST,
+    MAX_TENSORS,
+    MAX_TEXT_BYTES,
+    check_metadata,
+)
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 from penstock.gpu_node.model.checkpoint.weight_files import gguf_names, gguf_parts
@@ -66,10 +74,14 @@ def read_header(content: memoryview, lists: Container[str] = ()) -> GgufHeader:
         if cursor.take(4) != _MAGIC or cursor.number(_U32) not in _VERSIONS:
             raise ConfigError("the file is not a GGUF file of version 2 or 3")
         num_tensors, num_entries = cursor.number(_U64), cursor.number(_U64)
+        for what, count in (("tensors", num_tensors), ("metadata entries", num_entries)):
+            if count > MAX_TENSORS:
+                raise ConfigError(f"the file says that it has {count:,} {what}; at most {MAX_TENSORS:,} are read")
         metadata = dict(cursor.entry() for _ in range(num_entries))
         infos = [cursor.tensor_info() for _ in range(num_tensors)]
     except (struct.error, UnicodeDecodeError, OverflowError) as error:
         raise ConfigError(f"the header is cut short or broken: {error}") from error
+    check_metadata(metadata)
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise ConfigError(f"general.alignment is {alignment!r} but must be a whole number of at least 1")
@@ -117,6 +129,8 @@ def _tensor(name: str, dims: tuple[int, ...], kind: int, start: int) -> GgufTens
     if not dims or dims[0] % block_size:
         num_values = dims[0] if dims else 0
         raise ConfigError(f"tensor {name} has rows of {num_values} values, not whole blocks of {block_size}")
+    if not all(1 <= dim <= MAX_DIM for dim in dims):
+        raise ConfigError(f"tensor {name} has the shape {list(dims)}, whose sizes must be from 1 to {MAX_DIM:,}")
     return GgufTensor(ggml_type.name.lower(), dims[::-1], start, prod(dims) // block_size * block_bytes)
 
 
@@ -142,7 +156,10 @@ class _Cursor:
         return taken
 
     def text(self) -> str:
-        return self.take(self.number(_U64)).decode()
+        num_bytes = self.number(_U64)
+        if num_bytes > MAX_TEXT_BYTES:
+            raise ConfigError(f"a text of the header has {num_bytes:,} bytes; at most {MAX_TEXT_BYTES:,} are read")
+        return self.take(num_bytes).decode()
 
     def entry(self) -> tuple[str, Any]:
         """Read a metadata key and its value. A list that is skipped has the value None."""
@@ -165,6 +182,8 @@ class _Cursor:
 
     def _list(self, key: str, *, is_wanted: bool) -> list[Any] | None:
         kind, length = self.number(_U32), self.number(_U64)
+        if length > (most := GGUF_LIST_LIMITS.get(key, MAX_LIST)):
+            raise ConfigError(f"{key} has {length:,} values; at most {most:,} are read")
         if kind == _STRING and is_wanted:
             return self._texts(length)
         if kind == _STRING:
@@ -198,9 +217,9 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         """`path`: the file, or any part of a split one. Raises ConfigError for a missing part and an empty file."""
-        paths = gguf_parts(path)
-        self.path = paths[0]
-        self.parts = tuple(MappedFile(part) for part in paths)
+        self.paths = gguf_parts(path)
+        self.path = self.paths[0]
+        self.parts = tuple(MappedFile(part) for part in self.paths)
         self._header: GgufHeader | None = None
 
     @property

@@ -206,6 +206,15 @@ def special_id(metadata: Mapping[str, Any], name: str) -> int | None:
     return token_id if isinstance(token_id, int) and 0 <= token_id < size else None
 
 
+def check_special_ids(metadata: Mapping[str, Any]) -> None:
+    """Refuse a special token that is not in the vocabulary of a byte-level tokenizer. Raises ConfigError."""
+    size = len(metadata.get(TOKENIZER_LISTS[0]) or ())
+    for name in ("bos", "eos", "unknown", "padding"):
+        token_id = metadata.get(key := f"tokenizer.ggml.{name}_token_id")
+        if token_id is not None and (not isinstance(token_id, int) or not 0 <= token_id < size):
+            raise ConfigError(f"{key} is {token_id!r}, but the file has {size} tokens")
+
+
 def begins_with_bos(metadata: Mapping[str, Any]) -> bool:
     """Return whether a text begins with BOS."""
     is_default = metadata.get("tokenizer.ggml.model") == _SENTENCE_PIECE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Self
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.checkpoint.json_object import read_object
-from penstock.gpu_node.model.checkpoint.weight_files import INDEX, SINGLE, first_parts, gguf_names, index_of
+from penstock.gpu_node.model.checkpoint.weight_files import INDEX, SINGLE, first_parts, gguf_names, index_of, is_gguf
 from penstock.runtime.proxies import proxy_error
 from penstock.runtime.trusted_folders import trusted_folder
 
@@ -27,11 +27,16 @@ _TEMPLATES = "additional_chat_templates/*.jinja"
 """Chat templates for tools and documents, in their own folder."""
 POOLING_FILE = "1_Pooling/config.json"
 """How a model in sentence-transformers' format embeds a text."""
+EMBEDDER_FILES = ("modules.json", "config_sentence_transformers.json")
+"""Further files of that format."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _BYTES_WRITTEN = "huggingface_hub.snapshot_download"
 """The name of huggingface_hub's progress bar for the bytes of all files that are written to disk."""
 
 Progress = Callable[[float], None]
+
+
+_QUANTIZATION = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class HubModel:
 
     repo_id: str
     file: str | None
-    """The GGUF file to use from the repository."""
+    """The GGUF file to use from the repository, or the quantization that its name has, as llama.cpp writes it."""
     revision: str | None
     """A branch, a tag or a commit; None: the hub's default branch."""
 
@@ -48,14 +53,15 @@ class HubModel:
     def parse(cls, name: str, revision: str | None) -> Self:
         """Parse a model name; `revision` applies to names without one.
 
-        Raises ConfigError for two different revisions and for a file that is not a .gguf file.
+        Raises ConfigError for two different revisions, and for what is neither a .gguf file nor a quantization.
         """
         whole, _, named = name.partition("@")
         repo_id, _, file = whole.partition(":")
         if named and revision not in (None, named):
             raise ConfigError(f"model {name} contradicts revision {revision}: give only one revision")
-        if file and not file.endswith(".gguf"):
-            raise ConfigError(f"model {name}: the part after the colon must be a .gguf file of {repo_id}, not {file}")
+        if file and not is_gguf(file) and _QUANTIZATION.fullmatch(file) is None:
+            kinds = f"a .gguf file of {repo_id} or a quantization, such as Q4_K_M"
+            raise ConfigError(f"model {name}: the part after the colon must be {kinds}, not {file}")
         return cls(repo_id, file or None, named or revision or None)
 
     def __str__(self) -> str:
@@ -120,6 +126,7 @@ def _gguf_file(model: HubModel, file: str, progress: Progress) -> Path:
     # A tiny file first, only to learn the commit and its list of files.
     folder = _snapshot(model, [".gitattributes"])
     sizes = _sizes(model, folder)
+    file = file if is_gguf(file) else _file_of(model, file, sizes)
     parts = [(Path(file).parent / name).as_posix() for name in gguf_names(Path(file).name)]
     if lacking := [part for part in parts if sizes and part not in sizes]:
         raise ConfigError(f"model {model} has no file {lacking[0]}; it has {_listed(sizes)}")
@@ -127,6 +134,17 @@ def _gguf_file(model: HubModel, file: str, progress: Progress) -> Path:
     _snapshot(model, parts, commit=folder.name, bar_class=_bar_class(missing, progress))
     progress(1.0)
     return folder / file
+
+
+def _file_of(model: HubModel, quantization: str, names: Iterable[str]) -> str:
+    """Return the GGUF file whose name has this quantization. Raises ConfigError if none has it, or several."""
+    has_it = re.compile(rf"(?<![a-z0-9]){re.escape(quantization)}(?![a-z0-9_])", re.IGNORECASE)
+    found = [name for name in first_parts(names) if has_it.search(name)]
+    if len(found) != 1:
+        files = ", ".join(found) or _listed(list(names))
+        many = "several files" if found else "no file"
+        raise ConfigError(f"model {model} has {many} of {quantization}; name one as {model.repo_id}:FILE: {files}")
+    return found[0]
 
 
 def _sizes(model: HubModel, folder: Path) -> dict[str, int]:
@@ -154,7 +172,7 @@ def _weight_names(model: HubModel, folder: Path, sizes: Mapping[str, int]) -> li
         return sorted(set(index_of(index).values()))
     if found:
         return found
-    if any(name.endswith(".gguf") for name in names):
+    if any(is_gguf(name) for name in names):
         files = _listed(names)
         raise ConfigError(f"model {model} has no .safetensors; name one of its files as {model.repo_id}:FILE: {files}")
     if any(name.endswith(_PICKLES) for name in names):

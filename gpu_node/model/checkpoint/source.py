@@ -15,7 +15,7 @@ from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, starts_as_ggu
 from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.usable_file import require_usable, require_usable_descriptions
-from penstock.gpu_node.model.checkpoint.weight_files import gguf_of, gguf_parts
+from penstock.gpu_node.model.checkpoint.weight_files import gguf_of, gguf_parts, is_gguf
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 from penstock.runtime.cache_folders import file_stem
 
@@ -66,14 +66,8 @@ def open_model(model: str, progress: Progress, revision: str | None = None) -> O
     tokenizer of a GGUF file are converted once into the cache folder. Raises ConfigError if there is no
     such model.
     """
-    path = Path(model).expanduser()
-    is_local = (
-        path.exists()
-        or path.is_symlink()
-        or model.startswith((".", "/", "~"))
-        or (model.endswith(".gguf") and ":" not in model)
-    )
-    if not is_local:
+    path = local_path(model)
+    if path is None:
         path = downloaded(HubModel.parse(model, revision), lambda fraction: progress("download", fraction))
     elif revision is not None:
         raise ConfigError(f"revision {revision} is only for models of the hub, but {model} is a path")
@@ -85,22 +79,31 @@ def open_model(model: str, progress: Progress, revision: str | None = None) -> O
             base = read_object(path / ADAPTER_CONFIG).get("base_model_name_or_path")
             raise ConfigError(f"{path} is a LoRA adapter of {base}, not a model: serve that with --lora NAME={path}")
         return OpenModel(ModelSource(path))
-    _check_gguf(path)
+    check_gguf(path)
     return _open_gguf(path, progress)
 
 
-def _check_gguf(path: Path) -> None:
+def local_path(model: str) -> Path | None:
+    """Return the path that a model's name is; None for a name on the hub."""
+    path = Path(model).expanduser()
+    is_local = (
+        path.exists() or path.is_symlink() or model.startswith((".", "/", "~")) or (is_gguf(model) and ":" not in model)
+    )
+    return path if is_local else None
+
+
+def check_gguf(path: Path) -> None:
     """Raise ConfigError for what is no GGUF file, whatever its name is: those in the store of Ollama have no ending."""
     if path.is_symlink():
         require_usable(path)
-    if path.suffix != ".gguf" and not path.is_file():
+    if not is_gguf(path.name) and not path.is_file():
         raise ConfigError(f"there is no folder {path}")
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
     if (piece := _PIECE.fullmatch(path.name)) is not None:
         join = f"cat {piece[1]}{piece[2]}* > {piece[1]}"
         raise ConfigError(f"{path} is a piece of a GGUF file, cut by bytes; join the pieces: {join}")
-    if path.suffix != ".gguf" and not starts_as_gguf(path):
+    if not is_gguf(path.name) and not starts_as_gguf(path):
         raise ConfigError(f"{path} is neither a folder nor a GGUF file")
 
 

@@ -18,12 +18,14 @@ from gguf.tensor_mapping import get_tensor_name_map
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.limits import MAX_DIM, MAX_HEADER_BYTES, MAX_TENSOR_DIMS, MAX_TENSORS
 from penstock.gpu_node.model.checkpoint.dummy import RandomWeights
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader, GgufTensor
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.source import ModelSource
-from penstock.gpu_node.model.checkpoint.weight_files import gguf_parts, safetensors_files, weight_map
+from penstock.gpu_node.model.checkpoint.weight_files import INDEX, gguf_parts, safetensors_files, weight_map
+from penstock.runtime.reading import reading, reason_of
 
 _SAFETENSORS_KINDS = {
     "BF16": ("bfloat16", 2),
@@ -111,10 +113,12 @@ class Checkpoint:
     _random: RandomWeights | None = None
     """Makes the tensors of a model without weight files."""
 
-    def __init__(self, find: FindStored, files: Iterable[MappedFile], read_scaled: ReadScaled | None = None) -> None:
+    def __init__(
+        self, find: FindStored, files: Mapping[Path, MappedFile], read_scaled: ReadScaled | None = None
+    ) -> None:
         """files: the weight files; read_scaled: reads quantized matrices."""
         self._find = find
-        self._files = tuple(files)
+        self._files = dict(files)
         self._read_scaled = read_scaled
 
     @classmethod
@@ -126,38 +130,55 @@ class Checkpoint:
         read_scaled: reads the quantized matrices of a quantized checkpoint. gguf: the source's GGUF file, if open.
         """
         if source.is_dummy:
-            (made := cls(lambda _: None, ()))._random = RandomWeights()
+            (made := cls(lambda _: None, {}))._random = RandomWeights()
             return made
         if source.gguf is not None:
             gguf = gguf or GgufFile(source.gguf)
-            return cls(_GgufTensors(gguf).find, gguf.parts)
+            return cls(_GgufTensors(gguf).find, dict(zip(gguf.paths, gguf.parts, strict=True)))
         files = {path: MappedFile(path) for path in weight_files(source)}
-        return cls(_finder_of(_tensors_of(source.folder, files)), files.values(), read_scaled)
+        return cls(_finder_of(_tensors_of(source.folder, files)), files, read_scaled)
 
     def get(self, name: str, *shape: int) -> Stored:
         """Return a tensor by name. Its data is read lazily from the mapped file, unless it is quantized.
 
         Raises ConfigError if the tensor is missing, has another shape than the config says, or an unsupported dtype.
         """
-        tensor = self._scaled(name) or self._find(name)
-        if tensor is None and self._random is not None:
-            tensor = StoredTensor(name, "bfloat16", shape, _rows(self._random.tensor(name, shape), shape))
-        if tensor is None:
-            raise ConfigError(f"the checkpoint has no tensor {name}")
-        if tensor.shape != shape:
-            raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
-        if isinstance(tensor, StoredTensor):
-            _check_kind(tensor)
+        tensor: Stored | None = None
+        try:
+            tensor = self._scaled(name) or self._find(name)
+            if tensor is None and self._random is not None:
+                tensor = StoredTensor(name, "bfloat16", shape, _rows(self._random.tensor(name, shape), shape))
+            if tensor is None:
+                raise ConfigError(f"the checkpoint has no tensor {name}")
+            if tensor.shape != shape:
+                raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
+            if isinstance(tensor, StoredTensor):
+                _check_kind(tensor)
+        except MemoryError:
+            raise  # `load_found` names the settings that take memory.
+        except BaseException:
+            with reading(self._file_of(tensor)):
+                raise
         return tensor
+
+    def _file_of(self, tensor: Stored | None) -> Path:
+        """Return the file that has a tensor; for one that is missing the index, or else the first file."""
+        if isinstance(tensor, StoredTensor):
+            for path, file in self._files.items():
+                if np.may_share_memory(file.content, tensor.data):
+                    return path
+        first = next(iter(self._files), Path())
+        index = first.with_name(INDEX)
+        return index if len(self._files) > 1 and index.is_file() else first
 
     def fault_in(self, is_enough: Callable[[], bool]) -> None:
         """Map the pages of all weight files, until `is_enough`."""
-        for file in self._files:
+        for file in self._files.values():
             file.page_faults.take(is_enough)
 
     def release(self) -> None:
         """Release the file pages that were read; a later access reads them from the file again."""
-        for file in self._files:
+        for file in self._files.values():
             file.release()
 
     def _scaled(self, name: str) -> ScaledTensor | None:
@@ -214,14 +235,27 @@ def read_safetensors(path: Path, content: NDArray[np.uint8]) -> Iterable[tuple[s
     header_bytes = int.from_bytes(content[:8].tobytes(), "little")
     if 8 + header_bytes > len(content):
         raise ConfigError(f"{path} is cut short or not a safetensors file")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise ConfigError(f"{path} has a header of {header_bytes:,} bytes; at most {MAX_HEADER_BYTES:,} are read")
     try:
         header: dict[str, dict[str, Any]] = json.loads(content[8 : 8 + header_bytes].tobytes())
         header.pop("__metadata__", None)
-        return [(name, _safetensor(name, entry, content[8 + header_bytes :])) for name, entry in header.items()]
+        if len(header) > MAX_TENSORS:
+            raise ConfigError(f"the header has {len(header):,} tensors; at most {MAX_TENSORS:,} are read")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} has no valid safetensors header: {error}") from error
+    tensors, name = [], ""
+    try:
+        for name, entry in header.items():
+            tensors.append((name, _safetensor(name, entry, content[8 + header_bytes :])))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        reason = reason_of(error)
+        raise ConfigError(f"{path} has no valid safetensors header: tensor {name[:200]}: {reason}") from error
+    return tensors
 
 
 def _safetensor(name: str, entry: Mapping[str, Any], data: NDArray[np.uint8]) -> StoredTensor:
@@ -229,6 +263,8 @@ def _safetensor(name: str, entry: Mapping[str, Any], data: NDArray[np.uint8]) ->
     # Python takes 4.0 and True for numbers that equal whole numbers.
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ConfigError(f"tensor {name} has a shape or offsets that are not whole numbers of at least 0")
+    if len(shape) > MAX_TENSOR_DIMS or max(shape, default=0) > MAX_DIM:
+        raise ConfigError(f"tensor {name} has more than {MAX_TENSOR_DIMS} sizes, or one above {MAX_DIM:,}")
     # The prefix keeps unknown dtypes from being taken for ggml formats, whose row lengths differ.
     kind, item_bytes = _SAFETENSORS_KINDS.get(entry["dtype"], (f"safetensors {entry['dtype']}", None))
     if not 0 <= start <= end <= len(data):
@@ -284,7 +320,7 @@ class _GgufTensors:
     """Finds the tensors of a GGUF file by Hugging Face's names, in Hugging Face's row order."""
 
     def __init__(self, file: GgufFile) -> None:
-        self._bytes_of = file.bytes_of
+        self._bytes_of, self._paths = file.bytes_of, file.paths
         self._header = file.header
         try:
             self._interleaved, self._names = conventions_of(self._header)
@@ -304,7 +340,12 @@ class _GgufTensors:
         if expert is not None:
             return _one_of_stack(stored, int(expert[1]))
         heads = next((count for part, count in self._interleaved.items() if part in name), None)
-        return stored if heads is None else stored.take_rows(deinterleaved(tensor.shape[0], heads), *tensor.shape)
+        if heads is None:
+            return stored
+        try:
+            return stored.take_rows(deinterleaved(tensor.shape[0], heads), *tensor.shape)
+        except ConfigError as error:
+            raise ConfigError(f"cannot read {self._paths[tensor.part]}: {gguf_name}: {error.message}") from error
 
 
 def _one_of_stack(stack: StoredTensor, index: int) -> StoredTensor | None:
@@ -347,6 +388,7 @@ def _check_kind(tensor: StoredTensor) -> None:
         raise ConfigError(f"tensor {tensor.name} is stored as {tensor.kind}, which cannot be read")
 
 
+# Of one user, or of our own code and files.
 @cache
 def _can_dequantize(kind: str) -> bool:
     """Return whether the gguf package can dequantize a ggml format, found by trying one block."""

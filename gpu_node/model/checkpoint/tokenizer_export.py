@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.limits import MAX_TOKENIZER_BYTES, MAX_TOKENIZER_ENTRIES, MAX_VOCAB
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
+from penstock.gpu_node.model.checkpoint.json_object import read_object, read_within
+from penstock.runtime.reading import is_of_content, reason_of
 
 _PATTERNS = ("*token*", "*.model", "vocab*", "merges*", "chat_template*", "additional_chat_templates/*", "config.json")
 _WITHOUT_VOCABULARY = re.compile(
@@ -27,25 +29,40 @@ def plain_tokenizer(folder: Path) -> Path:
 
     Raises ConfigError if there is no tokenizer or no fast one.
     """
-    if (folder / "tokenizer.json").is_file() and _class_name(folder) in _PLAIN_CLASSES:
+    class_name = _class_name(folder)
+    if (folder / "tokenizer.json").is_file() and class_name in _PLAIN_CLASSES:
         return folder
     files = sorted({path for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()})
     if all(_WITHOUT_VOCABULARY.fullmatch(path.name) for path in files):
         raise ConfigError(f"no tokenizer in {folder}: it has no tokenizer.json")
     digest = hashlib.blake2b(digest_size=8)
     for path in files:
-        digest.update(path.name.encode() + path.read_bytes())
+        digest.update(path.name.encode() + tokenizer_content(path))
     name = f"{folder.resolve().name}-{digest.hexdigest()}-tokenizer-v{_EXPORT_VERSION}"
     return built_once(name, lambda target: _export(folder, target))
 
 
+def tokenizer_content(path: Path) -> bytes:
+    """Return the content of a tokenizer's file. Raises ConfigError for a size that takes gigabytes to read; OSError.
+
+    The library takes half a kilobyte for each token of a JSON file, so its entries are counted before it is parsed.
+    """
+    content = read_within(path, MAX_TOKENIZER_BYTES)
+    if path.suffix == ".json":
+        counts = (("keys", b":", 1), ("lists", b"[", 1), ("texts", b'"', 10))
+        for what, sign, share in counts:
+            if (found := content.count(sign)) > share * MAX_TOKENIZER_ENTRIES:
+                most = f"a vocabulary of {MAX_VOCAB:,} tokens has at most {share * MAX_TOKENIZER_ENTRIES:,}"
+                raise ConfigError(f"no usable tokenizer in {path}: {found:,} signs {sign.decode()} of {what}; {most}")
+    return content
+
+
 def _class_name(folder: Path) -> str | None:
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    name = config.get("tokenizer_class") if isinstance(config, dict) else None
-    return name if isinstance(name, str) else None
+    path = folder / "tokenizer_config.json"
+    name = read_object(path).get("tokenizer_class") if path.is_file() else None
+    if not isinstance(name, str | None):
+        raise ConfigError(f"{path}: tokenizer_class is {str(name)[:100]!r} but must be the name of a class")
+    return name
 
 
 def _export(folder: Path, target: Path) -> None:
@@ -54,9 +71,11 @@ def _export(folder: Path, target: Path) -> None:
     auto_tokenizer: Any = AutoTokenizer
     try:
         tokenizer = auto_tokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        # A third-party parser may raise any exception for files of unknown origin.
-        raise ConfigError(f"no usable tokenizer in {folder}: {' '.join(str(error).split())}") from error
+    except BaseException as error:
+        # A third-party parser may raise any exception for files of unknown origin, and ask for packages.
+        if not is_of_content(error) and not isinstance(error, ImportError):
+            raise
+        raise ConfigError(f"no usable tokenizer in {folder}: {reason_of(error)}") from error
     if not tokenizer.is_fast:
         raise ConfigError(f"the tokenizer in {folder} cannot be written as a tokenizer.json")
     tokenizer.save_pretrained(target)

@@ -17,6 +17,8 @@ def require_usable(path: Path) -> None:
         raise ConfigError(f"{path} is a link to {path.readlink()}, which is not there")
     if path.is_dir():
         raise ConfigError(f"{path} is a folder, not a file")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is a device or a pipe, not a file")
     try:
         with path.open("rb") as file:
             start = file.read(len(_POINTER))

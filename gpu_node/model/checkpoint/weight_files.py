@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.limits import MAX_INDEX_BYTES, MAX_PARTS
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 
@@ -15,7 +16,9 @@ INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _OTHERS = ("adapter_model.safetensors", "consolidated*.safetensors")
 """Files beside a model's: an adapter's, and the same weights under Mistral's own names."""
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_PART = re.compile(r"(.+-)\d{5}(-of-(\d{5})\.gguf)", re.IGNORECASE)
+_MAX_LISTED = 10
+"""Names of missing files in an error."""
 _PROJECTOR = re.compile(r"(^|[-_.])mmproj", re.IGNORECASE)
 """The image encoder of a model, in a GGUF file of its own."""
 
@@ -32,7 +35,7 @@ def safetensors_files(folder: Path) -> list[Path]:
         files = [folder / name for name in sorted(set(weight_map(folder).values()))]
         missing = [path.name for path in files if not path.is_file() and not path.is_symlink()]
         if missing:
-            raise ConfigError(f"{index} names files that are not there: {', '.join(missing)}")
+            raise ConfigError(f"{index} names files that are not there: {_listed(missing)}")
     else:
         files = _unlisted(folder)
     for path in files:
@@ -53,9 +56,14 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 def index_of(path: Path) -> dict[str, str]:
     """Return the content of an index. Raises ConfigError for one that cannot be read or names no files."""
-    files = read_object(path).get("weight_map")
-    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+    files = read_object(path, max_bytes=MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(files, dict) or not files:
         raise ConfigError(f"{path} has no weight_map that says which tensors are in which files")
+    for tensor, name in files.items():
+        # The files themselves may be links, as in the cache of the hub.
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            found = f"weight_map has {str(name)[:200]!r} for {tensor[:200]}"
+            raise ConfigError(f"{path}: {found}; it must be the name of a file beside it")
     return files
 
 
@@ -69,10 +77,11 @@ def _unlisted(folder: Path) -> list[Path]:
         names = ", ".join(sorted(f"{stem}-*-of-{count}" for stem, count in sets))
         raise ConfigError(f"{folder} has shards of several checkpoints and no {INDEX}: {names}; remove the old ones")
     for stem, count in sets:
+        _check_count(count, folder / f"{stem}-*-of-*.safetensors")
         digits = {int(match[2]) for match in shards.values()}
         missing = [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1) if i not in digits]
         if missing:
-            raise ConfigError(f"{folder} lacks shards of its checkpoint: {', '.join(missing)}")
+            raise ConfigError(f"{folder} lacks shards of its checkpoint: {_listed(missing)}")
         return [folder / name for name in shards]
     if not files and (any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))):
         raise ConfigError(f"{folder} has only pickled weights, which can run code; use .safetensors or .gguf")
@@ -81,12 +90,28 @@ def _unlisted(folder: Path) -> list[Path]:
     return files
 
 
+def _check_count(count: int, name: object) -> None:
+    if count > MAX_PARTS:
+        raise ConfigError(f"{name} is named as one of {count:,} files; a checkpoint has at most {MAX_PARTS:,}")
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def is_gguf(name: str) -> bool:
+    """Return whether a name is that of a GGUF file. Some are in capitals."""
+    return name.lower().endswith(".gguf")
+
+
 def gguf_names(name: str) -> list[str]:
     """Return the names of all parts of the GGUF file that one part's name tells; the name alone if it is not split."""
     match = _PART.fullmatch(name)
     if match is None:
         return [name]
-    return [f"{match[1]}-{i:05}-of-{match[3]}.gguf" for i in range(1, int(match[3]) + 1)]
+    _check_count(int(match[3]), name)
+    return [f"{match[1]}{i:05}{match[2]}" for i in range(1, int(match[3]) + 1)]
 
 
 def gguf_parts(path: Path) -> list[Path]:
@@ -94,7 +119,7 @@ def gguf_parts(path: Path) -> list[Path]:
     parts = [path.with_name(name) for name in gguf_names(path.name)]
     missing = [part.name for part in parts if not part.is_file() and not part.is_symlink()]
     if missing and len(parts) > 1:
-        raise ConfigError(f"{path} is one of {len(parts)} parts of a model; missing: {', '.join(missing)}")
+        raise ConfigError(f"{path} is one of {len(parts)} parts of a model; missing: {_listed(missing)}")
     for part in parts:
         require_usable(part)
     return parts
@@ -107,7 +132,7 @@ def gguf_of(folder: Path) -> Path | None:
     """
     if any(folder.glob("*.safetensors")) or (folder / INDEX).is_file():
         return None
-    names = _models_of(path.name for path in folder.glob("*.gguf"))
+    names = _models_of(path.name for path in folder.iterdir() if is_gguf(path.name))
     if len(names) > 1:
         listed = ", ".join(sorted(names))
         raise ConfigError(f"{folder} has several models; name the file of one: {listed}")
@@ -125,4 +150,4 @@ def _models_of(names: Iterable[str]) -> dict[str, str]:
 
 def first_parts(names: Mapping[str, int] | Iterable[str]) -> list[str]:
     """Return the GGUF files among some names, of each split one only the first part."""
-    return sorted(_models_of(name for name in names if name.endswith(".gguf")).values())
+    return sorted(_models_of(name for name in names if is_gguf(name)).values())

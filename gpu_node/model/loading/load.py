@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.families import family_of
+from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, check_config
 from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK
 from penstock.gpu_node.model.checkpoint.description import Description, revision_of, stamps_of_source
 from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
 from penstock.gpu_node.model.checkpoint.gguf_conversion import with_gguf_settings
-from penstock.gpu_node.model.checkpoint.hub import POOLING_FILE
+from penstock.gpu_node.model.checkpoint.hub import EMBEDDER_FILES, POOLING_FILE
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.methods import reader_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource, OpenModel, Progress, open_model
@@ -29,7 +30,9 @@ from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import AdapterSource, LoadedModel, ModelRunner, WrittenTokenizer
+from penstock.kernels.cpu.probe import available_bytes
 from penstock.runtime.cache_folders import cache_folder, private_folder, trusted_cache
+from penstock.runtime.reading import reading
 
 if TYPE_CHECKING:
     from penstock.gpu_node.model.torch_common.ranked_runner import PartRunner
@@ -42,6 +45,10 @@ _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_cls_token": "cls",
 }
+
+
+_LEAST_BYTES = {"int4": 0.5, "int8": 1, "fp8": 1}
+"""Bytes of a number by `quantization`; by default it has 16 bits or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +79,18 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
 
     Raises ConfigError that names the missing file or the unsupported setting.
     """
-    opened = _open(model, options, progress, revision)
+    with reading(Path(model), model):
+        opened = _open(model, options, progress, revision)
     source, gguf = opened.source, opened.gguf
-    stamps = stamps_of_source(source)
-    config = read_object(source.folder / "config.json")
-    if gguf is not None:
-        config = with_gguf_settings(config, gguf)
-        if any(part.stamp not in stamps for part in gguf.parts):
-            raise _replaced(model)
-    described = _describe(opened, config, options)
+    with reading(source.folder / "config.json" if gguf is None else gguf.path, model):
+        stamps = stamps_of_source(source)
+        config = read_object(source.folder / "config.json")
+        if gguf is not None:
+            config = with_gguf_settings(config, gguf)
+            if any(part.stamp not in stamps for part in gguf.parts):
+                raise _replaced(model)
+        described = _describe(opened, config, options)
+        described.check_sizes()
     return FoundModel(model, config, described, stamps, opened.tokenizer)
 
 
@@ -94,6 +104,8 @@ def load_found(
     the loaded weights.
     """
     source, described = found.source, found.described
+    if source.is_dummy and not options.remote_ranks:
+        _check_room(described.spec, options)
     adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     try:
         runner, arithmetic = _load(described, options, progress, links)
@@ -101,21 +113,33 @@ def load_found(
         raise ConfigError(f"no memory for the model with {_cache_of(options)}: {error}") from error
     if source.is_dummy:
         arithmetic += "-dummy"
-    loaded = LoadedModel(
-        runner=runner,
-        folder=source.folder,
-        vocab_size=described.spec.vocab_size,
-        hidden_size=described.spec.hidden_size,
-        max_model_len=described.max_model_len,
-        eos_token_ids=_eos_token_ids(source.folder, found.config),
-        adapters=adapters,
-        pooling=_pooling_of(source.folder),
-        arithmetic=arithmetic,
-        revision=revision_of(source, arithmetic),
-    )
+    with reading(source.folder / "generation_config.json", found.name):
+        loaded = LoadedModel(
+            runner=runner,
+            folder=source.folder,
+            vocab_size=described.spec.vocab_size,
+            hidden_size=described.spec.hidden_size,
+            max_model_len=described.max_model_len,
+            eos_token_ids=_eos_token_ids(source.folder, found.config),
+            adapters=adapters,
+            pooling=_pooling_of(source.folder),
+            is_embedder=_is_embedder(found),
+            arithmetic=arithmetic,
+            revision=revision_of(source, arithmetic),
+        )
     if stamps_of_source(source) != found.stamps:
         raise _replaced(found.name)
     return loaded
+
+
+def _check_room(spec: ModelSpec, options: RunnerOptions) -> None:
+    """Refuse random weights that the host's memory cannot hold: no file bounds them. Raises ConfigError."""
+    if options.wants_gpu or (options.runner == "auto" and _has_gpu()):
+        return
+    least = int(spec.num_weights * _LEAST_BYTES.get(options.quantization, 2))
+    if 0 < (free := available_bytes()) < least:
+        needs, has = (f"{number / 2**30:,.1f} GiB" for number in (least, free))
+        raise ConfigError(f"load_format dummy: the weights take at least {needs}, but {has} of memory are free")
 
 
 def _replaced(name: str) -> ConfigError:
@@ -286,8 +310,11 @@ def _has_gpu() -> bool:
 
 def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptions) -> Description:
     source, family = opened.source, family_of(config)
+    check_config(config, source.folder / "config.json")
     try:
         spec = family.spec_of(config)
+    except ConfigError as error:
+        raise ConfigError(f"{source.folder}/config.json: {error.message}") from error
     except KeyError as error:
         raise ConfigError(f"{source.folder}/config.json has no {error}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -317,6 +344,17 @@ def _pooling_of(folder: Path) -> Pooling:
     return next((pooling for name, pooling in _POOLINGS.items() if config.get(name) is True), "mean")
 
 
+def _is_embedder(found: FoundModel) -> bool:
+    """Return whether the model's files say that it embeds: files of sentence-transformers, or no head for tokens."""
+    folder, gguf = found.source.folder, found.described.gguf
+    if gguf is not None:
+        metadata = gguf.header.metadata
+        return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
+    named = str((found.config.get("architectures") or [""])[0])
+    has_no_head = named.endswith("Model") and not named.endswith("LMHeadModel")
+    return has_no_head or any((folder / name).is_file() for name in (POOLING_FILE, *EMBEDDER_FILES))
+
+
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """Return the end-of-sequence token ids from generation_config.json, or else from config.json.
 
@@ -330,6 +368,7 @@ def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     if eos is None:
         return frozenset()
     token_ids = eos if isinstance(eos, list) else [eos]
-    if not all(isinstance(token_id, int) for token_id in token_ids):
-        raise ConfigError(f"{folder}: eos_token_id is {eos!r}, which is neither an id nor a list of ids")
+    limit = CONFIG_LIMITS["eos_token_id"]
+    if not all(limit.allows(token_id) for token_id in token_ids):
+        raise ConfigError(f"{path}: eos_token_id is {str(eos)[:100]!r} but must be {limit}, or a list of these")
     return frozenset(token_ids)

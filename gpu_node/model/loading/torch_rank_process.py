@@ -25,6 +25,7 @@ from penstock.gpu_node.model.ranks.member import end_without
 from penstock.gpu_node.model.ranks.plain_exchange import PlainExchange
 from penstock.gpu_node.model.ranks.processes import report
 from penstock.runtime.logging import LogSettings, configure_logging
+from penstock.runtime.terminal import without_controls
 
 Report = Callable[[Mapping[str, Any]], None]
 
@@ -98,7 +99,7 @@ def main() -> None:
 
 def _end(tell: Report, error: Exception, status: int) -> NoReturn:
     tell({"error": str(error)})
-    sys.stderr.write(f"penstock: {error}\n")
+    sys.stderr.write(f"penstock: {without_controls(str(error))}\n")
     sys.stderr.flush()
     # Threads of gloo may wait for ranks that are gone.
     os._exit(status)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
+from penstock.gpu_node.model.architecture.limits import ADAPTER_LIMITS, MAX_HEADER_BYTES, check_adapter
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.source import ADAPTER_CONFIG
@@ -30,6 +31,7 @@ from penstock.gpu_node.model.checkpoint.stored_tensors import StoredTensor, read
 from penstock.gpu_node.model.checkpoint.tensors import rows_by_part
 from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 from penstock.gpu_node.model.protocol import LowRank, MatrixName
+from penstock.runtime.reading import reading
 
 CONFIG_FILE = ADAPTER_CONFIG
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -37,6 +39,7 @@ _PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _ADAPTER_NAME = re.compile(r"\.lora_([AB])\.[^.]+\.weight$")
 _KINDS = {"bfloat16", "float16", "float32"}
+_MAX_NUMBER_BYTES = 4
 _UNSUPPORTED = (
     *("use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"),
     *("rank_pattern", "alpha_pattern", "layer_replication", "fan_in_fan_out", "alora_invocation_tokens"),
@@ -97,6 +100,7 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
     rank, factor = _rank_and_factor(config)
     if rank > max_rank:
         raise ConfigError(f"{CONFIG_FILE}: r is {rank}, more than max_lora_rank {max_rank}")
+    _check_size(weights, spec, rank)
     # Read into memory: a write to a mapped file would change the tensors, and truncation would crash the process.
     read = read_safetensors(weights, np.frombuffer(weights.read_bytes(), np.uint8))
     # PEFT's module names an adapter; a file that was saved without PEFT's own function keeps that name.
@@ -112,6 +116,18 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
     if not pairs:
         raise ConfigError(f"{WEIGHTS_FILE} has no tensors")
     return LoraAdapter(name, digest, rank, factor, pairs)
+
+
+def _check_size(weights: Path, spec: ModelSpec, rank: int) -> None:
+    """Refuse a file larger than an adapter of all matrices in float32, because it is hashed and read into memory."""
+    numbers = sum(
+        rank * (rows + spec.columns_of(matrix)) for matrix in spec.adapted_matrices for _, rows in spec.parts_of(matrix)
+    )
+    most, found = MAX_HEADER_BYTES + spec.num_layers * numbers * _MAX_NUMBER_BYTES, weights.stat().st_size
+    if found > most:
+        raise ConfigError(
+            f"{weights} has {found:,} bytes; an adapter of rank {rank} for this model has at most {most:,}"
+        )
 
 
 def _unmatched(name: str, spec: ModelSpec) -> str:
@@ -163,11 +179,8 @@ def _rank_and_factor(config: Mapping[str, Any]) -> tuple[int, float]:
     if config.get("init_lora_weights") not in _PLAIN_INITS:
         start = config["init_lora_weights"]
         raise ConfigError(f"{CONFIG_FILE}: init_lora_weights {start!r} is not supported, it changes the base model too")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
-        raise ConfigError(f"{CONFIG_FILE}: r is {rank!r} but must be a whole number of at least 1")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ConfigError(f"{CONFIG_FILE}: lora_alpha is {alpha!r} but must be a number")
+    check_adapter(config, CONFIG_FILE)
+    rank, alpha = int(config["r"]), config["lora_alpha"]
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -200,6 +213,7 @@ class AdapterLibrary:
         self._folder = folder
         self._max_rank = max_rank
         self._digests: dict[Path, tuple[_Stamp, str]] = {}
+        # Keyed by id: digest of an adapter, which the operator chose.
         self._read: WeakValueDictionary[str, LoraAdapter] = WeakValueDictionary()
         self._kept: deque[LoraAdapter] = deque(maxlen=_MAX_KEPT)
         self._reported: dict[Path, str] = {}
@@ -208,7 +222,8 @@ class AdapterLibrary:
             raise ConfigError(f"lora_dir {folder} is not a folder")
         for name, path in self._named.items():
             try:
-                self._adapter(name, path)
+                with reading(path / WEIGHTS_FILE, str(path)):
+                    self._adapter(name, path)
             except ConfigError as error:
                 raise ConfigError(f"lora {name}: {error.message}") from error
 
@@ -218,8 +233,9 @@ class AdapterLibrary:
         with self._lock:
             for name, path in self._folders():
                 try:
-                    found[name] = self._digest(path)
-                except (ConfigError, OSError) as error:
+                    with reading(path / CONFIG_FILE, name):
+                        found[name] = self._digest(path)
+                except ConfigError as error:
                     self._report_unusable(path, str(error))
         return found
 
@@ -238,8 +254,9 @@ class AdapterLibrary:
                 message = f"adapter {wanted.name!r} is unknown; known adapters: {names}"
                 raise NotFoundError(message, code="adapter_not_found", param="adapter")
             try:
-                adapter = self._adapter(wanted.name, folders[wanted.name])
-            except (ConfigError, OSError) as error:
+                with reading(folders[wanted.name] / WEIGHTS_FILE, wanted.name):
+                    adapter = self._adapter(wanted.name, folders[wanted.name])
+            except ConfigError as error:
                 message = f"adapter {wanted.name!r} cannot be used: {error}"
                 raise RequestError(message, code="adapter_unusable", param="adapter") from error
         if wanted.digest not in ("", adapter.digest):
@@ -263,6 +280,7 @@ class AdapterLibrary:
         stamp = tuple((file.st_size, file.st_mtime_ns) for file in files)
         known = self._digests.get(folder)
         if known is None or known[0] != stamp:
+            _check_size(_weights_of(folder), self._spec, int(ADAPTER_LIMITS["r"].high))
             known = self._digests[folder] = stamp, digest_of(folder)
         return known[1]
 

@@ -295,6 +295,7 @@ class RankGroup(Generic[Words]):
             watcher.join()
         for member in self._started.values():
             member.handle.close()
+        # Keyed by id: number of a rank.
         self._started = {}
         with self._changed:
             self.memory.close()

@@ -64,6 +64,7 @@ class FusedLinear:
         return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
+# Of one user, or of our own code and files.
 @cache
 def can_prepack(dtype: torch.dtype) -> bool:
     """Return whether weights of `dtype` can be prepacked on this machine, found by trying one.
@@ -90,6 +91,7 @@ class LayersAsNeeded:
 
     def __init__(self, num_layers: int, read: Callable[[int], LayerWeights]) -> None:
         self._num_layers = num_layers
+        # Keyed by id: tensor of a checkpoint.
         self._read = cache(read)
 
     def __iter__(self) -> Iterator[LayerWeights]:

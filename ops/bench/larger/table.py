@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -138,7 +137,7 @@ def write(folder: Path, scene: Scene, campaign: str) -> str:
     text = "\n".join(sections)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "larger.md").write_text(text)
-    (folder / "larger.json").write_text(json.dumps(content, indent=1) + "\n")
+    report.write_raw("larger", content)
     return text
 
 

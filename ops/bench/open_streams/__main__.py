@@ -19,6 +19,7 @@ from bench.open_streams.measure import Setup, measure_rates, measure_stopped
 from bench.open_streams.node import serve
 from bench.open_streams.processes import SSE, TRANSPORTS, WEBSOCKET, Answer, Cores
 from bench.open_streams.report import Scene, report
+from bench.report import write_raw
 
 RESULTS = Path(__file__).parents[1] / "results"
 SPARE_FILES = 500
@@ -41,7 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--gateways", nargs="+", default=[sys.executable], help="Pythons with the gateways' versions")
     parser.add_argument("--no-pin", dest="pinned", action="store_false", help="let all processes use all cores")
-    parser.add_argument("--write", action="store_true", help="write results/open_streams.md and .json")
+    parser.add_argument("--write", action="store_true", help="write results/open_streams.md")
     return parser.parse_args(arguments)
 
 
@@ -95,7 +96,7 @@ def main() -> None:
     if options.write:
         (RESULTS / "open_streams.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
         found = {"machine": scene.machine, "revision": scene.revision, "loads": loads, "stopped": stops}
-        (RESULTS / "open_streams.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_raw("open_streams", found)
 
 
 if __name__ == "__main__":

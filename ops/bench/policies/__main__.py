@@ -1,8 +1,7 @@
-"""What each policy does to the same loads: `python -m bench.policies` simulates and writes results/policies.*."""
+"""What each policy does to the same loads: `python -m bench.policies` simulates and writes results/policies.md."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import get_args
 
 from bench.policies.loads import DESCRIPTIONS, LOADS
 from bench.policies.node import CLASSES, SimulationResult, simulate
+from bench.report import raw_folder, write_raw
 from penstock.queue.policy import PolicyName
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -32,7 +32,7 @@ def main() -> None:
     }
     (RESULTS / "policies.md").write_text("\n".join(_lines(runs)) + "\n", encoding="utf-8")
     plain = {load: {name: [asdict(run) for run in of] for name, of in by.items()} for load, by in runs.items()}
-    (RESULTS / "policies.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    write_raw("policies", plain)
     _plot(runs)
 
 
@@ -76,7 +76,7 @@ def _plot(runs: Runs) -> None:
         axes.margins(x=0.15)
     # Without a date and with fixed ids, equal values give equal files.
     with rc_context({"svg.hashsalt": "penstock"}):
-        figure.savefig(RESULTS / "policies.svg", metadata={"Date": None})
+        figure.savefig(raw_folder() / "policies.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

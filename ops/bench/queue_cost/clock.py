@@ -71,6 +71,9 @@ class ClockEngine:
         self._live: dict[str, _Live] = {}
         self._num_steps = self._num_tokens = 0
 
+    def capabilities(self) -> tuple[str, ...]:
+        return ()
+
     def note_queued_background(self, is_queued: bool) -> None:
         pass
 

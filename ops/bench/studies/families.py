@@ -20,6 +20,7 @@ from fixtures.random_families import FAMILIES, GROWN_BY_LENGTH, make_family_mode
 from torch import Tensor
 
 from bench import machine
+from bench.report import write_raw
 from bench.studies.agreement import MAX_LENGTH, NUM_PROMPTS, cell, measure, prompts, wanted
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 
@@ -125,7 +126,7 @@ def main() -> None:
         stored[name] = runs
         sys.stderr.write(f"{name}: {runs}\n")
     content = {"families": families, "stored": stored}
-    (RESULTS / "families.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_raw("families", content)
     (RESULTS / "families.md").write_text(tables(families, stored))
 
 

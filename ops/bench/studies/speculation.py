@@ -16,7 +16,6 @@ from penstock.cli.demo_model import demo_model
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.offline import spread
-from penstock.gpu_node.engine.records import EngineRequest
 
 ROOT = Path(__file__).parents[3]
 RESULTS = Path(__file__).parents[1] / "results"
@@ -103,9 +102,9 @@ def _run(engine: Engine, load: Load) -> Run:
     answers_s: list[float] = []
     while asked or begun_s:
         while asked and len(begun_s) < load.at_once:
-            name, (token_ids, params, _) = str(len(asked)), asked.pop()
-            engine.add(EngineRequest(name, token_ids, params, seed=0))
-            begun_s[name] = time.perf_counter()
+            request = asked.pop()
+            engine.add(request)
+            begun_s[request.request_id] = time.perf_counter()
         for output in engine.step():
             num_tokens += len(output.token_ids)
             if output.usage is not None:

@@ -34,7 +34,7 @@ MAX_NAME_CHARS = 200
 """Characters of a name that a pool may serve."""
 _SCAN_COUNT = 1000
 _NUMBER_OF_CONFIG = re.compile(rb"_ms$|^max_|^version$|^progress_chunks$|^incarnation$")
-_SUM = re.compile(rb"-?\d{1,15}")
+_SUM = re.compile(rb"-?\d{1,16}")
 _REPAIR_RETRY_MS = 10_000
 Sum = tuple[str, str]
 """(hash without the pool's prefix, field): a field that holds a sum over jobs."""

@@ -20,6 +20,7 @@ from redis.backoff import NoBackoff
 from penstock.contract.errors import (
     BusyError,
     ConfigError,
+    DamagedDataError,
     DamagedRecordError,
     InvariantError,
     NotConfirmedError,
@@ -316,7 +317,8 @@ def translated() -> Iterator[None]:
     An unreachable Redis raises UnavailableError, a full one BusyError, refused credentials or rights ConfigError, and a
     pool of another protocol version ProtocolVersionError. A key of another type than penstock gives it raises
     DamagedRecordError, unless a script was refused it. Their messages say all that callers need, so redis-py's error
-    is not shown as their cause. Any other error is a bug and raises InvariantError, with that cause.
+    is not shown as their cause. Any other error comes from damaged data or a bug. It raises DamagedDataError with that
+    cause.
     """
     try:
         with preserve_cancellation():
@@ -335,7 +337,7 @@ def translated() -> Iterator[None]:
     except exceptions.ResponseError as error:
         if (known := _known_error(str(error))) is not None:
             raise known from None
-        raise InvariantError(f"Redis: {error}") from error
+        raise DamagedDataError(f"Redis: {error}") from error
 
 
 def error_of_reply(text: str) -> PenstockError:

@@ -22,7 +22,7 @@ from penstock.contract.priority import Priority, class_of_level, is_background
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.broker.jobs import STATUS_FIELDS, JobStatus, pool_ms, status_of
+from penstock.queue.broker.jobs import STATUS_FIELDS, JobStatus, pool_ms, readable, status_of
 from penstock.queue.broker.pools import LoggedOnce, pool_names
 from penstock.queue.record_fields import is_text, unless_wrong_type
 from penstock.queue.wire import Request
@@ -191,7 +191,8 @@ class JobLists:
             ahead_ms, values, num_chunks, metadata = answers
             if not values[0]:
                 return None
-            fields = {name: (value or b"").decode() for name, value in zip(STATUS_FIELDS, values, strict=True)}
+            texts = ((value or b"").decode(errors="replace") for value in values)
+            fields = readable(dict(zip(STATUS_FIELDS, texts, strict=True)))
             return status_of(job_id, fields, pool_ms(time, ahead_ms), num_chunks, metadata=metadata)
         except (ValueError, KeyError, ResponseError) as error:
             self._logged.warn("unreadable job record", keys.job(job_id), error)

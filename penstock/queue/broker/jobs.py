@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 from redis.asyncio import Redis
 
@@ -27,22 +28,42 @@ from penstock.contract.output import (
     shown_state,
     state_of,
 )
-from penstock.contract.priority import NUM_PRIORITIES, Priority, class_of_level, is_background
+from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, Priority, class_of_level, is_background
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.durable_calls import confirmed_writes
 from penstock.queue.broker.history import RecentCalls
 from penstock.queue.job_cost import Ahead
-from penstock.queue.record_fields import sum_of
 
 STATUS_FIELDS = (
     *("state", "tenant", "level", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
     *("losses", "code", "message", "param", "stored", "used", "retaken", "past_leases", "num_past_leases"),
     *("engine_preemptions", "limits", "cancel", "retry_of", "accepted", "tag1", "tag2", "tag3", "tag4"),
-    *("webhooks", "channel"),
+    *("webhooks", "channel", "model", "words"),
 )
 """The fields of a job's hash that `status_of` needs."""
+
+
+_NUMBER = re.compile(r"-?[0-9]{1,15}")
+LEASE_MS = 15_000
+"""The default of a node's settings. It stands in for a damaged one of a pool, as in the scripts."""
+_STATES = frozenset((*TERMINAL_STATES, "queued", "running", "done"))
+
+
+def whole(text: str | bytes | None, instead: int = 0) -> int:
+    """Return a number of a record in Redis; `instead` for none and for a damaged one, which the scripts mend."""
+    text = text.decode(errors="replace") if isinstance(text, bytes) else text or ""
+    return int(text) if _NUMBER.fullmatch(text) else instead
+
+
+def readable(fields: dict[str, str]) -> dict[str, str]:
+    """Return the fields of a job's record as the scripts mend them, so that a damaged one can still be shown."""
+    if fields["state"] not in _STATES:
+        fields["state"] = "queued"
+    if not 0 <= whole(fields["level"], -1) < NUM_LEVELS:
+        fields["level"] = str(int(Priority.STANDARD))
+    return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +103,10 @@ class JobStatus:
     """The channel of Redis on which the queue also publishes the job's chunks."""
     queue_position: QueuePosition | None = None
     """The estimated position of a queued job, if a client's `status` has read it. None if the job is delayed."""
+    model: str = ""
+    """The name of the model that the job was submitted for; empty for a job of an earlier release."""
+    first_words: str = ""
+    """The first words of the prompt, of a chat those of the user's last message; empty for token ids."""
 
     @property
     def channel(self) -> str | None:
@@ -101,15 +126,16 @@ def status_of(
     """Return a job's state from STATUS_FIELDS of its record.
 
     `now_ms`: Redis's time. `num_chunks`: the length of its log, while the record does not say it. `num_ahead`: the jobs
-    queued before it. `metadata`: as JSON, with the custom_id. Raises ValueError for a damaged record.
+    queued before it. `metadata`: as JSON, with the custom_id. A damaged number counts as 0, and other damaged parts as
+    absent.
     """
     ledger, level = ledger_of(fields), int(fields["level"])
     begins_ms = ledger.queued_ms
-    notes: dict[str, str] = {} if metadata is None else json.loads(metadata)
+    notes = _notes_of(metadata)
     custom_id = notes.pop(wire.CUSTOM_ID, None)
     state = shown_state(ledger.state, is_cancelled=fields["cancel"] == "1", begins_ms=begins_ms, now_ms=now_ms)
     return JobStatus(
-        *(job_id, state, class_of_level(level), is_background(level), int(fields["chunks"] or num_chunks)),
+        *(job_id, state, class_of_level(level), is_background(level), whole(fields["chunks"], num_chunks)),
         outcome_of(fields),
         *times_ms_of(fields),
         *(ledger.preemptions, ledger.losses, num_ahead),
@@ -120,25 +146,36 @@ def status_of(
         tags=tuple(filter(None, (fields[f"tag{number}"] for number in range(1, MAX_TAGS + 1)))),
         metadata=notes or None,
         custom_id=custom_id,
-        accepted_ms=int(fields["accepted"] or ledger.queued_ms),
+        accepted_ms=whole(fields["accepted"], ledger.queued_ms),
         retry_of=f"{pool_of(job_id)}.{fields['retry_of']}" if fields["retry_of"] else None,
         webhooks=tuple(fields["webhooks"].split()),
         own_channel=channel_of_field(fields["channel"]),
+        model=fields["model"],
+        first_words=fields["words"],
     )
+
+
+def _notes_of(metadata: bytes | None) -> dict[str, str]:
+    try:
+        notes = json.loads(metadata or b"{}")
+    except ValueError:
+        return {}
+    is_right = isinstance(notes, dict) and all(isinstance(value, str) for value in notes.values())
+    return notes if is_right else {}
 
 
 def _lowered_limit(limits: str, usage: Usage | None) -> int | None:
     """Return what the context left of a job's `max_tokens`, or None if it left all. A prompt has a token at least."""
-    if not limits:
+    max_tokens, max_total_tokens = (whole(text) for text in (*limits.split(), "", "")[:2])
+    if max_tokens <= 0 or max_total_tokens <= 0:
         return None
-    max_tokens, max_total_tokens = map(int, limits.split())
     return lowered_max_tokens(max_tokens, max_total_tokens, 1 if usage is None else usage.prompt_tokens)
 
 
 def large_result_bytes_of(fields: Mapping[str, str]) -> int:
     """Return the size of a job's result if it is large, else 0."""
     stored = fields["stored"].split()
-    return int(stored[1]) if len(stored) > 1 else 0
+    return whole(stored[1]) if len(stored) > 1 else 0
 
 
 def ledger_of(fields: Mapping[str, str]) -> JobLedger:
@@ -148,12 +185,12 @@ def ledger_of(fields: Mapping[str, str]) -> JobLedger:
         state_of(fields["state"], fields["code"]),
         *times_ms_of(fields),
         node_id=fields["node"],
-        retaken_ms=int(fields["retaken"] or 0),
+        retaken_ms=whole(fields["retaken"]),
         past_leases=tuple(_past_leases(fields["past_leases"])),
-        num_past_leases=int(fields["num_past_leases"] or 0),
-        preemptions=int(fields["preemptions"] or 0),
-        engine_preemptions=int(fields["engine_preemptions"] or 0),
-        losses=int(fields["losses"] or 0),
+        num_past_leases=whole(fields["num_past_leases"]),
+        preemptions=whole(fields["preemptions"]),
+        engine_preemptions=whole(fields["engine_preemptions"]),
+        losses=whole(fields["losses"]),
         usage=usage,
         kv_token_ms=kv_token_ms,
     )
@@ -164,9 +201,8 @@ CLOCK_FIELDS = ("lease_ms", "ahead_ms")
 
 
 def pool_ms(time: tuple[int, int], ahead_ms: bytes | None) -> int:
-    """Return a pool's time, from Redis's answer to TIME and from `ahead_ms` of P:config, which may be below 0."""
-    sign = -1 if (ahead_ms or b"").startswith(b"-") else 1
-    return time[0] * 1000 + time[1] // 1000 + sign * sum_of((ahead_ms or b"").removeprefix(b"-"))
+    """Return a pool's time, from Redis's answer to TIME and from `ahead_ms` of P:config."""
+    return time[0] * 1000 + time[1] // 1000 + whole(ahead_ms)
 
 
 def outcome_of(fields: Mapping[str, str]) -> Outcome | None:
@@ -181,7 +217,7 @@ def outcome_of(fields: Mapping[str, str]) -> Outcome | None:
 
 def times_ms_of(fields: Mapping[str, str]) -> tuple[int, int, int, int]:
     """Return when a job was submitted, first taken, got its first token, and finished; 0 for a stage not reached."""
-    submitted, taken, first, finished = (int(fields[f] or 0) for f in ("submitted", "taken", "first", "finished"))
+    submitted, taken, first, finished = (whole(fields[f]) for f in ("submitted", "taken", "first", "finished"))
     return submitted, taken, first, finished
 
 
@@ -192,22 +228,25 @@ async def past_leases_of(redis: Redis, job_id: str) -> tuple[PastLease, ...]:
     return tuple(_past_leases((text or b"").decode()))
 
 
+_LEASE_ENDS = frozenset(get_args(LeaseEnd))
+
+
 def _past_leases(text: str) -> Iterator[PastLease]:
     """Parse `<node>@<taken>-<ended>:<why>`, separated by spaces."""
     for entry in text.split():
         lease, _, why = entry.rpartition(":")
         node_id, _, times = lease.rpartition("@")
         taken_ms, _, ended_ms = times.partition("-")
-        yield PastLease(node_id, int(taken_ms), int(ended_ms), cast(LeaseEnd, why))
+        if node_id and why in _LEASE_ENDS:
+            yield PastLease(node_id, whole(taken_ms), whole(ended_ms), cast(LeaseEnd, why))
 
 
 def _used(text: str) -> tuple[Usage | None, int | None]:
     """Parse `<prompt> <completion> <cached> <kv_token_ms>`, or nothing for an open job."""
-    prompt, _, rest = text.partition(" ")
+    prompt, completion, cached, kv_token_ms = (*text.split(" "), "", "", "", "")[:4]
     if not prompt:
         return None, None
-    completion, cached, kv_token_ms = rest.split(" ")
-    return Usage(int(prompt), int(completion), int(cached)), int(kv_token_ms) if kv_token_ms else None
+    return Usage(whole(prompt), whole(completion), whole(cached)), whole(kv_token_ms) if kv_token_ms else None
 
 
 # The positions of waiting jobs in their pool's queue, read for many jobs in one call.
@@ -297,10 +336,10 @@ class ResponseBroker:
         """Return how much `read` and the job's result would bring. Raises NotFoundError as `read` does."""
         with translated():
             values = await cast(Any, self._redis.hmget(keys.job(job_id), ["tenant", "response_bytes", "stored"]))
-        owner, record, stored = ((value or b"").decode() for value in values)
+        owner, record, stored = ((value or b"").decode(errors="replace") for value in values)
         if owner != tenant or not record:
             raise _no_response(job_id)
-        return StoredBytes(int(record), large_result_bytes_of({"stored": stored}))
+        return StoredBytes(whole(record), large_result_bytes_of({"stored": stored}))
 
     @retried
     async def read(self, job_id: str, tenant: str) -> bytes:

@@ -18,12 +18,12 @@ from penstock.contract.priority import PerLevel, Priority, class_of_level, is_ba
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
-from penstock.queue.broker.jobs import pool_ms
+from penstock.queue.broker.jobs import LEASE_MS, pool_ms, whole
 from penstock.queue.broker.pools import keep_listed
 from penstock.queue.broker.producer import decoded
 from penstock.queue.broker.scripts import PoolClocks, sweep
 from penstock.queue.job_cost import HOLD_MS
-from penstock.queue.record_fields import is_text, sum_of, unless_wrong_type
+from penstock.queue.record_fields import is_text, unless_wrong_type
 from penstock.runtime.event_loop import LoopYielder
 
 MAX_EMIT_JOBS = 512
@@ -192,7 +192,7 @@ async def config_of_pool(redis: Redis, pool: str) -> dict[str, str]:
         if not config:
             return {}
         now_ms = pool_ms(await redis.time(), found.get(b"ahead_ms"))
-        oldest_ms = now_ms - sum_of(found.get(b"lease_ms"))
+        oldest_ms = now_ms - whole(config.get("lease_ms"), LEASE_MS)
         return config if await unless_wrong_type(redis.zcount(keys.nodes(pool), oldest_ms, "+inf"), 0) else {}
 
 
@@ -210,11 +210,14 @@ class NodeBroker:
         self._pool = pool
         self._node_id = node_id
         self._revision = revision
+        self._joined: tuple[dict[str, int | str], PoolRecord] | None = None
+        """With what it has joined. A heartbeat that meets a damaged config joins with that again."""
         self._may_list = True
         """False for a user of Redis that is confined to this pool."""
 
     async def join(self, config: dict[str, int | str], record: PoolRecord) -> None:
         """Join the pool and announce it. Raises ConfigError if live nodes use another configuration."""
+        self._joined = config, record
         pairs = [item for name, value in config.items() for item in (name, value)]
         answer = await self._call("join", self._revision, *pairs)
         if answer[0] != b"OK":
@@ -260,7 +263,10 @@ class NodeBroker:
         answer = await self._call("heartbeat", self._revision, free, record, answered_call, check, *(held or ()))
         if answer[0] == b"SWEPT":
             raise LeaseLostError
-        return HeartbeatAnswer(*(tuple(i.decode() for i in ids) for ids in answer[1:]))
+        if answer[4] and self._joined is not None:
+            _LOG.error("the pool's config is damaged; this node writes its own again", extra={"pool": self._pool})
+            await self.join(*self._joined)
+        return HeartbeatAnswer(*(tuple(i.decode() for i in ids) for ids in answer[1:4]))
 
     async def declare_dead(self, seats: Sequence[str], *, has_joined: bool) -> Takeover:
         """Declare the earlier holders of these seats dead.

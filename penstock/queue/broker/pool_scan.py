@@ -47,6 +47,7 @@ KeyEntry = tuple[str, str]
 class JobSighting:
     """All places in a pool that name a job, and all tenants with a queue or a virtual time."""
 
+    # Of one request.
     jobs: dict[str, list[KeyEntry]] = field(default_factory=dict)
     virtual_times: set[tuple[str, str]] = field(default_factory=set)
     """(level, tenant)"""

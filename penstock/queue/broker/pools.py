@@ -30,7 +30,7 @@ from penstock.contract.pool import (
 from penstock.contract.priority import NUM_LEVELS
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.broker.jobs import CLOCK_FIELDS, pool_ms
+from penstock.queue.broker.jobs import CLOCK_FIELDS, LEASE_MS, pool_ms, whole
 from penstock.queue.broker.queue_state import QueueReader, queue_state
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.record_fields import executed, sum_of, sums_of, unless_wrong_type
@@ -83,6 +83,7 @@ class PoolList:
     """The list as one process reads it. `known` has the pools with a record, which no flood of names can hide."""
 
     redis: Redis
+    # Keyed by id: pool.
     known: dict[str, ListedPool] = field(default_factory=dict)
     _cursor: int = 0
     _logged: LoggedOnce = field(default_factory=lambda: LoggedOnce(_LOG))
@@ -257,7 +258,7 @@ class StatsBroker:
         now_ms = pool_ms(time, ahead_ms)
         nodes, of_running = [], sums_of(reserved)
         for node, heartbeat_ms in heartbeats:
-            if heartbeat_ms >= now_ms - sum_of(lease_ms) and node in records:
+            if heartbeat_ms >= now_ms - whole(lease_ms, LEASE_MS if lease_ms else 0) and node in records:
                 # A node of another protocol version has a record that this one cannot read.
                 with suppress(WireError):
                     nodes.append(wire.decode_pressure(records[node]))
@@ -329,7 +330,7 @@ class ActivityBroker:
         for _, of_kind in by_kind:
             costs.update(sums_of(of_kind))
         now_ms = pool_ms(time, ahead_ms)
-        nodes = _live_nodes(heartbeats, records, now_ms, sum_of(lease_ms))
+        nodes = _live_nodes(heartbeats, records, now_ms, whole(lease_ms, LEASE_MS if lease_ms else 0))
         return PoolActivity(
             pool,
             queue=queue_state(waiting, cost, counts, [node.pressure for node in nodes]),

@@ -25,12 +25,15 @@ from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.history import RecentCalls
 from penstock.queue.broker.jobs import (
     CLOCK_FIELDS,
+    LEASE_MS,
     STATUS_FIELDS,
     large_result_bytes_of,
     outcome_of,
     pool_ms,
+    readable,
     status_of,
     times_ms_of,
+    whole,
 )
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
@@ -120,6 +123,17 @@ class ServedPool(PoolRecord):
     protocol_version: int = PROTOCOL_VERSION
     max_open_jobs: int = NO_LIMIT
     """Most jobs that wait or run in the pool. Jobs that exceed it are refused."""
+    without_node_ms: int = 0
+    """Milliseconds since its last node left, or since the pool was declared; 0 while it has a live node."""
+
+    @property
+    def hours_without_node(self) -> int:
+        """Whole hours for which it has had no node."""
+        return self.without_node_ms // 3_600_000
+
+    def is_folded(self, num_open: int) -> bool:
+        """Return whether lists of pools leave it out: it had no node for an hour, and has no open job."""
+        return self.hours_without_node > 0 and not num_open
 
 
 class ProducerBroker:
@@ -216,10 +230,14 @@ class ProducerBroker:
                 pipe.zrank(keys.waiting(pool, level), job_id)
                 for more_urgent in range(level):
                     pipe.zcard(keys.waiting(pool, more_urgent))
-                time, ahead_ms, metadata, length, older, *more_urgent_ones = await pipe.execute()
-        num_ahead = 0 if older is None else older + sum(more_urgent_ones)
+                time, *answers = await pipe.execute(raise_on_error=False)
+        # A key of another type tells nothing, and hides no job.
+        ahead_ms, metadata, length, older, *more_urgent_ones = (
+            None if isinstance(answer, ResponseError) else answer for answer in answers
+        )
+        num_ahead = 0 if older is None else older + sum(number or 0 for number in more_urgent_ones)
         now_ms = pool_ms(time, ahead_ms)
-        return status_of(job_id, fields, now_ms, length, num_ahead, metadata=metadata)
+        return status_of(job_id, fields, now_ms, length or 0, num_ahead, metadata=metadata)
 
     @retried
     async def log(self, job_id: str, start: int, count: int = 1000) -> list[Chunk]:
@@ -240,6 +258,7 @@ class ProducerBroker:
                 with translated():
                     raise reply
         fields = _fields_of(RESULT_FIELDS, values, job_id, tenant)
+        await self._check_level(values[RESULT_FIELDS.index("level")], job_id)
         if (outcome := outcome_of(fields)) is None:
             return None
         await self._note_delivery(data, job_id, tenant, outcome)
@@ -309,7 +328,7 @@ class ProducerBroker:
         return PoolPressure(tuple(self._pressures(pool, alive)), tuple(map(sum_of, backlog)), tuple(num_queued))
 
     def _alive_since_ms(self, pool: str, time: tuple[int, int], lease_ms: bytes | None, ahead_ms: bytes | None) -> int:
-        return self._clocks.alive_since_ms(pool, pool_ms(time, ahead_ms), sum_of(lease_ms))
+        return self._clocks.alive_since_ms(pool, pool_ms(time, ahead_ms), whole(lease_ms, LEASE_MS if lease_ms else 0))
 
     def _pressures(self, pool: str, records: Iterable[bytes]) -> Iterator[NodePressure]:
         """Decode pressure records. An unreadable one is logged and skipped, until its node writes it again."""
@@ -364,22 +383,49 @@ class ProducerBroker:
         is_alive = bool(heartbeats) and heartbeats[0][1] >= self._alive_since_ms(pool, time, *clock)
         # While all nodes are dead, the last announced adapters are kept, because the nodes may be back in a moment.
         announced = with_allowed_names(replace(record, adapters=digests) if is_alive else record, listed.entry)
-        return ServedPool(**asdict(announced), is_alive=is_alive, max_open_jobs=sum_of(max_open_jobs) or NO_LIMIT)
+        events = (
+            [] if is_alive else await unless_wrong_type(redis.zrevrange(keys.events(pool), 0, 0, withscores=True), [])
+        )
+        now_ms, known = pool_ms(time, clock[1]), [at_ms for _, at_ms in (*heartbeats, *events)]
+        last_ms = max(
+            record.created_s * 1000, *(int(min(at_ms, now_ms)) for _, at_ms in (*heartbeats, *events) if at_ms >= 0), 0
+        )
+        return ServedPool(
+            **asdict(announced),
+            is_alive=is_alive,
+            max_open_jobs=whole(max_open_jobs, NO_LIMIT),
+            without_node_ms=0 if is_alive else max(0, now_ms - last_ms),
+        )
 
     async def _record(self, job_id: str, tenant: str) -> dict[str, str]:
         with translated():
-            values = await cast(Any, self._redis.hmget(keys.job(job_id), list(STATUS_FIELDS)))
-        return _fields_of(STATUS_FIELDS, values, job_id, tenant)
+            try:
+                values = await cast(Any, self._redis.hmget(keys.job(job_id), list(STATUS_FIELDS)))
+            except ResponseError as error:
+                if not str(error).startswith("WRONGTYPE"):
+                    raise
+                raise _no_job(job_id) from None  # What is no record names no tenant who may see it.
+        fields = _fields_of(STATUS_FIELDS, values, job_id, tenant)
+        await self._check_level(values[STATUS_FIELDS.index("level")], job_id)
+        return fields
+
+    async def _check_level(self, level: bytes | None, job_id: str) -> None:
+        """Raise ProtocolVersionError for a record of version 1, which has another name for this field."""
+        if level:
+            return
+        pool = pool_of(job_id)
+        with translated():
+            has_version = await cast(Any, self._redis.hexists(keys.config(pool), "version"))
+        if not has_version:
+            raise other_version(pool, 1)
 
 
 def _fields_of(names: Sequence[str], values: Sequence[bytes | None], job_id: str, tenant: str) -> dict[str, str]:
     """Return fields of a job's record as texts. Raises NotFoundError for no job or another tenant's."""
-    fields = {name: (value or b"").decode() for name, value in zip(names, values, strict=True)}
-    if not fields["state"] or fields["tenant"] != tenant:
+    fields = {name: (value or b"").decode(errors="replace") for name, value in zip(names, values, strict=True)}
+    if fields["tenant"] != tenant:
         raise _no_job(job_id)
-    if not fields["level"]:
-        raise other_version(pool_of(job_id), 1)  # Version 1 has another name for this field.
-    return fields
+    return readable(fields)
 
 
 def _decoded_record(pool: str, data: bytes) -> PoolRecord:

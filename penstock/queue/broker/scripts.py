@@ -30,6 +30,7 @@ _WITHOUT_POOL = frozenset(("files",))
 """Scripts whose keys belong to no pool. They are whole in themselves."""
 
 
+# Of one user, or of our own code and files.
 @cache
 def source(name: str) -> str:
     """Return a script's text, preceded by the shared parts that it needs."""
@@ -38,11 +39,13 @@ def source(name: str) -> str:
     return "\n".join(map(_part, parts))
 
 
+# Of one user, or of our own code and files.
 @cache
 def _part(name: str) -> str:
     return (resources.files("penstock.queue") / "scripts" / f"{name}.lua").read_text(encoding="utf-8")
 
 
+# Of one user, or of our own code and files.
 @cache
 def _digest(name: str) -> str:
     return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()
@@ -112,6 +115,7 @@ class PoolClocks:
     """
 
     def __init__(self) -> None:
+        # Keyed by id: pool.
         self._read: dict[str, tuple[int, float]] = {}
 
     def note(self, pool: str, now_ms: int) -> None:

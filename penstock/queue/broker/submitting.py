@@ -143,6 +143,8 @@ class Submission:
     """What it counts for the tenant's token rate; None counts the cost."""
     durability: Durability = MEMORY
     """What the answer waits for: Redis, its disk, or a replica."""
+    model: str = ""
+    """The name under which the caller asked for the model. Lists of jobs show it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,29 @@ class PackedSubmission:
     response: bytes
 
 
+MAX_SHORT_BYTES = 64
+"""The most bytes of a field with which Redis stores a job's record in its short form, as in prelude.lua."""
+
+
+def short(text: str) -> str:
+    """Return the beginning of a text in one line, without characters that do not print, in MAX_SHORT_BYTES."""
+    head = "".join(char if char.isprintable() else " " for char in text.lstrip()[: 4 * MAX_SHORT_BYTES])
+    data = " ".join(head.split()).encode()
+    if len(data) <= MAX_SHORT_BYTES:
+        return data.decode()
+    return data[: MAX_SHORT_BYTES - len("…".encode())].decode(errors="ignore") + "…"
+
+
+def first_words(job: JobDef) -> str:
+    """Return the first words of a job's prompt, of a chat those of the user's last message. Token ids have none."""
+    if job.packed_prompt is not None:
+        return job.packed_prompt.first_words
+    if job.messages is not None:
+        of_user = (message for message in reversed(job.messages) if message.role == "user")
+        return short(next(of_user, job.messages[-1]).content)
+    return short(job.prompt or "")
+
+
 def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> PackedSubmission:
     """Pack a job. Raises TooLargeError."""
     job, terms = submission.job, submission.terms
@@ -203,7 +228,7 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
             int(job.in_feed),
         ),
         *(job.ttl_ms or 0, " ".join(job.tags), metadata, (job.retry_of or "").rpartition(".")[2]),
-        " ".join(job.webhooks),
+        *(" ".join(job.webhooks), short(submission.model), first_words(job)),
     )
     return PackedSubmission(job, inbox, terms, row, request, record.data)
 

@@ -44,7 +44,9 @@ _SCAN_COUNT = 1000
 class _Seen:
     """What one look found: hashes, members of sorted sets, and the names of all keys, without `F:`."""
 
+    # Of one user, or of our own code and files.
     hashes: dict[str, dict[bytes, bytes]] = field(default_factory=dict)
+    # Of one user, or of our own code and files.
     members: dict[str, dict[str, float]] = field(default_factory=dict)
     """With their scores."""
     names: set[str] = field(default_factory=set)

@@ -24,6 +24,7 @@ local function free(id, tenant, state, stored)
   end
   redis.call('HSET', job_key(id), 'result_until', 0, 'stored',
     string.format('0 0 %d %d', stored.request, stored.job - result_bytes))
+  redis.call('HDEL', job_key(id), 'words')
   return true
 end
 

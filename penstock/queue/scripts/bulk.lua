@@ -23,7 +23,7 @@ elseif not state then
 elseif state ~= 'running' then
   return {'ENDED'}
 elseif what == 'claim' then
-  if holder ~= ARGV[3] and tonumber(lease_until) > now then return {'HELD'} end
+  if holder ~= ARGV[3] and (whole(lease_until) or 0) > now then return {'HELD'} end
   redis.call('HSET', key, 'holder', ARGV[3], 'lease_until', now + tonumber(ARGV[4]))
 else
   redis.call('HSET', key, 'ended', now, 'state', 'cancelled')

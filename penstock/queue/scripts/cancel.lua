@@ -2,7 +2,7 @@
 -- ARGV: id tenant
 -- Answer: the job's state after the call (`cancelling` ends within a step), or NOT_FOUND
 local id, tenant = ARGV[1], ARGV[2]
-local config, job = read_config(), read_job(ARGV[1])
+local config, job = read_config(), mended(read_job(ARGV[1]))
 if not config or not job or job.tenant ~= tenant then return 'NOT_FOUND' end
 if is_terminal(job.state) then return job.state end
 redis.call('ZREM', P .. ':free', '')

@@ -21,7 +21,7 @@ if step then
   local state, holder, cursor, begun, dry_run =
     unpack(redis.call('HMGET', action, 'state', 'holder', 'cursor', 'begun', 'dry_run'))
   if state ~= 'running' or holder ~= step.holder or cursor ~= step.from then return {'LOST'} end
-  step.begun, step.is_dry = tonumber(begun), dry_run == '1'
+  step.begun, step.is_dry = whole(begun) or 0, dry_run == '1'
 end
 redis.call('ZREM', P .. ':free', '')
 
@@ -93,7 +93,7 @@ end
 -- What becomes of a job, before anything is changed.
 local function outcome_of(job)
   if not job or (asked.tenant ~= '' and job.tenant ~= asked.tenant) then return 'NOT_FOUND' end
-  local accepted = step and tonumber(redis.call('HGET', job_key(job.id), 'accepted') or job.submitted) or 0
+  local accepted = step and (whole(redis.call('HGET', job_key(job.id), 'accepted')) or tonumber(job.submitted)) or 0
   if step and accepted > step.begun then return 'later' end
   if is_terminal(job.state) then return 'over' end
   if asked.op == 'cancel' then return 'changed' end
@@ -107,7 +107,7 @@ end
 local outcomes = step and step.outcomes or {}
 if asked.op ~= 'retry' then
   for at, id in ipairs(asked.ids) do
-    local job = read_damaged_job(id)
+    local job = mended(read_job(id))
     outcomes[at] = outcome_of(job)
     if outcomes[at] == 'changed' and not (step and step.is_dry) then OPS[asked.op](job) end
   end

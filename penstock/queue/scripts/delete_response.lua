@@ -6,7 +6,7 @@
 --   otherwise wait for nothing.
 -- Answer: OK | NOT_FOUND
 local id, tenant, repeats = ARGV[1], ARGV[2], ARGV[3] == '1'
-local config, job, now = read_config(), read_job(ARGV[1]), clock()
+local config, job, now = read_config(), mended(read_job(ARGV[1])), clock()
 local is_stored = redis.call('EXISTS', P .. ':response:' .. id) == 1
 if not config or not job or job.tenant ~= tenant then return 'NOT_FOUND' end
 if not is_stored then
@@ -18,7 +18,7 @@ end
 local stored = stored_of(redis.call('HGET', job_key(id), 'stored'))
 redis.call('DEL', P .. ':response:' .. id)
 redis.call('HSET', job_key(id), 'deleted', '1')
-redis.call('HDEL', job_key(id), 'keep', 'response_bytes')
+redis.call('HDEL', job_key(id), 'words', 'keep', 'response_bytes')
 if is_terminal(job.state) then
   redis.call('DEL', P .. ':log:' .. id)
   redis.call('DEL', P .. ':result:' .. id)

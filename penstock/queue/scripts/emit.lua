@@ -58,9 +58,10 @@ for i, emission in ipairs(emissions) do
   if not ok then answer = 'ERR ' .. tostring(type(answer) == 'table' and answer.err or answer) end
   answers[i] = answer
 end
+-- A damaged sum stops no node: the next script that changes it begins it anew.
 for tenant, sums in pairs(counted) do
-  count_bytes(P .. ':stored', tenant, sums[1])
-  count_bytes(P .. ':reserved', tenant, sums[2])
+  pcall(count_bytes, P .. ':stored', tenant, sums[1])
+  pcall(count_bytes, P .. ':reserved', tenant, sums[2])
 end
 flush()
 return answers

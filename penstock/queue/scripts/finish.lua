@@ -30,7 +30,7 @@ end
 -- A queued job that no node has taken, as Redis says, or nil. Its node has it: Redis lost the take. No other lease exists
 -- in this history of Redis, so the node may end it. What the take charged is lost too, and stays so.
 local function read_untaken(id)
-  local job = read_damaged_job(id)
+  local job = mended(read_job(id))
   if not job or job.taken ~= '' or redis.call('EXISTS', log_key(id)) == 1 then return nil end
   return job
 end
@@ -40,7 +40,7 @@ local function finish_job(row, result)
   local kv_token_ms, chunks, preemptions = tonumber(row[8]), row[14], row[13]
   if state == 'done' then state = 'succeeded' end
   if not is_terminal(state) then return 'ERR BAD_STATE ' .. state end
-  local job = config and read_job(id, FIELDS)
+  local job = config and mended(read_job(id, FIELDS))
   if not job then return 'GONE' end
   if is_terminal(job.state) and job.node == node and job.lease == lease then return 'OK' end
   local untaken = job.state == 'queued' and read_untaken(id)
@@ -65,7 +65,7 @@ local function finish_job(row, result)
     redis.call('DEL', P .. ':result:' .. id)
   end
   if kv_token_ms and config.policy ~= 'round_robin' then
-    correct_charge(job, kv_token_ms / weight_of(job) - (tonumber(job.charge) or 0))
+    correct_charge(job, kv_token_ms / weight_of(job) - charged_of(job))
   end
   note_preemptions(id, preemptions)
   local reported = {prompt = tonumber(row[9]), completion = tonumber(row[10]), cached = tonumber(row[11]),

@@ -18,7 +18,7 @@ if not ({drain = 1, pressure = 1, lacking = 1, lost = 1})[why] then return redis
 local function can_continue(other, job)
   local record = record_of(other)
   if job.revision ~= record.revision and redis.call('LLEN', log_key(job.id)) > 0 then return false end
-  return (record.num_running or 0) + (record.num_waiting or 0) + tonumber(job.n) <= (record.max_num_seqs or 0)
+  return finite(record.num_running) + finite(record.num_waiting) + tonumber(job.n) <= finite(record.max_num_seqs)
 end
 
 local function fits_elsewhere(job, cost)
@@ -63,7 +63,7 @@ local answers = {}
 for at = FIRST, #ARGV, ARGS do
   local id, lease = ARGV[at], ARGV[at + 1]
   local cost, max_kv_tokens = tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
-  local job = config and read_job(id)
+  local job = config and mended(read_job(id))
   local answer = 'OK'
   if not job then
     answer = 'GONE'

@@ -3,8 +3,9 @@
 -- if the node has seen the answer of its take. The node lists a job that is not assigned to it: report the job as fenced.
 -- ARGV: node revision free record answered_call check, then the held ids
 --   free: free KV tokens. record: packed pressure record. answered_call: number of the last take answered to the node.
--- Answer: {OK, {cancelled…}, {expired…}, {fenced…}} | {SWEPT}
---   cancelled, expired: held jobs that the node must end. SWEPT: a sweep declared the node dead; it must join again.
+-- Answer: {OK, {cancelled…}, {expired…}, {fenced…}, is_damaged} | {SWEPT}
+--   is_damaged: 1 if P:config has a number that is none: the node should join once more. cancelled, expired: held jobs that
+--   the node must end. SWEPT: a sweep declared the node dead; it must join again.
 local node, revision, free, record = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local answered, check, FIRST = tonumber(ARGV[5]), ARGV[6] == '1', 7
 local config, now = read_config(), clock()
@@ -16,21 +17,39 @@ if check then
   for at = FIRST, #ARGV do held[ARGV[at]] = true end
   local running = {}
   for _, id in ipairs(redis.call('SMEMBERS', P .. ':running:' .. node)) do
+    local known = {state = 'running', node = node}
     local job = read_job(id, {'state', 'lease', 'cancel', 'deadline'})
     running[id] = true
     if not job then
-      orphans[#orphans + 1] = id
+      local lost = listed_job(id, nil, known)
+      if lost then missing[#missing + 1] = lost else orphans[#orphans + 1] = id end
     elseif held[id] then
       if job.cancel == '1' then cancelled[#cancelled + 1] = id
       elseif is_expired(job, now) then expired[#expired + 1] = id end
     elseif (tonumber(string.match(job.lease, '^(%d+):')) or 0) <= answered then
-      missing[#missing + 1] = read_damaged_job(id)
+      missing[#missing + 1] = listed_job(id, nil, known)
     end
   end
   for at = FIRST, #ARGV do
     if not running[ARGV[at]] then fenced[#fenced + 1] = ARGV[at] end
   end
 end
+
+-- Whether P:config has a number that is none. The node then joins once more, which writes the pool's own.
+local function is_config_damaged()
+  local found, values = redis.call('HGETALL', KEYS[1]), {}
+  for at = 1, #found, 2 do values[found[at]] = found[at + 1] end
+  if config.policy ~= values.policy then return true end
+  for _, name in ipairs(CONFIG_FIELDS) do
+    if name ~= 'policy' and not whole(values[name]) then return true end
+  end
+  for name, value in pairs(values) do
+    local is_of_node = not is_listed('policy ahead_ms swept_ms asked_ms incarnation', name)
+    if is_of_node and value ~= '' and not whole(value) then return true end
+  end
+  return false
+end
+local is_damaged = check and is_config_damaged()
 
 table.sort(missing, is_older)
 
@@ -48,4 +67,4 @@ for _, job in ipairs(missing) do
 end
 if #fenced > 0 then count_event('fenced', #fenced) end
 flush()
-return {'OK', cancelled, expired, fenced}
+return {'OK', cancelled, expired, fenced, is_damaged and 1 or 0}

@@ -8,7 +8,10 @@ local node, revision, config, now = ARGV[1], ARGV[2], read_config(), clock()
 local alive = config and redis.call('ZCOUNT', P .. ':nodes', now - config.lease_ms, '+inf') or 0
 for at = 3, #ARGV, 2 do
   local known = redis.call('HGET', KEYS[1], ARGV[at])
-  if known and known ~= ARGV[at + 1] and alive > 0 then
+  -- A damaged value is replaced. Some settings may be empty.
+  local is_right = known and #known < 16 and string.find(known, '^%d*$') and not (known == '' and default_of(ARGV[at]))
+  if known and ARGV[at] == 'policy' then is_right = string.find(POLICIES, ' ' .. known .. ' ', 1, true) end
+  if known and known ~= ARGV[at + 1] and alive > 0 and is_right then
     return {'MISMATCH', ARGV[at], known}
   end
 end

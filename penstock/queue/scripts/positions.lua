@@ -8,7 +8,9 @@ local TAKEN, DELAYED_JOB, GONE = -1, -2, -3
 local MAX_COUNTED, MAX_TENANTS = 16, 128
 
 local function place_of(id)
-  local state, first, level = unpack(redis.call('HMGET', job_key(id), 'state', 'first', 'level'))
+  -- A damaged record is no place in the queue.
+  local state, first, level = unpack(redis.pcall('HMGET', job_key(id), 'state', 'first', 'level'))
+  if state == 'queued' and not string.find(level or '', '^[0-5]$') then return 0, GONE end
   if state == 'queued' then return tonumber(level), redis.call('ZRANK', P .. ':waiting:' .. level, id) or DELAYED_JOB end
   return 0, state == 'running' and first == '' and TAKEN or GONE
 end
@@ -17,7 +19,7 @@ read_config({'version'})
 local counts, costs, levels, ahead = {}, {}, {}, {}
 for level = 0, LEVELS - 1 do
   counts[level + 1] = redis.call('ZCARD', P .. ':waiting:' .. level)
-  costs[level + 1] = tonumber(redis.call('HGET', P .. ':backlog', level) or '0')
+  costs[level + 1] = tonumber(redis.call('HGET', P .. ':backlog', level) or '0') or 0
 end
 
 -- Milliseconds at which an entry of a stream was added.
@@ -72,6 +74,8 @@ end
 local is_fair, fair_costs = in_turns or policy == 'fair', {}
 for i, id in ipairs(cmsgpack.unpack(ARGV[1])) do
   levels[i], ahead[i] = place_of(id)
-  fair_costs[i] = is_fair and ahead[i] >= 0 and fair_cost_of(id, levels[i]) or -1
+  local is_known, cost = is_fair and ahead[i] >= 0, nil
+  if is_known then is_known, cost = pcall(fair_cost_of, id, levels[i]) end
+  fair_costs[i] = is_known and cost or -1
 end
 return {counts, costs, levels, ahead, fair_costs}

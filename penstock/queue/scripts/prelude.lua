@@ -8,12 +8,12 @@
 -- jobs queued that Redis has no memory for.
 --
 -- A job's hash has these fields:
---   state tenant level n entry body cost submitted taken first finished deadline needs_reader inboxes channel unread
---   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
---   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge
+--   state tenant level n entry body cost submitted taken first finished deadline needs_reader inboxes channel unread;
+--   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param;
+--   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge;
 --   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
 --   engine_preemptions used limits in_feed begun_deadline accepted tag1 … tag4 extra retry_of
---   webhooks deleted
+--   webhooks deleted model words
 -- level: the job's class for foreground work, and its class + CLASSES for background work. Levels are served in order.
 -- needs_reader: '0' for a job that needs no reader. '1' for one that is canceled reattach_grace_ms after its last reader
 -- left; a larger number: after so many ms, at most MAX_READER_SILENCE_MS (sweep.lua).
@@ -45,8 +45,11 @@
 -- end of the TTL; from then on it is begun_deadline ('': none).
 -- accepted: when a job was accepted that was not queued at once. tag1 … tag4: its tags. extra: bytes of its tags with
 -- their entries in P:tagged:<tenant>:<tag>, and of its metadata. retry_of: the id, without its pool, of the ended job that
--- it repeats. webhooks: ids of the webhook endpoints that are told of its end, separated by spaces.
+-- it repeats. webhooks: ids of the webhook endpoints that are told of its end, separated by spaces. model, words: the
+-- model's name and the first words of the prompt, at most MAX_SHORT_BYTES each, for lists of jobs.
 
+-- queue.lua replaces it for its scripts.
+local redis = redis
 local P = string.sub(KEYS[1], 1, -8)
 local PROTOCOL_VERSION = '4'
 local CLASSES, LEVELS = 3, 6
@@ -63,6 +66,9 @@ local LARGE_RESULT_BYTES, LOG_PAGE = 65536, 500
 local RECORD_BYTES, WIDE_RECORD_BYTES, KEY_BYTES, MAX_SHORT_BYTES = 1120, 5184, 256, 64
 local COUNTED_CHUNKS, MIN_RESERVED_BYTES = 12, 4096
 local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
+-- Numbers in Redis are smaller: Redis's integers, Lua's numbers and Python's times have them exactly.
+local MAX_NUMBER = 1e15
+local POLICIES = ' fcfs priority sjf fair round_robin '
 local JOB_FIELDS = {'state', 'tenant', 'level', 'n', 'entry', 'cost', 'submitted', 'deadline', 'needs_reader',
   'inboxes', 'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'loss_mark', 'preemptions',
   'cancel', 'revision', 'first', 'taken', 'body', 'urgency', 'charge', 'weight', 'window'}
@@ -76,12 +82,17 @@ local CONFIG_FIELDS = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grac
 -- nothing passes its deadline, and no process counts as silent.
 local clock, pool_time = nil, {}
 do
+  local MAX_AHEAD_MS = 1e13
   local ahead, swept, max_gap, redis_now, now, in_doubt
 
   -- Takes the clock's fields of P:config.
   function pool_time.read(ahead_ms, swept_ms, lease_ms)
     ahead, swept = tonumber(ahead_ms or '') or 0, tonumber(swept_ms or '')
-    max_gap = (tonumber(lease_ms or '') or 0) / 2
+    -- NaN is in no range.
+    if not (ahead > -MAX_AHEAD_MS and ahead < MAX_AHEAD_MS) then ahead = 0 end
+    if swept and not (swept >= 0 and swept < MAX_NUMBER) then swept = nil end
+    local lease = tonumber(lease_ms or '') or 0
+    max_gap = (lease > 0 and lease < MAX_NUMBER and lease or 15000) / 2
   end
 
   -- Redis's own time, by which keys expire: P:expiry and result_until are stated in it. It stays the same during a script.
@@ -134,15 +145,23 @@ local function read_job(id, fields)
 end
 
 -- Ends the script for a pool of another protocol version. Must be called before the first write. connection.py
--- translates the error.
+-- translates the error. What is no number is no version: heartbeats write it again.
 local function check_version(version)
-  if version ~= PROTOCOL_VERSION then
+  if version ~= PROTOCOL_VERSION and string.find(version, '^%d+$') and #version < 6 then
     error('OTHER_PROTOCOL_VERSION ' .. version .. ' ' .. string.match(P, '{(.*)}'), 0)
   end
 end
 
 -- The version of a pool without P:config: that of an unknown pool is ours. Protocol version 1 has it in P:schema.
 local function older_version() return redis.call('HGET', P .. ':schema', 'version') or PROTOCOL_VERSION end
+
+-- The default of a pool's setting, which stands in for a damaged one until a heartbeat writes the pool's own again; nil for
+-- one that may be absent. gpu_node/settings.py has the same values.
+local function default_of(name)
+  return ({lease_ms = 15000, abandon_after_ms = 30000, reattach_grace_ms = 5000, log_ttl_ms = 120000,
+    result_ttl_ms = 86400000, idem_ttl_ms = 86400000, max_open_jobs = 1000000, max_queued_cost = 2147483648, max_losses = 3,
+    progress_chunks = 64, avoid_ms = 2000, aging_ms = 60000, bypass_ms = 2000})[name]
+end
 
 -- The pool's times and limits as numbers, its policy as text, or nil for an unknown pool. `names` must start with 'version'.
 local function read_config(names)
@@ -153,7 +172,16 @@ local function read_config(names)
   if not values[4] then return nil end
   local config = {}
   for i, name in ipairs(names) do
-    if name == 'policy' then config.policy = values[i + 3] else config[name] = tonumber(values[i + 3]) end
+    if name == 'policy' then
+      local policy = values[i + 3] or ''
+      config.policy = string.find(POLICIES, ' ' .. policy .. ' ', 1, true) and policy or 'fair'
+    elseif i > 1 then
+      local number = tonumber(values[i + 3])
+      if not (number and number >= 0 and number < MAX_NUMBER and number % 1 == 0) then
+        number = default_of(name)
+      end
+      config[name] = number
+    end
   end
   return config
 end
@@ -228,7 +256,7 @@ local function holds(job, node, lease)
 end
 
 local function is_expired(job, now)
-  return job.deadline ~= '' and tonumber(job.deadline) <= now and not pool_time.is_in_doubt()
+  return job.deadline ~= '' and (tonumber(job.deadline) or now + 1) <= now and not pool_time.is_in_doubt()
 end
 
 -- Bytes of jobs ------------------------------------------------------------------------------------
@@ -246,7 +274,8 @@ end
 -- Parses `logged`: the number of chunks that `held` includes, and their bytes.
 local function logged_of(text)
   local chunks, bytes = string.match(text or '', '^(%d+) (%d+)$')
-  return tonumber(chunks or '0'), tonumber(bytes or '0')
+  if not chunks or #text > 30 then return 0, 0 end
+  return tonumber(chunks), tonumber(bytes)
 end
 
 -- Moves the bytes of newly logged chunks from `reserved` to `held`. What stays reserved is at least as much as these
@@ -255,7 +284,7 @@ end
 local function count_log(id)
   local tenant, held, reserved, logged = unpack(redis.call('HMGET', job_key(id), 'tenant', 'held', 'reserved', 'logged'))
   held = tonumber(held or '')
-  if not held or not tenant then return nil, 0, 0 end
+  if not held or not (held >= 0 and held < MAX_NUMBER) or not tenant then return nil, 0, 0 end
   local chunks, bytes = logged_of(logged)
   local new = 0
   repeat
@@ -264,6 +293,7 @@ local function count_log(id)
     chunks = chunks + #page
   until #page < LOG_PAGE
   reserved = tonumber(reserved or '') or 0
+  if not (reserved >= 0 and reserved < MAX_NUMBER) then reserved = 0 end
   local left = math.max(reserved - new, new, MIN_RESERVED_BYTES)
   redis.call('HSET', job_key(id), 'held', held + new, 'reserved', left, 'logged', chunks .. ' ' .. bytes + new)
   return tenant, new, left - reserved
@@ -398,7 +428,7 @@ do
   end
 
   local function is_unread(job, config, now)
-    return now - tonumber(job.unread) > grace_of(job, config.reattach_grace_ms)
+    return now - (tonumber(job.unread) or now) > grace_of(job, config.reattach_grace_ms)
   end
 
   -- Whether every reader of a list has been silent for so many ms. `silent` caches the answers during one script.

@@ -1,37 +1,192 @@
--- Shared by the scripts that queue or end jobs; follows prelude.lua. Damaged records, where a job may run, virtual time of
+-- Shared by the scripts that queue or end jobs; follows prelude.lua. Damaged data, where a job may run, virtual time of
 -- tenants, the queue, stored bytes, used tokens, and the end of a job. Scripts that run at every engine step omit it,
 -- because Lua creates every function anew at each call.
 
--- Jobs and nodes -----------------------------------------------------------------------------------
+-- Damaged data -------------------------------------------------------------------------------------
+-- One damaged key, record or field stops no other job: a script that stops after a part of its writes would leave half of
+-- them, each time again. So what is damaged is mended where a script meets it, or ends its job alone.
 
-local mended
-do
-  -- What the record of a damaged job counts as having, so that one such job ends no script.
-  local NUMBERS = {level = '1', n = '1', cost = '1', submitted = '0', losses = '0', preemptions = '0'}
+-- A key of another type than the scripts write holds nothing that they can use, and neither does a sum that is no whole
+-- number. It is deleted, and the command is repeated. Redis compares the types itself, so this costs no further call.
+-- What a deleted sum was is unknown: an event counts it, and `penstock audit --repair` computes the sums anew.
+redis = (function(plain)
+  local try = plain.pcall
 
-  -- The job with a default for each missing or damaged number. The usual job is whole, and costs only this comparison.
-  function mended(job)
-    if not job or (tonumber(job.cost) and tonumber(job.submitted) and tonumber(job.losses) and tonumber(job.preemptions)
-      and tonumber(job.n) and tonumber(job.level) and job.tenant ~= '' and job.needs_reader ~= '') then return job end
-    for name, default in pairs(NUMBERS) do
-      if not tonumber(job[name]) then job[name] = default end
+  local function mend(problem, ...)
+    local command, key, field = ...
+    if string.find(problem, 'WRONGTYPE', 1, true) then
+      plain.call('DEL', key)
+      count_event('damaged_keys')
+    elseif command == 'HINCRBY' and (string.find(problem, 'hash value') or string.find(problem, 'overflow')) then
+      plain.call('HDEL', key, field)
+      count_event('unknown_sums')
     end
-    if job.tenant == '' then job.tenant = 'default' end
-    if job.needs_reader == '' then job.needs_reader = '1' end
+    return plain.call(...)
+  end
+
+  return {pcall = try, error_reply = plain.error_reply, call = function(...)
+    local answer = try(...)
+    if type(answer) == 'table' and answer.err then return mend(answer.err, ...) end
+    return answer
+  end}
+end)(redis)
+
+-- A whole number below MAX_NUMBER, or nil. Lua's `tonumber` also takes NaN and infinity.
+local function whole(text) return text and #text < 16 and string.find(text, '^%d+$') and tonumber(text) or nil end
+
+-- A number that may be negative or have a fraction, such as a sum; 0 for a damaged one.
+local function finite(text)
+  local number = tonumber(text or '') or 0
+  return number > -MAX_NUMBER and number < MAX_NUMBER and number or 0
+end
+
+-- Ends a job that must not run any longer. Returns whether it did so.
+local end_if_over
+
+-- mended: a job that was read, whole or mended. listed_job: the job of a list, the same; nil if its record says that the
+-- list should not have it. `known` is what the list tells: state, level, tenant, node, entry.
+local mended, listed_job
+do
+  local function find_level(id)
+    for level = 0, LEVELS - 1 do
+      if redis.call('ZSCORE', P .. ':waiting:' .. level, id) then return tostring(level) end
+    end
+    return '1'
+  end
+
+  -- The tenant that has the job open, or '-', which is the name of none.
+  local function find_tenant(id)
+    for _, tenant in ipairs(redis.call('HKEYS', P .. ':stored')) do
+      if redis.call('SISMEMBER', P .. ':tenant:' .. tenant .. ':open', id) == 1 then return tenant end
+    end
+    return '-'
+  end
+
+  -- Since when a job counts as submitted: its place in the queue, or the time in its id.
+  local function find_submitted(job)
+    local index = P .. (job.entry == DELAYED and ':delayed:' .. job.level .. ':' .. job.tenant or ':waiting:' .. job.level)
+    local score = redis.call('ZSCORE', index, job.id)
+    if whole(score) then return score end
+    local high, low = string.match(job.id, '(%x%x%x%x%x%x%x%x)%-(%x%x%x%x)%-[^.]*$')
+    return string.format('%d', high and tonumber(high .. low, 16) or 0)
+  end
+
+  local function find_deadline(job)
+    local score = redis.call('ZSCORE', P .. ':deadlines', job.id)
+    return whole(score) and score or ''
+  end
+
+  -- What a damaged field was, as far as other keys tell it, or its default.
+  local function found(job, name)
+    if name == 'level' then return find_level(job.id) end
+    if name == 'tenant' then return find_tenant(job.id) end
+    if name == 'submitted' then return find_submitted(job) end
+    if name == 'deadline' then return find_deadline(job) end
+    if name == 'n' then return redis.call('ZSCORE', P .. ':tasks', job.id) and '0' or '1' end
+    if name == 'needs_reader' then return tonumber(job.level) >= CLASSES and '0' or '1' end
+    if name == 'cost' then count_event('unknown_sums') end
+    if name == 'cost' or name == 'weight' then return '1' end
+    return (name == 'losses' or name == 'preemptions') and '0' or ''
+  end
+
+  local function is_weight(text)
+    local weight = tonumber(text or '1')
+    return weight and weight > 0 and weight <= 1000
+  end
+
+  local function is_right(name, value)
+    if value == '' then return is_listed('deadline unread loss_mark output entry', name) end
+    if name == 'level' then return string.find(value, '^[0-5]$') end
+    if name == 'tenant' then return string.find(value, '^[%w_-]+$') and value ~= '-' end
+    if name == 'weight' then return is_weight(value) end
+    if name == 'entry' then
+      return value == '' or value == DELAYED or (#value < 22 and string.find(value, '^%d+%-%d+$'))
+    end
+    return whole(value)
+  end
+
+  -- The usual record costs these comparisons. Without a list, the state is not compared. A field that was not read is nil.
+  local function is_whole(job, known)
+    local entry, cost = job.entry or '', job.cost or '1'
+    return string.find((job.tenant or '-') .. ' ' .. job.level .. ' ' .. (job.n or '1') .. ' ' .. cost .. ' ' ..
+      (job.submitted or '0') .. ' ' .. (job.losses or '0') .. ' ' .. (job.preemptions or '0') .. ' ' ..
+      (job.needs_reader or '1') .. ' ' .. (job.deadline or '') .. ' ' .. (job.unread or '') .. ' ' .. (job.loss_mark or '') ..
+      ' ' .. (job.output or ''), '^[%w_-]+ [0-5] %d+ %d+ %d+ %d+ %d+ %d+ %d* %d* %d* %d*$') and #cost < 16 and
+      #(job.n or '') < 16 and #(job.submitted or '') < 16 and #(job.losses or '') < 16 and #(job.preemptions or '') < 16 and
+      #(job.needs_reader or '') < 16 and #(job.deadline or '') < 16 and #(job.unread or '') < 16 and
+      #(job.output or '') < 16 and #(job.loss_mark or '') < 16 and is_weight(job.weight) and
+      (entry == '' or entry == DELAYED or (#entry < 22 and string.find(entry, '^%d+%-%d+$'))) and
+      (not known or (job.state == known.state and (not known.level or known.level == job.level) and
+      (not known.tenant or known.tenant == job.tenant) and (not known.node or known.node == job.node) and
+      (entry == DELAYED) == (known.entry == DELAYED)))
+  end
+
+  -- Whether the record of a listed job is right and the list is not.
+  local function is_elsewhere(job, known)
+    if is_terminal(job.state) then return true end
+    if job.state == 'running' and known.state == 'queued' then
+      local node = redis.call('HGET', job_key(job.id), 'node') or ''
+      return redis.call('SISMEMBER', P .. ':running:' .. node, job.id) == 1
+    end
+    return job.state == 'queued' and known.state == 'running' and
+      redis.call('ZSCORE', P .. ':waiting:' .. job.level, job.id) ~= false
+  end
+
+  local function mend(job, known)
+    local fields = {}
+    local function set(name, value)
+      job[name], fields[#fields + 1], fields[#fields + 2] = value, name, value
+    end
+    for name, value in pairs(known) do
+      if job[name] and job[name] ~= value then set(name, value) end
+    end
+    -- The first ones find the others.
+    for _, name in ipairs({'level', 'tenant', 'entry', 'submitted', 'deadline', 'n', 'cost', 'needs_reader', 'losses',
+      'preemptions', 'loss_mark', 'output', 'unread', 'weight'}) do
+      if job[name] and not is_right(name, job[name]) then set(name, found(job, name)) end
+    end
+    if job.entry == DELAYED and known.state and known.entry ~= DELAYED then set('entry', '') end
+    -- A full Redis takes a write behind a free one.
+    redis.call('ZREM', P .. ':free', '')
+    if #fields > 0 then redis.call('HSET', job_key(job.id), unpack(fields)) end
+    count_event('mended_records')
     return job
   end
+
+  function mended(job, known)
+    if not job or is_whole(job, known) then return job end
+    return mend(job, known or {})
+  end
+
+  -- A job whose whole record is lost. It gets a new one, in which it ends. nil if no tenant has it open.
+  local function lost_job(id, known)
+    local tenant = known.tenant or find_tenant(id)
+    if redis.call('SISMEMBER', P .. ':tenant:' .. tenant .. ':open', id) == 0 then return nil end
+    local job, fields = {tenant = tenant, level = known.level or find_level(id), state = known.state, entry = known.entry or '',
+      node = known.node or '', n = '1', cost = '1', losses = '0', preemptions = '0', needs_reader = '1'}, {}
+    for name, value in pairs(job) do fields[#fields + 1], fields[#fields + 2] = name, value end
+    job.id = id
+    job.submitted, job.deadline = find_submitted(job), find_deadline(job)
+    redis.call('ZREM', P .. ':free', '')
+    redis.call('HSET', job_key(id), 'submitted', job.submitted, unpack(fields))
+    job = read_job(id)
+    job.problem = 'its record'
+    return job
+  end
+
+  function listed_job(id, fields, known)
+    local job = read_job(id, fields)
+    if job and is_whole(job, known) then return job end
+    if not job then
+      if redis.call('EXISTS', job_key(id)) == 0 then return lost_job(id, known) end
+      redis.call('HSET', job_key(id), 'state', '')
+      job = read_job(id, fields)
+    end
+    return not is_elsewhere(job, known) and mend(job, known) or nil
+  end
 end
 
--- The same as read_job for scripts that look at many jobs. A key that is not a hash counts as no job.
-local function read_damaged_job(id)
-  if redis.call('TYPE', job_key(id)).ok ~= 'hash' then return nil end
-  local job = mended(read_job(id))
-  if not job then return nil end
-  for _, name in ipairs({'deadline', 'unread'}) do
-    if not tonumber(job[name]) then job[name] = '' end
-  end
-  return job
-end
+-- Jobs and nodes -----------------------------------------------------------------------------------
 
 -- Whether a job occupies no sequence in an engine, and so needs no KV cache.
 local function is_task(job) return job.n == '0' end
@@ -145,15 +300,24 @@ do
   -- The length of a window, in ms, and the number of the current one. They stay the same during a script.
   function share_window()
     if not length then
-      length = tonumber(redis.call('HGET', KEYS[1], 'share_window_ms') or '') or SHARE_WINDOW_MS
+      length = whole(redis.call('HGET', KEYS[1], 'share_window_ms')) or SHARE_WINDOW_MS
       window = math.floor(clock() / length)
     end
     return length, window
   end
 end
 
-local enter_tenant, leave_tenant_if_last, charge_tenants, correct_charge, correct_charges
+local enter_tenant, leave_tenant_if_last, charge_tenants, correct_charge, correct_charges, virtual_time_of, charged_of
 do
+  -- Virtual times are below this. One that is not, such as infinity, would let all tenants wait that come after it.
+  local MAX_TIME = 1e24
+
+  -- A virtual time as Redis has it; `instead` for a damaged one.
+  function virtual_time_of(text, instead)
+    local time = tonumber(text or '')
+    return time and time > -MAX_TIME and time < MAX_TIME and time or instead
+  end
+
   local function debt_key(job) return P .. ':debt:' .. job.level end
 
   local clocks = {}
@@ -161,7 +325,7 @@ do
   -- The class's virtual clock: the highest virtual time at which a job started, plus 1 for each tenant that entered.
   local function virtual_clock(job)
     local level = tostring(job.level)
-    clocks[level] = clocks[level] or tonumber(redis.call('GET', P .. ':virtual_clock:' .. level) or '0')
+    clocks[level] = clocks[level] or virtual_time_of(redis.call('GET', P .. ':virtual_clock:' .. level), 0)
     return clocks[level]
   end
 
@@ -172,8 +336,8 @@ do
 
   function enter_tenant(job)
     if redis.call('ZSCORE', virtual_time_key(job), job.tenant) then return end
-    local debt = tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or '0')
     local now = virtual_clock(job)
+    local debt = virtual_time_of(redis.call('ZSCORE', debt_key(job), job.tenant), 0)
     redis.call('ZADD', virtual_time_key(job), math.max(debt, now), job.tenant)
     redis.call('ZREM', debt_key(job), job.tenant)
     set_clock(job.level, now + 1)
@@ -193,7 +357,7 @@ do
     if redis.call('EXISTS', queue_key(job), requeued_key(job)) > 0 then return end
     local time = redis.call('ZSCORE', virtual_time_key(job), job.tenant)
     redis.call('ZREM', virtual_time_key(job), job.tenant)
-    if time then remember_debt(job, tonumber(time)) end
+    if time then remember_debt(job, virtual_time_of(time, 0)) end
   end
 
   -- A tenant's use in this and the last window, over all classes, in KV-token-ms ÷ weight (policy_state.py, RecentUse).
@@ -206,7 +370,7 @@ do
     local tenant = job.tenant
     local length, window = share_window()
     if amount < 0 then
-      since = tonumber(since) or 0
+      since = whole(since) or 0
       if since < window - 1 then return end
       window = since
     end
@@ -221,7 +385,8 @@ do
       local level, name = job.level, job.level .. ':' .. job.tenant
       local of_tenant = charged[name]
       if not of_tenant then
-        of_tenant = {job = job, time = tonumber(redis.call('ZSCORE', virtual_time_key(job), job.tenant) or '0')}
+        local time = redis.call('ZSCORE', virtual_time_key(job), job.tenant)
+        of_tenant = {job = job, time = virtual_time_of(time, virtual_clock(job))}
         charged[name] = of_tenant
       end
       local clock_of_level = clocks[level] or {job = job, read = virtual_clock(job), time = 0}
@@ -244,9 +409,12 @@ do
     if redis.call('ZSCORE', virtual_time_key(like), tenant) then
       redis.call('ZINCRBY', virtual_time_key(like), by, tenant)
     else
-      remember_debt(like, tonumber(redis.call('ZSCORE', debt_key(like), tenant) or virtual_clock(like)) + by)
+      remember_debt(like, virtual_time_of(redis.call('ZSCORE', debt_key(like), tenant), virtual_clock(like)) + by)
     end
   end
+
+  -- What a take charged the job's tenant.
+  function charged_of(job) return math.max(0, virtual_time_of(job.charge, 0)) end
 
   -- Corrects an earlier charge of a tenant by `by`; negative if the charge was too high.
   function correct_charge(job, by)
@@ -377,6 +545,19 @@ local function leave_queue(job)
   count_queued(job, -tonumber(job.cost))
 end
 
+-- Removes an id from the queue that its record says to be elsewhere, or that has none.
+local function remove_stray(id, known)
+  redis.call('ZREM', P .. ':waiting:' .. known.level, id)
+  if not known.tenant then return end
+  redis.call('ZREM', requeued_key(known), id)
+  local key = queue_key(known)
+  for _, entry in ipairs(redis.call('XRANGE', key, '-', '+', 'COUNT', LOG_PAGE)) do
+    if entry[2][2] == id then redis.call('XDEL', key, entry[1]) end
+  end
+  if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
+  leave_tenant_if_last(known)
+end
+
 -- Removes jobs that are being taken from their queues: what leave_queue does, in fewer calls.
 local function leave_queues(jobs)
   local queues, waiting, due = {}, {}, {}
@@ -469,7 +650,7 @@ do
     local bound = redis.call('ZSCORE', bounds_key(tenant), id)
     if not bound then return end
     redis.call('ZREM', bounds_key(tenant), id)
-    count_now(P .. ':may_use', tenant, -tonumber(bound))
+    count_now(P .. ':may_use', tenant, -(whole(bound) or 0))
   end
 
   local function add_bound(job)
@@ -494,7 +675,7 @@ do
     local slots, sum, oldest = {}, 0, math.floor(now / SLOT_MS) - NUM_SLOTS + 1
     local found = redis.call('HGETALL', P .. ':used:' .. tenant)
     for at = 1, #found, 2 do
-      local slot, tokens = tonumber(found[at]), tonumber(found[at + 1])
+      local slot, tokens = whole(found[at]) or 0, whole(found[at + 1]) or 0
       if slot >= oldest then slots[#slots + 1], sum = {slot, tokens}, sum + tokens end
     end
     table.sort(slots, function(one, other) return one[1] < other[1] end)
@@ -504,8 +685,8 @@ do
   -- Milliseconds for which a job must wait for its tenant's tokens; 0 for none. If it waits for the end of another job, that
   -- end looks at it again (settle_tokens).
   local function token_wait_of(job, now)
-    local sum = tonumber(redis.call('HGET', P .. ':may_use', job.tenant) or '0') + job.may_use
-    local largest = tonumber(redis.call('ZREVRANGE', bounds_key(job.tenant), 0, 0, 'WITHSCORES')[2] or '0')
+    local sum = finite(redis.call('HGET', P .. ':may_use', job.tenant)) + job.may_use
+    local largest = whole(redis.call('ZREVRANGE', bounds_key(job.tenant), 0, 0, 'WITHSCORES')[2]) or 0
     local used, slots = used_lately(job.tenant, now)
     local over = used + sum - math.max(largest, job.may_use) - job.minute_tokens
     if over <= 0 then return 0 end
@@ -538,7 +719,9 @@ do
 
   function token_limit.read_terms(job)
     local may_use, minute_tokens = unpack(redis.call('HMGET', job_key(job.id), 'may_use', 'minute_tokens'))
-    job.may_use, job.minute_tokens = tonumber(may_use or ''), tonumber(minute_tokens or '')
+    job.may_use, job.minute_tokens = whole(may_use), whole(minute_tokens)
+    -- A damaged limit holds no job back.
+    if not job.minute_tokens then job.may_use = nil end
     return job
   end
 
@@ -552,34 +735,34 @@ do
   end
 
   -- Queues a tenant's waiting jobs as far as its tokens allow.
-  local function release_of(tenant, now)
+  local function release_of(tenant, config, now)
     for _ = 1, MAX_DELAYED do
       local id = redis.call('ZRANGE', awaiting_key(tenant), 0, 0)[1]
       if not id then
         redis.call('ZREM', P .. ':awaiting', tenant)
         return
       end
-      local job = read_job(id)
-      local is_waiting = job and job.state == 'queued' and job.entry == DELAYED and token_limit.read_terms(job).may_use
-      local wait = is_waiting and token_wait_of(job, now) or 0
+      local job = listed_job(id, nil, {state = 'queued', tenant = tenant, entry = DELAYED})
+      local is_waiting = job and not (job.problem and end_if_over(job, config, now))
+      local wait = is_waiting and token_limit.read_terms(job).may_use and token_wait_of(job, now) or 0
       if wait > 0 then
         redis.call('ZADD', P .. ':awaiting', now + wait, tenant)
         return
       end
       redis.call('ZREM', awaiting_key(tenant), id)
       if is_waiting then
-        add_bound(job)
+        if job.may_use then add_bound(job) end
         token_limit.queue_late(job, now)
       end
     end
   end
 
   -- Queues jobs whose tenants have tokens again. Returns the time for the next look, or nil if no job waits for tokens.
-  function token_limit.release_waiting(now)
+  function token_limit.release_waiting(config, now)
     local _, due = unpack(redis.call('ZRANGE', P .. ':awaiting', 0, 0, 'WITHSCORES'))
     if not due or tonumber(due) > now then return tonumber(due or '') end
     for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', P .. ':awaiting', '-inf', now, 'LIMIT', 0, MAX_WAITING_TENANTS)) do
-      release_of(tenant, now)
+      release_of(tenant, config, now)
     end
     return tonumber(redis.call('ZRANGE', P .. ':awaiting', 0, 0, 'WITHSCORES')[2] or '')
   end
@@ -590,7 +773,7 @@ do
     if used > 0 then
       local key, slot = P .. ':used:' .. job.tenant, math.floor(now / SLOT_MS)
       for _, other in ipairs(redis.call('HKEYS', key)) do
-        if tonumber(other) <= slot - NUM_SLOTS then redis.call('HDEL', key, other) end
+        if (whole(other) or 0) <= slot - NUM_SLOTS then redis.call('HDEL', key, other) end
       end
       redis.call('HINCRBY', key, slot, used)
       redis.call('PEXPIRE', key, NUM_SLOTS * SLOT_MS)
@@ -608,8 +791,8 @@ do
   -- states it in ms at some rate, and at another rate it takes another time.
   -- https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
   function next_due(now, burst_ms, amount, ms_per_unit, stated_due, stated_rate)
-    local debt = math.max(0, (tonumber(stated_due or '') or 0) - now)
-    if stated_rate and tonumber(stated_rate) ~= ms_per_unit then debt = debt * ms_per_unit / tonumber(stated_rate) end
+    local debt, stated = math.max(0, finite(stated_due) - now), finite(stated_rate)
+    if stated > 0 and stated ~= ms_per_unit then debt = debt * ms_per_unit / stated end
     local later = now + debt + amount * ms_per_unit
     if debt > 0 and later > now + burst_ms then return nil, math.min(debt, later - burst_ms - now) end
     return later
@@ -620,30 +803,36 @@ do
   local function reserve_tokens(job, now, before)
     local to_charge, ms_per_token, burst_ms =
       unpack(redis.call('HMGET', job_key(job.id), 'to_charge', 'ms_per_token', 'burst_ms'))
-    if not to_charge then return 0 end
-    local key, length = P .. ':rate:' .. job.tenant, tonumber(to_charge) * tonumber(ms_per_token)
+    ms_per_token = finite(ms_per_token)
+    if not whole(to_charge) or ms_per_token <= 0 then return 0 end
+    local key, length = P .. ':rate:' .. job.tenant, whole(to_charge) * ms_per_token
     local jobs, tokens, stated = unpack(redis.call('HMGET', key, 'jobs', 'tokens', 'ms_per_token'))
-    local later, wait = next_due(now, tonumber(burst_ms), tonumber(to_charge), tonumber(ms_per_token), tokens, stated)
+    local later, wait = next_due(now, finite(burst_ms), whole(to_charge), ms_per_token, tokens, stated)
     if not later then
       local after = before[job.tenant] or 0
       before[job.tenant] = after + length
       return math.max(1, math.ceil(wait + after))
     end
     redis.call('HSET', key, 'tokens', later, 'ms_per_token', ms_per_token)
-    redis.call('PEXPIRE', key, math.ceil(math.max(later, tonumber(jobs or '') or 0) - now) + 1)
+    redis.call('PEXPIRE', key, math.ceil(math.max(later, finite(jobs)) - now) + 1)
     redis.call('HSET', job_key(job.id), 'charged', to_charge)
     return 0
   end
 
   -- Queues the due jobs of a lane, oldest due time first, while fewer than MAX_READY jobs of its tenant and level are queued.
   -- One that its tenant's rate does not allow yet stays delayed. Returns how many it looked at.
-  local function release_lane(lane, now, max_count, before)
-    local key, level, tenant = P .. ':delayed:' .. lane, string.match(lane, '^(%d+):(.*)$')
+  local function release_lane(lane, config, now, max_count, before)
+    local key, level, tenant = P .. ':delayed:' .. lane, string.match(lane, '^([0-5]):(.+)$')
+    if not level then
+      redis.call('ZREM', P .. ':delayed', lane)
+      return 0
+    end
     local like = {level = level, tenant = tenant}
     local ready = redis.call('XLEN', queue_key(like)) + redis.call('ZCARD', requeued_key(like))
     local ids = redis.call('ZRANGEBYSCORE', key, '-inf', now, 'LIMIT', 0, math.max(0, math.min(max_count, MAX_READY - ready)))
     for _, id in ipairs(ids) do
-      local job = read_job(id)
+      local job = listed_job(id, nil, {state = 'queued', level = level, tenant = tenant, entry = DELAYED})
+      if job and job.problem and end_if_over(job, config, now) then job = nil end
       redis.call('ZREM', key, id)
       if job then lists.move(job, 'scheduled', 'queued') end
       local wait = job and reserve_tokens(job, now, before) or 0
@@ -667,11 +856,11 @@ do
 
   -- Queues delayed jobs whose time has come: a part of each tenant's, at the pace at which the pool takes them. So jobs that
   -- fall due together neither fill the queue nor keep other tenants' due jobs waiting.
-  function release_delayed(now)
+  function release_delayed(config, now)
     local before, left = {}, MAX_DELAYED
     local lanes = redis.call('ZRANGEBYSCORE', P .. ':delayed', '-inf', now, 'LIMIT', 0, MAX_LANES)
     for at, lane in ipairs(lanes) do
-      left = left - release_lane(lane, now, math.ceil(left / (#lanes - at + 1)), before)
+      left = left - release_lane(lane, config, now, math.ceil(left / (#lanes - at + 1)), before)
     end
   end
 
@@ -693,10 +882,10 @@ local function note_lease_end(job, now, why)
   local taken, retaken, past, count = unpack(redis.call('HMGET', job_key(job.id), 'taken', 'retaken', 'past_leases',
     'num_past_leases'))
   local ended = string.format('%s@%s-%d:%s', job.node, retaken or taken or now, now, why)
-  count = (tonumber(count or '') or 0) + 1
+  count = (whole(count) or 0) + 1
   local was_short = #(past or '') <= MAX_SHORT_BYTES
   past = past and (past .. ' ' .. ended) or ended
-  if count > MAX_PAST_LEASES then past = string.match(past, '^%S+ (.+)$') end
+  if count > MAX_PAST_LEASES then past = string.match(past, '^%S+ (.+)$') or ended end
   redis.call('HSET', job_key(job.id), 'past_leases', past, 'num_past_leases', count)
   if #past > MAX_SHORT_BYTES and was_short then
     redis.call('HINCRBY', job_key(job.id), 'held', WIDE_RECORD_BYTES - RECORD_BYTES)
@@ -711,7 +900,7 @@ local function requeue(job, now, why, cost, avoid_until)
   note_lease_end(job, now, why)
   local tenant, logged, grown = count_log(job.id)
   count_bytes(P .. ':stored', tenant or job.tenant, logged)
-  count_bytes(P .. ':reserved', job.tenant, grown - (tonumber(redis.call('HGET', job_key(job.id), 'reserved') or '') or 0))
+  count_bytes(P .. ':reserved', job.tenant, grown - (whole(redis.call('HGET', job_key(job.id), 'reserved')) or 0))
   redis.call('SREM', P .. ':running:' .. job.node, job.id)
   job.cost = tostring(cost)
   redis.call('HSET', job_key(job.id), 'state', 'queued', 'entry', '', 'node', '', 'lease', '', 'cost', cost,
@@ -719,7 +908,7 @@ local function requeue(job, now, why, cost, avoid_until)
   redis.call('ZADD', requeued_key(job), job.submitted, job.id)
   lists.move(job, 'running', 'queued')
   note_queued(job)
-  correct_charge(job, -(tonumber(job.charge) or 0))
+  correct_charge(job, -charged_of(job))
   ring_doorbell(cost, avoid_until > 0 and job.node or nil)
 end
 
@@ -738,14 +927,13 @@ end
 -- The sum of a hash of numbers.
 local function total(name)
   local sum = 0
-  for _, value in ipairs(redis.call('HVALS', P .. name)) do sum = sum + tonumber(value) end
+  for _, value in ipairs(redis.call('HVALS', P .. name)) do sum = sum + finite(value) end
   return sum
 end
 
 -- Bytes that a tenant's jobs occupy and may still write, and those that they may occupy of Redis's limit.
 local function bytes_of(tenant)
-  return tonumber(redis.call('HGET', P .. ':stored', tenant) or '0') +
-    tonumber(redis.call('HGET', P .. ':reserved', tenant) or '0')
+  return finite(redis.call('HGET', P .. ':stored', tenant)) + finite(redis.call('HGET', P .. ':reserved', tenant))
 end
 
 -- Bytes that a tenant may occupy beside others, and those that it may occupy alone. own_percent: that of its key, or 0 for
@@ -757,7 +945,7 @@ end
 local function memory_share_of(own_percent, limit, percent, used)
   local DEFAULT_PERCENT = 50
   local alone = own_percent > 0 and own_percent or
-    tonumber(redis.call('HGET', KEYS[1], 'tenant_memory_percent') or '') or DEFAULT_PERCENT
+    whole(redis.call('HGET', KEYS[1], 'tenant_memory_percent')) or DEFAULT_PERCENT
   local most = limit * alone / 100
   if alone >= percent then return most, most end
   local free = math.min(1, math.max(0, percent - 100 * used / limit) / (percent - alone))
@@ -782,6 +970,7 @@ end
 local function subtract_stored(member)
   local bytes, tenant = string.match(member, '^(%d+) (%S+) ')
   if redis.call('ZREM', P .. ':expiry', member) == 0 then return end
+  if not whole(bytes) then return count_event('unknown_sums') end
   count_bytes(P .. ':stored', tenant, -tonumber(bytes))
 end
 
@@ -810,7 +999,7 @@ end
 -- none. A job without a response has no bytes of one.
 local function stored_of(text)
   local log, result, request, rest, response = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+) ?(%d*)$')
-  if not log then return nil end
+  if not log or #text > 70 then return nil end
   return {log = tonumber(log), result = tonumber(result), request = tonumber(request), job = tonumber(rest),
     response = tonumber(response) or 0}
 end
@@ -821,13 +1010,13 @@ local function delete_dead_letter(id)
   local tenant, stored = unpack(redis.call('HMGET', job_key(id), 'tenant', 'stored'))
   stored = stored_of(stored)
   redis.call('DEL', P .. ':request:' .. id)
-  if stored then subtract_stored(expiry_member(stored.request, tenant, 'request:' .. id)) end
+  if stored then subtract_stored(expiry_member(stored.request, tenant or '-', 'request:' .. id)) end
   return 1
 end
 
 -- Lifetime of the record of a stored response, in ms after its job's end; nil for a job without one.
 local function response_life(job)
-  if job.life == nil then job.life = tonumber(job.keep or redis.call('HGET', job_key(job.id), 'keep') or '') or false end
+  if job.life == nil then job.life = whole(job.keep or redis.call('HGET', job_key(job.id), 'keep')) or false end
   return job.life or nil
 end
 
@@ -873,8 +1062,8 @@ do
     local function with_key(bytes) return bytes > 0 and bytes + KEY_BYTES or 0 end
     local bytes = {log = with_key(log_bytes), result = is_large and with_key(result_bytes) or 0,
       request = kept and with_key(redis.call('STRLEN', P .. ':request:' .. job.id)) or 0,
-      job = (is_wide and WIDE_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes) + (tonumber(job.extra) or 0),
-      response = with_key(tonumber(job.response_bytes) or 0)}
+      job = (is_wide and WIDE_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes) + (whole(job.extra) or 0),
+      response = with_key(whole(job.response_bytes) or 0)}
     local large_result_life = result_life(job, config, result_bytes)
     count_stored(job.tenant, 'log:' .. job.id, bytes.log, now + log_life(job, config, result_bytes))
     count_stored(job.tenant, 'result:' .. job.id, bytes.result, now + large_result_life)
@@ -950,9 +1139,9 @@ do
   local function correct_rate(job, ms_per_token, by, now)
     local key = P .. ':rate:' .. job.tenant
     local jobs, tokens, stated = unpack(redis.call('HMGET', key, 'jobs', 'tokens', 'ms_per_token'))
-    ms_per_token = tonumber(stated or '') or ms_per_token
-    local due = math.max(now, tonumber(tokens or '') or 0) + by * ms_per_token
-    local life = math.ceil(math.max(due, tonumber(jobs or '') or 0) - now)
+    if finite(stated) > 0 then ms_per_token = finite(stated) end
+    local due = math.max(now, finite(tokens)) + by * ms_per_token
+    local life = math.ceil(math.max(due, finite(jobs)) - now)
     if life <= 0 then
       redis.call('DEL', key)
     else
@@ -964,7 +1153,7 @@ do
   -- Remembers the length of a tenant's recent outputs, for its token rate: the longest one, which fades by a tenth per job.
   local function note_length(job, state, num_tokens)
     if state ~= 'succeeded' or num_tokens == 0 then return end
-    local known = tonumber(redis.call('HGET', P .. ':lengths', job.tenant) or '0')
+    local known = whole(redis.call('HGET', P .. ':lengths', job.tenant)) or 0
     redis.call('HSET', P .. ':lengths', job.tenant, math.max(math.ceil(num_tokens / tonumber(job.n)), math.floor(known * 0.9)))
   end
 
@@ -987,11 +1176,11 @@ do
 
   local function note_webhooks(job, state)
     local size = redis.pcall('HGET', P .. ':outbox_sizes', job.tenant)
-    if type(size) == 'table' or tonumber(size or '0') >= MAX_OUTBOX then
+    if type(size) == 'table' or finite(size) >= MAX_OUTBOX then
       count_event('webhooks_dropped')
       return
     end
-    local kind = (tonumber(job.response_bytes) or 0) > 0 and 'response' or 'job'
+    local kind = (whole(job.response_bytes) or 0) > 0 and 'response' or 'job'
     local entry = table.concat({string.match(job.id, '[^.]*$'), state, kind, job.tenant, job.webhooks}, ' ')
     if type(redis.pcall('XADD', P .. ':outbox', '*', 'e', entry)) == 'string' then
       count_now(P .. ':outbox_sizes', job.tenant, 1)
@@ -1032,11 +1221,11 @@ do
 
   -- Corrects what the job was charged for its tenant's limits of tokens. A task keeps its charge: its node reports no tokens.
   local function correct_tokens(job, state, now, reported)
-    local ms_per_token = tonumber(job.ms_per_token)
-    if not ms_per_token or is_task(job) then return end
+    local ms_per_token = finite(job.ms_per_token)
+    if ms_per_token <= 0 or is_task(job) then return end
     note_length(job, state, reported.completion)
     local num_used = reported.prompt + reported.completion
-    correct_rate(job, ms_per_token, num_used - (tonumber(job.charged) or 0), now)
+    correct_rate(job, ms_per_token, num_used - (whole(job.charged) or 0), now)
     token_limit.settle_tokens(job, num_used, now)
   end
 
@@ -1073,8 +1262,10 @@ do
     else
       redis.call('DEL', P .. ':request:' .. job.id)
     end
-    count_bytes(P .. ':stored', job.tenant, -(tonumber(job.held) or 0))
-    count_bytes(P .. ':reserved', job.tenant, -(tonumber(job.reserved) or 0))
+    local held, reserved = whole(job.held), job.reserved == '' and 0 or whole(job.reserved)
+    if not held or not reserved then count_event('unknown_sums') end
+    count_bytes(P .. ':stored', job.tenant, -(held or 0))
+    count_bytes(P .. ':reserved', job.tenant, -(reserved or 0))
     local is_wide = is_any_wide(message, param, job.past_leases, job.inboxes, job.loss_nodes or '')
     add_usage(job, job.account, now, reported)
     if not is_task(job) and job.in_feed ~= '0' then note_completion(job, config, now, state) end
@@ -1106,6 +1297,9 @@ end
 
 -- State, code and message with which a job must end now; nil if it may still run.
 local function why_over(job, config, now)
+  if job.problem then
+    return 'failed', 'internal_error', job.problem .. ' in Redis was lost or damaged'
+  end
   if job.cancel == '1' then return 'cancelled', 'cancelled', 'the job was cancelled' end
   if is_expired(job, now) then
     if redis.call('HGET', job_key(job.id), 'begun_deadline') then
@@ -1121,9 +1315,9 @@ end
 -- ranks of a node.
 local function end_if_lost_too_often(job, lost, config, now)
   local length = redis.call('LLEN', log_key(job.id))
-  local losses, nodes = tonumber(job.losses), job.loss_nodes
+  local losses, nodes = whole(job.losses) or 0, job.loss_nodes
   local entry = ' ' .. lost .. '@'
-  if length - (tonumber(job.loss_mark) or 0) >= config.progress_chunks then
+  if length - (whole(job.loss_mark) or 0) >= config.progress_chunks then
     losses, nodes = 0, entry .. now
   elseif not string.find(nodes, entry, 1, true) then
     losses, nodes = losses + 1, nodes .. entry .. now
@@ -1135,8 +1329,7 @@ local function end_if_lost_too_often(job, lost, config, now)
   return true
 end
 
--- Ends a job that must not run any longer. Returns whether it did so.
-local function end_if_over(job, config, now)
+function end_if_over(job, config, now)
   local state, code, message = why_over(job, config, now)
   if state then end_job(job, config, now, state, code, message, '') end
   return state ~= nil

@@ -4,9 +4,9 @@
 --   seen_ms: the pool's time as the caller knows it, 0 if it does not (prelude.lua, clock)
 --   terms: [tenant, max_open, max_queued, jobs_per_minute, tokens_per_minute, burst_s, weight, memory_percent, account],
 --   with 0 for no limit
---   row: [number of its terms, id, level, n, cost, body_hash, deadline_in_ms, channel, needs_reader, idem_hash, output,
+--   row: [terms' number, id, level, n, cost, body_hash, deadline_in_ms, channel, needs_reader, idem_hash, output,
 --   not_before_in_ms, keep_ms, rate_prompt, rate_n, rate_max, may_use, limits, max_wait_ms, in_feed, ttl_in_ms, tags,
---   metadata, retry_of, webhooks]
+--   metadata, retry_of, webhooks, model, words]
 --   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
 --   deadline_in_ms, not_before_in_ms, ttl_in_ms: 0 for none. idem_hash: '' without an idempotency key.
@@ -18,7 +18,8 @@
 --   channel: the job's field of that name (prelude.lua).
 --   in_feed: 0 for a job whose end is no completion of its tenant.
 --   tags: separated by spaces. metadata: as JSON, or ''. retry_of: the uuid of the job's id that it repeats, or ''.
---   webhooks: ids of the endpoints that are told of its end, separated by spaces.
+--   webhooks: ids of the endpoints that are told of its end, separated by spaces. model, words: the job's fields of these
+--   names, or ''.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|CHANNEL_CONFLICT|
 --       UNKNOWN_POOL}
@@ -63,6 +64,7 @@ local function job_of(row, request, response)
     not_before_in = row[12], keep = row[13], rate_prompt = row[14], rate_n = row[15], rate_max = row[16],
     most_tokens = row[17], limits = row[18], max_wait_ms = tonumber(row[19]), in_feed = row[20], ttl_in = row[21],
     tags = row[22], metadata = row[23], retry_of = row[24], webhooks = row[25],
+    model = row[26], words = row[27],
     request = request, response = response,
     in_background = level >= CLASSES,
     -- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
@@ -134,13 +136,13 @@ do
 
   local function own_queued(job)
     local own = job.own
-    own.queued = own.queued or tonumber(redis.call('HGET', P .. ':queued', job.tenant) or '0')
+    own.queued = own.queued or finite(redis.call('HGET', P .. ':queued', job.tenant))
     return own.queued
   end
 
   local function own_background(job)
     local own = job.own
-    own.background = own.background or tonumber(redis.call('HGET', P .. ':queued_background', job.tenant) or '0')
+    own.background = own.background or finite(redis.call('HGET', P .. ':queued_background', job.tenant))
     return own.background
   end
 
@@ -168,7 +170,7 @@ do
   local function backlog_of(first_level, last_level)
     queue.backlog = queue.backlog or redis.call('HMGET', P .. ':backlog', 0, 1, 2, 3, 4, 5)
     local sum = 0
-    for level = first_level, last_level do sum = sum + (tonumber(queue.backlog[level + 1]) or 0) end
+    for level = first_level, last_level do sum = sum + finite(queue.backlog[level + 1]) end
     return sum
   end
 
@@ -186,14 +188,13 @@ do
 
   local function add_node(paces, node)
     local spreads = type(node.pace_spreads) == 'table' and node.pace_spreads or {}
-    local foreground = tonumber(node.drain_cost_per_s) or 0
-    local background = tonumber(node.background_cost_per_s) or 0
+    local foreground, background = finite(node.drain_cost_per_s), finite(node.background_cost_per_s)
     if background == 0 then background = foreground end
     for kind, rate in ipairs({foreground, background}) do
       paces[kind].per_s = paces[kind].per_s + rate
       paces[kind].spread = paces[kind].spread + rate * (tonumber(spreads[kind]) or UNKNOWN_SPREAD)
     end
-    paces.free[#paces.free + 1] = {tonumber(node.kv_tokens_available) or 0, tonumber(node.sequences_available)}
+    paces.free[#paces.free + 1] = {finite(node.kv_tokens_available), tonumber(node.sequences_available)}
   end
 
   local function read_pace(job)
@@ -238,7 +239,7 @@ do
     local refused = job.own.refused
     if not refused then
       local cost, at = unpack(redis.call('HMGET', P .. ':refused:' .. job.tenant, 'cost', 'at'))
-      local left = (tonumber(cost) or 0) - rate * share * (now - (tonumber(at) or now))
+      local left = finite(cost) - rate * share * (now - (whole(at) or now))
       refused = {left = math.max(0, left), is_new = left <= 0, bodies = {}}
       job.own.refused = refused
     end
@@ -300,7 +301,7 @@ do
       return busy_until_drained(job, 'open jobs', config.max_open_jobs, ahead_of(job) / math.max(1, own_open_jobs(job)))
     end
     if is_light and num_tasks() >= MAX_WAITING_TASKS then
-      local own_tasks = tonumber(redis.call('HGET', P .. ':tenant_tasks', job.tenant) or '0')
+      local own_tasks = finite(redis.call('HGET', P .. ':tenant_tasks', job.tenant))
       local num_with_tasks = redis.call('HLEN', P .. ':tenant_tasks') + (own_tasks > 0 and 0 or 1)
       if takes_its_part(own_tasks, MAX_WAITING_TASKS, num_with_tasks) then
         return busy(job, 'waiting tasks', MAX_WAITING_TASKS, jittered(job, MIN_RETRY_MS))
@@ -408,7 +409,7 @@ do
     local UNKNOWN_LENGTH = 256
     if job.rate_prompt == '' then return job.is_light and 0 or job.cost end
     local longest = job.rate_max > 0 and job.rate_max or nil
-    local known = tonumber(redis.call('HGET', P .. ':lengths', job.tenant) or '')
+    local known = whole(redis.call('HGET', P .. ':lengths', job.tenant))
     local length = math.min(longest or known or UNKNOWN_LENGTH, known or longest or UNKNOWN_LENGTH)
     return job.rate_prompt + job.rate_n * length
   end
@@ -430,7 +431,7 @@ do
     local rates, new, rate_until = read_rates(job), {}, now
     for _, unit in ipairs({{'jobs', 1}, {'tokens', job.reserved_tokens}}) do
       local name, amount = unpack(unit)
-      local due, limit_of_unit = tonumber(rates.due[name] or '') or 0, per_minute[name]
+      local due, limit_of_unit = finite(rates.due[name]), per_minute[name]
       -- A delayed job reserves its tokens when it is due.
       if limit_of_unit > 0 and not (name == 'tokens' and job.not_before_in > 0) then
         local ms_per_unit = 60000 / limit_of_unit
@@ -472,7 +473,7 @@ do
     if job.is_light then add_if_read(queue, 'tasks', 1) end
     if queue.backlog then
       local at = job.level + 1
-      queue.backlog[at] = (tonumber(queue.backlog[at]) or 0) + job.cost
+      queue.backlog[at] = finite(queue.backlog[at]) + job.cost
     end
   end
 
@@ -505,6 +506,8 @@ local function write_record(job, entry, is_delayed)
   if job.retry_of ~= '' then add('retry_of', job.retry_of) end
   if job.in_feed == 0 then add('in_feed', 0) end
   if job.webhooks ~= '' then add('webhooks', job.webhooks) end
+  if job.model ~= '' then add('model', job.model) end
+  if job.words ~= '' then add('words', job.words) end
   if job.response ~= '' then
     redis.call('SET', P .. ':response:' .. job.id, job.response)
     add('keep', job.keep, 'response_bytes', #job.response)

@@ -48,7 +48,7 @@ local lost, budget = {}, MAX_JOBS
 for _, node in ipairs(redis.call('ZRANGEBYSCORE', P .. ':nodes', '-inf', now - config.lease_ms)) do
   local ids = redis.call('SRANDMEMBER', P .. ':running:' .. node, budget)
   local jobs = {}
-  for _, id in ipairs(ids) do jobs[#jobs + 1] = read_damaged_job(id) end
+  for _, id in ipairs(ids) do jobs[#jobs + 1] = listed_job(id, nil, {state = 'running', node = node}) end
   table.sort(jobs, is_older)
   budget = budget - #ids
   lost[#lost + 1] = {node = node, jobs = jobs, empty = #ids == redis.call('SCARD', P .. ':running:' .. node),
@@ -57,7 +57,8 @@ for _, node in ipairs(redis.call('ZRANGEBYSCORE', P .. ':nodes', '-inf', now - c
 end
 local due = {}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':deadlines', '-inf', now, 'LIMIT', 0, MAX_JOBS)) do
-  due[#due + 1] = read_damaged_job(id)
+  local job = mended(read_job(id))
+  if job then due[#due + 1] = job else redis.call('ZREM', P .. ':deadlines', id) end
 end
 
 redis.call('ZREM', P .. ':free', '')
@@ -110,8 +111,8 @@ end
 for _, job in ipairs(due) do
   if end_if_over(job, config, now) then ended = ended + 1 end
 end
-release_delayed(now)
-token_limit.release_waiting(now)
+release_delayed(config, now)
+token_limit.release_waiting(config, now)
 redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - math.max(MAX_READER_SILENCE_MS, config.abandon_after_ms))
 redis.call('ZREMRANGEBYSCORE', P .. ':revisions', '-inf', now - MAX_READER_SILENCE_MS)
 redis.call('ZREMRANGEBYSCORE', P .. ':dead_letters', '-inf', now - DEAD_LIFE_MS)

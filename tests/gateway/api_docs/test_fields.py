@@ -365,7 +365,7 @@ def test_every_kind_of_effect_occurs() -> None:
 
 def test_a_batch_file_restricts_what_a_row_cannot_have() -> None:
     rows = {name: effect for (endpoint, name), effect in EFFECTS.items() if endpoint == "batch: /v1/chat/completions"}
-    assert (rows["stream"], rows["tools"], rows["stream_options"]) == ("only `false`", "only `[]`", REFUSED)
+    assert (rows["stream"], rows["tools"], rows["stream_options"]) == ("only `false`", HONORED, REFUSED)
     assert rows["service_tier"] == 'only `"auto"` or `"default"` or `"flex"`'
     assert rows["priority"] == UNKNOWN
 

@@ -80,6 +80,9 @@ def test_list_has_own_jobs_only_unless_an_admin_asks(callers: Callers) -> None:
     assert listed("acme", "&tenant=acme") == listed("acme")
     assert mine in listed("ops", "&tenant=acme") and theirs not in listed("ops", "&tenant=acme")
     assert listed("ops") == set()
+    for caller, words in (("acme", "hello"), ("ops", None)):
+        (job,) = callers[caller].get("/v1/jobs?tenant=acme&limit=1").json()["data"]
+        assert (job["model"], job.get("first_words")) == (MODEL, words)
     refused = callers["rival"].get("/v1/jobs?tenant=acme")
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "insufficient_scope")
     assert callers["ops"].post("/v1/jobs", json={"prompt": "hello"}).status_code == 403

@@ -211,7 +211,7 @@ def test_stream_resumes_in_the_middle_of_a_call(calling_url):
             assert [_said(event) for event in rest] == [_said(event) for event in whole[at + 1 :]]
 
 
-def _said(event: str) -> object:
+def _said(event: str) -> Any:
     data = event.split("data: ")[1]
     return data if data == "[DONE]" else json.loads(data)["choices"]
 

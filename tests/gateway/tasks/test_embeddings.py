@@ -149,7 +149,7 @@ def test_text_may_fill_the_context(http: httpx.Client) -> None:
 
 
 def test_model_may_be_omitted_if_only_one_is_served(http: httpx.Client) -> None:
-    assert http.post("/v1/embeddings", json={"input": "Hello"}).json()["model"] == "echo"
+    assert http.post("/v1/embeddings", json={"input": "Hello"}).json()["model"] == MODEL
 
 
 def test_adapter_is_named_as_the_model(http: httpx.Client, engine: EchoEngine) -> None:

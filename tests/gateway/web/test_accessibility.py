@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from itertools import pairwise
 from typing import Literal
 
 import httpx
@@ -61,7 +62,7 @@ def test_a_view_has_no_barriers(
     elif view == "#dashboard":
         expect(page.get_by_role("heading", name="Nodes and their KV blocks").first).to_be_visible()
     elif view == "#jobs":
-        page.locator(".batch", has_text=job).get_by_role("button", name="Open").click()
+        page.locator("#job-table tbody", has_text=job).locator(".job").click()
         expect(page.get_by_text("First token")).to_be_visible()
     assert scroll_width(page) == SIZES[size]["width"]
     if view == "docs":
@@ -80,11 +81,36 @@ def test_dialogs_and_drawers_have_no_barriers_and_close_with_a_key(page: Page, u
         page.keyboard.press("Escape")
         expect(page.locator(part)).to_be_hidden()
         expect(page.get_by_role("button", name=drawer)).to_be_focused()
-    for opener in ("API key", "Rename"):
+    for menu, opener in (("Menu", "API key"), ("More", "Rename")):
+        page.get_by_role("button", name=menu, exact=True).click()
         page.get_by_role("button", name=opener).click()
         assert problems(page, "dialog[open]") == []
         page.keyboard.press("Escape")
         expect(page.get_by_role("button", name=opener)).to_be_focused()
+
+
+def test_the_head_of_a_phone_is_one_row(page: Page, url: str, engine: EchoEngine) -> None:
+    page.set_viewport_size({"width": 375, "height": 700})
+    chat = Playground(page, url)
+    chat.ask("a question whose title is longer than what a phone has room for in one row")
+    chat.wait_end()
+    box = page.locator("#turns").bounding_box()
+    assert box is not None
+    assert box["y"] <= 48
+    assert scroll_width(page) == 375
+    rows = page.locator("header button:visible, .bar :is(button, h2):visible").evaluate_all(
+        "all => all.map((one) => one.getBoundingClientRect()).map(({ left, right }) => [left, right])"
+    )
+    assert len(rows) == 5
+    assert all(right <= left for (_, right), (left, _) in pairwise(sorted(rows)))
+    for view in ("Jobs", "Batches", "Dashboard"):
+        page.get_by_role("button", name="Menu").click()
+        page.get_by_role("link", name=view).click()
+        expect(page.locator("#view-name")).to_have_text(view)
+        expect(page.get_by_role("link", name="Playground")).to_be_hidden()
+        head = page.locator("header").bounding_box()
+        assert head is not None
+        assert head["height"] <= 48
 
 
 def test_a_phone_follows_the_answer_and_covers_nothing_of_it(page: Page, url: str, engine: EchoEngine) -> None:

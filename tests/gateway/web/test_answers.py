@@ -180,6 +180,18 @@ def test_a_request_is_copied_as_curl_and_as_python_and_both_run(
     assert copied(chat, "Copy") == "it's a test"
 
 
+def test_each_paragraph_has_the_direction_of_its_text(chat: Playground) -> None:
+    chat.ask("ما هو توربين الماء؟\n\nA turbine.\n\n```\nقيمة = 1\n```")
+    chat.wait_end()
+    side = """all => all.map((one) => {
+        const range = document.createRange();
+        range.selectNodeContents(one);
+        const [text, box] = [range.getBoundingClientRect(), one.getBoundingClientRect()];
+        return text.left - box.left > box.right - text.right ? "right" : "left";
+    })"""
+    assert chat.answer.locator(".said p, .said pre code").evaluate_all(side) == ["right", "left", "left"]
+
+
 @pytest.mark.parametrize("text", ["gate\n" * 70_000, "*a* " * 40_000, "- a\n" * 20_000])
 def test_an_answer_of_many_parts_is_shown(chat: Playground, text: str) -> None:
     """A call in JavaScript takes about a hundred thousand arguments."""

@@ -306,7 +306,7 @@ def test_page_works_without_what_it_kept(page: Page, url: str, engine: EchoEngin
     page.goto(url)
     temperature = page.get_by_label("Temperature")
     for kept in ("{", "null", "[7]", '{"length": 1, "temperature": "0.5"}'):
-        page.evaluate("kept => localStorage.setItem('penstock-parameters', kept)", kept)
+        page.evaluate("kept => localStorage.setItem('penstock-settings', kept)", kept)
         page.reload()
         expect(temperature).to_be_visible()
     expect(temperature).to_have_value("0.5")
@@ -358,6 +358,7 @@ def test_phone_shows_all_without_horizontal_scrolling(page: Page, url: str, engi
     chat.wait_end()
     assert scroll_width(page) == 360
     expect(chat.prompt).to_be_in_viewport()
+    page.get_by_role("button", name="Menu").click()
     page.get_by_role("link", name="Dashboard").click()
     expect(page.get_by_role("heading", name="Nodes and their KV blocks").first).to_be_visible()
     assert scroll_width(page) == 360

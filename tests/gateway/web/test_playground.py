@@ -233,6 +233,7 @@ def test_motion_stops_where_the_reader_prefers_that(chat: Playground, engine: Ec
 
 
 def test_unset_parameters_are_not_sent(chat: Playground) -> None:
+    chat.page.get_by_label("Max tokens").fill("")
     with chat.page.expect_request(RESPONSES) as request:
         chat.ask("hello")
     assert sorted(request.value.post_data_json) == [

@@ -21,6 +21,7 @@ WELL = HealthSample(
     redis_silent_s=2.0,
     hears_doorbell=True,
     unsent_bytes=0,
+    failing="",
     max_unsent_bytes=1 << 20,
     num_tokenizer_failures=0,
 )

@@ -17,8 +17,9 @@ import pytest
 
 from penstock.kernels.cpu import build
 from penstock.kernels.cpu.build import BuildError, library_path, prebuild
+from penstock.kernels.cpu.probe import Isa
 
-ISA: build.Isa = "avx2"
+ISA: Isa = "avx2"
 TINY = 'extern "C" __attribute__((visibility("default"))) int answer() { return %s; }\n'
 
 

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from bench import peers
 from bench.contestants import CONTESTANTS, Contestant
 from bench.journal import Run
 from bench.larger.contestants import of_shape
 from bench.larger.models import MODEL_SHAPES
-from bench.report import REPORTS, Scene, write
+from bench.report import REPORTS, Scene, raw_folder, write
 from bench.verdicts import TARGETS, best, medians, verdicts
 from bench.workload import WORKLOADS
 
@@ -100,17 +101,17 @@ def test_each_workload_is_in_a_report() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     runs = [run("penstock bf16", 100), run("vllm", 50, foreign=0.2), run("llamacpp-server bf16", 0, error="status 1")]
-    write(tmp_path, SCENE, runs, CONTESTANTS.values())
-    return tmp_path
+    monkeypatch.setattr(peers, "BUILD", tmp_path / "build")
+    write(tmp_path / "results", SCENE, runs, CONTESTANTS.values())
+    return tmp_path / "results"
 
 
 def test_reports_are_written_for_what_was_measured(folder: Path) -> None:
-    assert sorted(path.name for path in folder.iterdir()) == [
-        *("memory.json", "memory.md", "offline.json", "offline.md", "targets.json", "targets.md")
-    ]
-    content = json.loads((folder / "offline.json").read_text())
+    assert sorted(path.stem for path in folder.iterdir()) == ["memory", "offline", "targets"]
+    assert sorted(path.name for path in raw_folder().iterdir()) == ["memory.json", "offline.json", "targets.json"]
+    content = json.loads((raw_folder() / "offline.json").read_text())
     assert content["medians"]["mix"]["vllm"]["num_dirty"] == 1
     assert content["runs"][0]["command"] == "a command"
     assert "| vllm | 50 | 20 | 20.0 | 1 (1) |" in (folder / "offline.md").read_text()

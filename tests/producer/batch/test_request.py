@@ -83,7 +83,7 @@ def test_an_answer_looks_the_same_in_a_file_and_over_http(reason: Any) -> None:
         (CHAT_URL, {"messages": MESSAGES, "stream": True}, "stream"),
         (CHAT_URL, {"messages": MESSAGES, "prompt": "x"}, "prompt"),
         (CHAT_URL, {"messages": []}, "messages"),
-        (CHAT_URL, {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        (CHAT_URL, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function"),
         (CHAT_URL, {"messages": "hello"}, "messages"),
         (CHAT_URL, {"messages": [1, 2]}, "messages[0]"),
         (CHAT_URL, {"messages": MESSAGES, "priority": "batch"}, "priority"),

@@ -91,7 +91,7 @@ def test_instructions_are_the_first_message() -> None:
         (RESPONSES_URL, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES_URL, {"input": "x", "temperature": -1}, "temperature"),
         (RESPONSES_URL, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-        (RESPONSES_URL, {"input": "x", "tools": [{"type": "function"}]}, "tools"),
+        (RESPONSES_URL, {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
         (RESPONSES_URL, {"messages": []}, "messages"),
         (EMBEDDINGS_URL, {"input": []}, "input"),
         (EMBEDDINGS_URL, {"input": "x", "encoding_format": "int8"}, "encoding_format"),

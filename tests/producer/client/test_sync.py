@@ -48,7 +48,7 @@ def test_stream_and_result(client: Client) -> None:
     assert job.result().choices[0].token_ids == tuple(fake_tokens(job.id, 30))
     assert client.result(job.id).outcome.state == job.status().state == client.status(job.id).state == "succeeded"
     assert [chunk.index for chunk in client.attach(job.id, after=27).stream()] == [28, 29, 30]
-    assert len(client.pools()) == 1
+    assert [client.served_pool().pool] == list(client.pools())
 
 
 def test_stream_by_one_call(client: Client) -> None:

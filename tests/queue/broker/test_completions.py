@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Sequence
 from dataclasses import replace
@@ -168,7 +169,8 @@ async def test_completions_expire_with_the_records_and_their_last_one_stays_a_cu
     old = await ends(queue, node, 3)
     found = await follow(queue, start)
     assert ids(found) == old
-    await queue.redis.hset(keys.config(POOL), "result_ttl_ms", -1)
+    await queue.redis.hset(keys.config(POOL), "result_ttl_ms", 0)
+    await asyncio.sleep(0.005)
     await queue.redis.zadd(f"{P}:ended", {TENANT: 1})
     await queue.sweep()
     assert not await queue.keys("ended:*") and await queue.ids("ended") == set()

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fakes.queue.damage import Snapshot
+from fakes.queue.damage_cells import Snapshot
 from fakes.queue.harness import POOL, P, Queue
 
 from penstock.queue import keys

@@ -37,11 +37,13 @@ async def test_an_acknowledged_result_is_freed_and_its_job_stays_known(queue: Qu
     last = Emission(taken.job_id, taken.lease, 0, chunks_of(taken.job_id, 0, 3))
     await node.broker.finish(last, Outcome("succeeded"), result)
     assert await stored(queue) > 1120 + len(result)
+    assert (await queue.producer.status(job.id, "default")).first_words == "hello"
 
     assert await queue.producer.ack([job.id], "default") == 1
     assert await stored(queue) == 1120
     assert await queue.keys(f"*{job.id}") == {f"job:{job.id}"}
-    assert (await queue.producer.status(job.id, "default")).state == "succeeded"
+    status = await queue.producer.status(job.id, "default")
+    assert (status.state, status.first_words) == ("succeeded", "")
     assert (await queue.producer.submit(Submission(job, 1))).existed
     with pytest.raises(NotFoundError, match="no longer kept"):
         await queue.producer.result(job.id, "default")

@@ -10,7 +10,6 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, ConfigError, DamagedRecordError, InvariantError, UnavailableError
-from penstock.contract.output import Outcome
 from penstock.queue.broker.connection import connect, translated
 from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -132,8 +131,7 @@ async def test_errors_of_redis_are_translated(foreign: Exception, ours: type[Exc
 
 
 async def test_damaged_data_is_an_invariant_error_and_not_an_outage(queue: Queue) -> None:
-    node = await queue.node()
-    taken = await queue.running(node)
-    await queue.redis.set(f"{P}:log:{taken.job_id}", "no list")
+    await queue.node()
+    await queue.redis.set(f"{P}:readers", "no sorted set")
     with pytest.raises(InvariantError, match="WRONGTYPE"):
-        await node.finish(taken, 0, outcome=Outcome("succeeded"))
+        await queue.producer.reader_heartbeat(POOL, "reader")

@@ -122,8 +122,10 @@ async def test_an_ended_response_is_deleted_with_log_and_result(queue: Queue) ->
     node, responses = await queue.node(), ResponseBroker(queue.redis)
     job = await submit(queue)
     await end(node, num_bytes=LARGE_RESULT_BYTES + 1)
+    assert (await queue.producer.status(job.id, "acme")).first_words
     await responses.delete(job.id, "acme")
     assert await queue.redis.exists(keys.response(job.id), keys.result(job.id), keys.log(job.id)) == 0
+    assert not (await queue.producer.status(job.id, "acme")).first_words
     assert await kept(queue) == JOB_BYTES
     assert await findings(queue) == []
     with pytest.raises(NotFoundError):

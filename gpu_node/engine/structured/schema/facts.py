@@ -39,10 +39,12 @@ class Facts:
     values: dict[str, Any] | None = None
     """All values by their canonical text, if the schemas list them."""
     required: set[str] = field(default_factory=set)
+    # Of one request.
     properties: dict[str, list[Any]] = field(default_factory=dict)
     """The schemas that apply to a property."""
     names: frozenset[str] | None = None
     """The only names that properties may have, if the schemas list them."""
+    # Of one request.
     ranges: dict[str, _Range] = field(default_factory=dict)
     """Bounds of a string's characters, an array's items, or a number."""
 

@@ -13,6 +13,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import Family
 
 
+# Of one user, or of our own code and files.
 @cache
 def families() -> dict[str, Family]:
     """Return every family of this folder by architecture name. A new file adds a family without registration."""

@@ -13,6 +13,7 @@ from penstock.gpu_node.model.checkpoint.methods.parts import Method
 from penstock.gpu_node.model.checkpoint.stored_tensors import ReadScaled
 
 
+# Of one user, or of our own code and files.
 @cache
 def methods() -> dict[str, Method]:
     """Return every method of this folder by its `quant_method`. A new file adds a method without registration."""

@@ -70,7 +70,7 @@ class Parts:
             return np.broadcast_to(stored.to_float32().reshape(1, 1), (rows, 1)), columns
         if block is not None:
             blocks = self.floats(part, -(-rows // block[0]), -(-columns // block[1]))
-            return np.repeat(blocks, block[0], axis=0)[:rows], block[1]
+            return np.repeat(blocks, min(block[0], rows), axis=0)[:rows], block[1]
         if stored.shape == (rows,):
             return stored.to_float32().reshape(rows, 1), columns
         num_groups = max(1, stored.shape[-1])

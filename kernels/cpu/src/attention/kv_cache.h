@@ -3,8 +3,8 @@
 // A block is one run of memory with the same tokens of every layer: [layers][pages][heads] cells. A page is 16
 // tokens.
 //
-//   bf16   keys [head_dim / 2][16 tokens][2], values [8 token pairs][head_dim][2]
-//   f16    keys [head_dim][16 tokens], values [16 tokens][head_dim]
+//   bf16   keys [head_dim / 2][16 tokens][2], values [8 token pairs][head_dim][2];
+//   f16    keys [head_dim][16 tokens], values [16 tokens][head_dim];
 //   int8   keys [head_dim / 4][16 tokens][4] u8 (128 + q), values [4 token quadruples][head_dim][4] s8,
 //          and float scales: values [16 tokens], keys [groups of 32 channels][16 tokens]
 #pragma once

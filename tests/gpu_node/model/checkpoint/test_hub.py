@@ -165,7 +165,10 @@ def test_gguf_file_is_named_after_a_colon(hub: HubServer, change: Callable[..., 
         _get(f"{MODEL}:m.q2.gguf")
     with pytest.raises(ConfigError, match=r"name one of its files as org/tiny:FILE: m\.q4_0\.gguf"):
         _get(MODEL)
-    with pytest.raises(ConfigError, match=r"must be a \.gguf file"):
+    assert _get(f"{MODEL}:Q4_0") == path
+    with pytest.raises(ConfigError, match=r"no file of Q4_K_M; name one as org/tiny:FILE: m\.q4_0\.gguf, m"):
+        _get(f"{MODEL}:Q4_K_M")
+    with pytest.raises(ConfigError, match=r"must be a \.gguf file .* or a quantization"):
         _get(f"{MODEL}:model.bin")
 
 
@@ -174,12 +177,13 @@ def test_all_parts_of_a_split_gguf_file_are_downloaded(
     number: int, hub: HubServer, change: Callable[..., Path]
 ) -> None:
     parts = [f"q8/m-0000{i}-of-00002.gguf" for i in (1, 2)]
-    folder = change(*parts, "m.gguf")
+    folder = change(*parts, "m.gguf", "m-IQ8.gguf", "m-q8_0_4_4.gguf")
     (folder / WEIGHTS).unlink()
     hub.add(MODEL, folder)
     path = _get(f"{MODEL}:{parts[number - 1]}")
     assert sorted(file.name for file in path.parent.iterdir()) == [Path(part).name for part in parts]
-    with pytest.raises(ConfigError, match=r"as org/tiny:FILE: m\.gguf, q8/m-00001-of-00002\.gguf$"):
+    assert _get(f"{MODEL}:Q8").name == Path(parts[0]).name
+    with pytest.raises(ConfigError, match=r"as org/tiny:FILE: m-IQ8.*, m\.gguf, q8/m-00001-of-00002\.gguf$"):
         _get(MODEL)
     with pytest.raises(ConfigError, match=r"org/tiny has no file q8/m-00001-of-00003\.gguf"):
         _get(f"{MODEL}:q8/m-00003-of-00003.gguf")

@@ -86,8 +86,8 @@ def _change_settings(folder: Path, target: Path, **changes: Any) -> None:
         ("gptq int8", {"dynamic": {"-:.*gate.*": {}}}, "dynamic"),
         ("gptq int8", {"group_size": None}, "is invalid"),
         ("awq", {"group_size": 32}, r"q_proj.* has scales \[64, 1\] of 32 columns each"),
-        ("fp8 in blocks", {"weight_block_size": 48}, "is invalid"),
-        ("fp8 in blocks", {"weight_block_size": [48, 0]}, "q_proj do not fit together"),
+        ("fp8 in blocks", {"weight_block_size": 48}, "weight_block_size is 48 but must be two whole numbers"),
+        ("fp8 in blocks", {"weight_block_size": [48, 0]}, "weight_block_size is 0 but must be a whole number from 1"),
         ("packed int4", {"format": None}, "format None"),
         (
             "packed int4",

@@ -53,17 +53,17 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 9}}, "no 'short_factor'"),
         ({"intermediate_size": 100}, "gate_proj"),
         ({"num_hidden_layers": 3}, r"model\.layers\.2"),
-        ({"num_hidden_layers": "two"}, r"config\.json is invalid"),
-        ({"num_attention_heads": 0, "head_dim": None}, r"config\.json is invalid"),
+        ({"num_hidden_layers": "two"}, r"num_hidden_layers is 'two' but must be a whole number from 1 to 1,024"),
+        ({"num_attention_heads": 0, "head_dim": None}, r"config\.json: num_attention_heads is 0"),
         ({"architectures": 5}, "architecture none is not supported"),
-        ({"rope_parameters": "far"}, r"config\.json is invalid"),
+        ({"rope_parameters": "far"}, r"config\.json: rope_parameters is 'far' but must be an object"),
         ({"hidden_size": "a", "head_dim": 16}, "hidden_size is 'a'"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"rms_norm_eps": None}, "norm_eps is None"),
         ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": -5}, "an attention window is -5"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 2.5}, r"an attention window is 2\.5"),
-        ({"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 8.0}, "rope dim is 128 .* head_dim 16"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -5}, "sliding_window is -5"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 2.5}, r"sliding_window is 2\.5"),
+        ({"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 8.0}, r"rotary_pct is 8\.0"),
         ({"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.2}, "rope dim is 3 .* head_dim 16"),
     ],
 )
@@ -105,7 +105,7 @@ def test_sharded_weights_load_and_a_missing_shard_is_named(model_copy: Path) -> 
 def test_an_index_that_names_no_files_is_refused(model_copy: Path, index: dict[str, Any]) -> None:
     (model_copy / "model.safetensors").unlink()
     (model_copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"index\.json has no weight_map"):
+    with pytest.raises(ConfigError, match=r"index\.json(: weight_map has| has no weight_map)"):
         _load(model_copy)
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from bench import peers, weights
+from bench import peers, report, weights
 from bench.journal import Journal, Run, journal_path
 from bench.larger import costs, table
 from bench.larger.ceilings import Ceilings
@@ -108,6 +108,6 @@ def test_the_page_has_each_shape_that_was_measured(monkeypatch: pytest.MonkeyPat
     text = table.write(tmp_path / "results", SCENE, "main")
     assert "## 3b" in text and "## 1b" not in text
     assert "| one stream, bf16, HTTP, ms a token | 20.00 (penstock-http bf16) | 40.00 (vllm-server) | 0.50 |" in text
-    content = json.loads((tmp_path / "results" / "larger.json").read_text())
+    content = json.loads((report.raw_folder() / "larger.json").read_text())
     assert content["shapes"]["3b"]["rows"][0]["is_met"] is True
     assert (tmp_path / "results" / "larger.md").read_text() == text

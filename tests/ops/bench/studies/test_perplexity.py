@@ -24,6 +24,7 @@ from bench.studies.perplexity_report import (
     verdicts,
 )
 from fixtures.tiny_model import make_tiny_model
+from safetensors.torch import load_file
 from torch import Tensor
 
 IDS = np.arange(3, 63, dtype=np.int32)
@@ -46,7 +47,7 @@ def logits_of(folder: Path, tensors: grids.Tensors, **changes: Any) -> Tensor:
 
 @pytest.mark.parametrize("grid", grids.GRIDS)
 def test_another_grid_has_other_weights_but_the_same_function(grid: str, tiny_model: Path) -> None:
-    before = {name: tensor.float() for name, tensor in grids.load_file(tiny_model / "model.safetensors").items()}
+    before = {name: tensor.float() for name, tensor in load_file(tiny_model / "model.safetensors").items()}
     before.setdefault("lm_head.weight", before["model.embed_tokens.weight"])
     after = dict(before)
     grids.GRIDS[grid](after, json.loads((tiny_model / "config.json").read_text()))
