@@ -53,7 +53,7 @@ def audit(
 
     The contents of stored files are compared with their records, where PENSTOCK_FILES_URL (by default the folder of
     `penstock serve`) shows them. A repair deletes contents without a record that are older than an hour, and marks
-    files whose content is gone. Records of files and batches are not repaired. Exit code 1 if any finding remains.
+    files whose content is gone. What a repair cannot restore is in docs/CLI.md. Exit code 1 if any finding remains.
 
     Where PENSTOCK_POOLS names several Redis, each is checked, or those of the given pools. With --redis-url,
     only that Redis is checked.
@@ -88,8 +88,9 @@ async def audit_pools(
         for pool in pools or await broker.pools():
             found = await audit(broker, pool, repair=repair)
             yield PoolAudit(pool, found, await audit(broker, pool) if found and repair else found)
-        if not pools and (found_files := await audit_files(redis)) is not None:
-            yield PoolAudit(FILES, found_files, found_files)
+        if not pools and (found_files := await audit_files(redis, repair=repair)) is not None:
+            left = await audit_files(redis) if found_files and repair else found_files
+            yield PoolAudit(FILES, found_files, left or [])
             try:
                 if (of_contents := await audit_storage(redis, _files_settings(), repair=repair)) is not None:
                     yield PoolAudit(CONTENTS, *of_contents)
@@ -111,7 +112,7 @@ def audit_lines(audited: PoolAudit, *, repair: bool) -> Iterator[str]:
     """Yield the lines for people about one pool."""
     for finding in audited.found:
         yield f"{audited.pool}: {finding}"
-    if audited.found and repair and audited.pool != FILES:
+    if audited.found and repair:
         yield f"{audited.pool}: repaired"
         for finding in audited.left:
             yield f"{audited.pool}: {finding}"

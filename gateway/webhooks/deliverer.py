@@ -34,6 +34,7 @@ COLLECT_PATIENCE_S = 5.0
 """Seconds that one of several Redis gets to hand over the ends of its jobs."""
 LEASE_SLACK_S = 3.0
 """Seconds for which a lease outlives the time-out of its attempt."""
+NO_SECRET = "the signing secret of the endpoint is lost or damaged; rotate it"
 _MAX_DOUBLINGS = 30
 
 
@@ -63,6 +64,9 @@ class Deliverer:
                     pass
                 except PenstockError as error:
                     logger.error("webhooks cannot be delivered now", extra={"reason": error.message})
+                except Exception:
+                    # A defect, or records that nothing of ours has written. The next look goes on with the others.
+                    logger.exception("a look for webhooks failed")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_s * random.uniform(0.75, 1.25)):
                         await self._ended.wait()
@@ -115,6 +119,11 @@ class Deliverer:
         endpoint, created_s = taken.endpoint, taken.created_ms // 1000
         named = {"webhook_endpoint_id": endpoint.id, "event_id": taken.event_id, "attempts": taken.attempts}
         event = taken.event_id, taken.type, taken.object_id, created_s
+        if not secrets:
+            # No receiver may be taught to accept what is not signed.
+            logger.warning("a webhook is given up", extra={**named, "reason": NO_SECRET})
+            await self._end(taken, "dead", NO_SECRET)
+            return
         status, retry_after_s = 0, 0.0
         try:
             status, retry_after_s = await self._sender.send(endpoint.url, *event, secrets)

@@ -11,6 +11,7 @@
     │   ├── TooLargeError       413
     │   ├── NotFoundError       404
     │   └── ConflictError       409  the id or idempotency key belongs to another request
+    │       └── DamagedRecordError 409  what Redis has of the named object cannot be read
     ├── BusyError               429  try again after `retry_after_ms`
     ├── UnavailableError        503  no live node, or Redis is unreachable
     │   └── NotConfirmedError   503  Redis did not confirm in time what `durability` asks for
@@ -141,6 +142,12 @@ class ConflictError(RequestError):
     status = 409
     type = "conflict_error"
     code = "id_conflict"
+
+
+class DamagedRecordError(ConflictError):
+    """What Redis has of the named object cannot be read. No repetition helps; `penstock audit` names it."""
+
+    code = "damaged_record"
 
 
 class BusyError(PenstockError):

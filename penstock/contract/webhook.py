@@ -33,6 +33,7 @@ OLD_SECRET_LIFE_S = 24 * 3600
 """Seconds for which a rotated secret stays valid if its owner wishes so."""
 _SECRET_PREFIX = "whsec_"
 _SECRET_BYTES = 32
+_SECRET_PATTERN = r"^whsec_[A-Za-z0-9+/]{24,86}={0,2}$"
 _SHOWN_CHARS = 4
 
 EventType = Literal[
@@ -79,9 +80,9 @@ class WebhookSecrets(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    secret: str = Field(repr=False)
-    old_secret: str = Field(default="", repr=False)
-    old_until_s: float = 0.0
+    secret: str = Field(repr=False, pattern=_SECRET_PATTERN)
+    old_secret: str = Field(default="", repr=False, pattern=f"^$|{_SECRET_PATTERN}")
+    old_until_s: float = Field(default=0.0, allow_inf_nan=False)
 
     def valid_at(self, now_s: float) -> list[str]:
         """Return the secrets that are valid at this Unix time, the new one first."""

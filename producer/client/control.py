@@ -31,6 +31,7 @@ from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt
 from penstock.producer.client.servers import QueueServer, QueueServers
 from penstock.producer.client.webhooks import Webhooks
+from penstock.queue.broker.connection import ignoring_retried_errors
 from penstock.queue.broker.job_lists import DeadLetter
 from penstock.queue.broker.jobs import JobStatus
 from penstock.queue.broker.producer import Submitted
@@ -218,7 +219,7 @@ class JobControl:
                 self._begun.clear()
                 tasks = {key: task for key, task in tasks.items() if not task.done()}
                 for server in self._servers.reachable:
-                    with suppress(UnavailableError):
+                    with ignoring_retried_errors(_LOG):
                         for key in await _open_bulks(server.steering):
                             if key not in tasks:
                                 tasks[key] = asyncio.create_task(self._continued(*key), name="penstock bulk action")

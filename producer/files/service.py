@@ -188,6 +188,9 @@ class Files:
                 _LOG.info("expired files wait until they can be deleted", extra={"reason": error.message})
             except PenstockError as error:
                 _LOG.warning("expired files cannot be deleted", extra={"reason": error.message, "code": error.code})
+            except Exception:
+                # A defect, or records that nothing of ours has written. The next look goes on with the others.
+                _LOG.exception("a look for expired files failed")
             await asyncio.sleep(CLEAN_S)
 
     async def clean(self) -> None:

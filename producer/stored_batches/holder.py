@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from penstock.contract.errors import InvariantError, PenstockError, UnavailableError
+from penstock.contract.errors import DamagedRecordError, InvariantError, PenstockError, UnavailableError
 from penstock.contract.webhook import EventType
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
 from penstock.producer.stored_batches.row_client import NoCounter, RowCounter
 from penstock.producer.stored_batches.stored_run import StoredBatchRun
-from penstock.queue.files.batch import BatchLease
-from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
+from penstock.queue.files.batch import BatchLease, RowProblem
+from penstock.queue.files.batch_records import BatchEnd, BatchRecords, BatchTakenError
 from penstock.runtime.event_loop import cancel_until_done
 
 _LOG = logging.getLogger(__package__)
@@ -60,6 +61,9 @@ class BatchHolder:
                     self._tell("Redis does not answer in time")
                 except PenstockError as error:
                     self._tell(error.message)
+                except Exception:
+                    # A defect, or records that nothing of ours has written. The next look goes on with the others.
+                    _LOG.exception("a look for batches failed")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._lease_s / LOOKS_PER_LEASE):
                         await self._batches.made.wait()
@@ -93,12 +97,16 @@ class BatchHolder:
                 task = asyncio.create_task(self._run(lease), name=f"penstock {lease.batch_id}")
                 self._held[task] = lease
                 task.add_done_callback(self._held.pop)
-            # A death before the note repeats it, which adds no further delivery.
-            for one in ends:
-                await self._client.webhooks.notify(_EVENT_OF[one.status], one.batch_id, tenant=one.tenant)
-            if ends:
-                await self._batches.note_told(ends)
+            await self._notify(ends)
         self._told = ""
+
+    async def _notify(self, ends: Sequence[BatchEnd]) -> None:
+        # A death before the note repeats it, which adds no further delivery.
+        for one in ends:
+            if (event := _EVENT_OF.get(one.status)) is not None:
+                await self._client.webhooks.notify(event, one.batch_id, tenant=one.tenant)
+        if ends:
+            await self._batches.note_told(ends)
 
     async def _run(self, lease: BatchLease) -> None:
         facts: dict[str, Any] = {"batch_id": lease.batch_id, "token": lease.token}
@@ -112,6 +120,9 @@ class BatchHolder:
             _LOG.info("a batch has ended", extra=facts)
         except BatchTakenError:
             _LOG.info("another process goes on with a batch", extra=facts)
+        except DamagedRecordError as error:
+            _LOG.warning("a batch is damaged", extra=facts | {"reason": error.message})
+            await self._fail(lease, error)
         except UnavailableError as error:
             _LOG.warning(
                 "a batch stands still until its storage or Redis is back", extra=facts | {"reason": error.message}
@@ -123,6 +134,12 @@ class BatchHolder:
                 # Redis has lost parts that this run had committed. `_look` did not hear of it before the run ended, so
                 # it did not release the lease.
                 await self._release(lease)
+
+    async def _fail(self, lease: BatchLease, error: PenstockError) -> None:
+        # Otherwise it is taken again once the lease is over.
+        with suppress(PenstockError):
+            problem = RowProblem(error.code, error.message)
+            await self._batches.fail(lease, [problem], self._files.settings.retention_ms)
 
     async def _release(self, lease: BatchLease) -> None:
         try:

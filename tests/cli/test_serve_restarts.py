@@ -20,7 +20,7 @@ from fixtures.tiny_model import make_tiny_model
 from penstock import Client
 
 PATIENCE_S = 60.0
-PARTS = {"node": "-m penstock node", "gateway": "-m penstock gateway", "redis": "redis-server"}
+PARTS = {"node": "-m penstock node", "gateway": "-m penstock gateway", "redis": "-server "}
 
 
 class Serving:

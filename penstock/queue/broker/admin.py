@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -20,7 +21,9 @@ from penstock.contract.priority import NUM_LEVELS, is_background
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
+from penstock.queue.broker.pool_scan import EXPIRY_MEMBER, JobSighting, KeyEntry, PoolScan, job_id_of
 from penstock.queue.broker.pools import PoolList, keep_listed, name_of, pool_names, remove_junk, write_entry
+from penstock.queue.record_fields import is_text, is_wrong_type, sum_of, unless_wrong_type
 from penstock.queue.wire import WireError
 
 MAX_ROWS = 32
@@ -30,13 +33,9 @@ MAX_STORED = 100_000
 MAX_NAME_CHARS = 200
 """Characters of a name that a pool may serve."""
 _SCAN_COUNT = 1000
-_OF_TENANT = frozenset(("awaiting", "may_use", "delayed"))
-"""Their keys without a tenant list tenants."""
-_ZSETS_OF_JOBS = _OF_TENANT | {"waiting", "tasks", "deadlines", "dead_letters"}
-_PER_JOB = frozenset(("job", "request", "log", "result", "response", "metadata"))
+_NUMBER_OF_CONFIG = re.compile(rb"_ms$|^max_|^version$|^progress_chunks$|^incarnation$")
+_SUM = re.compile(rb"-?\d{1,16}")
 _REPAIR_RETRY_MS = 10_000
-KeyEntry = tuple[str, str]
-"""(key without the pool's prefix, entry): the stream entry or the expiry member that names a job, '' in other keys."""
 Sum = tuple[str, str]
 """(hash without the pool's prefix, field): a field that holds a sum over jobs."""
 
@@ -48,20 +47,8 @@ class Excess:
     by: int
     fingerprint: int
     """Of the jobs that were read, and of what each adds to the sum."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobSighting:
-    """All places in a pool that name a job, and all tenants with a queue or a virtual time."""
-
-    # Of one request.
-    jobs: dict[str, list[KeyEntry]] = field(default_factory=dict)
-    virtual_times: set[tuple[str, str]] = field(default_factory=set)
-    """(level, tenant)"""
-    idems: list[str] = field(default_factory=list)
-    """Idempotency keys, without the pool's prefix."""
-    feeds: set[str] = field(default_factory=set)
-    """Tenants with completions."""
+    is_lost: bool = False
+    """Whether the stored sum is no number. Then `by` is what the sum over the records is, below 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,49 +161,7 @@ class AdminBroker:
 
     async def scan_jobs(self, pool: str) -> JobSighting:
         """Scan all keys of a pool without blocking Redis. Jobs that move meanwhile may be missed."""
-        seen = JobSighting()
-        prefix = f"{keys.prefix(pool)}:"
-        with translated():
-            async for key in cast(AsyncIterator[bytes], self._redis.scan_iter(f"{prefix}*", count=_SCAN_COUNT)):
-                await self._scan_key(key.decode().removeprefix(prefix), key, seen)
-        return seen
-
-    async def _scan_key(self, name: str, key: bytes, seen: JobSighting) -> None:
-        redis = cast(Any, self._redis)
-        kind, _, rest = name.partition(":")
-        if kind in _PER_JOB:
-            seen.jobs.setdefault(rest, [])
-        elif kind == "idem":
-            seen.idems.append(name)
-        elif kind == "virtual_time":
-            seen.virtual_times.update((rest, tenant.decode()) for tenant in await redis.zrange(key, 0, -1))
-        elif kind == "queue":
-            seen.virtual_times.add(_level_and_tenant(rest))
-            for entry, fields in await redis.xrange(key):
-                seen.jobs.setdefault(fields[b"id"].decode(), []).append((name, entry.decode()))
-        elif kind == "requeued":
-            seen.virtual_times.add(_level_and_tenant(rest))
-            _note(seen, name, await redis.zrange(key, 0, -1))
-        elif kind in _ZSETS_OF_JOBS and (rest or kind not in _OF_TENANT):
-            _note(seen, name, await redis.zrange(key, 0, -1))
-        elif kind in ("jobs", "tagged", "expiry", "ended"):
-            await self._scan_ended(name, key, seen)
-        elif kind in ("open", "tenant", "running"):
-            _note(seen, name, await redis.smembers(key))
-
-    async def _scan_ended(self, name: str, key: bytes, seen: JobSighting) -> None:
-        """Scan a zset that lists ended jobs too, by their ids or as members of P:expiry; or a tenant's completions."""
-        if name.startswith("ended"):
-            tenant = name.removeprefix("ended").removeprefix(":")
-            listed = [] if tenant else await cast(Any, self._redis).zrange(key, 0, -1)
-            seen.feeds.update([tenant] if tenant else [member.decode() for member in listed])
-            return
-        async for member, _ in cast(Any, self._redis).zscan_iter(key, count=_SCAN_COUNT):
-            if name != "expiry":
-                _note(seen, name, [member])
-                continue
-            _, _, stored = member.decode().split(" ", 2)
-            seen.jobs.setdefault(stored.split(" ", 1)[0].partition(":")[2], []).append((name, member.decode()))
+        return await PoolScan(self._redis, pool).run()
 
     async def check(
         self,
@@ -225,30 +170,55 @@ class AdminBroker:
         virtual_times: Sequence[tuple[str, str]] = (),
         idems: Sequence[str] = (),
         feeds: Sequence[str] = (),
-        sums: Sequence[tuple[str, str, int]] | None = None,
+        sums: Sequence[tuple[str, str, int, bool]] | None = None,
         *,
         repairer: str = "",
     ) -> list[tuple[str, str, str, str]]:
         """Compare jobs, virtual times, idempotency keys and lists of completions with the jobs' records.
 
         Returns disagreements as (name, key, id, detail). A call takes at most MAX_ROWS entries of each kind. With the
-        id of a `repairer`, they are also corrected; its last call passes the corrections of `sums` (hash, field, by).
+        id of a `repairer`, they are also corrected. `sums` are corrections (hash, field, by, whether the sum is lost).
         Raises NotFoundError for an unknown pool, BusyError while another audit repairs the pool.
         """
-        asked = scripts.packed(
-            {"jobs": jobs, "virtual_times": virtual_times, "idems": idems, "feeds": feeds}
-            | ({} if sums is None else {"sums": sums})
-        )
-        answer = await scripts.call(self._redis, "audit", pool, repairer, asked)
+        asked = {"jobs": jobs, "virtual_times": virtual_times, "idems": idems, "feeds": feeds}
+        return await self._check(pool, repairer, asked if sums is None else {**asked, "sums": sums})
+
+    async def check_keys(self, pool: str, seen: JobSighting, *, repairer: str = "") -> list[tuple[str, str, str, str]]:
+        """Report keys of another type, and members that name nothing, as `check` does; a repair deletes them."""
+        rows = []
+        for at in range(0, max(len(seen.wrong_types), len(seen.strays)), MAX_ROWS):
+            part = slice(at, at + MAX_ROWS)
+            asked = {"wrong_types": seen.wrong_types[part], "strays": seen.strays[part]}
+            rows += await self._check(pool, repairer, {"jobs": (), "virtual_times": (), "idems": (), **asked})
+        return rows
+
+    async def _check(self, pool: str, repairer: str, asked: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+        answer = await scripts.call(self._redis, "audit", pool, repairer, scripts.packed(asked))
         if answer[0] == b"UNKNOWN_POOL":
             raise NotFoundError(f"no pool {pool}", code="model_not_found", param="pool")
         if answer[0] == b"BUSY":
             raise BusyError(f"another audit repairs pool {pool}", retry_after_ms=_REPAIR_RETRY_MS)
-        return [tuple(str(cast(bytes, part).decode()) for part in row) for row in answer[1]]  # type: ignore[misc]
+        return [tuple(_shown(part) for part in row) for row in answer[1]]  # type: ignore[misc]
+
+    async def release(self, pool: str, repairer: str) -> None:
+        """End the lock of a repairer."""
+        await scripts.call(self._redis, "audit", pool, repairer, "release")
+
+    async def damaged_config(self, pool: str) -> list[tuple[str, str]]:
+        """Return names and values of the pool's settings that should be numbers and are none."""
+        with translated():
+            found = await unless_wrong_type(cast(Any, self._redis.hgetall(keys.config(pool))), dict[bytes, bytes]())
+        return [
+            (_shown(name), _shown(value))
+            for name, value in sorted(found.items())
+            if _NUMBER_OF_CONFIG.search(name)
+            and not _SUM.fullmatch(value)
+            and not (value == b"" and name.startswith(b"max_wait_ms_"))  # not set
+        ]
 
     async def excess_of_sums(self, pool: str) -> dict[Sum, Excess]:
         """Return by how much each stored sum exceeds the sum over the jobs' records; jobs may move meanwhile."""
-        excess, waiting, open_ids, running, stored = await self._sums(pool)
+        excess, lost, waiting, open_ids, running, stored = await self._sums(pool)
         fingerprints = dict.fromkeys(excess, 0)
 
         def subtract(name: str, of: str, subject: str, amount: int) -> None:
@@ -259,31 +229,37 @@ class AdminBroker:
         for part in _pages(waiting):
             records = await self._records(part, "tenant", "level", "cost", "n", "may_use")
             for job_id, (tenant, level, cost, num_seqs, may_use) in zip(part, records, strict=True):
-                subtract("backlog", level, job_id, int(cost or 0))
-                queued = "queued_background" if is_background(int(level or 0)) else "queued"
-                subtract(queued, tenant, job_id, int(cost or 0))
+                subtract("backlog", level, job_id, _number(cost))
+                queued = "queued_background" if is_background(_number(level)) else "queued"
+                subtract(queued, tenant, job_id, _number(cost))
                 subtract("tenant_tasks", tenant, job_id, num_seqs == "0")
-                subtract("may_use", tenant, job_id, int(may_use or 0))
+                subtract("may_use", tenant, job_id, _number(may_use))
         for part in _pages(open_ids):
             for job_id, (tenant, held) in zip(part, await self._records(part, "tenant", "held"), strict=True):
-                subtract("stored", tenant, job_id, int(held or 0))
+                subtract("stored", tenant, job_id, _number(held))
         for part in _pages(running):
             records = await self._records(part, "tenant", "reserved", "may_use")
             for job_id, (tenant, reserved, may_use) in zip(part, records, strict=True):
-                subtract("reserved", tenant, job_id, int(reserved or 0))
-                subtract("may_use", tenant, job_id, int(may_use or 0))
-        if len(stored) > MAX_STORED:
-            # Not readable in one transaction, so not checked: in a busy pool, several reads would not agree.
-            return {where: Excess(by, fingerprints[where]) for where, by in excess.items() if where[0] != "stored"}
-        for member in stored:
+                subtract("reserved", tenant, job_id, _number(reserved))
+                subtract("may_use", tenant, job_id, _number(may_use))
+        # More are not readable in one transaction, so not checked: in a busy pool, several reads would not agree.
+        is_checked = len(stored) <= MAX_STORED
+        for member in stored if is_checked else ():
             num_bytes, tenant, _ = member.split(" ", 2)
-            subtract("stored", tenant, member, int(num_bytes))
-        return {where: Excess(by, fingerprints[where]) for where, by in excess.items()}
+            subtract("stored", tenant, member, _number(num_bytes))
+        return {
+            where: Excess(by, fingerprints[where], where in lost)
+            for where, by in excess.items()
+            if is_checked or where[0] != "stored"
+        }
 
-    async def _sums(self, pool: str) -> tuple[Counter[Sum], list[str], list[str], list[str], list[str]]:
-        """Read in one transaction: sums, ids of queued, open and running jobs, and members of P:expiry."""
+    async def _sums(self, pool: str) -> tuple[Counter[Sum], set[Sum], list[str], list[str], list[str], list[str]]:
+        """Read in one transaction: sums, which of them are no numbers, ids of queued, open and running jobs, and
+        members of P:expiry. A key of another type counts as empty.
+        """
         with translated():
-            nodes = await self._redis.zrange(keys.nodes(pool), 0, -1)
+            known = await unless_wrong_type(cast(Any, self._redis.zrange(keys.nodes(pool), 0, -1)), [])
+            nodes = [node for node in known if is_text(node)]
             async with self._redis.pipeline(transaction=True) as pipe:
                 for name in _SUMS:
                     pipe.hgetall(f"{keys.prefix(pool)}:{name}")
@@ -293,19 +269,30 @@ class AdminBroker:
                     pipe.zrange(keys.waiting(pool, level), 0, -1)
                 for node in nodes:
                     pipe.smembers(f"{keys.prefix(pool)}:running:{cast(bytes, node).decode()}")
-                found = await pipe.execute()
+                answers = await pipe.execute(raise_on_error=False)
+        found = [[] if is_wrong_type(one) else one for one in answers]
+        if failed := next((one for one in found if isinstance(one, Exception)), None):
+            raise failed
         hashes, (stored, open_ids, *waiting) = found[: len(_SUMS)], found[len(_SUMS) : len(found) - len(nodes)]
         kept = zip(_SUMS, hashes, strict=True)
-        running_ids = [i.decode() for ids in found[len(found) - len(nodes) :] for i in ids]
-        sums = Counter({(name, f.decode()): int(value) for name, fields in kept for f, value in fields.items()})
-        waiting_ids = [i.decode() for ids in waiting for i in ids]
-        return sums, waiting_ids, [i.decode() for i in open_ids], running_ids, [member.decode() for member in stored]
+        listed = {
+            (name, f.decode()): value for name, fields in kept for f, value in dict(fields or {}).items() if is_text(f)
+        }
+        lost = {where for where, value in listed.items() if _SUM.fullmatch(value) is None}
+        sums = Counter({where: 0 if where in lost else int(value) for where, value in listed.items()})
+        members = [member.decode() for member in stored if EXPIRY_MEMBER.fullmatch(member)]
+        return (
+            *(sums, lost, _ids_in(waiting), _ids_in([open_ids])),
+            *(_ids_in(found[len(found) - len(nodes) :]), members),
+        )
 
     async def _records(self, job_ids: Sequence[str], *names: str) -> list[list[str]]:
         """Return the named fields of these jobs' records, '' for an absent field."""
         with translated():
-            found = await asyncio.gather(*(cast(Any, self._redis.hmget(keys.job(i), names)) for i in job_ids))
-        return [[(value or b"").decode() for value in values] for values in found]
+            no_record = [b""] * len(names)
+            reads = (unless_wrong_type(cast(Any, self._redis.hmget(keys.job(i), names)), no_record) for i in job_ids)
+            found = await asyncio.gather(*reads)
+        return [[(value or b"").decode(errors="replace") for value in values] for values in found]
 
     async def histories(self, job_ids: Sequence[str]) -> list[JobHistory]:
         """Return the histories of these jobs."""
@@ -316,8 +303,8 @@ class AdminBroker:
         redis = cast(Any, self._redis)
         ((state, code, message, param),), log, result = await asyncio.gather(
             self._records([job_id], "state", "code", "message", "param"),
-            redis.lrange(keys.log(job_id), 0, -1),
-            redis.get(keys.result(job_id)),
+            unless_wrong_type(redis.lrange(keys.log(job_id), 0, -1), []),
+            unless_wrong_type(redis.get(keys.result(job_id)), None),
         )
         outcome = Outcome(cast(Any, state), code, message, param) if state in TERMINAL_STATES else None
         return JobHistory(job_id, outcome, tuple(log), result)
@@ -325,7 +312,7 @@ class AdminBroker:
     async def pressure(self, pool: str) -> list[NodePressure]:
         """Return the last pressure records of the pool's nodes."""
         with translated():
-            records = await cast(Any, self._redis.hvals(keys.pressure(pool)))
+            records = await unless_wrong_type(cast(Any, self._redis.hvals(keys.pressure(pool))), [])
         readable = []
         for record in records:
             # Its node writes an unreadable record again with its next heartbeat.
@@ -334,15 +321,18 @@ class AdminBroker:
         return readable
 
 
-def _level_and_tenant(rest: str) -> tuple[str, str]:
-    level, _, tenant = rest.partition(":")
-    return level, tenant
-
-
 def _pages(job_ids: Sequence[str]) -> Iterator[Sequence[str]]:
     return (job_ids[at : at + MAX_ROWS] for at in range(0, len(job_ids), MAX_ROWS))
 
 
-def _note(seen: JobSighting, name: str, members: Sequence[bytes]) -> None:
-    for member in members:
-        seen.jobs.setdefault(member.decode(), []).append((name, ""))
+def _ids_in(lists: Sequence[Sequence[bytes]]) -> list[str]:
+    found = (job_id_of(member) for members in lists for member in members)
+    return [job_id for job_id in found if job_id is not None]
+
+
+def _number(text: str) -> int:
+    return sum_of(text.encode())
+
+
+def _shown(data: bytes) -> str:
+    return data.decode(errors="backslashreplace")

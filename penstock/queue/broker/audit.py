@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
+from penstock.contract.errors import PenstockError
 from penstock.contract.output import Choice, Chunk, Result
 from penstock.queue import results
 from penstock.queue.broker.admin import MAX_ROWS, AdminBroker, JobHistory
@@ -30,6 +32,7 @@ from penstock.queue.wire import WireError, decode_chunks
 
 T = TypeVar("T")
 _HISTORIES_AT_ONCE = 32
+_MAX_SHOWN = 32
 _INVARIANT_OF = {
     "missing": "I5",
     "stray": "I5",
@@ -37,6 +40,13 @@ _INVARIANT_OF = {
     "wrong_sum": "I5",
     "wrong_size": "I5",
     "wrong_ledger": "I5",
+    "wrong_type": "I5",
+    "wrong_field": "I5",
+    "wrong_setting": "I5",
+    "unchecked": "I5",
+    "lost_field": "I5",
+    "foreign": "I5",
+    "no_record": "I1",
     "would_vanish": "I1",
     "no_terminal_chunk": "I1",
     "end_of_open_job": "I1",
@@ -81,9 +91,24 @@ async def audit(broker: AdminBroker, pool: str, *, repair: bool = False) -> list
     repairs it.
     """
     repairer = secrets.token_hex(8) if repair else ""
+    try:
+        return await _audit(broker, pool, repairer)
+    finally:
+        if repairer:
+            with suppress(PenstockError):
+                await broker.release(pool, repairer)
+
+
+async def _audit(broker: AdminBroker, pool: str, repairer: str) -> list[Finding]:
     seen = await broker.scan_jobs(pool)
+    findings = [Finding("foreign", key, "-", "its name is no text") for key in seen.foreign]
+    if ("config", "hash") in seen.wrong_types:
+        return [*findings, Finding("wrong_setting", "config", "-", "it is no hash; the pool's nodes write it")]
     rows = await broker.check(pool, repairer=repairer)
-    for jobs in _parts(sorted(seen.jobs.items()), MAX_ROWS):
+    rows += await broker.check_keys(pool, seen, repairer=repairer)
+    # Without a repair, the key of another type that stands for a record is left as it is.
+    readable = [item for item in sorted(seen.jobs.items()) if repairer or item[0] not in seen.unreadable]
+    for jobs in _parts(readable, MAX_ROWS):
         rows += await broker.check(pool, jobs, repairer=repairer)
     # After the jobs, because repairing jobs changes which tenants have queued jobs.
     for tenants in _parts(sorted(seen.virtual_times), MAX_ROWS):
@@ -92,7 +117,11 @@ async def audit(broker: AdminBroker, pool: str, *, repair: bool = False) -> list
         rows += await broker.check(pool, idems=idems, repairer=repairer)
     for feeds in _parts(sorted(seen.feeds), MAX_ROWS):
         rows += await broker.check(pool, feeds=feeds, repairer=repairer)
-    findings = [Finding(*row) for row in rows]
+    findings += [Finding(*row) for row in rows]
+    findings += [
+        Finding("wrong_setting", "config", name, f"is {value[:_MAX_SHOWN]!r}; the pool's nodes write it")
+        for name, value in await broker.damaged_config(pool)
+    ]
     findings += await _sums(broker, pool, repairer)
     findings += await _nodes(broker, pool)
     for job_ids in _parts(sorted(seen.jobs), _HISTORIES_AT_ONCE):
@@ -108,10 +137,14 @@ async def _sums(broker: AdminBroker, pool: str, repairer: str) -> list[Finding]:
     difference twice, because many jobs occupy equally much, but then the two reads find other jobs.
     """
     once, again = await broker.excess_of_sums(pool), await broker.excess_of_sums(pool)
-    wrong = {where: excess.by for where, excess in once.items() if excess.by and again.get(where) == excess}
+    wrong = {where: one for where, one in once.items() if (one.by or one.is_lost) and again.get(where) == one}
     if repairer:
-        await broker.check(pool, sums=[(*where, -excess) for where, excess in wrong.items()], repairer=repairer)
-    return [Finding("wrong_sum", key, field, f"off by {excess}") for (key, field), excess in wrong.items()]
+        corrections = [(*where, -one.by, one.is_lost) for where, one in wrong.items()]
+        await broker.check(pool, sums=corrections, repairer=repairer)
+    return [
+        Finding("wrong_sum", key, field, "it is no number" if one.is_lost else f"off by {one.by}")
+        for (key, field), one in wrong.items()
+    ]
 
 
 async def _nodes(broker: AdminBroker, pool: str) -> list[Finding]:

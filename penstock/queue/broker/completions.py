@@ -20,10 +20,11 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import RequestError
 from penstock.contract.fields import NAME_PATTERN
-from penstock.contract.job import MAX_TAGS, pool_of
+from penstock.contract.job import MAX_TAGS, is_job_id, pool_of
 from penstock.contract.output import TERMINAL_STATES
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.record_fields import executed, sum_of
 from penstock.queue.wire import pack
 
 MAX_CURSOR_CHARS = 16_384
@@ -215,13 +216,13 @@ class CompletionBroker:
                     pipe.xrevrange(keys.ended(name, tenant), "+", "-", 1)
                     pipe.hget(keys.ended_before(name), tenant)
                     pipe.hget(keys.config(name), "incarnation")
-                found = await pipe.execute()
+                found = await executed(pipe)
         positions = {}
         for at, name in enumerate(pools):
-            newest, before, incarnation = found[3 * at : 3 * at + 3]
-            if incarnation is not None:
-                last = newest[0][0] if newest else before
-                positions[name] = FeedPosition(int(incarnation), _NO_ENTRY if last is None else EntryId.of(last))
+            newest, before, known = found[3 * at : 3 * at + 3]
+            if incarnation := sum_of(known):
+                last = newest[0][0] if newest else _known_id(before)
+                positions[name] = FeedPosition(incarnation, _NO_ENTRY if last is None else EntryId.of(last))
         return CompletionCursor(tenant, pool, positions)
 
     @retried
@@ -236,13 +237,13 @@ class CompletionBroker:
                     pipe.xrange(keys.ended(name, cursor.tenant), first, "+", count + 1)
                     pipe.hget(keys.ended_before(name), cursor.tenant)
                     pipe.hget(keys.config(name), "incarnation")
-                found = await pipe.execute()
+                found = await executed(pipe)
         rows, has_more = list[tuple[str, FeedPosition, Completion | CompletionGap]](), False
         for at, (name, start) in enumerate(zip(pools, starts, strict=True)):
-            raw, before, known = found[3 * at : 3 * at + 3]
-            if known is None:
+            raw, before, known = found[3 * at], _known_id(found[3 * at + 1]), found[3 * at + 2]
+            if not (incarnation := sum_of(known)):
                 continue  # Redis knows no such pool, or lost it. Its next node tells which.
-            incarnation, entries = int(known), list(map(_entry, raw))
+            entries = list(map(_entry, raw or ()))
             if start is None:
                 start = FeedPosition(incarnation)
                 cursor = cursor.moved(name, start)
@@ -251,7 +252,8 @@ class CompletionBroker:
                 gap, position, new = await self._after_gap(name, cursor.tenant, start, incarnation, count)
                 rows.append((name, position, gap))
             has_more |= len(new) >= count
-            rows += [(name, FeedPosition(incarnation, one.id), _completion(name, one)) for one in new[:count]]
+            completions = ((one, _completion(name, one)) for one in new[:count])
+            rows += [(name, FeedPosition(incarnation, one.id), item) for one, item in completions if item is not None]
         events = tuple(_events(cursor, rows))
         return FeedPage(events, events[-1].cursor if events else cursor, has_more)
 
@@ -272,8 +274,9 @@ class CompletionBroker:
                 pipe.xrange(key, f"({since}", "+", count)
                 pipe.hget(keys.ended_before(pool), tenant)
                 pipe.time()
-                *found, before, time = await pipe.execute()
-        entries, known, recent = ([_entry(raw) for raw in rows] for rows in found)
+                *found, before, time = await executed(pipe)
+        entries, known, recent = ([_entry(raw) for raw in rows or ()] for rows in found)
+        before = _known_id(before)
         last, now_ms = EntryId.of(before) if before else _NO_ENTRY, time[0] * 1000 + time[1] // 1000
         at_last = FeedPosition(incarnation, last)
         if is_same and not entries and start.entry < last:
@@ -297,8 +300,9 @@ class CompletionBroker:
                 for state in sorted(TERMINAL_STATES):
                     key = keys.jobs_in(pool, tenant, state)
                     pipe.zrange(key, start, "-", desc=True, bylex=True, offset=0, num=count)
-                pages = await pipe.execute()
-            job_ids = sorted((job_id.decode() for page in pages for job_id in page), reverse=True)[:count]
+                pages = await executed(pipe, default=())
+            found_ids = (job_id.decode(errors="replace") for page in pages for job_id in page)
+            job_ids = sorted(filter(is_job_id, found_ids), reverse=True)[:count]
             async with self._redis.pipeline(transaction=False) as pipe:
                 for job_id in job_ids:
                     pipe.hmget(keys.job(job_id), *_KEPT_FIELDS)
@@ -313,9 +317,9 @@ class CompletionBroker:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for job_id in job_ids:
                     pipe.hmget(keys.job(job_id), "state", "tenant")
-                found = await pipe.execute()
+                found = await executed(pipe, default=(None, None))
         own = tenant.encode()
-        return [state.decode() if state and owner == own else None for state, owner in found]
+        return [state.decode("latin-1") if state and owner == own else None for state, owner in found]
 
 
 def merged(cursor: CompletionCursor, pages: Sequence[FeedPage]) -> FeedPage:
@@ -335,8 +339,14 @@ def merged(cursor: CompletionCursor, pages: Sequence[FeedPage]) -> FeedPage:
 
 def _entry(raw: tuple[bytes, Mapping[bytes, bytes]]) -> _Entry:
     entry_id, fields = raw
-    after = fields.get(b"after")
-    return _Entry(EntryId.of(entry_id), fields.get(b"j", b"").decode(), None if after is None else EntryId.of(after))
+    after = _known_id(fields.get(b"after"))
+    text = fields.get(b"j", b"").decode(errors="replace")
+    return _Entry(EntryId.of(entry_id), text, None if after is None else EntryId.of(after))
+
+
+def _known_id(data: bytes | None) -> bytes | None:
+    """Return the id of an entry, None for a damaged one."""
+    return data if data is not None and re.fullmatch(rb"[0-9]{1,16}-[0-9]{1,16}", data) else None
 
 
 def _behind(
@@ -355,8 +365,12 @@ def _behind(
     return entries if entries[0].after == start.entry else None
 
 
-def _completion(pool: str, entry: _Entry) -> Completion:
-    uuid, state, *tags = entry.text.split(" ")
+def _completion(pool: str, entry: _Entry) -> Completion | None:
+    """Return the completion of an entry, None for a damaged one."""
+    uuid, _, rest = entry.text.partition(" ")
+    state, *tags = rest.split(" ")
+    if state not in TERMINAL_STATES or not uuid:
+        return None
     return Completion(f"{pool}.{uuid}", state, tuple(tags), entry.id.ms)
 
 
@@ -367,10 +381,11 @@ def _kept(job_id: str, record: Any) -> Completion | None:
     """Return the completion of a job from its record; None for an open job, and one that is in no feed."""
     if isinstance(record, Exception):
         return None  # A damaged record hides this job alone.
-    state, finished, num_sequences, in_feed, *tags = ((value or b"").decode() for value in record)
-    if state not in TERMINAL_STATES or num_sequences == "0" or in_feed == "0" or not finished.isdecimal():
+    state, finished, num_sequences, in_feed, *tags = ((value or b"").decode(errors="replace") for value in record)
+    if state not in TERMINAL_STATES or num_sequences == "0" or in_feed == "0":
         return None
-    return Completion(job_id, state, tuple(filter(None, tags)), int(finished))
+    finished_ms = sum_of(finished.encode())
+    return Completion(job_id, state, tuple(filter(None, tags)), finished_ms) if finished_ms else None
 
 
 def _events(

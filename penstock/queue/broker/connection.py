@@ -21,6 +21,7 @@ from penstock.contract.errors import (
     BusyError,
     ConfigError,
     DamagedDataError,
+    DamagedRecordError,
     InvariantError,
     NotConfirmedError,
     PenstockError,
@@ -314,7 +315,8 @@ def translated() -> Iterator[None]:
     """Translate redis-py's errors.
 
     An unreachable Redis raises UnavailableError, a full one BusyError, refused credentials or rights ConfigError, and a
-    pool of another protocol version ProtocolVersionError. Their messages say all that callers need, so redis-py's error
+    pool of another protocol version ProtocolVersionError. A key of another type than penstock gives it raises
+    DamagedRecordError, unless a script was refused it. Their messages say all that callers need, so redis-py's error
     is not shown as their cause. Any other error comes from damaged data or a bug. It raises DamagedDataError with that
     cause.
     """
@@ -351,6 +353,8 @@ def _known_error(text: str) -> PenstockError | None:
         return BusyError("Redis is full", code="redis_full", retry_after_ms=5000)
     if _UNREACHABLE_CODES.search(text):
         return _unreachable(text)
+    if text.startswith("WRONGTYPE") and " script: " not in text:
+        return DamagedRecordError("a key of penstock in Redis has another type than penstock gives it")
     return _unusable(text)
 
 

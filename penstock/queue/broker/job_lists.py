@@ -24,6 +24,7 @@ from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.jobs import STATUS_FIELDS, JobStatus, pool_ms, readable, status_of
 from penstock.queue.broker.pools import LoggedOnce, pool_names
+from penstock.queue.record_fields import is_text, unless_wrong_type
 from penstock.queue.wire import Request
 
 _LOG = logging.getLogger(__package__)
@@ -121,7 +122,8 @@ class JobLists:
     async def tenants_of(self, pool: str) -> list[str]:
         """Return the tenants that have jobs in a pool, in order. Each stored job counts, so none is missing."""
         with translated():
-            return sorted(tenant.decode() for tenant in await self._redis.hkeys(keys.stored(pool)))
+            found = await unless_wrong_type(self._redis.hkeys(keys.stored(pool)), [])
+        return sorted(tenant.decode() for tenant in found if is_text(tenant))
 
     async def _place_of(self, wanted: JobFilter, after: str | None) -> str:
         """Return the uuid that a cursor stands for. Raises RequestError."""

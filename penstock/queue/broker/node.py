@@ -23,6 +23,7 @@ from penstock.queue.broker.pools import keep_listed
 from penstock.queue.broker.producer import decoded
 from penstock.queue.broker.scripts import PoolClocks, sweep
 from penstock.queue.job_cost import HOLD_MS
+from penstock.queue.record_fields import is_text, unless_wrong_type
 from penstock.runtime.event_loop import LoopYielder
 
 MAX_EMIT_JOBS = 512
@@ -187,12 +188,12 @@ async def config_of_pool(redis: Redis, pool: str) -> dict[str, str]:
     """Return the config with which the live nodes of a pool run; empty if none lives. Raises UnavailableError."""
     with translated():
         found = await cast(Any, redis).hgetall(keys.config(pool))
-        config = {name.decode(): value.decode() for name, value in found.items()}
+        config = {name.decode(): value.decode() for name, value in found.items() if is_text(name) and is_text(value)}
         if not config:
             return {}
         now_ms = pool_ms(await redis.time(), found.get(b"ahead_ms"))
         oldest_ms = now_ms - whole(config.get("lease_ms"), LEASE_MS)
-        return config if await redis.zcount(keys.nodes(pool), oldest_ms, "+inf") else {}
+        return config if await unless_wrong_type(redis.zcount(keys.nodes(pool), oldest_ms, "+inf"), 0) else {}
 
 
 class LeaseLostError(Exception):

@@ -32,6 +32,7 @@ from penstock.queue import keys, wire
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.jobs import CLOCK_FIELDS, LEASE_MS, pool_ms, whole
 from penstock.queue.broker.queue_state import QueueReader, queue_state
+from penstock.queue.record_fields import executed, sum_of, sums_of, unless_wrong_type
 from penstock.queue.wire import WireError
 
 # The list of pools in penstock:pools. It is a hint: a listed name is a pool only if it has a record.
@@ -237,17 +238,17 @@ class StatsBroker:
             (waiting, cost),
         ) = await asyncio.gather(
             redis.time(),
-            redis.hmget(keys.config(pool), CLOCK_FIELDS),
-            redis.scard(keys.open_jobs(pool)),
-            redis.hgetall(keys.counts(pool)),
-            redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
-            redis.hgetall(keys.pressure(pool)),
-            redis.hgetall(keys.stored(pool)),
-            redis.hgetall(keys.reserved(pool)),
+            unless_wrong_type(redis.hmget(keys.config(pool), CLOCK_FIELDS), (None, None)),
+            unless_wrong_type(redis.scard(keys.open_jobs(pool)), 0),
+            unless_wrong_type(redis.hgetall(keys.counts(pool)), {}),
+            unless_wrong_type(redis.zrange(keys.nodes(pool), 0, -1, withscores=True), []),
+            unless_wrong_type(redis.hgetall(keys.pressure(pool)), {}),
+            unless_wrong_type(redis.hgetall(keys.stored(pool)), {}),
+            unless_wrong_type(redis.hgetall(keys.reserved(pool)), {}),
             self._queue.read(pool),
         )
         now_ms = pool_ms(time, ahead_ms)
-        nodes = []
+        nodes, of_running = [], sums_of(reserved)
         for node, heartbeat_ms in heartbeats:
             if heartbeat_ms >= now_ms - whole(lease_ms, LEASE_MS if lease_ms else 0) and node in records:
                 # A node of another protocol version has a record that this one cannot read.
@@ -257,9 +258,9 @@ class StatsBroker:
             pool,
             queue_state(waiting, cost, counts, nodes),
             num_open,
-            {event: whole(counts.get(event.encode())) for event in EVENTS},
+            {event: sum_of(counts.get(event.encode())) for event in EVENTS},
             tuple(nodes),
-            {tenant.decode(): int(size) + int(reserved.get(tenant, 0)) for tenant, size in stored.items()},
+            {tenant: size + of_running.get(tenant, 0) for tenant, size in sums_of(stored).items()},
         )
 
 
@@ -294,6 +295,7 @@ MAX_TENANTS_READ = 1000
 MAX_EVENTS = 50
 """Newest events of a pool that are read."""
 _ABSENT = "-"
+_EVENT_NAMES = 5
 _LEVELS = range(NUM_LEVELS)
 
 
@@ -316,18 +318,18 @@ class ActivityBroker:
             (waiting, cost),
             (time, (lease_ms, ahead_ms), counts, heartbeats, records, events, *by_kind),
         ) = await asyncio.gather(self._queue.read(pool), self._facts_of(pool))
-        costs = Counter[bytes]()
+        costs = Counter[str]()
         for _, of_kind in by_kind:
-            costs.update({tenant: whole(cost) for tenant, cost in of_kind.items()})
+            costs.update(sums_of(of_kind))
         now_ms = pool_ms(time, ahead_ms)
         nodes = _live_nodes(heartbeats, records, now_ms, whole(lease_ms, LEASE_MS if lease_ms else 0))
         return PoolActivity(
             pool,
             queue=queue_state(waiting, cost, counts, [node.pressure for node in nodes]),
             queued_of_tenants=await self._queued_of_tenants(pool, costs),
-            counts={event: whole(counts.get(event.encode())) for event in EVENTS},
+            counts={event: sum_of(counts.get(event.encode())) for event in EVENTS},
             nodes=tuple(nodes),
-            events=tuple(_event_of(member.decode()) for member in reversed(events)),
+            events=tuple(event for event in map(_event_of, reversed(events)) if event is not None),
         )
 
     async def _facts_of(self, pool: str) -> list[Any]:
@@ -341,10 +343,11 @@ class ActivityBroker:
             pipe.zrevrange(keys.events(pool), 0, MAX_EVENTS - 1)
             pipe.hscan(keys.queued(pool), 0, count=MAX_TENANTS_READ)
             pipe.hscan(keys.queued_background(pool), 0, count=MAX_TENANTS_READ)
-            found: list[Any] = await pipe.execute()
-        return found
+            found = await executed(pipe)
+        empty: list[Any] = [None, (None, None), {}, [], {}, [], (0, {}), (0, {})]
+        return [of if one is None else one for one, of in zip(found, empty, strict=True)]
 
-    async def _queued_of_tenants(self, pool: str, costs: Mapping[bytes, int]) -> dict[str, int]:
+    async def _queued_of_tenants(self, pool: str, costs: Mapping[str, int]) -> dict[str, int]:
         """Count the queued jobs of the tenants with the highest queued cost."""
         largest = nlargest(MAX_TENANTS, costs, key=lambda tenant: costs[tenant])
         if not largest:
@@ -352,11 +355,11 @@ class ActivityBroker:
         async with self._redis.pipeline(transaction=False) as pipe:
             for tenant in largest:
                 for level in _LEVELS:
-                    pipe.xlen(keys.queue(pool, level, tenant.decode()))
-                    pipe.zcard(keys.requeued(pool, level, tenant.decode()))
-            lengths = await pipe.execute()
+                    pipe.xlen(keys.queue(pool, level, tenant))
+                    pipe.zcard(keys.requeued(pool, level, tenant))
+            lengths = await executed(pipe, default=0)
         step = 2 * NUM_LEVELS
-        return {tenant.decode(): sum(lengths[i * step : (i + 1) * step]) for i, tenant in enumerate(largest)}
+        return {tenant: sum(lengths[i * step : (i + 1) * step]) for i, tenant in enumerate(largest)}
 
 
 def _live_nodes(
@@ -367,10 +370,14 @@ def _live_nodes(
         if heartbeat_ms >= now_ms - lease_ms and node in records:
             # A node of another protocol version has a record that this one cannot read.
             with suppress(WireError):
-                nodes.append(LiveNode(wire.decode_pressure(records[node]), max(0, now_ms - int(heartbeat_ms))))
+                silent_ms = max(0, now_ms - int(min(heartbeat_ms, now_ms)))
+                nodes.append(LiveNode(wire.decode_pressure(records[node]), silent_ms))
     return nodes
 
 
-def _event_of(member: str) -> PoolEvent:
-    at_ms, *names = member.split(" ")
-    return PoolEvent(int(at_ms), *("" if name == _ABSENT else name for name in names))
+def _event_of(member: bytes) -> PoolEvent | None:
+    """Return an event, None for a damaged one."""
+    at_ms, *names = member.decode(errors="replace").split(" ")
+    if len(names) != _EVENT_NAMES or not (when_ms := sum_of(at_ms.encode())):
+        return None
+    return PoolEvent(when_ms, *("" if name == _ABSENT else name for name in names))

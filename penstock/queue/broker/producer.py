@@ -43,6 +43,7 @@ from penstock.queue.broker.submitting import SharedCalls, Submissions, channel_c
 from penstock.queue.broker.submitting import Submission as Submission
 from penstock.queue.broker.submitting import Submitted as Submitted
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
+from penstock.queue.record_fields import sum_of, unless_wrong_type
 from penstock.queue.results import Fetches, PackedResult
 from penstock.queue.wire import WireError, decode_chunks
 from penstock.runtime.event_loop import LoopYielder
@@ -311,20 +312,20 @@ class ProducerBroker:
         """
         with translated():
             redis = cast(Any, self._redis)
+            no_costs = [None] * NUM_LEVELS
             time, clock, heartbeats, records, backlog, *num_queued = await asyncio.gather(
                 redis.time(),
                 redis.hmget(keys.config(pool), CLOCK_FIELDS),
-                redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
-                redis.hgetall(keys.pressure(pool)),
-                redis.hmget(keys.backlog(pool), [str(level) for level in range(NUM_LEVELS)]),
-                *(redis.zcard(keys.waiting(pool, level)) for level in range(NUM_LEVELS)),
+                unless_wrong_type(redis.zrange(keys.nodes(pool), 0, -1, withscores=True), []),
+                unless_wrong_type(redis.hgetall(keys.pressure(pool)), {}),
+                unless_wrong_type(redis.hmget(keys.backlog(pool), [*map(str, range(NUM_LEVELS))]), no_costs),
+                *(unless_wrong_type(redis.zcard(keys.waiting(pool, level)), 0) for level in range(NUM_LEVELS)),
             )
         alive_since_ms = self._alive_since_ms(pool, time, *clock)
         alive = [
             records[node] for node, heartbeat_ms in heartbeats if heartbeat_ms >= alive_since_ms and node in records
         ]
-        costs = [max(0, whole(value)) for value in backlog]
-        return PoolPressure(tuple(self._pressures(pool, alive)), tuple(costs), tuple(num_queued))
+        return PoolPressure(tuple(self._pressures(pool, alive)), tuple(map(sum_of, backlog)), tuple(num_queued))
 
     def _alive_since_ms(self, pool: str, time: tuple[int, int], lease_ms: bytes | None, ahead_ms: bytes | None) -> int:
         return self._clocks.alive_since_ms(pool, pool_ms(time, ahead_ms), whole(lease_ms, LEASE_MS if lease_ms else 0))
@@ -367,9 +368,9 @@ class ProducerBroker:
             return ServedPool(**asdict(record), is_alive=False, protocol_version=version)
         redis = cast(Any, self._redis)
         (max_open_jobs, *clock), heartbeats, adapters = await asyncio.gather(
-            redis.hmget(keys.config(pool), ["max_open_jobs", *CLOCK_FIELDS]),
-            redis.zrevrange(keys.nodes(pool), 0, 0, withscores=True),
-            redis.hgetall(keys.adapters(pool)),
+            unless_wrong_type(redis.hmget(keys.config(pool), ["max_open_jobs", *CLOCK_FIELDS]), [None] * 3),
+            unless_wrong_type(redis.zrevrange(keys.nodes(pool), 0, 0, withscores=True), []),
+            unless_wrong_type(redis.hgetall(keys.adapters(pool)), {}),
         )
         digests: dict[str, str] = {}
         for data in adapters.values():
@@ -380,13 +381,18 @@ class ProducerBroker:
         is_alive = bool(heartbeats) and heartbeats[0][1] >= self._alive_since_ms(pool, time, *clock)
         # While all nodes are dead, the last announced adapters are kept, because the nodes may be back in a moment.
         announced = with_allowed_names(replace(record, adapters=digests) if is_alive else record, listed.entry)
-        events = [] if is_alive else await redis.zrevrange(keys.events(pool), 0, 0, withscores=True)
-        last_ms = max(record.created_s * 1000, *(int(at_ms) for _, at_ms in (*heartbeats, *events)), 0)
+        events = (
+            [] if is_alive else await unless_wrong_type(redis.zrevrange(keys.events(pool), 0, 0, withscores=True), [])
+        )
+        now_ms = pool_ms(time, clock[1])
+        last_ms = max(
+            record.created_s * 1000, *(int(min(at_ms, now_ms)) for _, at_ms in (*heartbeats, *events) if at_ms >= 0), 0
+        )
         return ServedPool(
             **asdict(announced),
             is_alive=is_alive,
             max_open_jobs=whole(max_open_jobs, NO_LIMIT),
-            without_node_ms=0 if is_alive else max(0, pool_ms(time, clock[1]) - last_ms),
+            without_node_ms=0 if is_alive else max(0, now_ms - last_ms),
         )
 
     async def _record(self, job_id: str, tenant: str) -> dict[str, str]:

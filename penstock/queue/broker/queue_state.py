@@ -7,6 +7,7 @@ those that fall due first. Its pipelines have few commands each, so that Redis s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, cast
@@ -16,8 +17,9 @@ from redis.asyncio import Redis
 from penstock.contract.pool import NO_JOBS, NodePressure, QueueState, WaitingJobs, WaitState
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.queue import keys
-from penstock.queue.broker.jobs import pool_ms, whole
+from penstock.queue.broker.jobs import pool_ms
 from penstock.queue.job_cost import drain_s
+from penstock.queue.record_fields import executed, is_text, sum_of, unless_wrong_type
 
 MAX_LANES = 1000
 """Tenants' scheduled jobs of one level that are counted."""
@@ -30,6 +32,7 @@ _COMMANDS = 64
 _LEVELS = range(NUM_LEVELS)
 _LEVEL_STEP = 10**13
 """In P:awaiting:<t>, a level's jobs have the scores from its number × this on; queue.lua has the same value."""
+_LANE = re.compile(rb"[0-5]:[A-Za-z0-9_-]{1,64}")
 _RELEASE_MS = 20
 """A lane with due jobs is looked at again after this time; queue.lua has the same value."""
 
@@ -56,24 +59,31 @@ class QueueReader:
                 *(_first_of(keys.waiting(pool, level)) for level in _LEVELS),
             ]
         )
+        costs, tenants = costs or [None] * NUM_LEVELS, tenants or []
         now_ms = pool_ms(time, ahead_ms)
         counts, heads = indexes[:NUM_LEVELS], indexes[NUM_LEVELS:]
         waiting: Waiting = {
-            "queued": WaitingJobs(tuple(counts), tuple(_age_ms(head, now_ms) for head in heads)),
+            "queued": WaitingJobs(
+                tuple(count or 0 for count in counts), tuple(_age_ms(head, now_ms) for head in heads)
+            ),
             "scheduled": await self._scheduled(pool, now_ms),
-            "awaiting_tokens": await self._awaiting_tokens(pool, [tenant.decode() for tenant in tenants], now_ms),
+            "awaiting_tokens": await self._awaiting_tokens(
+                pool, [one.decode() for one in tenants if is_text(one)], now_ms
+            ),
         }
-        return waiting, tuple(max(0, whole(cost)) for cost in costs)
+        return waiting, tuple(map(sum_of, costs))
 
     async def _scheduled(self, pool: str, now_ms: int) -> WaitingJobs:
         lanes: list[tuple[bytes, float]] = []
         for at in range(0, MAX_LANES, _PAGE):
             last = min(at + _PAGE, MAX_LANES) - 1
-            page = await self._redis.zrange(keys.delayed_lanes(pool), at, last, withscores=True)
+            page = await unless_wrong_type(
+                self._redis.zrange(keys.delayed_lanes(pool), at, last, withscores=True), list[tuple[bytes, float]]()
+            )
             lanes += page
             if len(page) < _PAGE:
                 break
-        named = [(_level_and_tenant(lane), look_at_ms) for lane, look_at_ms in lanes]
+        named = [(_level_and_tenant(lane), look_at_ms) for lane, look_at_ms in lanes if _LANE.fullmatch(lane)]
         due = [lane for lane, look_at_ms in named if look_at_ms <= now_ms + _RELEASE_MS]
         found = await self._run(
             [
@@ -83,7 +93,7 @@ class QueueReader:
         )
         counts, oldest_ms = [0] * NUM_LEVELS, [0] * NUM_LEVELS
         for ((level, _), _), count in zip(named, found, strict=False):
-            counts[level] += count
+            counts[level] += count or 0
         for (level, _), head in zip(due, found[len(named) :], strict=True):
             oldest_ms[level] = max(oldest_ms[level], _age_ms(head, now_ms))
         return WaitingJobs(tuple(counts), tuple(oldest_ms))
@@ -99,18 +109,18 @@ class QueueReader:
         )
         counts, oldest_ms = [0] * NUM_LEVELS, [0] * NUM_LEVELS
         for (_, level), count, head in zip(sets, found, found[len(sets) :], strict=False):
-            counts[level] += count
+            counts[level] += count or 0
             oldest_ms[level] = max(oldest_ms[level], _age_ms(head, now_ms + level * _LEVEL_STEP))
         return WaitingJobs(tuple(counts), tuple(oldest_ms))
 
     async def _run(self, commands: Sequence[Command]) -> list[Any]:
-        """Return the commands' answers. They go to Redis a few at a time."""
+        """Return the commands' answers, None for a key of another type. They go to Redis a few at a time."""
         answers: list[Any] = []
         for at in range(0, len(commands), _COMMANDS):
             async with self._redis.pipeline(transaction=False) as pipe:
                 for name, *arguments in commands[at : at + _COMMANDS]:
                     getattr(pipe, name)(*arguments)
-                answers += await pipe.execute()
+                answers += await executed(pipe)
         return answers
 
 
@@ -130,7 +140,7 @@ def queue_state(
         waiting=waiting,
         running=tuple(int(number) for number in _sums(node.jobs_by_level for node in nodes)),
         cost=cost,
-        expired=tuple(int(counts.get(b"expired_level_%d" % level, 0)) for level in _LEVELS),
+        expired=tuple(sum_of(counts.get(b"expired_level_%d" % level)) for level in _LEVELS),
         backlog_s=(drain_s(nodes, foreground), drain_s(nodes, 0, background)),
         engine_shares=tuple(ms / whole_ms for ms in engine_ms) if whole_ms > 0 else None,
     )
@@ -146,6 +156,9 @@ def _level_and_tenant(lane: bytes) -> tuple[int, str]:
     return int(level), tenant
 
 
-def _age_ms(head: Sequence[tuple[bytes, float]], now_ms: int) -> int:
-    """Return how long ago the score of a set's first member was; 0 without a member, or if it is still to come."""
-    return max(0, now_ms - int(head[0][1])) if head else 0
+def _age_ms(head: Sequence[tuple[bytes, float]] | None, now_ms: int) -> int:
+    """Return how long ago the score of a set's first member was; 0 without a member, or if it is still to come.
+
+    Damaged scores may be infinite.
+    """
+    return now_ms - int(head[0][1]) if head and 0 <= head[0][1] <= now_ms else 0

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract.errors import BusyError, NotFoundError
+from penstock.contract.errors import BusyError, DamagedRecordError, NotFoundError
+from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.job import pool_of
 from penstock.contract.job_actions import BulkReport, JobChange, JobFilter, Pause, change_error
+from penstock.contract.priority import NUM_LEVELS
 from penstock.contract.tenant import Terms
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import pool_names
+from penstock.queue.record_fields import RecordFields, executed, is_text, sum_of
 from penstock.queue.wire import Request
 
 MAX_STEP_JOBS = 8
@@ -24,6 +28,7 @@ MAX_STEP_JOBS = 8
 LEASE_MS = 10_000
 """Milliseconds for which a process may continue a bulk action after its last step."""
 _BUSY_RETRY_MS = 5_000
+_LEVELS = tuple(map(str, range(NUM_LEVELS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +117,23 @@ class Steering:
 
     @retried
     async def claim(self, pool: str, bulk_id: str, holder: str) -> HeldBulk | None:
-        """Get the lease of an action, or return None if another process has it, or if it has ended."""
+        """Get the lease of an action, or return None if another process has it, or if it has ended.
+
+        Raises DamagedRecordError, and gives the action up then.
+        """
         answer = await scripts.call(self._redis, "bulk", pool, "claim", bulk_id, holder, LEASE_MS)
         if answer[0] != b"OK":
             return None
-        fields = _fields_of(answer[1])
-        return HeldBulk(
-            *(bulk_id, pool, holder, BulkRequest.decoded(fields["request"]), fields["dry_run"] == "1"),
-            begun_ms=int(fields["begun"]),
-            cursor=fields["cursor"],
-        )
+        fields = RecordFields(f"bulk action {bulk_id}", _fields_of(answer[1]))
+        try:
+            return HeldBulk(
+                *(bulk_id, pool, holder, fields.parsed("request", BulkRequest.decoded), fields.text("dry_run") == "1"),
+                begun_ms=fields.time_ms("begun"),
+                cursor=fields.text("cursor"),
+            )
+        except DamagedRecordError:
+            await scripts.call(self._redis, "bulk", pool, "end", bulk_id)
+            raise
 
     @retried
     async def end(self, pool: str, bulk_id: str) -> None:
@@ -160,18 +172,18 @@ class Steering:
     async def open_bulks(self, pool: str) -> list[str]:
         """Return the ids of a pool's open actions, the oldest first."""
         with translated():
-            return [bulk_id.decode() for bulk_id in await self._redis.zrange(keys.bulks(pool), 0, -1)]
+            return [one.decode() for one in await self._redis.zrange(keys.bulks(pool), 0, -1) if is_text(one)]
 
     @retried
     async def parts_of(self, bulk_id: str) -> list[BulkPart]:
-        """Return what an action has done in each pool that has it."""
+        """Return what an action has done in each pool that has it. Raises DamagedRecordError."""
         with translated():
             pools = await pool_names(self._redis)
             async with self._redis.pipeline(transaction=False) as pipe:
                 for pool in pools:
                     pipe.hgetall(keys.bulk(pool, bulk_id))
-                found = [_decoded(fields) for fields in await pipe.execute()]
-        return [fields for fields in found if fields]
+                found = await executed(pipe)
+        return [_part_of(bulk_id, fields) for fields in found if fields]
 
     # Pauses
 
@@ -192,9 +204,9 @@ class Steering:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for pool in pools:
                     pipe.hgetall(keys.paused(pool))
-                found = await pipe.execute()
+                found = await executed(pipe, default={})
         parts = zip(pools, found, strict=True)
-        return [pause for pool, fields in parts for pause in _pauses_of(pool, _decoded(fields))]
+        return [pause for pool, fields in parts for pause in _pauses_of(pool, fields)]
 
 
 def report_of(bulk_id: str, found: Sequence[BulkPart], tenant: str | None) -> BulkReport:
@@ -233,18 +245,33 @@ def _asked(change: JobChange, job_ids: Sequence[str], tenant: str, step: Mapping
     return scripts.packed(asked if step is None else asked | {"step": step})
 
 
-def _decoded(fields: Mapping[bytes, bytes]) -> dict[str, str]:
-    return {name.decode(): value.decode() for name, value in fields.items()}
+_NUMBERS = ("begun", "changed", "already_over", "failed")
 
 
-def _fields_of(answer: Sequence[bytes]) -> dict[str, str]:
-    return {name.decode(): value.decode() for name, value in zip(answer[::2], answer[1::2], strict=True)}
+def _part_of(bulk_id: str, found: Mapping[bytes, bytes]) -> BulkPart:
+    """Return the fields of an action in one pool. Raises DamagedRecordError that names the field."""
+    fields = RecordFields(f"bulk action {bulk_id}", found)
+    fields.parsed("request", BulkRequest.decoded)
+    part = {name: fields.text(name) for name in ("tenant", "request", "state", "dry_run", "failures")}
+    part |= {name: str(fields.whole(name)) for name in _NUMBERS}
+    if not all(" " in line for line in part["failures"].splitlines()):
+        raise fields.damaged("failures", "has a line without a code")
+    return part if part["state"] == "running" else part | {"ended": str(fields.time_ms("ended"))}
 
 
-def _pauses_of(pool: str, fields: Mapping[str, str]) -> list[Pause]:
-    found = []
-    for name, since_ms in sorted(fields.items()):
-        kind, _, what = name.partition(":")
-        tenant, level = (what if kind == "tenant" else None), (int(what) if kind == "level" else None)
-        found.append(Pause(pool, int(since_ms), tenant, level))
-    return found
+def _fields_of(answer: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(answer[::2], answer[1::2], strict=True))
+
+
+def _pauses_of(pool: str, found: Mapping[bytes, bytes]) -> list[Pause]:
+    """Return the pauses of a pool. A name that pauses nothing is left out; a damaged time is shown as 0."""
+    pauses = []
+    for name, since_ms in sorted(found.items()):
+        kind, _, what = name.decode(errors="replace").partition(":")
+        if kind == "pool" and not what:
+            pauses.append(Pause(pool, sum_of(since_ms), None, None))
+        elif kind == "tenant" and re.fullmatch(NAME_PATTERN, what):
+            pauses.append(Pause(pool, sum_of(since_ms), what, None))
+        elif kind == "level" and what in _LEVELS:
+            pauses.append(Pause(pool, sum_of(since_ms), None, int(what)))
+    return pauses

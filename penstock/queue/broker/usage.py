@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, cast
@@ -14,8 +15,10 @@ from penstock.contract.usage import MAX_PAGE_ROWS, Periods, PeriodUsage, UsagePa
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import pool_names
+from penstock.queue.record_fields import sum_of, sums_of, unless_wrong_type
 
 _COUNTERS = ("jobs", "prompt", "completion", "cached")
+_FIELD = re.compile(rb"([\w-]{1,64}):([\w-]*):(jobs|prompt|completion|cached)")
 _FIELDS_AT_ONCE = 400
 _ROWS_AT_ONCE = 500
 """Fields that one call reads, and rows that are made between two pauses, so that neither holds the event loop."""
@@ -75,9 +78,11 @@ class UsageBroker:
         with translated():
             pools = await pool_names(self._redis)
             names = [key(name) for name in pools for key in (keys.stored, keys.reserved)]
-            for kept in await asyncio.gather(*map(self._redis.hgetall, names)):
-                for tenant, num_bytes in kept.items():
-                    sums[tenant.decode()] += int(num_bytes)
+            no_sums = dict[bytes, bytes]()
+            reads = (unless_wrong_type(self._redis.hgetall(name), no_sums) for name in names)
+            for kept in await asyncio.gather(*reads):
+                for tenant, num_bytes in sums_of(kept).items():
+                    sums[tenant] += num_bytes
         return dict(sums)
 
     async def _counts(self, query: UsageQuery, pool: str, number: int) -> dict[Owner, dict[str, int]]:
@@ -86,18 +91,21 @@ class UsageBroker:
         if query.tenant is not None and query.account is not None:
             fields = [f"{query.tenant}:{query.account}:{counter}" for counter in _COUNTERS]
             with translated():
-                values = await self._redis.hmget(name, fields)
-            counts = {counter: int(value) for counter, value in zip(_COUNTERS, values, strict=True) if value}
+                values = await unless_wrong_type(self._redis.hmget(name, fields), [None] * len(fields))
+            counts = {counter: sum_of(value) for counter, value in zip(_COUNTERS, values, strict=True) if value}
             return {(query.tenant, query.account): counts} if counts else {}
         found: dict[Owner, dict[str, int]] = defaultdict(dict)
         cursor = 0
         while True:
             with translated():
-                cursor, page = await self._redis.hscan(name, cursor, count=_FIELDS_AT_ONCE)
+                read = self._redis.hscan(name, cursor, count=_FIELDS_AT_ONCE)
+                cursor, page = await unless_wrong_type(read, (0, dict[bytes, bytes]()))
             for field, value in page.items():
-                tenant, account, counter = field.decode().split(":")
+                if (named := _FIELD.fullmatch(field)) is None:
+                    continue  # It is not ours.
+                tenant, account, counter = (part.decode() for part in named.groups())
                 if query.tenant in (None, tenant) and query.account in (None, account):
-                    found[tenant, account][counter] = int(value)
+                    found[tenant, account][counter] = sum_of(value)
             if not cursor:
                 return found
 

@@ -20,7 +20,9 @@ TIMES = (
 """The times of a batch. Each but the last two is when it reached the state of that name."""
 CANCELLED_ROW, EXPIRED_ROW = "batch_cancelled", "batch_expired"
 """Codes of the rows in an error file that were not answered before their batch was canceled or expired."""
+ENDED_STATES = frozenset(("completed", "failed", "expired", "cancelled"))
 MAX_WINDOW_S = 30 * 86_400
+_MAX_LIFE_S = 1 << 33
 MESSAGES_ENDPOINT = "/v1/messages"
 """The endpoint of message batches."""
 _MESSAGE_PREFIX = "msgbatch_"
@@ -82,8 +84,13 @@ class BatchSpec:
 
     @classmethod
     def decoded(cls, text: str) -> BatchSpec:
-        """Return what `encoded` gave."""
-        return cls(**json.loads(text))
+        """Return what `encoded` gave. Raises ValueError or TypeError for anything else."""
+        spec = cls(**json.loads(text))
+        texts, life_s = (spec.input_file_id, spec.endpoint, spec.completion_window, spec.key_id), spec.output_life_s
+        is_right = all(isinstance(one, str) for one in texts) and isinstance(spec.metadata, dict | None)
+        if not is_right or not (life_s is None or (type(life_s) is int and 0 <= life_s <= _MAX_LIFE_S)):
+            raise ValueError("not what `encoded` gave")
+        return spec
 
 
 @dataclass(frozen=True, slots=True)

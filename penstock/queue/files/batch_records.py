@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,16 +15,21 @@ from redis.asyncio import Redis
 from penstock.contract.errors import (
     BusyError,
     ConflictError,
+    DamagedRecordError,
     InvariantError,
     NotFoundError,
     PenstockError,
     RequestError,
+    UnavailableError,
 )
 from penstock.contract.tenant import ApiKey
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.broker.pools import LoggedOnce
 from penstock.queue.files.batch import (
+    ENDED_STATES,
+    OPEN_STATES,
     TIMES,
     BatchLease,
     BatchRecord,
@@ -38,11 +44,14 @@ from penstock.queue.files.file_records import (
     call_script,
     check,
     file_arguments,
+    is_file_id,
     key_conflict,
     no_file,
     upload_dropped,
 )
+from penstock.queue.record_fields import RecordFields, is_text, is_wrong_type, sum_of
 
+_LOG = logging.getLogger(__package__)
 _RETRY_MS = 60_000
 _MAX_TOKEN_STEP = 1 << 30
 
@@ -82,7 +91,7 @@ class BatchRecords:
 
     def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
         self.patience = patience
-        self._redis = cast(Any, redis)
+        self._redis, self._logged = cast(Any, redis), LoggedOnce(_LOG)
         self.made = asyncio.Event()
         """Set when this process makes a batch, so that its holder need not wait for the next look."""
 
@@ -171,35 +180,39 @@ class BatchRecords:
 
     @retried
     async def find(self, batch_id: str, tenant: str | None = None) -> BatchRecord:
-        """Return a batch, of this tenant or (None) of any. Raises NotFoundError."""
+        """Return a batch, of this tenant or (None) of any. Raises NotFoundError, and DamagedRecordError."""
         if not is_batch_id(batch_id):
             raise no_batch(batch_id)
         with translated():
             found = await self._redis.hgetall(keys.batch(batch_id))
-        record = _record_of(batch_id, found)
-        if record is None or tenant not in (None, record.tenant):
+        if not found or (tenant is not None and found.get(b"tenant") != tenant.encode()):
             raise no_batch(batch_id)
-        return record
+        return _record_of(batch_id, found)
 
     @retried
     async def ids(self, tenant: str) -> list[str]:
         """Return the ids of a tenant's batches, newest first."""
         with translated():
             found = await self._redis.zrange(keys.batches_of(tenant), 0, -1)
-        return [one.decode() for one in reversed(found)]
+        return [one.decode() for one in reversed(found) if is_text(one)]
 
     @retried
     async def several(self, batch_ids: Sequence[str]) -> list[BatchRecord]:
-        """Return those of these batches that there still are."""
+        """Return those of these batches that there still are. A damaged record is logged, and hides its batch."""
         with translated():
             rows = await scripts.call_all(self._redis, [("HGETALL", keys.batch(one)) for one in batch_ids])
         records = []
         for batch_id, row in zip(batch_ids, rows, strict=True):
-            if isinstance(row, Exception):
-                raise InvariantError(f"the record of {batch_id} is damaged") from row
-            fields = row if isinstance(row, dict) else dict(zip(row[::2], row[1::2], strict=True))
-            if (record := _record_of(batch_id, fields)) is not None:
-                records.append(record)
+            try:
+                if isinstance(row, Exception):
+                    if not is_wrong_type(row):
+                        raise row
+                    raise DamagedRecordError(f"the record of batch {batch_id} is no hash")
+                fields = row if isinstance(row, dict) else dict(zip(row[::2], row[1::2], strict=True))
+                if fields:
+                    records.append(_record_of(batch_id, fields))
+            except DamagedRecordError as error:
+                self._logged.warn("unreadable batch record", keys.batch(batch_id), error.message)
         return records
 
     @retried
@@ -225,16 +238,20 @@ class BatchRecords:
 
     @retried
     async def key(self, key_id: str) -> ApiKey | None:
-        """Return an API key without its digest; None if there is none."""
+        """Return an API key without its digest; None if there is none. Raises UnavailableError for damaged terms."""
         with translated():
             found = await self._redis.hget(keys.key_terms(), key_id)
-        return None if found is None else ApiKey.of_public_json(found)
+        try:
+            return None if found is None else ApiKey.of_public_json(found)
+        except (ValueError, TypeError):
+            message = f"the terms of the API key {key_id} are damaged; `penstock keys set` writes them again"
+            raise UnavailableError(message, code=DamagedRecordError.code, retry_after_ms=5000) from None
 
     @retried
     async def num_rows_left(self) -> int:
         """Return how many rows of all open batches are in no part yet."""
         with translated():
-            return int(await self._redis.hget(keys.rows_left(), "*") or 0)
+            return sum_of(await self._redis.hget(keys.rows_left(), "*"))
 
     # For the holder of a lease. Each method raises BatchTakenError if another process has taken it.
 
@@ -260,7 +277,7 @@ class BatchRecords:
             if not status:
                 lease.is_lost = True
             else:
-                lease.status, lease.is_paused = status.decode(), bool(paused)
+                lease.status, lease.is_paused = status.decode(errors="replace"), bool(paused)
                 lease.valid_until_s = now_s + lease_s
 
     async def release(self, lease: BatchLease) -> None:
@@ -317,11 +334,10 @@ class BatchRecords:
 
     @retried
     async def parts(self, batch_id: str) -> list[Part]:
-        """Return the committed parts."""
+        """Return the committed parts. Raises DamagedRecordError."""
         with translated():
             found = await self._redis.lrange(keys.batch_parts(batch_id), 0, -1)
-        fields = (one.decode().split(" ") for one in found)
-        return [Part(name, kind, int(num_bytes)) for name, kind, num_bytes in fields]
+        return [_part_of(batch_id, one) for one in found]
 
     @retried
     async def job_ids(self, pools: Sequence[str], tenant: str, row_keys: Sequence[str]) -> dict[str, str]:
@@ -366,31 +382,66 @@ def _check_change(batch_id: str, answer: Sequence[Any]) -> None:
         raise ConflictError(message, code="batch_ended", param="batch_id")
 
 
-def _record_of(batch_id: str, found: Mapping[bytes, bytes]) -> BatchRecord | None:
-    fields = {name.decode(): value.decode() for name, value in found.items()}
-    if "request" not in fields:
-        return None
+_MAX_RATE = 1e9
+"""Rows a second that a batch may have."""
+
+
+def _part_of(batch_id: str, data: bytes) -> Part:
+    name, _, rest = data.decode(errors="replace").partition(" ")
+    kind, _, num_bytes = rest.partition(" ")
+    if not name.startswith(f"parts/{batch_id}/") or ".." in name or not num_bytes.isdecimal():
+        raise DamagedRecordError(f"the list of the parts of batch {batch_id} is damaged")
+    return Part(name, kind, int(num_bytes))
+
+
+def _record_of(batch_id: str, found: Mapping[bytes, bytes]) -> BatchRecord:
+    """Return a batch. Raises DamagedRecordError that names the field."""
+    fields = RecordFields(f"batch {batch_id}", found)
+    status = fields.one_of("status", OPEN_STATES | ENDED_STATES)
+    ending = fields.text("ending", "")
+    if status == "finalizing" or ending:
+        fields.one_of("ending", ENDED_STATES)
+    times = {name: fields.time_ms(f"{name}_at") for name in TIMES if f"{name}_at" in fields}
+    for name in ("created", "expires", *(() if status in OPEN_STATES else (status,))):
+        fields.time_ms(f"{name}_at")
     return BatchRecord(
         batch_id=batch_id,
-        tenant=fields["tenant"],
-        spec=BatchSpec.decoded(fields["request"]),
-        status=fields["status"],
-        ending=fields.get("ending", ""),
-        times={name: int(fields[f"{name}_at"]) for name in TIMES if f"{name}_at" in fields},
-        num_rows=int(fields["total"]),
-        num_completed=int(fields["completed"]),
-        num_failed=int(fields["failed"]),
-        num_stopped=int(fields.get("stopped", "0")),
-        input_tokens=int(fields["input_tokens"]),
-        cached_tokens=int(fields["cached_tokens"]),
-        output_tokens=int(fields["output_tokens"]),
-        output_file_id=fields.get("output_file"),
-        error_file_id=fields.get("error_file"),
-        problems=[RowProblem(**one) for one in json.loads(fields.get("errors", "[]"))],
-        is_paused=bool(fields["paused"]),
-        waiting=fields["waiting"],
-        rows_per_s=float(fields.get("rate", "0")),
+        tenant=fields.text("tenant"),
+        spec=fields.parsed("request", _spec_of),
+        status=status,
+        ending=ending,
+        times=times,
+        num_rows=fields.whole("total"),
+        num_completed=fields.whole("completed"),
+        num_failed=fields.whole("failed"),
+        num_stopped=fields.whole("stopped", 0),
+        input_tokens=fields.whole("input_tokens"),
+        cached_tokens=fields.whole("cached_tokens"),
+        output_tokens=fields.whole("output_tokens"),
+        output_file_id=fields.text("output_file", "") or None,
+        error_file_id=fields.text("error_file", "") or None,
+        problems=fields.parsed("errors", _problems_of, []),
+        is_paused=bool(fields.text("paused", "")),
+        waiting=fields.text("waiting", ""),
+        rows_per_s=fields.parsed("rate", _rate_of, 0.0),
     )
+
+
+def _problems_of(text: str) -> list[RowProblem]:
+    return [RowProblem(**one) for one in json.loads(text)]
+
+
+def _spec_of(text: str) -> BatchSpec:
+    spec = BatchSpec.decoded(text)
+    if not is_file_id(spec.input_file_id):
+        raise ValueError(text)
+    return spec
+
+
+def _rate_of(text: str) -> float:
+    if not 0 <= (rate := round(float(text), 3)) <= _MAX_RATE:
+        raise ValueError(text)
+    return rate
 
 
 def _encoded(problems: Sequence[RowProblem]) -> str:

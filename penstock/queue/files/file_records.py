@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,23 @@ from typing import Any, NamedTuple, cast
 import uuid_utils
 from redis.asyncio import Redis
 
-from penstock.contract.errors import BusyError, ConflictError, NotFoundError, PenstockError, RequestError, TooLargeError
+from penstock.contract.errors import (
+    BusyError,
+    ConflictError,
+    DamagedRecordError,
+    InvariantError,
+    NotFoundError,
+    PenstockError,
+    RequestError,
+    TooLargeError,
+)
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.broker.pools import LoggedOnce
+from penstock.queue.record_fields import RecordFields, is_text, is_wrong_type
 
+_LOG = logging.getLogger(__package__)
 BATCH = "batch"
 BATCH_OUTPUT = "batch_output"
 PURPOSES = ("assistants", BATCH, "evals", "fine-tune", "user_data", "vision")
@@ -113,8 +126,19 @@ def check(answer: Sequence[Any], refusals: Mapping[bytes, PenstockError]) -> Non
 
 
 async def call_script(redis: Redis, what: str, **arguments: Any) -> list[Any]:
-    """Do one thing by files.lua and return its answer."""
-    answer: list[Any] = await scripts.call(redis, "files", keys.FILES, what, scripts.packed(arguments))
+    """Do one thing by files.lua and return its answer. Keys of another type are deleted if they refuse it."""
+    given = scripts.packed(arguments)
+    try:
+        answer: list[Any] = await scripts.call(redis, "files", keys.FILES, what, given)
+    except InvariantError as error:
+        if "WRONGTYPE" not in error.message:
+            raise
+        tenant = scripts.packed({"tenant": arguments.get("tenant")})
+        _, names = await scripts.call(redis, "files", keys.FILES, "mend", tenant)
+        if not names:
+            raise DamagedRecordError(f"a record that `{what}` needs is damaged: {error.message}") from error
+        _LOG.warning("deleted keys of another type", extra={"keys": [name.decode() for name in names]})
+        answer = await scripts.call(redis, "files", keys.FILES, what, given)
     return answer
 
 
@@ -128,7 +152,7 @@ class FileRecords:
 
     def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
         self.patience = patience
-        self._redis = cast(Any, redis)
+        self._redis, self._logged = cast(Any, redis), LoggedOnce(_LOG)
 
     @retried
     async def storage_id(self, new: str = "") -> str:
@@ -194,10 +218,10 @@ class FileRecords:
 
     @retried
     async def find(self, file_id: str, tenant: str) -> StoredFile:
-        """Return a file of a tenant. Raises NotFoundError."""
+        """Return a file of a tenant. Raises NotFoundError, and DamagedRecordError."""
         with translated():
             found = await self._redis.hgetall(keys.stored_file(file_id))
-        file = _file_of(file_id, {name.decode(): value.decode() for name, value in found.items()})
+        file = _file_of(file_id, found, tenant)
         if file is None or file.tenant != tenant:
             raise no_file(file_id)
         return file
@@ -207,20 +231,25 @@ class FileRecords:
         """Return the ids of a tenant's files in the order in which they were saved."""
         with translated():
             found = await self._redis.zrange(keys.files_of(tenant), 0, -1)
-        return [one.decode() for one in (reversed(found) if newest_first else found)]
+        return [one.decode() for one in (reversed(found) if newest_first else found) if is_text(one)]
 
     @retried
     async def several(self, file_ids: Sequence[str], tenant: str) -> list[StoredFile]:
-        """Return those of a tenant's files that there still are."""
+        """Return those of a tenant's files that there still are. A damaged record is logged, and hides its file."""
         commands = [("HMGET", keys.stored_file(file_id), *_FIELDS) for file_id in file_ids]
         with translated():
             rows = await scripts.call_all(self._redis, commands)
         files = []
         for file_id, row in zip(file_ids, rows, strict=True):
-            if isinstance(row, Exception):
-                raise row if isinstance(row, PenstockError) else ConflictError(f"the record of {file_id} is damaged")
-            fields = {name: value.decode() for name, value in zip(_FIELDS, row, strict=True) if value is not None}
-            if (file := _file_of(file_id, fields)) is not None and file.tenant == tenant:
+            if isinstance(row, Exception) and not is_wrong_type(row):
+                raise row
+            values = () if isinstance(row, Exception) else zip(_FIELDS, row, strict=True)
+            try:
+                file = _file_of(file_id, {name.encode(): one for name, one in values if one is not None}, tenant)
+            except DamagedRecordError as error:
+                self._logged.warn("unreadable file record", keys.stored_file(file_id), error.message)
+                continue
+            if file is not None and file.tenant == tenant:
                 files.append(file)
         return files
 
@@ -282,16 +311,18 @@ def key_conflict(made: str) -> ConflictError:
     return ConflictError(message, code="idempotency_conflict", param="idempotency-key")
 
 
-def _file_of(file_id: str, fields: Mapping[str, str]) -> StoredFile | None:
-    if "tenant" not in fields:
+def _file_of(file_id: str, found: Mapping[bytes, bytes], tenant: str) -> StoredFile | None:
+    """Return a file, None for none of the tenant's. Raises DamagedRecordError."""
+    if found.get(b"tenant") != tenant.encode():
         return None
+    fields = RecordFields(f"file {file_id}", found)
     return StoredFile(
         file_id,
-        fields["tenant"],
-        fields["name"],
-        fields["purpose"],
-        int(fields["bytes"]),
-        int(fields["created"]),
-        int(fields["expires"]) if fields["expires"] else None,
-        is_lost=fields.get("lost") == "1",
+        tenant,
+        fields.text("name"),
+        fields.one_of("purpose", (*PURPOSES, BATCH_OUTPUT, *OF_MESSAGE_BATCHES)),
+        fields.whole("bytes"),
+        fields.time_ms("created"),
+        None if fields.text("expires") == "" else fields.time_ms("expires"),
+        is_lost=fields.text("lost", "") == "1",
     )

@@ -2,30 +2,42 @@
 -- That is safe beside running nodes: one script run checks and corrects a job, and sums are corrected by differences.
 -- ARGV: repairer ('' only checks), msgpack of
 --   {jobs = [[id, [[key, entry]…]]…], virtual_times = [[level, tenant]…], idems = [key…], feeds = [tenant…] or nil,
---    sums = [[key, field, by]…] or nil}
+--    wrong_types = [[key, type]…] or nil, strays = [[key, member]…] or nil, sums = [[key, field, by, is_lost]…] or nil}
 --   key: a key without P: in which the id was seen. entry: its stream entry, or its member of P:expiry, else ''.
 --   virtual_times: tenants that have one. idems: keys without P:. feeds: tenants with completions.
---   sums: corrections; a repairer's last call has them.
+--   wrong_types: keys with the type that they should have. strays: members that name no job.
+--   sums: corrections; a repairer's last call has them. is_lost: the stored sum is no number, and `by` is the whole sum.
+--   With 'release' instead of msgpack, only the repairer's lock ends.
 -- Answer: {OK, {finding…}} | {UNKNOWN_POOL} | {BUSY}; finding: {name, key without P:, id, detail}
 --   BUSY: another audit repairs this pool.
+-- What cannot be read is a finding, and the others go on. Without a repairer nothing is written: `redis.call` of an audit
+-- mends nothing by itself.
+local redis = _G.redis
+if ARGV[2] == 'release' then
+  if redis.pcall('GET', P .. ':audit') == ARGV[1] then redis.call('DEL', P .. ':audit') end
+  return {'OK', {}}
+end
 local MAX_ROWS, REPAIR_MS, EXPIRY_SLACK_MS = 32, 10000, 5000
 local repairer, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
 local config, now = read_config(), clock()
 if not config then return {'UNKNOWN_POOL'} end
 if #asked.jobs > MAX_ROWS or #asked.virtual_times > MAX_ROWS or #asked.idems > MAX_ROWS
-  or #(asked.feeds or {}) > MAX_ROWS then
+  or #(asked.feeds or {}) > MAX_ROWS or #(asked.wrong_types or {}) > MAX_ROWS or #(asked.strays or {}) > MAX_ROWS then
   return redis.error_reply('TOO_MANY_ROWS')
 end
 local repairs = repairer ~= ''
 if repairs then
-  local other = redis.call('GET', P .. ':audit')
-  if other and other ~= repairer then return {'BUSY'} end
+  local other = redis.pcall('GET', P .. ':audit')
+  if type(other) == 'string' and other ~= repairer then return {'BUSY'} end
   redis.call('DEL', P .. ':audit')
   redis.call('SET', P .. ':audit', repairer, 'PX', REPAIR_MS)
 end
 
 local findings = {}
 local function find(name, key, id, detail) findings[#findings + 1] = {name, key, id, detail or ''} end
+
+-- A whole number is digits, as many as Lua and Python hold exactly. `tonumber` also takes NaN and infinity.
+local function is_whole(text) return #text < 16 and string.find(text, '^%d+$') ~= nil end
 
 -- Keys that list jobs ------------------------------------------------------------------------------
 -- Names of keys are without P:. The value of an id in a key is false if it is absent, else its score, its stream entry,
@@ -73,9 +85,12 @@ end
 
 local function value_in(name, id, entry)
   local key, kind = P .. ':' .. name, kind_of(name)
-  if kind == 'set' then return redis.call('SISMEMBER', key, id) == 1 and '' end
-  if kind == 'zset' then return redis.call('ZSCORE', key, id) end
-  local found = redis.call('XRANGE', key, entry, entry)[1]
+  if kind == 'set' then return redis.pcall('SISMEMBER', key, id) == 1 and '' end
+  if kind == 'zset' then
+    local score = redis.pcall('ZSCORE', key, id)
+    return type(score) == 'string' and score
+  end
+  local found = redis.pcall('XRANGE', key, entry, entry)[1]
   return found ~= nil and found[2][2] == id and entry
 end
 
@@ -90,11 +105,13 @@ local function put(name, id, wanted)
     redis.call('SADD', key, id)
   elseif kind == 'zset' then
     redis.call('ZADD', key, wanted, id)
+    if string.match(name, '^requeued:') then enter_tenant(read_job(id)) end
   else
     -- A stream entry cannot be restored at its old position, so the job goes to the requeued jobs.
     redis.call('HSET', job_key(id), 'entry', '')
     local job = read_job(id)
     redis.call('ZADD', requeued_key(job), job.submitted, id)
+    enter_tenant(job)
   end
 end
 
@@ -162,7 +179,10 @@ local function is_dead_letter(job) return job and redis.call('HGET', job_key(job
 -- Whether a record has expired, but no sweep has subtracted its bytes and removed the job from its tenant's list yet.
 local function awaits_sweep(job, seen)
   for _, one in ipairs(seen) do
-    if not job and one[1] == 'expiry' and string.match(one[2], '^%d+ %S+ job:') then return true end
+    if not job and one[1] == 'expiry' and string.match(one[2], '^%d+ %S+ job:') then
+      local score = tonumber(redis.call('ZSCORE', P .. ':expiry', one[2]) or '')
+      return score ~= nil and score < pool_time.of_redis() + EXPIRY_SLACK_MS
+    end
   end
   return false
 end
@@ -251,7 +271,7 @@ local function check_ledger(job)
   local _, num_listed = string.gsub(past or '', '%S+@%d+%-%d+:%l+', '')
   local _, num_given_back = string.gsub(past or '', ':drain', '')
   local _, num_pressed = string.gsub(past or '', ':pressure', '')
-  local key, num_past = 'job:' .. job.id, tonumber(count or '0')
+  local key, num_past = 'job:' .. job.id, is_whole(count or '0') and tonumber(count or '0') or -1
   if num_listed ~= math.min(num_past, MAX_PAST_LEASES) then
     find('wrong_ledger', key, job.id, num_listed .. ' past leases are listed of ' .. num_past)
   elseif num_given_back + num_pressed > tonumber(job.preemptions) then
@@ -259,8 +279,97 @@ local function check_ledger(job)
   end
 end
 
+-- Damaged records ---------------------------------------------------------------------------------
+
+local OPEN_STATES = {queued = true, running = true}
+
+local RIGHT = {
+  state = function(text) return OPEN_STATES[text] or is_terminal(text) end,
+  tenant = function(text) return string.find(text, '^[%w_-]+$') ~= nil end,
+  level = function(text) return string.find(text, '^[0-5]$') ~= nil end,
+  entry = function(text) return text == '' or text == DELAYED or (#text < 22 and string.find(text, '^%d+%-%d+$') ~= nil) end,
+  weight = function(text)
+    local weight = text == '' and 1 or tonumber(text)
+    return weight ~= nil and weight > 0 and weight <= 1000
+  end,
+}
+for _, name in ipairs({'n', 'cost', 'submitted', 'losses', 'preemptions', 'needs_reader'}) do RIGHT[name] = is_whole end
+for _, name in ipairs({'deadline', 'unread', 'loss_mark', 'taken', 'first'}) do
+  RIGHT[name] = function(text) return text == '' or is_whole(text) end
+end
+
+-- What the keys in which a job was seen tell of it.
+local function told_by(seen)
+  local told = {state = 'queued', level = '1', n = '1', cost = '1', submitted = tostring(now), losses = '0', preemptions = '0',
+    needs_reader = '1', entry = ''}
+  for _, one in ipairs(seen) do
+    local name, entry = one[1], one[2]
+    local kind, rest = string.match(name, '^([^:]+):?(.*)$')
+    local level, tenant = string.match(rest, '^([0-5]):([%w_-]+)$')
+    if kind == 'running' then told.state, told.node = 'running', rest end
+    if kind == 'tenant' then told.open, tenant = true, string.match(rest, '^([%w_-]+):open$') end
+    if kind == 'jobs' then tenant = string.match(rest, '([%w_-]+)$') end
+    if kind == 'jobs' and is_terminal(string.match(rest, '^(%l+):') or '') then told.ended = string.match(rest, '^%l+') end
+    if kind == 'waiting' then level = rest end
+    if kind == 'queue' then told.entry = entry end
+    if kind == 'delayed' or kind == 'awaiting' then told.entry = DELAYED end
+    if kind == 'awaiting' then tenant = rest end
+    if kind == 'tasks' then told.n = '0' end
+    told.level, told.tenant = level or told.level, tenant or told.tenant
+  end
+  if told.ended and not told.open then told.state = told.ended end
+  return told
+end
+
+-- Reports the wrong fields of a record. A repair writes what the other keys tell, or a default. Returns whether the record
+-- can be compared with them.
+local function check_fields(job, seen)
+  local wrong, told = {}, nil
+  for name, is_right in pairs(RIGHT) do
+    if not is_right(job[name]) then wrong[#wrong + 1] = name end
+  end
+  table.sort(wrong)
+  for _, name in ipairs(wrong) do
+    told = told or told_by(seen)
+    find('wrong_field', 'job:' .. job.id, job.id, name .. ' is ' .. string.sub(job[name], 1, 32))
+    if repairs and (name ~= 'tenant' or told.tenant) then
+      job[name] = told[name] or ''
+      redis.call('HSET', job_key(job.id), name, job[name])
+    end
+  end
+  if repairs and told and told.node and job.state == 'running' and job.node == '' then
+    redis.call('HSET', job_key(job.id), 'node', told.node)
+  end
+  return #wrong == 0 or (repairs and RIGHT.tenant(job.tenant))
+end
+
+-- A job that its tenant has open, and whose record is lost. A repair ends it.
+local function end_lost_job(id, seen)
+  local told = told_by(seen)
+  if not told.open then return end
+  find('no_record', 'job:' .. id, id, 'the job is open')
+  if not repairs then return end
+  local fields = {}
+  for _, name in ipairs({'tenant', 'level', 'n', 'submitted', 'losses', 'preemptions', 'needs_reader', 'entry', 'node'}) do
+    fields[#fields + 1], fields[#fields + 2] = name, told[name] or ''
+  end
+  redis.call('HSET', job_key(id), 'state', told.state, 'cost', '0', unpack(fields))
+  end_job(read_job(id), config, now, 'failed', 'internal_error', 'the record of this job is lost', '')
+end
+
 local function check_job(id, seen)
   local job = read_job(id)
+  if not job then
+    if redis.call('EXISTS', job_key(id)) == 1 then
+      redis.call(repairs and 'DEL' or 'EXISTS', job_key(id))
+      find('wrong_field', 'job:' .. id, id, 'state is absent')
+      if not repairs then return end
+    end
+    end_lost_job(id, seen)
+    job = read_job(id)
+  elseif not check_fields(job, seen) then
+    return
+  end
   check_keys(job, id, seen)
   local is_open = job and not is_terminal(job.state)
   for _, name in ipairs(STORED_KEYS) do check_life(name, id, is_open) end
@@ -288,7 +397,8 @@ end
 -- An idempotency key must live as long as its job is open, and expire after that.
 local function check_idem(key)
   local id = redis.call('GET', P .. ':' .. key)
-  local job = id and read_job(id)
+  local job = id and string.find(id, '^[%w._-]+$') and read_job(id)
+  id = job and id or string.sub(id or '', 1, 64)
   local is_open, life = job and not is_terminal(job.state), redis.call('PTTL', P .. ':' .. key)
   if is_open and life >= 0 then
     find('would_vanish', key, id, 'the key of an open job lives for ever')
@@ -330,13 +440,47 @@ local function check_nodes()
   end
 end
 
-for _, row in ipairs(asked.jobs) do check_job(row[1], row[2]) end
-for _, row in ipairs(asked.virtual_times) do check_tenant(row[1], row[2]) end
-for _, key in ipairs(asked.idems) do check_idem(key) end
-for _, tenant in ipairs(asked.feeds or {}) do check_feed(tenant) end
-check_nodes()
+local REMOVE = {zset = 'ZREM', set = 'SREM', stream = 'XDEL', hash = 'HDEL'}
+
+local function check_member(name, member)
+  local key = P .. ':' .. name
+  find('stray', name, member, 'it names no job')
+  local command = REMOVE[redis.call('TYPE', key).ok]
+  if repairs and command then redis.call(command, key, member) end
+end
+
+local function check_type(name, wanted)
+  local key = P .. ':' .. name
+  local is = redis.call('TYPE', key).ok
+  if is == wanted or is == 'none' then return end
+  find('wrong_type', name, '-', 'it is a ' .. is .. ', not a ' .. wanted)
+  if repairs then redis.call('DEL', key) end
+end
+
+local function correct_sum(name, field, by, is_lost)
+  local key = P .. ':' .. name
+  if is_lost then redis.call('HSET', key, field, string.format('%d', by)) else redis.call('HINCRBY', key, field, by) end
+  if is_lost and by == 0 then redis.call('HDEL', key, field) end
+end
+
+-- Runs a check of one row. What it cannot read is a finding.
+local function guarded(key, id, check, ...)
+  local is_done, problem = pcall(check, ...)
+  if is_done then return end
+  local text = type(problem) == 'table' and problem.err or tostring(problem)
+  if string.find(text, 'NOPERM', 1, true) then error(problem) end
+  find('unchecked', key, id, string.sub(text, 1, 160))
+end
+
+for _, row in ipairs(asked.wrong_types or {}) do guarded(row[1], '-', check_type, row[1], row[2]) end
+for _, row in ipairs(asked.strays or {}) do guarded(row[1], row[2], check_member, row[1], row[2]) end
+for _, row in ipairs(asked.jobs) do guarded('job:' .. row[1], row[1], check_job, row[1], row[2]) end
+for _, row in ipairs(asked.virtual_times) do guarded('virtual_time:' .. row[1], row[2], check_tenant, row[1], row[2]) end
+for _, key in ipairs(asked.idems) do guarded(key, '-', check_idem, key) end
+for _, tenant in ipairs(asked.feeds or {}) do guarded('ended', tenant, check_feed, tenant) end
+guarded('nodes', '-', check_nodes)
 if repairs and asked.sums then
-  for _, row in ipairs(asked.sums) do redis.call('HINCRBY', P .. ':' .. row[1], row[2], row[3]) end
+  for _, row in ipairs(asked.sums) do guarded(row[1], row[2], correct_sum, row[1], row[2], row[3], row[4]) end
   redis.call('DEL', P .. ':audit')
 end
 flush()

@@ -5,18 +5,43 @@
 local F = string.sub(KEYS[1], 1, -8)
 local what, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
 local ALL, IDEM_MS, MAX_GARBAGE, MAX_UNTOLD, UNTOLD_MS = '*', 86400000, 500, 32, 259200000
+-- Lua writes larger numbers in another way.
+local MAX_TOKEN = 1e13
 -- The purpose of an input that came with its batch. It ends with the batch.
 local OWN_INPUT = 'message_batch'
 local t = redis.call('TIME')
 local now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
 local does = {}
 
-local function number_in(key, field) return tonumber(redis.call('HGET', F .. ':' .. key, field) or '0') end
+-- Records may be damaged by what else writes to Redis. A whole number is digits, at most as many as Lua holds exactly.
+local function whole(text) return type(text) == 'string' and #text < 16 and string.match(text, '^%d+$') and tonumber(text) or nil end
 
--- Adds to a sum of a tenant and to that of all. A field of 0 is removed.
+-- Runs `work` for one record. Return false if the record is damaged, so that the others go on.
+local function alone(work, ...)
+  local is_done, problem = pcall(work, ...)
+  if is_done then return true end
+  local text = type(problem) == 'table' and problem.err or tostring(problem)
+  if string.find(text, 'OOM', 1, true) or string.find(text, 'NOPERM', 1, true) then error(problem) end
+  return false
+end
+
+-- Fields of a record, false for each that is absent; all of them if the key is no hash.
+local function fields_of(key, ...)
+  local found = redis.pcall('HMGET', F .. ':' .. key, ...)
+  if not found.err then return unpack(found) end
+  local none = {}
+  for i = 1, select('#', ...) do none[i] = false end
+  return unpack(none)
+end
+
+local function number_in(key, field) return whole((fields_of(key, field))) or 0 end
+
+-- Adds to a sum of a tenant and to that of all. A field of 0 is removed, and one that is no number: its sum is unknown
+-- until an audit computes it anew.
 local function count(key, tenant, by)
-  for _, field in ipairs({tenant, ALL}) do
-    if by ~= 0 and redis.call('HINCRBY', F .. ':' .. key, field, by) == 0 then redis.call('HDEL', F .. ':' .. key, field) end
+  for _, field in ipairs({tenant or ALL, tenant and ALL}) do
+    local sum = by == 0 or redis.pcall('HINCRBY', F .. ':' .. key, field, by)
+    if sum == 0 or type(sum) == 'table' then redis.pcall('HDEL', F .. ':' .. key, field) end
   end
 end
 
@@ -28,10 +53,9 @@ local function object_of(id) return 'files/' .. id end
 -- Idempotency keys: the id that was made with one, and a digest of what was asked.
 local function made_before(kind)
   if asked.idem == '' then return nil end
-  local found = redis.call('GET', F .. ':idem:' .. asked.tenant .. ':' .. asked.idem)
-  if not found then return nil end
-  local id, digest = string.match(found, '^(%S+) (.*)$')
-  if redis.call('EXISTS', F .. ':' .. kind .. ':' .. id) == 0 then return nil end
+  local found = redis.pcall('GET', F .. ':idem:' .. asked.tenant .. ':' .. asked.idem)
+  local id, digest = string.match(type(found) == 'string' and found or '', '^(%S+) (.*)$')
+  if not id or redis.call('EXISTS', F .. ':' .. kind .. ':' .. id) == 0 then return nil end
   return digest == asked.digest and {'OK', id, 1} or {'CONFLICT', id}
 end
 
@@ -50,14 +74,49 @@ function does.storage()
   return {'OK', asked.id}
 end
 
+-- Keys of another type than they can have hold up all others. They are deleted, and an audit lists again what they had.
+-- Answers with their names.
+function does.mend()
+  local types, found = {expiry = 'zset', uploads = 'zset', garbage = 'zset', open_batches = 'zset', untold = 'zset',
+    storage = 'string', keys = 'hash'}, {}
+  for _, name in ipairs({'stored', 'num_files', 'uploading', 'num_uploads', 'num_open', 'rows_left'}) do types[name] = 'hash' end
+  if asked.tenant then
+    types['files:' .. asked.tenant] = 'zset'
+    types['batches:' .. asked.tenant] = 'zset'
+  end
+  for _, named in ipairs(asked.names or {}) do types[named[1]] = named[2] end
+  for name, wanted in pairs(types) do
+    local is = redis.call('TYPE', F .. ':' .. name).ok
+    if is ~= wanted and is ~= 'none' then
+      redis.call('DEL', F .. ':' .. name)
+      found[#found + 1] = name
+    end
+  end
+  return {'OK', found}
+end
+
+-- Corrects what an audit has found. Sums are {hash, field, by, is_lost} each: one that is no number becomes `by`. Members of
+-- lists are {list, member, score} each; a score of '' removes one.
+function does.correct()
+  for _, one in ipairs(asked.sums) do
+    local key, by = F .. ':' .. one[1], string.format('%d', one[3])
+    if one[4] then redis.call('HSET', key, one[2], by) else redis.call('HINCRBY', key, one[2], by) end
+    if redis.call('HGET', key, one[2]) == '0' then redis.call('HDEL', key, one[2]) end
+  end
+  for _, one in ipairs(asked.members) do
+    if one[3] == '' then redis.call('ZREM', F .. ':' .. one[1], one[2]) else redis.call('ZADD', F .. ':' .. one[1], one[3], one[2]) end
+  end
+  return {'OK'}
+end
+
 -- Files -------------------------------------------------------------------------------------------
 
 local function end_upload(id)
-  local tenant, bytes = unpack(redis.call('HMGET', F .. ':upload:' .. id, 'tenant', 'bytes'))
+  local tenant, bytes = fields_of('upload:' .. id, 'tenant', 'bytes')
   redis.call('ZREM', F .. ':uploads', id)
   redis.call('DEL', F .. ':upload:' .. id)
   if tenant then
-    count('uploading', tenant, -tonumber(bytes))
+    count('uploading', tenant, -(whole(bytes) or 0))
     count('num_uploads', tenant, -1)
   end
   return tenant ~= false
@@ -125,24 +184,52 @@ local function drop_file(id, tenant, bytes)
   redis.call('DEL', F .. ':file:' .. id)
   redis.call('ZREM', F .. ':files:' .. tenant, id)
   redis.call('ZREM', F .. ':expiry', 'file:' .. id)
-  count('stored', tenant, -tonumber(bytes))
+  count('stored', tenant, -(whole(bytes) or 0))
   count('num_files', tenant, -1)
   discard(object_of(id))
 end
 
 function does.delete()
-  local tenant, bytes, readers = unpack(redis.call('HMGET', F .. ':file:' .. asked.id, 'tenant', 'bytes', 'readers'))
+  local tenant, bytes, readers = fields_of('file:' .. asked.id, 'tenant', 'bytes', 'readers')
   if tenant ~= asked.tenant then return {'NOT_FOUND'} end
-  if tonumber(readers) > 0 then return {'IN_USE'} end
+  if (whole(readers) or 0) > 0 then return {'IN_USE'} end
   drop_file(asked.id, tenant, bytes)
   return {'OK'}
 end
 
 local function drop_batch(id)
-  local tenant = redis.call('HGET', F .. ':batch:' .. id, 'tenant')
+  local tenant = fields_of('batch:' .. id, 'tenant')
   redis.call('DEL', F .. ':batch:' .. id)
   redis.call('ZREM', F .. ':expiry', 'batch:' .. id)
   if tenant then redis.call('ZREM', F .. ':batches:' .. tenant, id) end
+end
+
+local function drop_expired(member)
+  local kind, id = string.match(member, '^(%a+):([%w_-]+)$')
+  local tenant, bytes, readers
+  if kind == 'file' then tenant, bytes, readers = fields_of('file:' .. id, 'tenant', 'bytes', 'readers') end
+  if kind == 'batch' then
+    drop_batch(id)
+  elseif not tenant then
+    redis.call('ZREM', F .. ':expiry', member)
+  elseif (whole(readers) or 0) > 0 then
+    redis.call('ZADD', F .. ':expiry', now + 60000, member)
+  else
+    drop_file(id, tenant, bytes)
+  end
+end
+
+-- Objects that are garbage. What names no object of ours is forgotten: it might name any file.
+local function garbage()
+  local objects = {}
+  for _, object in ipairs(redis.call('ZRANGE', F .. ':garbage', 0, MAX_GARBAGE - 1)) do
+    if string.match(object, '^files/[%w-]+$') or string.match(object, '^parts/[%w_]+/$') then
+      objects[#objects + 1] = object
+    else
+      redis.call('ZREM', F .. ':garbage', object)
+    end
+  end
+  return objects
 end
 
 -- Drops what has expired, and uploads that ended without a word. Files that open batches read stay until these end.
@@ -153,22 +240,10 @@ function does.expire()
   end
   local due = redis.call('ZRANGEBYSCORE', F .. ':expiry', '-inf', now, 'LIMIT', 0, asked.limit)
   for _, member in ipairs(due) do
-    local kind, id = string.match(member, '^(%a+):(.*)$')
-    if kind == 'batch' then
-      drop_batch(id)
-    else
-      local tenant, bytes, readers = unpack(redis.call('HMGET', F .. ':file:' .. id, 'tenant', 'bytes', 'readers'))
-      if not tenant then
-        redis.call('ZREM', F .. ':expiry', member)
-      elseif tonumber(readers) > 0 then
-        redis.call('ZADD', F .. ':expiry', now + 60000, member)
-      else
-        drop_file(id, tenant, bytes)
-      end
-    end
+    if not alone(drop_expired, member) then redis.call('ZREM', F .. ':expiry', member) end
   end
   redis.call('ZREMRANGEBYSCORE', F .. ':untold', '-inf', now - UNTOLD_MS)
-  return {'OK', #due, redis.call('ZRANGE', F .. ':garbage', 0, MAX_GARBAGE - 1)}
+  return {'OK', #due, garbage()}
 end
 
 function does.forget()
@@ -199,10 +274,10 @@ end
 -- A batch is validating, in_progress, finalizing or cancelling while it is open. One process holds its lease, and each
 -- new holder gets a higher token. What a holder asks for with an older token is refused as LOST.
 
-local function read_batch(id, ...) return unpack(redis.call('HMGET', F .. ':batch:' .. id, ...)) end
+local function read_batch(id, ...) return fields_of('batch:' .. id, ...) end
 
 local function is_held(id, token)
-  return redis.call('ZSCORE', F .. ':open_batches', id) and read_batch(id, 'token') == tostring(token)
+  return redis.call('ZSCORE', F .. ':open_batches', id) and (read_batch(id, 'token')) == tostring(token)
 end
 
 local function set_status(id, status) redis.call('HSET', F .. ':batch:' .. id, 'status', status, status .. '_at', now) end
@@ -212,16 +287,16 @@ local function close(id, status)
   set_status(id, status)
   redis.call('ZREM', F .. ':open_batches', id)
   count('num_open', tenant, -1)
-  count('rows_left', tenant, -tonumber(left))
+  count('rows_left', tenant, -(whole(left) or 0))
   redis.call('HSET', F .. ':batch:' .. id, 'left', 0, 'waiting', '')
-  local purpose, bytes = unpack(redis.call('HMGET', F .. ':file:' .. file, 'purpose', 'bytes'))
-  if purpose == OWN_INPUT then
+  local purpose, bytes, readers, owner = fields_of('file:' .. (file or ''), 'purpose', 'bytes', 'readers', 'tenant')
+  if purpose == OWN_INPUT and owner == tenant then
     drop_file(file, tenant, bytes)
-  elseif purpose then
+  elseif (whole(readers) or 0) > 0 then
     redis.call('HINCRBY', F .. ':file:' .. file, 'readers', -1)
   end
   redis.call('ZADD', F .. ':expiry', now + asked.life_ms, 'batch:' .. id)
-  redis.call('ZADD', F .. ':untold', now, table.concat({id, status, tenant}, ' '))
+  if tenant then redis.call('ZADD', F .. ':untold', now, table.concat({id, status, tenant}, ' ')) end
 end
 
 local function make_batch(tenant, total)
@@ -288,16 +363,33 @@ end
 -- the ends of batches of which webhook endpoints are to be told. They stay until the caller says `told`.
 -- A lease that would last longer than any is of before Redis's clock jumped back. Its holder learns that it is lost.
 function does.take()
-  local taken, open = {}, F .. ':open_batches'
+  local taken, open, untold = {}, F .. ':open_batches', {}
+  for _, ended in ipairs(redis.call('ZRANGE', F .. ':untold', 0, MAX_UNTOLD - 1)) do
+    if string.match(ended, '^[%w_]+ %l+ [%w._-]+$') then
+      untold[#untold + 1] = ended
+    else
+      redis.call('ZREM', F .. ':untold', ended)
+    end
+  end
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', open, '(' .. now + asked.lease_ms, '+inf', 'LIMIT', 0, asked.limit)) do
     redis.call('ZADD', open, now, id)
   end
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', open, '-inf', now, 'LIMIT', 0, asked.limit)) do
-    local token = redis.call('HINCRBY', F .. ':batch:' .. id, 'token', asked.step)
-    redis.call('ZADD', F .. ':open_batches', now + asked.lease_ms, id)
-    taken[#taken + 1] = {id, token}
+    if redis.call('TYPE', F .. ':batch:' .. id).ok ~= 'hash' or not string.match(id, '^[%w_]+$') then
+      redis.call('ZREM', open, id)
+    else
+      local token = redis.pcall('HINCRBY', F .. ':batch:' .. id, 'token', asked.step)
+      if type(token) == 'table' and string.find(token.err, 'OOM', 1, true) then return token end
+      if type(token) == 'table' or token > MAX_TOKEN then
+        -- A damaged one. Tokens of the past are far below the time.
+        token = now + asked.step
+        redis.call('HSET', F .. ':batch:' .. id, 'token', string.format('%d', token))
+      end
+      redis.call('ZADD', F .. ':open_batches', now + asked.lease_ms, id)
+      taken[#taken + 1] = {id, token}
+    end
   end
-  return {'OK', taken, redis.call('ZRANGE', F .. ':untold', 0, MAX_UNTOLD - 1)}
+  return {'OK', taken, untold}
 end
 
 function does.told()
@@ -314,7 +406,7 @@ function does.keep()
       redis.call('ZADD', F .. ':open_batches', now + asked.lease_ms, id)
       redis.call('HSET', F .. ':batch:' .. id, 'waiting', lease[3], 'rate', lease[4])
       local status, paused = read_batch(id, 'status', 'paused')
-      kept[i] = {status, paused}
+      kept[i] = {status or '', paused or ''}
     else
       kept[i] = {'', ''}
     end
@@ -364,7 +456,7 @@ function does.commit()
   for name, by in pairs(asked.counts) do redis.call('HINCRBY', batch, name, by) end
   redis.call('HINCRBY', batch, 'left', -#asked.rows)
   redis.call('HSET', batch, 'last_part', asked.part)
-  count('rows_left', redis.call('HGET', batch, 'tenant'), -#asked.rows)
+  count('rows_left', (read_batch(asked.id, 'tenant')), -#asked.rows)
   return {'OK'}
 end
 
@@ -413,8 +505,8 @@ function does.delete_batch()
   if tenant ~= asked.tenant then return {'NOT_FOUND'} end
   if redis.call('ZSCORE', F .. ':open_batches', asked.id) then return {'OPEN', status} end
   for _, file in ipairs({output or '', errors or ''}) do
-    local bytes = redis.call('HGET', F .. ':file:' .. file, 'bytes')
-    if bytes then drop_file(file, tenant, bytes) end
+    local owner, bytes = fields_of('file:' .. file, 'tenant', 'bytes')
+    if owner == tenant then drop_file(file, tenant, bytes) end
   end
   drop_batch(asked.id)
   return {'OK'}
@@ -444,16 +536,21 @@ function does.erase()
       discard('parts/' .. id .. '/')
     end
     drop_batch(id)
+    redis.call('ZREM', F .. ':batches:' .. asked.tenant, id)
   end
   if #batches > asked.limit then return counted end
   for i = 1, math.min(asked.limit, #files) do
     -- Some of them ended with their batches.
-    local bytes = redis.call('HGET', F .. ':file:' .. files[i], 'bytes')
-    if bytes then drop_file(files[i], asked.tenant, bytes) end
+    local owner, bytes = fields_of('file:' .. files[i], 'tenant', 'bytes')
+    if owner == asked.tenant then
+      drop_file(files[i], asked.tenant, bytes)
+    else
+      redis.call('ZREM', F .. ':files:' .. asked.tenant, files[i])
+    end
   end
   if asked.limit > 0 then
     for _, id in ipairs(redis.call('ZRANGE', F .. ':uploads', 0, -1)) do
-      if redis.call('HGET', F .. ':upload:' .. id, 'tenant') == asked.tenant then
+      if (fields_of('upload:' .. id, 'tenant')) == asked.tenant then
         end_upload(id)
         discard(object_of(id))
       end

@@ -18,8 +18,17 @@
 -- Fields of a delivery: tenant type object created since attempts state holder answer ended. since: from when on its
 -- attempts count. state: pending, delivered or dead. attempts: those that a process has begun.
 local MAX_ENDPOINTS, MAX_CLEARED, MAX_EVENTS = 64, 256, 256
+local PUT_OFF_MS = 60000
 local MAX_DEAD_OF_ENDPOINT, DEAD_MS, MAX_DELIVERED, DELIVERED_MS, SHORT_MS = 10000, 604800000, 1000, 86400000, 600000
 local W = P
+-- A key of another type holds nothing that can be used, and would hold up all tenants. It is deleted.
+local redis = {pcall = redis.pcall, error_reply = redis.error_reply, plain = redis.call}
+function redis.call(...)
+  local answer = redis.pcall(...)
+  if type(answer) ~= 'table' or not answer.err then return answer end
+  if string.find(answer.err, 'WRONGTYPE', 1, true) then redis.plain('DEL', (select(2, ...))) end
+  return redis.plain(...)
+end
 local operation, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
 local now = clock()
 -- A free write, as the first one (see prelude.lua).
@@ -27,7 +36,21 @@ redis.call('ZREM', W .. ':next', '')
 
 local function delivery_key(endpoint, event) return W .. ':delivery:' .. endpoint .. ':' .. event end
 local function list_key(state, endpoint) return W .. ':' .. state .. ':' .. endpoint end
-local function count(what, by) redis.call('HINCRBY', W .. ':counts', what, by) end
+
+-- Records may be damaged by what else writes to Redis. A whole number is digits, at most as many as Lua holds exactly.
+local function whole(text) return type(text) == 'string' and #text < 16 and string.match(text, '^%d+$') and tonumber(text) or nil end
+
+-- Adds to a sum. One that is no number begins anew: what was added before is unknown.
+local function add_to(key, field, by)
+  local sum = field ~= '' and redis.pcall('HINCRBY', key, field, by)
+  if type(sum) == 'table' then
+    redis.call('HDEL', key, field)
+    sum = by > 0 and redis.call('HINCRBY', key, field, by)
+  end
+  if sum and sum <= 0 then redis.call('HDEL', key, field) end
+end
+
+local function count(what, by) add_to(W .. ':counts', what, by) end
 
 -- Notes when to look at an endpoint that was looked at now: when its next delivery is due, behind those that wait already.
 -- A delivery that is being made is due again when its lease ends.
@@ -53,7 +76,7 @@ local function begin(endpoint, event, tenant)
   redis.call('HSET', key, 'state', 'pending', 'since', now, 'attempts', 0, 'holder', '', 'answer', '')
   redis.call('PERSIST', key)
   set_due(endpoint, event, now)
-  count_now(W .. ':pending', tenant, 1)
+  add_to(W .. ':pending', tenant or '', 1)
 end
 
 -- Ends a pending delivery. Only the newest ones of a state stay listed.
@@ -62,7 +85,7 @@ local function conclude(endpoint, event, tenant, state, answer)
   if state == 'dead' then life, most = DEAD_MS, MAX_DEAD_OF_ENDPOINT end
   redis.call('ZREM', list_key('due', endpoint), event)
   redis.call('ZREM', list_key('leased', endpoint), event)
-  count_now(W .. ':pending', tenant, -1)
+  add_to(W .. ':pending', tenant or '', -1)
   count(state, 1)
   redis.call('HSET', delivery_key(endpoint, event), 'state', state, 'holder', '', 'answer', answer, 'ended', now)
   redis.call('PEXPIRE', delivery_key(endpoint, event), life)
@@ -89,7 +112,7 @@ local function add(max_pending, rows)
       answers[at] = 'GONE'
     else
       answers[at] = 'NEW'
-      local is_full = tonumber(redis.call('HGET', W .. ':pending', tenant) or '0') >= max_pending
+      local is_full = (whole(redis.call('HGET', W .. ':pending', tenant)) or 0) >= max_pending
       redis.call('HSET', delivery_key(endpoint, event), 'tenant', tenant, 'type', kind, 'object', object, 'created',
         created)
       begin(endpoint, event, tenant)
@@ -104,7 +127,7 @@ end
 local function clear(endpoint)
   for _, state in ipairs({'due', 'delivered', 'dead'}) do
     for _, event in ipairs(redis.call('ZRANGE', list_key(state, endpoint), 0, MAX_CLEARED - 1)) do
-      if state == 'due' then count_now(W .. ':pending', tenant_of(endpoint, event), -1) end
+      if state == 'due' then add_to(W .. ':pending', tenant_of(endpoint, event), -1) end
       redis.call('DEL', delivery_key(endpoint, event))
       redis.call('ZREM', list_key(state, endpoint), event)
     end
@@ -115,9 +138,9 @@ local function clear(endpoint)
   return 'OK'
 end
 
-local function give_up(endpoint)
+local function give_up(endpoint, why)
   for _, event in ipairs(redis.call('ZRANGE', list_key('due', endpoint), 0, MAX_CLEARED - 1)) do
-    conclude(endpoint, event, tenant_of(endpoint, event), 'dead', 'the endpoint is disabled')
+    conclude(endpoint, event, tenant_of(endpoint, event), 'dead', why)
   end
   note_next(endpoint)
 end
@@ -131,14 +154,15 @@ local function lease(endpoint, record, most, most_of_endpoint, lease_ms, holder,
   most = math.max(0, math.min(most, most_of_endpoint - redis.call('ZCARD', leased)))
   for _, event in ipairs(redis.call('ZRANGEBYSCORE', due, '-inf', now, 'LIMIT', 0, most)) do
     local key = delivery_key(endpoint, event)
-    local fields = redis.call('HMGET', key, unpack(FIELDS))
-    if not fields[1] then
+    local fields = redis.pcall('HMGET', key, unpack(FIELDS))
+    if fields.err or not fields[1] then
       redis.call('ZREM', due, event)
     else
-      redis.call('HSET', key, 'holder', holder, 'attempts', fields[4] + 1)
+      local attempts, since = (whole(fields[4]) or 0) + 1, whole(fields[5]) or now
+      redis.call('HSET', key, 'holder', holder, 'attempts', attempts)
       redis.call('ZADD', due, now + lease_ms, event)
       redis.call('ZADD', leased, now + lease_ms, event)
-      taken[#taken + 1] = {endpoint, event, fields[1], fields[2], fields[3], fields[4] + 1, now - fields[5], record}
+      taken[#taken + 1] = {endpoint, event, fields[1], fields[2] or '', whole(fields[3]) or now, attempts, now - since, record}
     end
   end
   note_next(endpoint)
@@ -150,15 +174,18 @@ end
 local function take(most, most_of_endpoint, most_of_tenant, num_of_tenant, lease_ms, holder)
   local taken = {}
   local endpoints = redis.call('ZRANGEBYSCORE', W .. ':next', '-inf', now, 'LIMIT', 0, MAX_ENDPOINTS)
-  for _, endpoint in ipairs(endpoints) do
+  local function serve(endpoint)
     local record = redis.call('HGET', W .. ':endpoints', endpoint)
     if not record then
       clear(endpoint)
     else
-      local decoded, before = cjson.decode(record), #taken
-      local of_tenant = num_of_tenant[decoded.tenant] or 0
-      if decoded.status == 'disabled' then
-        give_up(endpoint)
+      local is_json, decoded = pcall(cjson.decode, record)
+      local is_whole = is_json and type(decoded) == 'table' and type(decoded.tenant) == 'string'
+      local before, of_tenant = #taken, is_whole and num_of_tenant[decoded.tenant] or 0
+      if not is_whole then
+        give_up(endpoint, 'the record of the endpoint is damaged')
+      elseif decoded.status == 'disabled' then
+        give_up(endpoint, 'the endpoint is disabled')
       elseif before < most then
         local left = math.min(most - before, most_of_tenant - of_tenant)
         lease(endpoint, record, left, most_of_endpoint, lease_ms, holder, taken)
@@ -166,11 +193,17 @@ local function take(most, most_of_endpoint, most_of_tenant, num_of_tenant, lease
       end
     end
   end
+  for _, endpoint in ipairs(endpoints) do
+    -- A list of another type holds up its own endpoint alone.
+    if not pcall(serve, endpoint) then redis.call('ZADD', W .. ':next', now + PUT_OFF_MS, endpoint) end
+  end
   return taken
 end
 
 local function end_attempt(endpoint, event, holder, outcome, in_ms, answer)
-  local known, tenant = unpack(redis.call('HMGET', delivery_key(endpoint, event), 'holder', 'tenant'))
+  local found = redis.pcall('HMGET', delivery_key(endpoint, event), 'holder', 'tenant')
+  if found.err then return 'FENCED' end
+  local known, tenant = unpack(found)
   if known ~= holder then return 'FENCED' end
   if outcome == 'retry' then
     redis.call('HSET', delivery_key(endpoint, event), 'holder', '', 'answer', answer)
@@ -186,7 +219,8 @@ end
 local function again(endpoint, events)
   local number = 0
   for _, event in ipairs(events) do
-    local state, tenant = unpack(redis.call('HMGET', delivery_key(endpoint, event), 'state', 'tenant'))
+    local found = redis.pcall('HMGET', delivery_key(endpoint, event), 'state', 'tenant')
+    local state, tenant = unpack(found.err and {} or found)
     if state == 'dead' or state == 'delivered' then
       redis.call('ZREM', list_key(state, endpoint), event)
       begin(endpoint, event, tenant)

@@ -14,12 +14,21 @@ from typing import Any, Literal, NamedTuple, cast
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from penstock.contract.errors import ConflictError, NotFoundError
+from penstock.contract.errors import ConflictError, DamagedRecordError, NotFoundError
+from penstock.contract.job import is_job_id
 from penstock.contract.output import Outcome
-from penstock.contract.webhook import MAX_ENDPOINTS, DeliveryState, WebhookEndpoint, WebhookSecrets, event_id_of
+from penstock.contract.webhook import (
+    EVENT_TYPES,
+    MAX_ENDPOINTS,
+    DeliveryState,
+    WebhookEndpoint,
+    WebhookSecrets,
+    event_id_of,
+)
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.record_fields import MAX_TIME_MS, RecordFields, executed, is_text, sums_of
 from penstock.queue.results import PackedResult
 from penstock.queue.wire import WireError
 
@@ -51,10 +60,15 @@ class EndpointStore:
 
     @retried
     async def get(self, endpoint_id: str, tenant: str) -> WebhookEndpoint:
-        """Return an endpoint of a tenant. Raises NotFoundError."""
+        """Return an endpoint of a tenant. Raises NotFoundError, and DamagedRecordError."""
         with translated():
             data = await self._redis.hget(f"{keys.WEBHOOKS}:endpoints", endpoint_id)
-        endpoint = _decoded(data)
+            endpoint = _decoded(data)
+            if data is not None and endpoint is None:
+                # Whose it is stands in the list of the tenant alone.
+                if await self._redis.zscore(f"{keys.WEBHOOKS}:tenant:{tenant}", endpoint_id) is None:
+                    raise no_endpoint(endpoint_id)
+                raise DamagedRecordError(f"the record of webhook endpoint {endpoint_id} is damaged; delete it")
         if endpoint is None or endpoint.tenant != tenant:
             raise no_endpoint(endpoint_id)
         return endpoint
@@ -98,11 +112,11 @@ class EndpointStore:
 
     @retried
     async def secrets_of(self, endpoint_ids: Sequence[str]) -> dict[str, WebhookSecrets]:
-        """Return the secrets of these endpoints, by id. Those of deleted ones are missing."""
+        """Return the secrets of these endpoints, by id. Those of deleted ones, and damaged ones, are missing."""
         with translated():
             found = await self._redis.hmget(keys.WEBHOOK_SECRETS, endpoint_ids) if endpoint_ids else []
-        pairs = zip(endpoint_ids, found, strict=True)
-        return {name: WebhookSecrets.model_validate_json(data) for name, data in pairs if data is not None}
+        pairs = [(name, _secrets_of(data)) for name, data in zip(endpoint_ids, found, strict=True)]
+        return {name: secrets for name, secrets in pairs if secrets is not None}
 
     @retried
     async def set_secrets(self, endpoint_id: str, secrets: WebhookSecrets) -> None:
@@ -124,8 +138,17 @@ def _decoded(data: bytes | None) -> WebhookEndpoint | None:
         return None  # A damaged record hides this endpoint alone.
 
 
+def _secrets_of(data: bytes | None) -> WebhookSecrets | None:
+    try:
+        return None if data is None else WebhookSecrets.model_validate_json(data)
+    except ValidationError:
+        return None
+
+
 # Deliveries.
 
+DAMAGED = "the record of the delivery or of its endpoint is damaged"
+"""The answer of a delivery that is given up for that."""
 MAX_PENDING_OF_TENANT = 100_000
 """Pending deliveries of a tenant. Further ones are dead at once, so that their owner may deliver them again."""
 OUTBOX_PAGE = 128
@@ -285,7 +308,10 @@ class DeliveryQueue:
         holder, known = secrets.token_hex(8), dict(num_of_tenant or {})
         limits = most, most_of_endpoint, most if most_of_tenant is None else most_of_tenant
         rows = await call(self._redis, "take", *limits, known, lease_ms, holder)
-        return [_taken(row, holder) for row in rows]
+        taken = [(row, _taken(row, holder)) for row in rows]
+        for endpoint_id, event_id in [row[:2] for row, one in taken if one is None]:
+            await call(self._redis, "end_attempt", endpoint_id, event_id, holder, "dead", 0, DAMAGED)
+        return [one for _, one in taken if one is not None]
 
     @retried
     async def end_attempt(self, taken: TakenDelivery, outcome: AttemptOutcome, answer: str, in_ms: int = 0) -> bool:
@@ -302,8 +328,10 @@ class DeliveryQueue:
 
     @retried
     async def get(self, endpoint_id: str, event_id: str) -> Delivery:
-        """Return one delivery. Raises NotFoundError."""
+        """Return one delivery. Raises NotFoundError, and DamagedRecordError."""
         (found,) = await self._read(endpoint_id, [event_id])
+        if isinstance(found, DamagedRecordError):
+            raise found
         if found is None:
             message = f"no delivery of event {event_id[:64]!r} to webhook endpoint {endpoint_id}"
             raise NotFoundError(message, code="delivery_not_found", param="event_id")
@@ -324,19 +352,19 @@ class DeliveryQueue:
                     return DeliveryPage([], None)
                 start = rank + 1
             event_ids = await self._redis.zrange(key, start, start + limit, desc=newest_first)
-        names = [event_id.decode() for event_id in event_ids]
+        names = [event_id.decode(errors="replace") for event_id in event_ids]
         shown = await self._read(endpoint_id, names[:limit])
         next_after = names[limit - 1] if len(names) > limit else None
-        return DeliveryPage([one for one in shown if one is not None], next_after)
+        return DeliveryPage([one for one in shown if isinstance(one, Delivery)], next_after)
 
-    async def _read(self, endpoint_id: str, event_ids: Iterable[str]) -> list[Delivery | None]:
+    async def _read(self, endpoint_id: str, event_ids: Iterable[str]) -> list[Delivery | DamagedRecordError | None]:
         names = list(event_ids)
         with translated():
             async with self._redis.pipeline(transaction=False) as pipe:
                 for name in names:
                     pipe.hgetall(keys.webhook_delivery(endpoint_id, name))
                     pipe.zscore(keys.webhook_list("due", endpoint_id), name)
-                found = await pipe.execute()
+                found = await executed(pipe)
         return [_delivery(endpoint_id, name, *found[2 * at : 2 * at + 2]) for at, name in enumerate(names)]
 
     @retried
@@ -345,7 +373,7 @@ class DeliveryQueue:
         with translated():
             pending = await self._redis.hgetall(f"{keys.WEBHOOKS}:pending")
             counts = await self._redis.hgetall(f"{keys.WEBHOOKS}:counts")
-        return WebhookStats(*({name.decode(): int(value) for name, value in one.items()} for one in (pending, counts)))
+        return WebhookStats(sums_of(pending), sums_of(counts))
 
 
 async def _event_of(redis: Redis, pool: str, entry_id: bytes, fields: Mapping[bytes, bytes]) -> WebhookEvent | None:
@@ -354,6 +382,8 @@ async def _event_of(redis: Redis, pool: str, entry_id: bytes, fields: Mapping[by
     except ValueError:
         return None
     job_id, created_ms = f"{pool}.{uuid}", int(entry_id.partition(b"-")[0])
+    if not is_job_id(job_id):
+        return None
     if kind != "response":
         return WebhookEvent(f"job.{state}", job_id, tenant, created_ms, tuple(endpoint_ids))
     status = _RESPONSE_OF.get(state, "failed")
@@ -380,21 +410,33 @@ def _tenant_of(fields: Mapping[bytes, bytes]) -> str:
     return parts[3] if len(parts) > 3 else ""
 
 
-def _taken(row: Sequence[Any], holder: str) -> TakenDelivery:
+def _taken(row: Sequence[Any], holder: str) -> TakenDelivery | None:
+    """Return a leased delivery; None for a damaged one."""
     _, event_id, kind, object_id, created_ms, attempts, age_ms, record = row
-    endpoint = WebhookEndpoint.model_validate_json(record)
-    texts = event_id.decode(), kind.decode(), object_id.decode()
+    if (endpoint := _decoded(record)) is None or not all(map(is_text, (event_id, object_id))):
+        return None
+    if (event_type := kind.decode(errors="replace")) not in EVENT_TYPES:
+        return None
+    texts = event_id.decode(), event_type, object_id.decode()
     return TakenDelivery(endpoint, *texts, int(created_ms), int(attempts), int(age_ms), holder)
 
 
-def _delivery(endpoint_id: str, event_id: str, raw: Mapping[bytes, bytes], due: float | None) -> Delivery | None:
-    fields = {name.decode(): value.decode() for name, value in raw.items()}
-    if "state" not in fields:
+def _delivery(
+    endpoint_id: str, event_id: str, found: Mapping[bytes, bytes] | None, due: float | None
+) -> Delivery | DamagedRecordError | None:
+    """Return a delivery, None for none, the error for a damaged one."""
+    if found == {}:
         return None
-    return Delivery(
-        *(event_id, endpoint_id, fields["state"], fields["type"], fields["object"], int(fields["attempts"])),
-        answer=fields["answer"],
-        created_ms=int(fields["created"]),
-        next_ms=int(due or 0),
-        ended_ms=0 if fields["state"] == "pending" else int(fields.get("ended", 0)),
-    )
+    fields = RecordFields(f"the delivery of event {event_id[:64]}", found or {})
+    try:
+        state = fields.one_of("state", _LISTS)
+        next_ms = int(due) if due is not None and 0 <= due <= MAX_TIME_MS else 0
+        return Delivery(
+            *(event_id, endpoint_id, state, fields.text("type"), fields.text("object"), fields.whole("attempts")),
+            answer=fields.text("answer", ""),
+            created_ms=fields.time_ms("created"),
+            next_ms=next_ms,
+            ended_ms=0 if state == "pending" else fields.time_ms("ended"),
+        )
+    except DamagedRecordError as error:
+        return error

@@ -9,7 +9,7 @@ from fakes.queue.harness import LEASE_MS, POOL, P, Queue, new_job
 from redis import exceptions
 from redis.asyncio import Redis
 
-from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
+from penstock.contract.errors import BusyError, ConfigError, DamagedRecordError, InvariantError, UnavailableError
 from penstock.queue.broker.connection import connect, translated
 from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -118,7 +118,8 @@ def test_wrong_url_is_a_config_error() -> None:
         (exceptions.ResponseError("@user_script: -OOM command not allowed"), BusyError),
         (exceptions.AuthenticationError("wrong password"), ConfigError),
         (exceptions.NoPermissionError("no ACL"), ConfigError),
-        (exceptions.ResponseError("WRONGTYPE"), InvariantError),
+        (exceptions.ResponseError("WRONGTYPE Operation against a key"), DamagedRecordError),
+        (exceptions.ResponseError("WRONGTYPE Operation against a key script: 1a, on @user_script:1."), InvariantError),
     ],
 )
 async def test_errors_of_redis_are_translated(foreign: Exception, ours: type[Exception]) -> None:

@@ -1,0 +1,117 @@
+"""Reading what another process may have damaged in Redis: fields of records, sums, and keys of another type.
+
+A record that is asked for by name raises DamagedRecordError, which names the field. In sums and statistics, what is no
+number counts as 0: `penstock audit` finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+from redis.exceptions import ResponseError
+
+from penstock.contract.errors import DamagedRecordError
+
+T = TypeVar("T")
+MAX_WHOLE = 1 << 53
+"""Largest number of a record: Lua's numbers hold no larger ones exactly."""
+MAX_TIME_MS = 253_402_300_799_999
+"""The end of the year 9999, the last time that can be shown."""
+_MAX_SHOWN = 32
+
+
+class RecordFields:
+    """The fields of one record, each checked where it is read. Every method raises DamagedRecordError."""
+
+    def __init__(self, what: str, found: Mapping[bytes, bytes]) -> None:
+        """`what` names the record in errors, such as `batch batch_1`."""
+        self.what = what
+        self._found = found
+
+    def __contains__(self, name: str) -> bool:
+        return name.encode() in self._found
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Return a text; `default` for an absent field, which must otherwise be there."""
+        return self.parsed(name, str, default)
+
+    def whole(self, name: str, default: int | None = None, *, most: int = MAX_WHOLE) -> int:
+        """Return a whole number from 0 to `most`."""
+        return self.parsed(name, lambda text: _whole(text, most), default)
+
+    def time_ms(self, name: str) -> int:
+        """Return a time."""
+        return self.whole(name, most=MAX_TIME_MS)
+
+    def one_of(self, name: str, values: Collection[str]) -> str:
+        """Return a text that is one of these values."""
+        text = self.text(name)
+        if text not in values:
+            raise self.damaged(name, f"is {text[:_MAX_SHOWN]!r}")
+        return text
+
+    def parsed(self, name: str, parse: Callable[[str], T], default: T | None = None) -> T:
+        """Return what `parse` makes of a text. It may raise ValueError, TypeError or LookupError."""
+        data = self._found.get(name.encode())
+        if data is None:
+            if default is None:
+                raise self.damaged(name, "is absent")
+            return default
+        try:
+            return parse(data.decode())
+        except (ValueError, TypeError, LookupError, RecursionError):
+            raise self.damaged(name, f"is {data[:_MAX_SHOWN]!r}") from None
+
+    def damaged(self, name: str, problem: str) -> DamagedRecordError:
+        """Return the error for one field."""
+        return DamagedRecordError(f"the record of {self.what} is damaged: {name} {problem}")
+
+
+def _whole(text: str, most: int = MAX_WHOLE) -> int:
+    # `int` takes signs, blanks, underscores and the digits of any script.
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(most)) and int(text) <= most):
+        raise ValueError(text)
+    return int(text)
+
+
+def sum_of(data: Any) -> int:
+    """Return a sum of a hash of Redis; 0 for what is no number from 0 to MAX_WHOLE."""
+    try:
+        return _whole(data.decode())
+    except (ValueError, AttributeError):
+        return 0
+
+
+def sums_of(found: Mapping[bytes, bytes] | None) -> dict[str, int]:
+    """Return the sums of a hash by field, without fields that are no text."""
+    return {name.decode(): sum_of(value) for name, value in (found or {}).items() if is_text(name)}
+
+
+def is_text(data: bytes) -> bool:
+    """Return whether these bytes are UTF-8."""
+    return "\ufffd" not in data.decode(errors="replace")
+
+
+def is_wrong_type(error: object) -> bool:
+    """Return whether Redis refused a command because the key has another type."""
+    return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
+
+
+async def unless_wrong_type(call: Awaitable[T], default: T) -> T:
+    """Return the answer of a call, `default` for a key of another type. Raises redis-py's other errors."""
+    try:
+        return await call
+    except ResponseError as error:
+        if not is_wrong_type(error):
+            raise
+        return default
+
+
+async def executed(pipe: Any, default: Any = None) -> list[Any]:
+    """Return the answers of a pipeline, `default` for a key of another type. Raises redis-py's other errors."""
+    found: Sequence[Any] = await pipe.execute(raise_on_error=False)
+    for one in found:
+        if isinstance(one, Exception) and not is_wrong_type(one):
+            raise one
+    return [default if isinstance(one, Exception) else one for one in found]
