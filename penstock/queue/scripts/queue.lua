@@ -10,7 +10,7 @@
 -- number. It is deleted, and the command is repeated. Redis compares the types itself, so this costs no further call.
 -- What a deleted sum was is unknown: an event counts it, and `penstock audit --repair` computes the sums anew.
 do
-  local plain, try = redis, redis.pcall
+  local plain, try, type = redis, redis.pcall, type
 
   local function mend(problem, ...)
     local command, key, field = ...
@@ -51,7 +51,7 @@ local end_if_over
 local mended, listed_job
 do
   -- A number of a record that the script may not have read.
-  local function is_number(text) return text == '0' or text == '1' or not text or whole(text) end
+  local function is_number(text) return not text or whole(text) end
 
   -- A number that the record may lack.
   local function is_none(text) return not text or text == '' or whole(text) end
@@ -65,7 +65,7 @@ do
     return not text or text == '' or text == DELAYED or (#text < 22 and string.find(text, '^%d+%-%d+$'))
   end
 
-  local function is_level(text) return #text == 1 and string.find('012345', text, 1, true) end
+  local function is_level(text) return #text == 1 and text >= '0' and text <= '5' end
 
   local function is_tenant(text) return not text or (text ~= '-' and string.find(text, '^[%w_-]+$')) end
 
@@ -76,12 +76,16 @@ do
       (job.entry == DELAYED) == (known.entry == DELAYED)
   end
 
-  -- The usual record costs these comparisons. Without a list, the state is not compared. A field that was not read is nil.
+  -- The usual record costs these comparisons: few of them call a function, because take looks at many records. Without a
+  -- list, the state is not compared. A field that was not read is nil.
   local function is_whole(job, known)
-    return is_level(job.level) and is_number(job.n) and is_number(job.needs_reader) and is_number(job.losses) and
-      is_number(job.preemptions) and is_number(job.cost) and is_number(job.submitted) and is_none(job.deadline) and
-      is_none(job.unread) and is_none(job.output) and is_none(job.loss_mark) and is_weight(job.weight) and
-      is_entry(job.entry) and is_tenant(job.tenant) and (not known or is_as_listed(job, known))
+    local level, n, needs_reader, weight = job.level, job.n, job.needs_reader, job.weight
+    return (job.losses == '0' or is_number(job.losses)) and (job.preemptions == '0' or is_number(job.preemptions)) and
+      (n == '1' or is_number(n)) and (needs_reader == '1' or needs_reader == '0' or is_number(needs_reader)) and
+      (job.deadline == '' or is_none(job.deadline)) and (job.unread == '' or is_none(job.unread)) and
+      is_number(job.cost) and is_number(job.submitted) and is_none(job.output) and is_none(job.loss_mark) and
+      (weight == '1' or is_weight(weight)) and is_entry(job.entry) and is_level(level) and
+      (known and known.tenant == job.tenant or is_tenant(job.tenant)) and (not known or is_as_listed(job, known))
   end
 
   -- The functions for what is damaged. Few calls of a script need them, so few create them.
@@ -1124,12 +1128,13 @@ do
 
   local DAY_MS, USAGE_DAYS = 86400000, 92
   local HOUR_MS, USAGE_HOURS = 3600000, 72
+  local USED = {'prompt', 'completion', 'cached'}
 
   -- Adds a job's tokens to the sums per tenant and account in `key`, which lives for life_ms.
   local function add_to_usage(key, life_ms, job, account, used)
     local name = job.tenant .. ':' .. (account or '') .. ':'
     add_with_life(key, life_ms, name .. 'jobs', 1)
-    for _, what in ipairs({'prompt', 'completion', 'cached'}) do
+    for _, what in ipairs(USED) do
       if used[what] > 0 then add_with_life(key, life_ms, name .. what, used[what]) end
     end
   end
