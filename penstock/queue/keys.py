@@ -22,7 +22,8 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:tasks                  zset    submit, requeue, release; take, end  queued ids of jobs that need no KV cache, by
                                                                           submission time
     P:tenant_tasks           hash    submit, requeue, release; take, end  tenant → number of its ids in P:tasks
-    P:deadlines              zset    submit, requeue, release; take, end  queued ids with a deadline or TTL, by its end
+    P:deadlines              zset    submit, requeue, release; take,      queued ids with a deadline or TTL, by its end
+                                     end, sweep
     P:virtual_time:<l>       zset    submit, requeue, release; take,      tenants with queued jobs, by virtual time
                                      finish, end
     P:virtual_clock:<l>      string  submit, requeue, release; take       the highest virtual time at which a job

@@ -36,7 +36,13 @@ MUTANTS = (
         "keys of another type", "queue", "if string.find(problem, 'WRONGTYPE', 1, true) then", "if false then", DAMAGED
     ),
     Mutant("sums that are no numbers", "queue", "elseif command == 'HINCRBY' and", "elseif false and", DAMAGED),
-    Mutant("whole numbers", "queue", "string.find(text, '^%d+$') and tonumber(text) or nil", "tonumber(text)", DAMAGED),
+    Mutant(
+        "whole numbers",
+        "queue",
+        "number >= 0 and number < MAX_NUMBER and number % 1 == 0 and number or",
+        "number or",
+        DAMAGED,
+    ),
     Mutant(
         "records are compared", "queue", "return not is_elsewhere(job, known) and mend(", "return job or mend(", DAMAGED
     ),

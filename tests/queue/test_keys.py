@@ -9,7 +9,7 @@ from importlib.resources import files
 from penstock.queue import keys
 
 READS = re.compile(
-    r"H?(GET|MGET|GETALL|VALS|LEN|KEYS)|Z(SCORE|COUNT|CARD|RANK|(REV)?RANGE(BYSCORE)?)|S(CARD|MEMBERS|RANDMEMBER)"
+    r"H?(GET|MGET|GETALL|VALS|LEN|KEYS)|Z(SCORE|COUNT|CARD|RANK|(REV)?RANGE(BYSCORE)?)|S(CARD|MEMBERS|ISMEMBER|RANDMEMBER)"
 )
 OTHER_READS = {"LLEN", "LRANGE", "XLEN", "XRANGE", "XREVRANGE", "STRLEN", "EXISTS", "INFO", "TIME", "PUBLISH"}
 NAMED = {
@@ -63,6 +63,7 @@ def _writes(text: str) -> set[str]:
     for names, values in re.findall(r"local ([\w, ]+) = (.+)", text):
         found = zip(names.split(", "), _split(values), strict=False)
         variables |= {name: key for name, value in found if (key := _key(value, {}))}
+    text = re.sub(r"\bpcall\((\w+), ", r"\1(", text)
     written = set()
     for command, rest in re.findall(r"redis\.p?call\('(\w+)', (?=(.+))", text):
         key, *values = _split(rest)

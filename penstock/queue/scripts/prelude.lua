@@ -67,7 +67,7 @@ local RECORD_BYTES, WIDE_RECORD_BYTES, KEY_BYTES, MAX_SHORT_BYTES = 1120, 5184, 
 local COUNTED_CHUNKS, MIN_RESERVED_BYTES = 12, 4096
 local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
 -- Numbers in Redis are smaller: Redis's integers, Lua's numbers and Python's times have them exactly.
-local MAX_NUMBER = 1e15
+local MAX_NUMBER = 2 ^ 53
 local POLICIES = ' fcfs priority sjf fair round_robin '
 local JOB_FIELDS = {'state', 'tenant', 'level', 'n', 'entry', 'cost', 'submitted', 'deadline', 'needs_reader',
   'inboxes', 'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'loss_mark', 'preemptions',
