@@ -100,7 +100,7 @@ RECORDS: dict[str, tuple[Callable[[httpx.Client], str], str, str]] = {
     "batch": (ended(make_batch, "/v1/batches"), "/v1/batches", f"{F}:batch:"),
     "message batch": (ended(make_messages, "/v1/messages/batches"), "/v1/messages/batches", f"{F}:batch:"),
 }
-FIELDS = {
+FIELDS: dict[str, list[tuple[str, Any]]] = {
     "file": [("bytes", "nan"), ("created", "1e300"), ("expires", "-5"), ("purpose", b"\xff"), ("name", None)],
     "batch": [("created_at", "1e300"), ("status", "junk"), ("request", "[1]"), ("completed", "-5"), ("rate", "nan")],
     "message batch": [("expires_at", ""), ("total", "inf"), ("request", None), ("errors", "{"), ("failed", "1e300")],
