@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         ConfigError,
         ConflictError,
         DamagedDataError,
+        DamagedRecordError,
         ForbiddenError,
         InvariantError,
         JobCancelledError,
@@ -71,7 +72,15 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "penstock.contract.errors": (
-        *("BusyError", "ConfigError", "ConflictError", "DamagedDataError", "ForbiddenError", "InvariantError"),
+        *(
+            "BusyError",
+            "ConfigError",
+            "ConflictError",
+            "DamagedDataError",
+            "DamagedRecordError",
+            "ForbiddenError",
+            "InvariantError",
+        ),
         "JobCancelledError",
         *(
             "JobExpiredError",
@@ -146,6 +155,7 @@ __all__ = [
     "GenerateOptions",
     "Generation",
     "DamagedDataError",
+    "DamagedRecordError",
     "InvariantError",
     "Job",
     "JobCancelledError",

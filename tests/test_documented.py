@@ -245,3 +245,10 @@ def test_routes_and_targets_of_make_in_a_page_exist(page: Path) -> None:
     blocks = "".join(block.text for block in blocks_of(page) if block.language in SHELLS)
     wanted = {*re.findall(r"`make ([a-z][\w-]*)", text), *re.findall(r"^make ([a-z][\w-]*)", blocks, re.MULTILINE)}
     assert sorted(wanted - targets) == []
+
+
+def test_the_tests_that_security_names_exist() -> None:
+    root = Path(__file__).parents[1]
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", (root / "SECURITY.md").read_text()))
+    assert len(named) > 30
+    assert not (missing := sorted(name for name in named if not (root / name).is_file())), missing

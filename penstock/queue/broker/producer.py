@@ -384,10 +384,8 @@ class ProducerBroker:
         events = (
             [] if is_alive else await unless_wrong_type(redis.zrevrange(keys.events(pool), 0, 0, withscores=True), [])
         )
-        now_ms = pool_ms(time, clock[1])
-        last_ms = max(
-            record.created_s * 1000, *(int(min(at_ms, now_ms)) for _, at_ms in (*heartbeats, *events) if at_ms >= 0), 0
-        )
+        now_ms, known = pool_ms(time, clock[1]), [at_ms for _, at_ms in (*heartbeats, *events)]
+        last_ms = max(record.created_s * 1000, *(int(min(at_ms, now_ms)) for at_ms in known if at_ms >= 0), 0)
         return ServedPool(
             **asdict(announced),
             is_alive=is_alive,
