@@ -224,6 +224,7 @@ FOLLOWED = {
     "numbers that were lost with damaged data": "test_an_audit_mends_what_waits_and_counts",
     "pip install --force-reinstall torch": "test_missing_gpu_requirements_are_reported_with_advice",
     "pip install {}; then `penstock doctor`": "test_missing_gpu_requirements_are_reported_with_advice",
+    "the terms of the API key": "it is a command that tests/cli/test_keys.py tests",
     "CONFIG SET appendonly yes": "test_redis_without_memory_limit_or_append_only_file_is_warned_about",
 }
 """A part of each message that names a command or an option → the test that follows its advice where it is given."""

@@ -198,10 +198,11 @@ def curl(*words: str) -> str:
     return subprocess.run(("curl", "-s", *words), capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def test_curl_without_a_content_type_is_told_to_name_it(door: httpx.Client) -> None:
-    """Without it, a browser would send the body of any page without asking first."""
+def test_curl_needs_no_content_type_and_a_browser_does(door: httpx.Client) -> None:
+    """A page of another site could send a body without one, and its browser would say where it comes from."""
     words = (f"{door.base_url}/v1/chat/completions", "-d", json.dumps(CHAT))
-    assert "Content-Type must be application/json" in curl(*words)
+    assert '"assistant"' in curl(*words)
+    assert "Content-Type must be application/json" in curl("-H", f"Origin: {door.base_url}", *words)
     assert '"assistant"' in curl("-H", "Content-Type: application/json; charset=utf-8", *words)
     assert '"assistant"' in curl("--json", json.dumps(CHAT), words[0])
 

@@ -175,7 +175,7 @@ def test_a_plan_takes_no_memory_for_layers_that_are_not_there(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "status"), [(["plan", "--load-format", "dummy"], 2), (["serve", "--ephemeral", "--port", "0"], 1)]
+    ("words", "status"), [(["plan", "--load-format", "dummy"], 2), (["serve", "--ephemeral", "--port", "0"], 2)]
 )
 def test_a_command_ends_with_a_sentence(folder: Path, tmp_path: Path, words: list[str], status: int) -> None:
     _edit(folder / "config.json", num_hidden_layers=10**9)

@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant("damaged numbers of the config", "prelude", "        number = default_of(name)\n", "", DAMAGED),
     Mutant("a damaged config is written", "heartbeat", "check and is_config_damaged()", "false", DAMAGED),
     Mutant("lanes of delayed jobs", "queue", "    if not level then\n", "    if false then\n", DAMAGED),
-    Mutant("a batch's token", "files", "read_batch(id, 'token') == tostring(token)", "true", BATCHES),
+    Mutant("a batch's token", "files", "(read_batch(id, 'token')) == tostring(token)", "true", BATCHES),
     Mutant("a row of one part", "files", "'GETBIT', rows, row) == 1", "'GETBIT', rows, row) == 2", BATCHES),
     Mutant("lease compare", "prelude", " and job.lease == lease", "", "emit.py"),
     Mutant("index compare", "emit", "if index > length then", "if false then", "emit.py"),
@@ -269,7 +269,7 @@ MUTANTS = (
     Mutant(
         "few deliveries of an endpoint", "webhooks", "most_of_endpoint - redis.call('ZCARD', leased)", "most", WEBHOOKS
     ),
-    Mutant("few pending deliveries", "webhooks", "or '0') >= max_pending", "or '0') < 0", WEBHOOKS),
+    Mutant("few pending deliveries", "webhooks", "or 0) >= max_pending", "or 0) < 0", WEBHOOKS),
     Mutant("few deliveries of a tenant", "webhooks", "most_of_tenant - of_tenant", "most", WEBHOOKS),
     Mutant("endpoints wait in turn", "webhooks", "math.max(due, now)", "due", WEBHOOKS),
     Mutant("bound of past leases", "queue", "if count > MAX_PAST_LEASES then", "if false then", "job_ledger.py"),

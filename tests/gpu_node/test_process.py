@@ -50,21 +50,24 @@ def test_a_node_whose_loop_stands_still_while_it_loads_is_not_ended(redis_url: s
     assert "stands still" not in log
 
 
-def _refusal(redis_url: str, **variables: str) -> str:
-    """Return the error of a node that has no model either; so what is named first was found before loading."""
-    env = {**os.environ, "PENSTOCK_NODE_MODEL": "/nowhere/model.gguf", "PENSTOCK_REDIS_URL": redis_url, **variables}
+def _refusal(redis_url: str, model: Path, **variables: str) -> str:
+    """Return the error of a node that ends before it loads its model."""
+    env = {**os.environ, "PENSTOCK_NODE_MODEL": str(model), "PENSTOCK_REDIS_URL": redis_url, **variables}
     done = run_python("-m", "penstock", "node", env=env)
     assert done.returncode == 2
+    assert "native runner" not in done.stderr
     return done.stderr
 
 
-def test_a_wrong_password_and_a_used_port_are_named_before_the_model_is_loaded(redis_url: str) -> None:
-    assert "rejected the credentials" in _refusal(redis_url.replace("unix://", "unix://node:wrong@"))
+def test_a_wrong_password_and_a_used_port_are_named_before_the_model_is_loaded(
+    redis_url: str, tiny_model: Path
+) -> None:
+    assert "rejected the credentials" in _refusal(redis_url.replace("unix://", "unix://node:wrong@"), tiny_model)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = _refusal(redis_url, PENSTOCK_NODE_METRICS_PORT=str(port))
+        told = _refusal(redis_url, tiny_model, PENSTOCK_NODE_METRICS_PORT=str(port))
     assert f"metrics_port {port} on 127.0.0.1: Address already in use\n" in told
-    assert "there is no file /nowhere/model.gguf" in _refusal(redis_url)
+    assert "there is no file /nowhere/model.gguf" in _refusal(redis_url, Path("/nowhere/model.gguf"))
 
 
 def test_a_node_that_waits_for_redis_is_stopped_at_once(tmp_path: Path, tiny_model: Path) -> None:

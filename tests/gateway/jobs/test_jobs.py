@@ -312,7 +312,7 @@ def test_list_has_pages_and_filters(http: httpx.Client, engine: EchoEngine) -> N
     scheduled = http.get("/v1/jobs?state=scheduled").json()["data"]
     assert [job["id"] for job in scheduled] == [waiting]
     assert "result" not in scheduled[0]
-    assert waiting not in {job["id"] for job in http.get("/v1/jobs?state=done&limit=100").json()["data"]}
+    assert waiting not in {job["id"] for job in http.get("/v1/jobs?state=succeeded&limit=100").json()["data"]}
     assert http.get("/v1/jobs?pool=other").json() == {"object": "list", "data": [], "has_more": False, "next": None}
     assert http.get("/v1/jobs?pool=echo&limit=1").json()["data"][0]["id"] == waiting
     http.delete(f"/v1/jobs/{waiting}")
