@@ -24,7 +24,7 @@ from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.jobs import STATUS_FIELDS, JobStatus, pool_ms, readable, status_of
 from penstock.queue.broker.pools import LoggedOnce, pool_names
-from penstock.queue.record_fields import is_text, unless_wrong_type
+from penstock.queue.record_fields import is_text, is_wrong_type, unless_wrong_type
 from penstock.queue.wire import Request
 
 _LOG = logging.getLogger(__package__)
@@ -314,7 +314,7 @@ class DeadLetters:
             values = await self._redis.hmget(keys.job(job_id), _FIELDS)
             return None if values[0] is None else _letter(job_id, values)
         except (ValueError, ResponseError) as error:
-            if isinstance(error, ResponseError) and not str(error).startswith("WRONGTYPE"):
+            if isinstance(error, ResponseError) and not is_wrong_type(error):
                 raise
             self._logged.warn("unreadable job record", keys.job(job_id), error)
             return None

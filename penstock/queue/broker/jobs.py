@@ -47,7 +47,7 @@ STATUS_FIELDS = (
 _NUMBER = re.compile(r"-?[0-9]{1,15}")
 LEASE_MS = 15_000
 """The default of a node's settings. It stands in for a damaged one of a pool, as in the scripts."""
-_STATES = frozenset((*TERMINAL_STATES, "queued", "running", "done"))
+_STATES = frozenset((*TERMINAL_STATES, "queued", "running"))
 
 
 def whole(text: str | bytes | None, instead: int = 0) -> int:

@@ -32,7 +32,7 @@ from penstock.queue import keys, wire
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.jobs import CLOCK_FIELDS, LEASE_MS, pool_ms, whole
 from penstock.queue.broker.queue_state import QueueReader, queue_state
-from penstock.queue.record_fields import executed, sum_of, sums_of, unless_wrong_type
+from penstock.queue.record_fields import executed, is_wrong_type, sum_of, sums_of, unless_wrong_type
 from penstock.queue.wire import WireError
 
 # The list of pools in penstock:pools. It is a hint: a listed name is a pool only if it has a record.
@@ -109,7 +109,7 @@ class PoolList:
                 await cast(Any, self.redis.hscan(keys.POOLS, cursor, count=_SCAN_COUNT)),
             )
         except exceptions.ResponseError as error:
-            if not str(error).startswith("WRONGTYPE"):
+            if not is_wrong_type(error):
                 raise
             self._logged.warn("unreadable pool list", keys.POOLS, error)
             return 0, {}
@@ -155,7 +155,7 @@ async def keep_listed(redis: Redis, pool: str) -> None:
     try:
         data, num_fields = await client.hget(keys.POOLS, pool), await client.hlen(keys.POOLS)
     except exceptions.ResponseError as error:
-        if not str(error).startswith("WRONGTYPE"):
+        if not is_wrong_type(error):
             raise
         await client.delete(keys.POOLS)
         data, num_fields = None, 0

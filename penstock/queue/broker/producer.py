@@ -43,7 +43,7 @@ from penstock.queue.broker.submitting import SharedCalls, Submissions, channel_c
 from penstock.queue.broker.submitting import Submission as Submission
 from penstock.queue.broker.submitting import Submitted as Submitted
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
-from penstock.queue.record_fields import sum_of, unless_wrong_type
+from penstock.queue.record_fields import is_wrong_type, sum_of, unless_wrong_type
 from penstock.queue.results import Fetches, PackedResult
 from penstock.queue.wire import WireError, decode_chunks
 from penstock.runtime.event_loop import LoopYielder
@@ -357,7 +357,7 @@ class ProducerBroker:
             data = await self._redis.get(keys.record(pool))
             return None if data is None else _decoded_record(pool, cast(bytes, data))
         except (WireError, ResponseError) as error:
-            if isinstance(error, ResponseError) and not str(error).startswith("WRONGTYPE"):
+            if isinstance(error, ResponseError) and not is_wrong_type(error):
                 raise
             self._logged.warn("unreadable pool record", keys.record(pool), error)
             return None
@@ -398,7 +398,7 @@ class ProducerBroker:
             try:
                 values = await cast(Any, self._redis.hmget(keys.job(job_id), list(STATUS_FIELDS)))
             except ResponseError as error:
-                if not str(error).startswith("WRONGTYPE"):
+                if not is_wrong_type(error):
                     raise
                 raise _no_job(job_id) from None  # What is no record names no tenant who may see it.
         fields = _fields_of(STATUS_FIELDS, values, job_id, tenant)
