@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from fakes.served_model import served
+from fixtures.tiny_model import make_tiny_model
 
 from tests.journey.conftest import demo_file as demo_file
 
@@ -21,3 +23,15 @@ def door(demo_file: Path) -> Iterator[httpx.Client]:
     """A client of `penstock serve` with the demo model. Its `base_url` is the gateway's."""
     with served(demo_file) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, which tests only read."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of the model, for the test to change."""
+    return Path(shutil.copytree(tiny, tmp_path / "copy"))

@@ -24,7 +24,6 @@ from fakes.limited_memory import said_within
 from fakes.runners.runner_options import runner_options
 from fixtures.gguf_file import write_gguf
 from fixtures.random_adapters import make_adapter
-from fixtures.tiny_model import make_tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -38,17 +37,6 @@ from penstock.gpu_node.model.loading.load import find_model, load_model
 from penstock.gpu_node.model.protocol import Devices
 
 MIB = 700
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def folder(tiny: Path, tmp_path: Path) -> Path:
-    """A copy of the model, for the test to change."""
-    return Path(shutil.copytree(tiny, tmp_path / "copy"))
 
 
 def _edit(path: Path, **fields: Any) -> None:

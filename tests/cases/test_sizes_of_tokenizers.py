@@ -8,14 +8,12 @@ from __future__ import annotations
 import base64
 import json
 import resource
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.limited_memory import said_within
-from fixtures.tiny_model import make_tiny_model
 from tokenizers import normalizers
 
 from penstock import ConfigError
@@ -32,17 +30,6 @@ SPACES: list[dict[str, Any]] = [
     {"type": "Prepend", "prepend": "\u2581"},
     {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
 ]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def folder(tiny: Path, tmp_path: Path) -> Path:
-    """A copy of the model, for the test to change."""
-    return Path(shutil.copytree(tiny, tmp_path / "copy"))
 
 
 def _edit(folder: Path, **fields: Any) -> Path:
