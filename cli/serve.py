@@ -363,7 +363,7 @@ def _require_packages() -> None:
     if missing := [
         f"[{extra}] lacks {', '.join(names)}" for extra in ("cpu", "gateway") if (names := missing_packages(extra))
     ]:
-        raise ConfigError(f"packages are missing: pip install 'penstock[cpu,gateway]' ({'; '.join(missing)})")
+        raise ConfigError(f"packages are missing: pip install 'penstock-llm[cpu,gateway]' ({'; '.join(missing)})")
 
 
 def keys_seen_file(queue: str) -> Path:

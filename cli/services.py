@@ -122,7 +122,7 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
     try:
         from penstock.gpu_node.process import exiting_despite_threads, run_node
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'penstock[cpu]', or [gpu]") from error
+        raise ConfigError(f"{error.name} is not installed: pip install 'penstock-llm[cpu]', or [gpu]") from error
 
     with exiting_despite_threads(exit_code_of):
         event_loop.run(run_node(settings))
@@ -141,11 +141,11 @@ def missing_requirements(extra: str) -> list[str]:
     marker = re.compile(rf"extra\s*==\s*['\"]{extra}['\"]")
     machine = re.compile(r"platform_machine\s*==\s*['\"](\w+)['\"]")
     found: list[str] = []
-    for line in importlib.metadata.requires("penstock") or []:
+    for line in importlib.metadata.requires("penstock-llm") or []:
         wanted = machine.search(line)
         if marker.search(line) is None or (wanted is not None and wanted[1] != platform.machine()):
             continue
-        if (inner := re.match(r"penstock\[([\w,]+)\]", line)) is not None:
+        if (inner := re.match(r"penstock-llm\[([\w,]+)\]", line)) is not None:
             found += [one for part in inner[1].split(",") for one in missing_requirements(part) if one not in found]
         elif version_of(_name_in(line)) is None:
             found.append(line.partition(";")[0].strip())
@@ -184,7 +184,7 @@ def gateway(**given: Any) -> None:
     try:
         from penstock.gateway.app import run
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'penstock[gateway]'") from error
+        raise ConfigError(f"{error.name} is not installed: pip install 'penstock-llm[gateway]'") from error
 
     if problems := _gateway_problems(given):
         raise joined(problems)

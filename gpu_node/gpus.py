@@ -249,7 +249,7 @@ class GpuDriver:
         try:
             import pynvml
         except ModuleNotFoundError:
-            log.info("the load of the GPU is unknown", extra={"reason": "pip install 'penstock[gpu]'"})
+            log.info("the load of the GPU is unknown", extra={"reason": "pip install 'penstock-llm[gpu]'"})
             return
         try:
             pynvml.nvmlInit()

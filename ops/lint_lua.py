@@ -53,7 +53,7 @@ def main() -> None:
         if finding in everywhere or finding[0] not in SHARED or not finding[2].startswith(UNUSED)
     }
     for part, line, problem in sorted(left):
-        print(f"penstock/queue/scripts/{part}.lua:{line}: {problem}")
+        print(f"src/penstock/queue/scripts/{part}.lua:{line}: {problem}")
     sys.exit(bool(left))
 
 

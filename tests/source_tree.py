@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OLD_REDIS = ROOT / "build/old-redis/bin"
 """The folder of a Redis 6.2, the oldest that penstock supports, where `make test` puts it. It has known holes."""
 ROOMS = {
-    "penstock": ROOT / "penstock",
+    "penstock": ROOT / "src/penstock",
     "penstock.producer": ROOT / "producer",
     "penstock.cli": ROOT / "cli",
     "penstock.gateway": ROOT / "gateway",

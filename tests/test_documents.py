@@ -21,7 +21,7 @@ PATH = re.compile(r"`((?:[\w.]+/)+\w+\.(?:py|lua|h|cpp))(?::\w+)?`")
 """A file that a page names, from any folder on."""
 SOURCES = [
     f"/{folder}/{path.relative_to(ROOT / folder)}"
-    for folder in ("penstock", "cli", "producer", "gateway", "gpu_node", "kernels", "ops", "tests", "examples")
+    for folder in ("src", "cli", "producer", "gateway", "gpu_node", "kernels", "ops", "tests", "examples")
     for path in (ROOT / folder).rglob("*.*")
 ]
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

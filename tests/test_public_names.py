@@ -61,7 +61,7 @@ def test_every_public_name_is_there_without_torch_or_a_web_framework() -> None:
 
 
 def test_what_type_checkers_import_is_what_is_loaded() -> None:
-    tree = ast.parse((ROOT / "penstock/__init__.py").read_text())
+    tree = ast.parse((ROOT / "src/penstock/__init__.py").read_text())
     (guarded,) = (node for node in tree.body if isinstance(node, ast.If))
     homes = {
         alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names

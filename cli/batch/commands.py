@@ -167,7 +167,7 @@ def _run_in_worker(redis_url: str, batch: Batch, shown: ShownProgress) -> BatchP
     try:
         from penstock.producer.batch.celery_app import run_in_worker
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'penstock[batch]'") from error
+        raise ConfigError(f"{error.name} is not installed: pip install 'penstock-llm[batch]'") from error
     return run_in_worker(redis_url, batch, shown.update)
 
 

@@ -75,7 +75,7 @@ class Server:
         try:
             import httpx
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{error.name} is not installed: pip install 'penstock[batch]'") from error
+            raise ConfigError(f"{error.name} is not installed: pip install 'penstock-llm[batch]'") from error
         self.url = address_of(base_url)
         key = api_key or next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
         timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)

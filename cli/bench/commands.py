@@ -215,7 +215,7 @@ def serve(
         import httptools  # noqa: F401  tests that it is installed
         import uvloop
     except ImportError as error:
-        raise ConfigError("bench serve needs the gateway's packages: pip install 'penstock[gateway]'") from error
+        raise ConfigError("bench serve needs the gateway's packages: pip install 'penstock-llm[gateway]'") from error
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(Session(server, workload, bounds, output).run())

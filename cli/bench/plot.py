@@ -22,7 +22,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401  tests that it is installed
     except ImportError as error:
-        raise RequestError("plot: needs matplotlib: pip install 'penstock[bench]'", param="plot") from error
+        raise RequestError("plot: needs matplotlib: pip install 'penstock-llm[bench]'", param="plot") from error
 
 
 def write_plot(path: Path, title: str, records: Sequence[RequestRecord]) -> None:

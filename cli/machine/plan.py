@@ -94,7 +94,7 @@ def planned(
     try:
         from penstock.gpu_node.plan import plan_of
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'penstock[cpu]', or [gpu]") from error
+        raise ConfigError(f"{error.name} is not installed: pip install 'penstock-llm[cpu]', or [gpu]") from error
 
     settings = NodeSettings.load(redis_url="unix://unused", **given)
     found = _devices(devices, memory_gib, cores, settings)

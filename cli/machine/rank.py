@@ -33,4 +33,4 @@ def rank(
     try:
         run_rank(settings)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'penstock[node]'") from error
+        raise ConfigError(f"{error.name} is not installed: pip install 'penstock-llm[node]'") from error

@@ -2,7 +2,7 @@
 
 Two are for the list of pools. A pool takes three for its record, and 24 for its queue, nodes and events. Each tenant
 with queued jobs takes twelve more, eight tenants at most. Jobs that are scheduled, or wait for tokens, take more
-(`penstock/queue/broker/queue_state.py`).
+(`src/penstock/queue/broker/queue_state.py`).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from penstock.gateway.route_doc import EXAMPLE_MODEL, PROBE_METHODS, TEXT, Route
 from penstock.gateway.stream.writer import EVENT_STREAM, NDJSON
 from penstock.gateway.web.routes import PAGE, asset_response, wants_page
 
-VERSION = version("penstock")
+VERSION = version("penstock-llm")
 """The release of this gateway."""
 _REF = "#/components/schemas/{model}"
 _ERROR = object_of(error=object_of(message=TEXT, type=TEXT, code=TEXT, param={"anyOf": [TEXT, {"type": "null"}]}))

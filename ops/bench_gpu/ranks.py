@@ -6,7 +6,7 @@ python -m bench_gpu.ranks --engine  on two GPUs: an engine whose second rank is 
 python -m bench_gpu.ranks --dry     on the CPU by Triton's interpreter; with --two and --engine by gloo
 
 Results go to build/bench-gpu/ranks-one.json, ranks-two.json and ranks-engine.json, or to the folder of --out. A run
-that ends early keeps what it has. --engine needs what a node needs (`pip install 'penstock[gpu]'`), the others torch,
+that ends early keeps what it has. --engine needs `pip install 'penstock-llm[gpu]'`, the others torch,
 triton and numpy alone.
 """
 
@@ -343,7 +343,7 @@ def _named_imports(rows: Rows) -> Rows:
     try:
         yield from rows
     except ModuleNotFoundError as error:
-        raise SystemExit(f"--engine needs {error.name}: pip install 'penstock[gpu]'") from error
+        raise SystemExit(f"--engine needs {error.name}: pip install 'penstock-llm[gpu]'") from error
 
 
 class Results:

@@ -33,7 +33,7 @@ from penstock.runtime.histogram import Histogram
 from penstock.runtime.loop_watch import LoopWatch, loop_metrics
 from penstock.runtime.settings import Settings
 
-ROOT = Path(penstock.__file__).resolve().parents[1]
+ROOT = Path(penstock.__file__).resolve().parents[2]
 
 
 def table(heads: tuple[str, ...], rows: Iterable[Iterable[str]]) -> list[str]:

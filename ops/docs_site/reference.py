@@ -117,5 +117,5 @@ def _errors_of(kind: type[PenstockError]) -> Iterator[type[PenstockError]]:
 
 def _redis_keys() -> str:
     intro, table = inspect.cleandoc(keys.__doc__ or "").split("\n\n", 1)
-    lines = ["# Keys in Redis", "", intro, "", "This is the table at the head of `penstock/queue/keys.py`.", ""]
+    lines = ["# Keys in Redis", "", intro, "", "This is the table at the head of `src/penstock/queue/keys.py`.", ""]
     return "\n".join([*lines, "```text", table, "```", ""])

@@ -126,7 +126,7 @@ def _compile(source: Path, folder: Path, isas: tuple[str, ...], work: Path, env:
     compiler.chmod(0o755)
     for isa in isas:
         command = [sys.executable, "-c", _COMPILE, isa, str(folder)]
-        _run(command, cwd=work, env=env | {"PYTHONPATH": str(source), "CXX": str(compiler)})
+        _run(command, cwd=work, env=env | {"PYTHONPATH": str(source / "src"), "CXX": str(compiler)})
     for path in folder.iterdir():
         path.chmod(0o644)
 

@@ -93,7 +93,7 @@ def main() -> None:
         if python is None:
             _run([sys.executable, "-m", "venv", folder])
             python = Path(folder, "bin/python")
-            (wheel,) = chosen.dist.glob("penstock-*.whl")
+            (wheel,) = chosen.dist.glob("penstock_llm-*.whl")
             wheels = f"{wheel}[{EXTRAS}]"
             _run([str(python), "-m", "pip", "install", "--quiet", "--find-links", str(chosen.dist), wheels])
         bill = sbom_of(python)

@@ -298,7 +298,7 @@ def _zstandard_reader(file: BinaryIO) -> Iterator[BinaryIO]:
     try:
         import zstandard
     except ModuleNotFoundError as error:
-        message = "the input is compressed with Zstandard: pip install 'penstock[batch]'"
+        message = "the input is compressed with Zstandard: pip install 'penstock-llm[batch]'"
         raise ConfigError(message, param="input") from error
     decompress = zstandard.ZstdDecompressor().decompressobj
     try:

@@ -113,7 +113,7 @@ def _fsspec_open(name: str, mode: str, param: str) -> Any:
         return fsspec.open(name, mode)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{name}: {error.name} is not installed: pip install 'penstock[batch]'", param=param
+            f"{name}: {error.name} is not installed: pip install 'penstock-llm[batch]'", param=param
         ) from error
     except (ImportError, ValueError) as error:
         raise RequestError(f"{name}: {error}", param=param) from error

@@ -53,7 +53,7 @@ runpy.run_module("penstock", run_name="__main__")
 def test_version_is_the_distributions() -> None:
     from importlib.metadata import version
 
-    assert version("penstock") == penstock.__version__
+    assert version("penstock-llm") == penstock.__version__
 
 
 def test_help_names_every_command() -> None:

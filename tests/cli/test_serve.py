@@ -110,4 +110,6 @@ def test_missing_packages_are_named_before_anything_starts(monkeypatch: pytest.M
     monkeypatch.setattr("penstock.cli.services.version_of", lambda name: None if name == "numpy" else "1")
     done = run_command("serve", "m")
     assert done.returncode == 2
-    assert done.stderr == "penstock: packages are missing: pip install 'penstock[cpu,gateway]' ([cpu] lacks numpy)\n"
+    assert (
+        done.stderr == "penstock: packages are missing: pip install 'penstock-llm[cpu,gateway]' ([cpu] lacks numpy)\n"
+    )

@@ -80,6 +80,6 @@ class TracedModules:
     def _name_of(self, file: str) -> str:
         name = self._names.get(file)
         if name is None:
-            below = file.removeprefix(f"{ROOT}/penstock/")
+            below = file.removeprefix(f"{ROOT}/src/penstock/")
             name = self._names[file] = below if below.startswith(COUNTED) and below not in NOT_COUNTED else ""
         return name

@@ -185,7 +185,7 @@ async def certificates(folder: Path, *, num_jobs: int = 24) -> Certified:
 
 
 def redis_with_tls() -> Path | None:
-    """Return the Redis of $PENSTOCK_REDIS_SERVER or of the system: that of `penstock[embedded]` has no TLS."""
+    """Return the Redis of $PENSTOCK_REDIS_SERVER or of the system: that of `penstock-llm[embedded]` has no TLS."""
     found = os.environ.get("PENSTOCK_REDIS_SERVER") or shutil.which("redis-server", path="/usr/bin:/usr/local/bin")
     return Path(found) if found else None
 

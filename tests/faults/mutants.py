@@ -20,14 +20,10 @@ from faults.guards import MUTANTS, Mutant
 from faults.tools.report import record
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = "penstock/queue/scripts"
-_COPIED = ("penstock", "cli", "producer", "gateway", "gpu_node", "kernels", "tests", "ops", "pyproject.toml")
+SCRIPTS = "src/penstock/queue/scripts"
+_COPIED = ("src", "cli", "producer", "gateway", "gpu_node", "kernels", "tests", "ops", "pyproject.toml")
 WORKERS = max(2, os.cpu_count() or 1)
 """Mutants that are tried at once. Many tests wait."""
-_WITHOUT_EDITABLE_INSTALL = """import sys
-
-sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != "_EditableFinder"]
-"""
 _FAILED = 1
 """pytest's exit status when tests ran and some failed."""
 
@@ -44,11 +40,6 @@ class Copy:
                 shutil.copytree(source, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, folder / name)
-        # Not the folder itself, where `kernels` would hide a package of that name.
-        (folder / "path").mkdir()
-        (folder / "path" / "penstock").symlink_to(folder / "penstock")
-        # An editable install finds its own source before any other.
-        (folder / "path" / "sitecustomize.py").write_text(_WITHOUT_EDITABLE_INSTALL)
         self._check_import()
 
     def test(self, files: set[str]) -> int:
@@ -64,7 +55,7 @@ class Copy:
             raise SystemExit(f"the tests would import {found}, not the copy in {self._folder}")
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-        env = os.environ | {"PYTHONPATH": str(self._folder / "path"), "PYTHONDONTWRITEBYTECODE": "1"}
+        env = os.environ | {"PYTHONPATH": str(self._folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
         return subprocess.run([sys.executable, *arguments], cwd=self._folder, env=env, capture_output=True)
 
     def kills(self, mutant: Mutant) -> bool:

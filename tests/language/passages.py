@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("docs", "penstock", "cli", "producer", "gateway", "gpu_node", "kernels", "ops", "tests", "examples")
+FOLDERS = ("docs", "src", "cli", "producer", "gateway", "gpu_node", "kernels", "ops", "tests", "examples")
 COMMENT_MARKS = {".cpp": "//", ".h": "//", ".js": "//", ".lua": "--"}
 """Suffix → what begins a comment."""
 DEFINITIONS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

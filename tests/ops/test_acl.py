@@ -50,7 +50,7 @@ from penstock.runtime.embedded_redis import find_redis_server
 from penstock.runtime.event_loop import cancel_until_done
 from tests.source_tree import ROOT
 
-SCRIPTS = ROOT / "penstock/queue/scripts"
+SCRIPTS = ROOT / "src/penstock/queue/scripts"
 RUNS = {
     "gateway": (
         "submit",

@@ -58,14 +58,14 @@ def test_two_builds_have_the_same_bytes_and_compute_the_same_bits(tmp_path: Path
         subprocess.run(command, cwd=tmp_path, env=env, umask=umask, check=True, capture_output=True, text=True)
     first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
     assert first.keys() == {
-        f"penstock-{__version__}-py3-none-any.whl",
+        f"penstock_llm-{__version__}-py3-none-any.whl",
         f"penstock_kernels-{__version__}-py3-none-manylinux_2_28_x86_64.whl",
     }
     assert first == second
 
     ours, kernels = sorted(folders[0].iterdir())
     with zipfile.ZipFile(ours) as wheel:
-        metadata = wheel.read(f"penstock-{__version__}.dist-info/METADATA").decode()
+        metadata = wheel.read(f"penstock_llm-{__version__}.dist-info/METADATA").decode()
     assert REQUIREMENT.replace("'", '"') in metadata.replace("'", '"')
     with zipfile.ZipFile(kernels) as wheel:
         wheel.extractall(tmp_path / "site")

@@ -56,6 +56,6 @@ def test_limit_is_what_the_code_says(row: tuple[str, str, str, str]) -> None:
 
 
 def test_there_are_as_many_classes_and_levels_in_lua() -> None:
-    prelude = (ROOT / "penstock/queue/scripts/prelude.lua").read_text()
+    prelude = (ROOT / "src/penstock/queue/scripts/prelude.lua").read_text()
     assert value_in_lua(prelude, "CLASSES") == NUM_PRIORITIES
     assert value_in_lua(prelude, "LEVELS") == NUM_LEVELS

@@ -62,7 +62,7 @@ def test_spans_arrive_with_the_services_name(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("_without_opentelemetry")
 def test_a_given_endpoint_without_opentelemetry_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"otlp_traces_endpoint: .*pip install 'penstock\[tracing\]'"):
+    with pytest.raises(ConfigError, match=r"otlp_traces_endpoint: .*pip install 'penstock-llm\[tracing\]'"):
         tracing_of("http://collector:4318", "service")
 
 

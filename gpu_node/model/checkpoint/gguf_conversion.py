@@ -96,7 +96,9 @@ def describe_by_transformers(
         import torch
     except ModuleNotFoundError as error:
         architecture = header.metadata.get("general.architecture")
-        problem = f"{gguf}: a GGUF file of the architecture {architecture} needs torch: pip install 'penstock[node]'"
+        problem = (
+            f"{gguf}: a GGUF file of the architecture {architecture} needs torch: pip install 'penstock-llm[node]'"
+        )
         raise ConfigError(problem) from error
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -226,7 +226,7 @@ def _load_native_or_none(
         if options.runner == "native":
             raise ConfigError(f"runner native: {error}; remedy: {error.remedy}") from error
         if find_spec("torch") is None:
-            remedy = f"{error.remedy}; or install torch, which is slower: pip install 'penstock[node]'"
+            remedy = f"{error.remedy}; or install torch, which is slower: pip install 'penstock-llm[node]'"
             raise ConfigError(f"no runner for this model: {error}; remedy: {remedy}") from error
         facts = {"reason": str(error), "remedy": error.remedy}
         log.warning("torch computes, several times slower than the native kernels", extra=facts)
@@ -241,7 +241,7 @@ def _torch_for(runner: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "triton"):
             raise
-        extra = "penstock[gpu]" if runner == "runner gpu" else "penstock[node]"
+        extra = "penstock-llm[gpu]" if runner == "runner gpu" else "penstock-llm[node]"
         raise ConfigError(f"{runner} needs {error.name}, which is not installed: pip install '{extra}'") from error
 
 

@@ -143,8 +143,8 @@ def admit(connection: RankConnection, secret: bytes, patience_s: float) -> None:
     digest, theirs_version = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:].decode(errors="replace")
     if not hmac.compare_digest(digest, _digest(secret, _BY_RANK, theirs, own)):
         _refuse(connection, "it has another secret (rank_secret_file)")
-    if theirs_version != version("penstock"):
-        _refuse(connection, f"it has version {theirs_version} of penstock, and rank 0 has {version('penstock')}")
+    if theirs_version != version("penstock-llm"):
+        _refuse(connection, f"it has version {theirs_version} of penstock, and rank 0 has {version('penstock-llm')}")
     connection.send(FrameKind.ACCEPTED)
     connection.stream.settimeout(None)
 
@@ -157,7 +157,7 @@ def ask(connection: RankConnection, secret: bytes) -> Mapping[str, Any]:
     theirs, digest = challenge[:_NONCE_BYTES], challenge[_NONCE_BYTES:]
     if not hmac.compare_digest(digest, _digest(secret, _BY_RANK_0, own, theirs)):
         raise ConfigError("rank 0 has another secret (rank_secret_file)", param="rank_secret_file")
-    connection.send(FrameKind.ANSWER, _digest(secret, _BY_RANK, own, theirs) + version("penstock").encode())
+    connection.send(FrameKind.ANSWER, _digest(secret, _BY_RANK, own, theirs) + version("penstock-llm").encode())
     frame, reason, _ = connection.receive(_MAX_HELLO_BYTES)
     if frame is FrameKind.REFUSED:
         raise ConfigError(f"rank 0 refuses this rank: {reason.decode(errors='replace')}")

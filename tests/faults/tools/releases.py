@@ -47,23 +47,25 @@ def _after(path: str, text: str, added: str) -> Edit:
     return Edit(path, text, text + added)
 
 
-_SETTINGS, _WIRE, _POOL = "gpu_node/settings.py", "penstock/queue/wire.py", "penstock/contract/pool.py"
+_SETTINGS, _WIRE, _POOL = "gpu_node/settings.py", "src/penstock/queue/wire.py", "src/penstock/contract/pool.py"
 _LOAD = "gpu_node/model/native/load.py"
 VERSION = (
     Edit("pyproject.toml", f'version = "{__version__}"', f'version = "{NEXT}"'),
-    Edit("penstock/__init__.py", f'__version__ = "{__version__}"', f'__version__ = "{NEXT}"'),
+    Edit("src/penstock/__init__.py", f'__version__ = "{__version__}"', f'__version__ = "{NEXT}"'),
 )
 FIELDS = (
     # Chunks, results, and the records of pool and node.
     _after(_WIRE, '"s": chunk.text', ', "later": [1]'),
-    Edit("penstock/queue/results.py", 'pack({"v": PROTOCOL_VERSION})', 'pack({"v": PROTOCOL_VERSION, "later": {}})'),
+    Edit(
+        "src/penstock/queue/results.py", 'pack({"v": PROTOCOL_VERSION})', 'pack({"v": PROTOCOL_VERSION, "later": {}})'
+    ),
     _after(
         _POOL, "    sampling_defaults: dict[str, int | float] = field(default_factory=dict)\n", "    later: int = 1\n"
     ),
     _after(_POOL, "    draining: bool = False\n", "    later_ms: float = 0.5\n"),
     # The job's record, so that the scripts differ too.
     Edit(
-        "penstock/queue/scripts/submit.lua",
+        "src/penstock/queue/scripts/submit.lua",
         "job_key(job.id), unpack(fields)",
         "job_key(job.id), 'later', '1', unpack(fields)",
     ),

@@ -53,7 +53,7 @@ def test_models_run_without_torch(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == {"gguf": 4, "safetensors": 4}
 
 
-@pytest.mark.parametrize(("runner", "extra"), [("torch", "penstock[node]"), ("gpu", "penstock[gpu]")])
+@pytest.mark.parametrize(("runner", "extra"), [("torch", "penstock-llm[node]"), ("gpu", "penstock-llm[gpu]")])
 def test_a_runner_that_needs_torch_says_what_to_install(llama: Callable[..., Path], runner: str, extra: str) -> None:
     code = "from penstock import Engine; s = json.loads(sys.argv[1]); Engine(s['model'], runner=s['runner'])"
     done = run(code, {"model": str(llama()), "runner": runner})

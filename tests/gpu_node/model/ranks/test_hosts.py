@@ -144,7 +144,7 @@ def test_a_rank_of_another_version_is_refused_by_both(
     listener: RankListener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found: list[Any] = []
-    own = version("penstock")
+    own = version("penstock-llm")
     # The rank asks for it first.
     versions = iter(("0.0.1", own, own, own))
     monkeypatch.setattr(connections, "version", lambda _: next(versions, own))

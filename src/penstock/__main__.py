@@ -23,7 +23,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "typer"):
             raise
-        sys.stderr.write("penstock: the commands need packages that are not installed: pip install 'penstock[cli]'\n")
+        sys.stderr.write(
+            "penstock: the commands need packages that are not installed: pip install 'penstock-llm[cli]'\n"
+        )
         sys.exit(EXIT_WRONG_USE)
 
 

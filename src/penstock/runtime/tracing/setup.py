@@ -15,7 +15,7 @@ _LOG = logging.getLogger(__package__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 TRACES_PATH = "/v1/traces"
-_ADVICE = "pip install 'penstock[tracing]'"
+_ADVICE = "pip install 'penstock-llm[tracing]'"
 
 
 def tracing_of(endpoint: str | None, service: str) -> Tracing | None:
