@@ -90,7 +90,7 @@ modules: $(STAMP)
 	$(BIN)/python -m pytest -q tests/traced_modules.py
 
 fields: $(STAMP)
-	$(BIN)/python -m penstock.gateway.api_docs.fields docs/FIELDS.md
+	$(BIN)/python -m penstock.gateway.apis.api_docs.fields docs/FIELDS.md
 
 language: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m language $(LANGUAGE)

@@ -28,12 +28,23 @@ from starlette.routing import Route
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.tenant import are_required
-from penstock.gateway.anthropic.routes import ANTHROPIC
-from penstock.gateway.api_docs.openapi import ApiDocs
-from penstock.gateway.batches.routes import BATCHES
+from penstock.gateway.apis.anthropic.routes import ANTHROPIC
+from penstock.gateway.apis.api_docs.openapi import ApiDocs
+from penstock.gateway.apis.batches.routes import BATCHES
+from penstock.gateway.apis.files.routes import FILES
+from penstock.gateway.apis.jobs.routes import JOBS
+from penstock.gateway.apis.message_batches.routes import MESSAGE_BATCHES
+from penstock.gateway.apis.openai.routes import OPENAI
+from penstock.gateway.apis.responses.routes import RESPONSES
+from penstock.gateway.apis.tasks.routes import TASKS
+from penstock.gateway.apis.usage import UsageRoutes
+from penstock.gateway.apis.web.routes import ASSET_PATHS, Dashboard, WebRoutes
+from penstock.gateway.apis.webhooks.deliverer import Deliverer
+from penstock.gateway.apis.webhooks.routes import WEBHOOKS
+from penstock.gateway.apis.webhooks.sender import Sender
+from penstock.gateway.apis.websocket.session import StreamSocket, socket_routes
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import ErrorHandlers, ErrorShapes, soon
-from penstock.gateway.files.routes import FILES
 from penstock.gateway.http.dialect import Services
 from penstock.gateway.http.entry import Entry, is_closed_without_keys, tell_without_keys
 from penstock.gateway.http.middleware import (
@@ -52,14 +63,10 @@ from penstock.gateway.http.middleware import (
 )
 from penstock.gateway.http.protocol import BoundedHead
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
-from penstock.gateway.jobs.routes import JOBS
-from penstock.gateway.message_batches.routes import MESSAGE_BATCHES
 from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes
 from penstock.gateway.open_feeds import OpenFeeds
-from penstock.gateway.openai.routes import OPENAI
 from penstock.gateway.request.parser_process import BodySchemas
 from penstock.gateway.request.reading import BodyBudgets, Parser, RequestReader
-from penstock.gateway.responses.routes import RESPONSES
 from penstock.gateway.route_doc import PROBE_METHODS
 from penstock.gateway.settings import GatewaySettings, check_address
 from penstock.gateway.stream.answer import (
@@ -70,13 +77,6 @@ from penstock.gateway.stream.answer import (
     Answers,
     WholeSender,
 )
-from penstock.gateway.tasks.routes import TASKS
-from penstock.gateway.usage import UsageRoutes
-from penstock.gateway.web.routes import ASSET_PATHS, Dashboard, WebRoutes
-from penstock.gateway.webhooks.deliverer import Deliverer
-from penstock.gateway.webhooks.routes import WEBHOOKS
-from penstock.gateway.webhooks.sender import Sender
-from penstock.gateway.websocket.session import StreamSocket, socket_routes
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.producer.client.servers import QueueServer
 from penstock.producer.files.service import Files

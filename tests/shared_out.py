@@ -15,7 +15,7 @@ from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
 
 from tests import kinds
 
-WEB = "tests/gateway/web/"
+WEB = "tests/gateway/apis/web/"
 """The tests of the page share a browser, so they are shared out as one file. They take longest and begin first."""
 COMPUTING = ("tests/gpu_node/", "tests/kernels/", "tests/ops/bench/", "tests/ops/bench_gpu/")
 """Most tests elsewhere wait: for processes, for Redis, for a time to pass."""

@@ -57,10 +57,7 @@ GATEWAY_FLOORS = (
     {"request"},
     {"stream"},
     {"http"},
-    {
-        *("openai", "responses", "anthropic", "jobs", "tasks", "files", "batches", "message_batches"),
-        *("websocket", "web", "webhooks", "api_docs", "usage"),
-    },
+    {"apis"},
     {"app"},
 )
 """Packages of the gateway, and modules beside them, lowest first. Each imports from its own floor and those below."""

@@ -109,7 +109,7 @@ def test_wheel_has_all_packages_and_scripts(tmp_path: Path) -> None:
     )
     names = set(zipfile.ZipFile(next(tmp_path.glob("penstock_llm-*.whl"))).namelist())
 
-    page = (path.relative_to(ROOT) for path in (ROOT / "gateway/web/static").iterdir())
+    page = (path.relative_to(ROOT) for path in (ROOT / "gateway/apis/web/static").iterdir())
     assert {f"penstock/{path}" for path in page} <= names
     for path in [*clone.glob("src/penstock/queue/scripts/*.lua"), clone / "src/penstock/py.typed"]:
         assert str(path.relative_to(clone / "src")) in names

@@ -15,7 +15,7 @@ FILES = {
     **{f"tests/gpu_node/engine/test_{number}.py": 10 for number in range(12)},
     **{f"tests/gateway/http/test_{number}.py": 5 for number in range(20)},
     **{f"tests/queue/test_{number}.py": 3 for number in range(20)},
-    **{f"tests/gateway/web/test_{number}.py": 2 for number in range(3)},
+    **{f"tests/gateway/apis/web/test_{number}.py": 2 for number in range(3)},
 }
 
 

@@ -56,10 +56,10 @@ def _bundled_llvm() -> list[dict[str, Any]]:
 
 
 def _scripts_of_the_page() -> list[dict[str, Any]]:
-    table = (ROOT / "gateway/web/vendor/README.md").read_text()
+    table = (ROOT / "gateway/apis/web/vendor/README.md").read_text()
     rows = re.findall(r"^\| `[\w.-]+\.js` \| `([\w-]+)`.* \| ([\d.]+) \| (\w+), ", table, re.MULTILINE)
     if not rows:
-        raise SystemExit("sbom: gateway/web/vendor/README.md has no table of scripts")
+        raise SystemExit("sbom: gateway/apis/web/vendor/README.md has no table of scripts")
     return [
         _component(name, version, licence, "a script of the web page", "npm", name) for name, version, licence in rows
     ]

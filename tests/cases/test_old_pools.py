@@ -11,8 +11,8 @@ from fakes.command import run_command
 from fakes.queue.harness import Queue
 from redis.asyncio import Redis
 
+from penstock.gateway.apis.web.routes import Dashboard
 from penstock.gateway.metrics import GatewayMetrics
-from penstock.gateway.web.routes import Dashboard
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
 from penstock.queue.broker.producer import ProducerBroker

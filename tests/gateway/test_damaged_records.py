@@ -16,7 +16,7 @@ import redis as sync_redis
 from fakes.webhook_receiver import ALLOWED, WebhookReceiver
 
 from penstock.contract.tenant import Terms
-from penstock.gateway.webhooks import deliverer
+from penstock.gateway.apis.webhooks import deliverer
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.tenants.key_store import KeyStore

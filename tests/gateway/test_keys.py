@@ -113,7 +113,7 @@ def test_the_operator_is_told_once_of_a_key_that_has_another_pepper(closed, capl
 def test_every_route_but_probes_and_the_description_needs_a_key(closed):
     url, _ = closed
     app = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1"))
-    # `tests/gateway/websocket/test_socket_keys.py` opens the WebSocket.
+    # `tests/gateway/apis/websocket/test_socket_keys.py` opens the WebSocket.
     routes = [route for route in app.routes if isinstance(route, Route)]
     asked = {(route.path, method) for route in routes for method in route.methods or ()}
     # The files of the web page have one route.

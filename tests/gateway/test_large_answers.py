@@ -30,7 +30,7 @@ from faults.tools.processes import GatewayProcess
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.tenant import UNLIMITED
-from penstock.gateway.openai.schemas import ChatRequest
+from penstock.gateway.apis.openai.schemas import ChatRequest
 from penstock.gateway.request import parser_process
 from penstock.gateway.request.encoding import decode_parsed_body
 from penstock.queue.broker.connection import connect

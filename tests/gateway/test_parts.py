@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from penstock.contract.errors import BusyError, ConflictError, JobFailedError, StreamDivergedError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Chunk
+from penstock.gateway.apis.openai.encoder import SseEncoder
 from penstock.gateway.app import create_app
 from penstock.gateway.errors import ErrorShape
-from penstock.gateway.openai.encoder import SseEncoder
 from penstock.gateway.request.generation import GenerationRequest, RequestContent
 from penstock.gateway.request.jobs import open_jobs
 from penstock.gateway.settings import GatewaySettings

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.sampling import MAX_SCHEMA_CHARS
-from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
+from penstock.gateway.apis.openai.schemas import ChatRequest, CompletionRequest
 from penstock.producer.client import AsyncClient
 
 MODEL = "acme/echo"

@@ -151,7 +151,7 @@ def import_services() -> None:
         import_module(name)
     # Each gateway describes its API when it starts. The schemas in that are made once in a process.
     bodies = import_module("penstock.gateway.app").BODIES
-    import_module("penstock.gateway.api_docs.openapi").body_schemas(bodies)
+    import_module("penstock.gateway.apis.api_docs.openapi").body_schemas(bodies)
 
 
 def run_command(request: Request, address: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Outcome, Result, Usage
-from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
+from penstock.gateway.apis.openai.schemas import ChatRequest, CompletionRequest
 from penstock.producer.batch.request import (
     CHAT_URL,
     COMPLETIONS_URL,

@@ -12,7 +12,7 @@ import pytest
 
 from penstock import AsyncClient
 from penstock.contract.errors import RequestError
-from penstock.gateway.responses.body import ResponseBody
+from penstock.gateway.apis.responses.body import ResponseBody
 from penstock.producer.batch.records import Batch
 from penstock.producer.batch.request import CHAT_URL, EMBEDDINGS_URL, RESPONSES_URL, request_of
 from penstock.producer.batch.runner import run_batch

@@ -11,7 +11,7 @@ from fakes.queue.harness import POOL, TENANT, Queue, new_id, new_job
 from penstock.contract.channel import MAX_CHANNEL_NAME_CHARS, channel_of, channel_of_field
 from penstock.contract.errors import ConflictError
 from penstock.contract.output import Chunk, Outcome, TokenLogprobs, Usage
-from penstock.gateway.jobs.answers import chunk_object
+from penstock.gateway.apis.jobs.answers import chunk_object
 from penstock.queue import keys
 from penstock.queue.broker.node import Emission
 from penstock.queue.broker.producer import Submission

@@ -1,0 +1,452 @@
+"""The routes of the jobs API, and `GET /v1/jobs/events`, the feed of completions.
+
+A caller sees only the jobs of its own tenant; others do not exist for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from penstock.contract.errors import InvariantError, PenstockError, RequestError, UnavailableError
+from penstock.contract.job import RETURN_PROGRESS, SubmitOptions, lowered_max_tokens, pool_of
+from penstock.contract.job_actions import MAX_POOL_CHARS, JobFilter
+from penstock.contract.pool import notice_of
+from penstock.contract.problems import rename
+from penstock.gateway.apis.jobs.answers import JobAnswer, JobEvents, links_of, stream_start_of
+from penstock.gateway.apis.jobs.control import ALL_TENANTS, ControlRoutes
+from penstock.gateway.apis.jobs.schemas import RESPONSES_URL, JobRequest
+from penstock.gateway.apis.responses.create import ConversationReader
+from penstock.gateway.budget import SharedBudget
+from penstock.gateway.errors import error_body, soon
+from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.metrics import StreamMeter
+from penstock.gateway.open_feeds import FeedPlace, OpenFeeds
+from penstock.gateway.request.encoding import JOBS_PATH, MAX_LIST_ITEMS, ListItem
+from penstock.gateway.request.generation import GenerationRequest, ParsedBody
+from penstock.gateway.request.jobs import check_logprobs, submit_options
+from penstock.gateway.request.reading import (
+    AFTER,
+    LAST_EVENT_HEADER,
+    MAX_KEY_CHARS,
+    RequestReader,
+    caller_of,
+    idempotency_key_of,
+)
+from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
+from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.stream.answer import JOB_HEADER, MAX_TOKENS_HEADER, NOTICE_HEADER, Answers
+from penstock.gateway.stream.event_stream import EventSource
+from penstock.gateway.stream.writer import EventWriter, event
+from penstock.producer.client import AsyncClient
+from penstock.producer.client.completions import Completion, CompletionCursor, CompletionFeed, FeedEvent, checked_tag
+from penstock.producer.client.job_objects import completion_object, job_object, queue_members
+from penstock.producer.client.many import SubmitRequest
+from penstock.producer.client.request import Prompt, choose_pool
+from penstock.queue.broker.producer import Submitted
+from penstock.runtime.event_loop import LoopYielder
+
+# The feed of completions: one endless stream of events, and cursors into it.
+
+_EVENTS_AT_ONCE = 64
+_CURSOR_EVERY_S = 10.0
+"""Seconds without an event after which a cursor is sent, if completions with other tags were passed meanwhile."""
+
+
+class CompletionEvents(EventSource):
+    """The completions behind a cursor as events. The id of each is the cursor behind it."""
+
+    is_new = False
+
+    def __init__(
+        self,
+        feed: CompletionFeed,
+        open_feeds: OpenFeeds,
+        start: CompletionCursor,
+        tag: str | None,
+        yielder: LoopYielder,
+    ) -> None:
+        self._feed = feed
+        self._open_feeds = open_feeds
+        self._start = start
+        self._tag = tag
+        self._yielder = yielder
+
+    def error_event(self, error: PenstockError) -> bytes:
+        """Return the last event of a stream that fails."""
+        return event(error_body(error))
+
+    async def send_events(self, writer: EventWriter, meter: StreamMeter) -> None:
+        """Send the start as a cursor, then events until the caller leaves. Raises BusyError for too many streams."""
+        with self._open_feeds.counting(self._start.tenant) as place:
+            await self._send_pages(writer, place)
+
+    async def _send_pages(self, writer: EventWriter, place: FeedPlace) -> None:
+        sent = self._start
+        await writer.write(_cursor_event(sent))
+        sent_s = time.monotonic()
+        async for page in self._feed.pages(sent, self._tag):
+            if self._open_feeds.is_stopped:
+                return
+            for at in range(0, len(page.events), _EVENTS_AT_ONCE):
+                part = page.events[at : at + _EVENTS_AT_ONCE]
+                place.unsent_since_ms = next((e.item.finished_ms for e in part if isinstance(e.item, Completion)), None)
+                await writer.write(b"".join(map(_event_of, part)))
+                await self._yielder.wait()
+            place.unsent_since_ms = None
+            if page.events:
+                sent, sent_s = page.events[-1].cursor, time.monotonic()
+            elif page.cursor is not sent and time.monotonic() - sent_s >= _CURSOR_EVERY_S:
+                sent, sent_s = page.cursor, time.monotonic()
+                await writer.write(_cursor_event(sent))
+
+
+def _event_of(one: FeedEvent) -> bytes:
+    item = one.item
+    if isinstance(item, Completion):
+        shown = completion_object(item) | {"links": {"self": f"/v1/jobs/{item.job_id}"}}
+    else:
+        shown = {"object": "job.gap", "pool": item.pool, "reason": item.reason}
+        shown |= {"from_ms": item.from_ms, "until_ms": item.until_ms}
+    return event(shown, str(one.cursor))
+
+
+def _cursor_event(cursor: CompletionCursor) -> bytes:
+    return event(_cursor_object(cursor), str(cursor))
+
+
+def _cursor_object(cursor: CompletionCursor) -> dict[str, Any]:
+    return {"object": "job.cursor", "cursor": str(cursor)}
+
+
+class FeedRoutes:
+    """The routes of the completions of a caller's tenant."""
+
+    def __init__(self, client: AsyncClient, answers: Answers, open_feeds: OpenFeeds, yielder: LoopYielder) -> None:
+        self._feed = client.feed
+        self._answers = answers
+        self._yielder = yielder
+        self._open_feeds = open_feeds
+        self.router = APIRouter()
+        self.router.add_api_route("/v1/jobs/events", self.events)
+        self.router.add_api_route("/v1/jobs/events/cursor", self.cursor)
+
+    async def events(self, request: Request) -> Response:
+        """Stream the caller's jobs as they end, until the caller leaves or the gateway stops.
+
+        Each event's id is the cursor at which to continue.
+
+        `?after=` or `Last-Event-ID` (a cursor; by default the present end), `?tag=`, `?pool=`; `?tenant=` needs the
+        scope `admin`. An event `job.gap` tells a reader that completions are gone which it has not read; the list of
+        jobs has them.
+        """
+        tenant, params = _params_of(request, (AFTER, "tag", "pool"))
+        after, pool = request.headers.get(LAST_EVENT_HEADER) or params.get(AFTER), params.get("pool")
+        tag = checked_tag(params.get("tag"))
+        start = CompletionCursor.parse(after, tenant, pool) if after else await self._end(tenant, pool)
+        source = CompletionEvents(self._feed, self._open_feeds, start, tag, self._yielder)
+        return self._answers.stream(source)
+
+    async def cursor(self, request: Request) -> dict[str, Any]:
+        """Return the cursor of the present end. Taken before jobs are submitted, it misses none of their ends.
+
+        `?pool=`; `?tenant=` needs the scope `admin`.
+        """
+        tenant, params = _params_of(request, ("pool",))
+        return _cursor_object(await self._end(tenant, params.get("pool")))
+
+    async def _end(self, tenant: str, pool: str | None) -> CompletionCursor:
+        async with soon():
+            return await self._feed.cursor(tenant, pool)
+
+
+def _params_of(request: Request, known: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the tenant and the other parameters of a request. Raises RequestError for a wrong or unknown one."""
+    params, caller = dict(request.query_params), caller_of(request)
+    tenant = params.pop("tenant", caller.tenant)
+    if tenant != caller.tenant or "infer" not in caller.scopes:
+        caller.require("admin")
+    if len(params.get("pool", "")) > MAX_POOL_CHARS:
+        raise RequestError(f"pool must have at most {MAX_POOL_CHARS} characters", param="pool")
+    if unknown := sorted(params.keys() - set(known)):
+        name, accepted = unknown[0][:64], ", ".join(known)
+        raise RequestError(f"{name}: {request.url.path} accepts only {accepted} and tenant", param=name)
+    return tenant, params
+
+
+# `POST /v1/jobs`: submit one job or a list of jobs, and return their ids at once.
+
+MULTI_STATUS = 207
+"""The status of a list of which at least one job was refused."""
+MAX_PREPARED = 32
+"""Jobs of a list that are prepared and submitted together. Preparing them takes a few milliseconds."""
+
+
+_ACCEPTED = object_of(id=TEXT, object=TEXT, state=TEXT, links=object_of(self=TEXT, stream=TEXT, cancel=TEXT))
+_REFUSED = object_of(status=NUMBER, error=object_of(message=TEXT, type=TEXT, code=TEXT))
+_OUTCOME = {"oneOf": [object_of(status=NUMBER, **_ACCEPTED["properties"]), _REFUSED]}
+
+
+class SubmitJob:
+    """The ASGI app of `POST /v1/jobs`."""
+
+    schema = JobRequest
+    doc = RouteDoc(
+        "Queue one job, or each job of a list, and return the ids at once.",
+        _ACCEPTED,
+        status=202,
+        list_answer=object_of(object=TEXT, data=list_of(_OUTCOME)),
+        list_status=MULTI_STATUS,
+        max_list_items=MAX_LIST_ITEMS,
+    )
+
+    def __init__(
+        self, client: AsyncClient, reader: RequestReader, conversations: ConversationReader, max_logprobs: int
+    ) -> None:
+        self._client = client
+        self._reader = reader
+        self._conversations = conversations
+        self._max_logprobs = max_logprobs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Queue one job and answer 202 with its id and links, or each job of a list and answer with their outcomes."""
+        request = Request(scope, receive, send)
+        async with self._reader.held_one_or_list(request, self.schema) as body:
+            if isinstance(body, ParsedBody):
+                answer = await self._answer_to(request, body)
+            else:
+                answer = await self._answer_to_list(request, body)
+        await answer(scope, receive, send)
+
+    async def _answer_to(self, request: Request, body: ParsedBody) -> Response:
+        try:
+            generation = self._reader.generation_of(request, body)
+            prompt, options = await self._prepared(generation, body)
+            submitted = await self._client.submit_unread(prompt, **options)
+        except PenstockError as error:
+            rename(error, body.content.names)
+            raise
+        answer = _accepted_object(submitted, body)
+        if generation.shows_waiting:
+            answer |= await self._waiting(submitted, generation.tenant)
+        headers = {"Location": answer["links"]["self"], JOB_HEADER: submitted.job_id}
+        if (limit := await self._lowered_limit(generation, pool_of(submitted.job_id))) is not None:
+            headers[MAX_TOKENS_HEADER] = str(limit)
+        with suppress(UnavailableError):
+            record = (await self._client.pools()).get(pool_of(submitted.job_id))
+            if notice := notice_of(record, generation.content.task):
+                headers[NOTICE_HEADER] = notice
+        return JSONResponse(answer, self.doc.status, headers)
+
+    async def _answer_to_list(self, request: Request, items: Sequence[ListItem]) -> Response:
+        key = idempotency_key_of(request)
+        outcomes: list[dict[str, Any]] = []
+        for at in range(0, len(items), MAX_PREPARED):
+            outcomes += await self._outcomes_of(request, items[at : at + MAX_PREPARED], key, at)
+        all_accepted = all(outcome["status"] == self.doc.status for outcome in outcomes)
+        return JSONResponse({"object": "list", "data": outcomes}, self.doc.status if all_accepted else MULTI_STATUS)
+
+    async def _outcomes_of(
+        self, request: Request, items: Sequence[ListItem], key: str | None, first: int
+    ) -> list[dict[str, Any]]:
+        """Submit some jobs of a list and return their outcomes. `first`: the number of the first one in the list."""
+        bodies: list[ParsedBody | None] = []
+        prepared: list[SubmitRequest | PenstockError] = []
+        for number, item in enumerate(items, first):
+            body = None
+            try:
+                body = item.parsed()
+                has_own_key = key is None or body.options.get("idempotency_key") is not None
+                own_key = None if has_own_key else f"{key}:{number}"
+                generation = replace(self._reader.generation_of(request, body), idempotency_key=own_key)
+                prompt, options = await self._prepared(generation, body)
+                prepared.append({"prompt": prompt, **options})
+            except PenstockError as error:
+                prepared.append(error)
+            bodies.append(body)
+        found = await self._client.submit_many_unread(prepared)
+        return [self._outcome_of(*one) for one in zip(items, bodies, found, strict=True)]
+
+    def _outcome_of(self, item: ListItem, body: ParsedBody | None, found: Submitted | PenstockError) -> dict[str, Any]:
+        if isinstance(found, Submitted) and body is not None:
+            return {"status": self.doc.status, **_accepted_object(found, body)}
+        error = found if isinstance(found, PenstockError) else InvariantError("a job without a body was submitted")
+        if body is not None:
+            rename(error, body.content.names)
+        named = {} if item.custom_id is None else {"custom_id": item.custom_id}
+        return {"status": error.status, **named, **error_body(error)}
+
+    async def _prepared(self, generation: GenerationRequest, body: ParsedBody) -> tuple[Prompt, SubmitOptions]:
+        """Return the prompt of a job and the options of its submission."""
+        if body.options.get("url") == RESPONSES_URL:
+            conversations = self._conversations.conversations_of(generation.tenant)
+            _, whole = await self._conversations.conversation_of(generation, body, conversations)
+            generation = replace(generation, content=replace(generation.content, prompts=[whole]))
+        content = generation.content
+        if content.needs_token_details:
+            pools = (await self._client.pools()).values()
+            record = choose_pool(pools, content.model or None, hides_models=generation.hides_models)
+            check_logprobs(content, record, self._max_logprobs)
+        options = submit_options(generation)
+        options["idempotency_key"] = _idempotency_key_of(generation)
+        options["custom_id"] = body.options.get("custom_id")
+        return content.prompts[0], options
+
+    async def _waiting(self, submitted: Submitted, tenant: str) -> dict[str, int | None]:
+        """Return the members of a queued job. If they cannot be read, there are none: the job is accepted."""
+        with suppress(PenstockError):
+            status = await self._client.status(submitted.job_id, tenant=tenant)
+            if status.state == "queued":
+                return queue_members(status)
+        return {}
+
+    async def _lowered_limit(self, generation: GenerationRequest, pool: str) -> int | None:
+        """Return what the pool's context leaves of `max_tokens` at most, or None if it may leave all."""
+        max_tokens = generation.content.params.max_tokens
+        if not generation.lowers_max_tokens or max_tokens is None:
+            return None
+        record = (await self._client.pools()).get(pool)
+        return None if record is None else lowered_max_tokens(max_tokens, record.max_model_len or None, 1)
+
+
+def _accepted_object(submitted: Submitted, body: ParsedBody) -> dict[str, Any]:
+    """Return the answer for an accepted job."""
+    custom_id = body.options.get("custom_id")
+    named = {} if custom_id is None else {"custom_id": custom_id}
+    if submitted.channel is not None:
+        named["channel"] = submitted.channel
+    links = links_of(submitted.job_id)
+    return {"id": submitted.job_id, "object": "job", "state": submitted.state, **named, "links": links}
+
+
+def _idempotency_key_of(generation: GenerationRequest) -> str | None:
+    """Return the key of the header or of the body. Raises RequestError if they differ, or for a wrong length."""
+    in_header, in_body = generation.idempotency_key, generation.queueing.get("idempotency_key")
+    if in_body is not None and not 1 <= len(in_body) <= MAX_KEY_CHARS:
+        message = f"idempotency_key must have 1 to {MAX_KEY_CHARS} characters"
+        raise RequestError(message, param="idempotency_key")
+    if in_header is not None and in_body not in (None, in_header):
+        raise RequestError("idempotency_key: differs from the header Idempotency-Key", param="idempotency_key")
+    return in_header or in_body
+
+
+# The routes of submitted jobs.
+
+DEFAULT_PAGE_JOBS = 20
+MAX_LIMIT_DIGITS = 4
+_CANCEL_DOC = (
+    "Cancel a job. The state is `cancelled`, `cancelling` (it ends within a step), or the state in which it had ended."
+)
+
+
+class JobRoutes:
+    """The routes of the jobs of a caller's tenant."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        settings: GatewaySettings,
+        answers: Answers,
+        yielder: LoopYielder,
+        result_budget: SharedBudget,
+    ) -> None:
+        self._client = client
+        self._timeout_s = settings.send_timeout_s
+        self._answers = answers
+        self._yielder = yielder
+        self._result_budget = result_budget
+        self.router = APIRouter()
+        self.router.add_api_route("/v1/jobs", self.list_jobs)
+        self.router.add_api_route("/v1/jobs/{job_id}", self.show)
+        self.router.add_api_route("/v1/jobs/{job_id}/stream", self.stream)
+        self.router.add_api_route("/v1/jobs/{job_id}", self.cancel, methods=["DELETE"], description=_CANCEL_DOC)
+        self.router.add_api_route("/v1/jobs/{job_id}/ack", self.ack, methods=["POST"])
+
+    async def list_jobs(self, request: Request) -> dict[str, Any]:
+        """List the caller's jobs, newest first.
+
+        `?limit=`, `?after=` (the `next` of the page before), `?state=` (several separated by commas), `?pool=`,
+        `?priority=`, `?background=`, `?tag=`, `?submitted_after=` and `?submitted_before=` (Unix seconds). `?tenant=`
+        needs the scope `admin`; `*` means all tenants.
+        """
+        params, caller = dict(request.query_params), caller_of(request)
+        tenant = params.pop("tenant", caller.tenant)
+        if tenant != caller.tenant or "infer" not in caller.scopes:
+            caller.require("admin")
+        after, limit = params.pop(AFTER, None), params.pop("limit", str(DEFAULT_PAGE_JOBS))
+        wanted = JobFilter.of(params, tenant=None if tenant == ALL_TENANTS else tenant)
+        # The reader of the list checks the range.
+        number = int(limit) if limit.isdecimal() and len(limit) <= MAX_LIMIT_DIGITS else 0
+        async with soon():
+            page = await self._client.listed(wanted, after=after, limit=number)
+        jobs = []
+        for status in page.jobs:
+            # A key that looks at the jobs of other tenants sees no text of them.
+            reads = status.tenant == caller.tenant and "infer" in caller.scopes
+            jobs.append(job_object(status, shows_text=reads) | {"links": links_of(status.job_id)})
+        return {"object": "list", "data": jobs, "has_more": page.next_after is not None, "next": page.next_after}
+
+    async def show(self, request: Request, job_id: str) -> Response:
+        """Return a job's state, ledger and, once it has ended, its outcome and result."""
+        async with soon():
+            status = await self._client.status(job_id, tenant=caller_of(request).tenant)
+        return JobAnswer(status, self._client, self._yielder, self._result_budget, timeout_s=self._timeout_s)
+
+    async def stream(self, request: Request, job_id: str) -> Response:
+        """Stream a job's chunks from the beginning, or after the chunk that `?after=` or `Last-Event-ID` names.
+
+        A browser's EventSource repeats its URL with a newer header, so the header counts. Status 204 tells it to stop.
+        With `?return_progress=true`, events without an id report queue position and prompt progress before that.
+        """
+        tenant = caller_of(request).tenant
+        start = stream_start_of(request.headers.get(LAST_EVENT_HEADER) or request.query_params.get(AFTER))
+        if start.index >= 0:
+            status = await self._client.status(job_id, tenant=tenant)
+            if status.outcome is not None and start.index >= status.num_chunks - 1:
+                return Response(status_code=204)
+        with_waiting = _truth_of(request, RETURN_PROGRESS)
+        source = JobEvents(self._client, self._yielder, job_id, tenant, start, with_waiting=with_waiting)
+        return self._answers.stream(source)
+
+    async def ack(self, request: Request, job_id: str) -> dict[str, Any]:
+        """Free the result of an ended job, because the caller has stored it. The job's state and usage stay for a day.
+
+        `freed` is false for a job that is open, was acknowledged before, or is that of a stored response.
+        """
+        tenant = caller_of(request).tenant
+        async with soon():
+            status = await self._client.status(job_id, tenant=tenant)
+        freed = await self._client.ack(job_id, tenant=tenant)
+        return {"id": job_id, "object": "job", "state": status.state, "freed": bool(freed), "links": links_of(job_id)}
+
+    async def cancel(self, request: Request, job_id: str) -> dict[str, Any]:
+        state = await self._client.cancel(job_id, tenant=caller_of(request).tenant)
+        return {"id": job_id, "object": "job", "state": state, "links": links_of(job_id)}
+
+
+def _truth_of(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "false")
+    if text not in ("true", "false"):
+        raise RequestError(f"{name} must be true or false", param=name)
+    return text == "true"
+
+
+def _routes(services: Services) -> list[Route | APIRouter]:
+    conversations = ConversationReader(services.client, services.result_budget, services.settings.max_body_bytes)
+    submit = SubmitJob(services.client, services.reader, conversations, services.settings.max_logprobs)
+    jobs = JobRoutes(services.client, services.settings, services.answers, services.yielder, services.result_budget)
+    feed = FeedRoutes(services.client, services.answers, services.open_feeds, services.yielder)
+    control = ControlRoutes(services.client, services.reader)
+    # Their fixed paths go before the ids of jobs.
+    return [Route("/v1/jobs", submit, methods=["POST"]), feed.router, control.router, jobs.router]
+
+
+JOBS = HttpDialect(_routes, bodies=(JobRequest,), socket_bodies={JOBS_PATH: JobRequest})

@@ -1,0 +1,237 @@
+"""The output of a response: a job's text, chunk by chunk, as items of reasoning, text and calls.
+
+The items are a function of the job's chunks and of how the text is parsed. So every reading gives the same items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal, NamedTuple
+
+from penstock.contract.output import Chunk, FinishReason, TokenLogprobs
+from penstock.gateway.apis.responses.record import output_item_id
+from penstock.gateway.apis.responses.tools import CalledTool, CallKind, TextInputReader, arguments_of, offered_name
+from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText
+from penstock.producer.openai.render import call_id_of, is_cut
+from penstock.producer.openai.tool_calls import Call
+from penstock.queue.results import PackedResult
+
+Kind = Literal["reasoning", "message"] | CallKind
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+NO_NAMES: Mapping[str, CalledTool] = {}
+MAX_REPEATED_LOGPROBS = 8192
+"""Log-probabilities of a stream that its last events repeat. A stream with more has them only in its deltas, because
+they would take too much memory; the stored response has all of them."""
+
+
+@dataclass(slots=True)
+class OutputItem:
+    """One item of a response's output."""
+
+    job_id: str
+    index: int
+    kind: Kind
+    status: ItemStatus = "in_progress"
+    texts: list[str] = field(default_factory=list)
+    """The parts of the text, of the reasoning, of the call's arguments, or of a custom tool's input."""
+    name: str = ""
+    namespace: str = ""
+    call_id: str = ""
+
+    @property
+    def id(self) -> str:
+        """The item's id."""
+        return output_item_id(self.kind, self.index, self.job_id)
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is the call of a tool."""
+        return bool(self.call_id)
+
+
+class Opened(NamedTuple):
+    """An item begins."""
+
+    item: OutputItem
+
+
+class Grown(NamedTuple):
+    """An item has more text."""
+
+    item: OutputItem
+    text: str
+
+
+class Closed(NamedTuple):
+    """An item ends."""
+
+    item: OutputItem
+
+
+OutputStep = Opened | Grown | Closed
+
+
+class OutputReader:
+    """Reads the chunks of a response's job, in order."""
+
+    def __init__(self, job_id: str, answer_format: AnswerFormat, called: Mapping[str, CalledTool] = NO_NAMES) -> None:
+        """`called` is that of the response's record."""
+        self.items: list[OutputItem] = []
+        self.finish_reason: FinishReason | None = None
+        self._num_chars = self._num_reasoning_chars = 0
+        self._job_id = job_id
+        self._reader = None if answer_format == PLAIN else AnswerReader(answer_format)
+        self._called = called
+        self._open: OutputItem | None = None
+        self._input: TextInputReader | None = None
+        """Reads the input of the open call, if it is that of a custom tool."""
+
+    @property
+    def reasoning_share(self) -> float:
+        """The share of the text's characters, 0 to 1, that are reasoning."""
+        return self._num_reasoning_chars / self._num_chars if self._num_chars else 0.0
+
+    def push(self, text: str, finish_reason: FinishReason | None) -> Iterator[OutputStep]:
+        """Parse the next chunk, and yield the changes that it makes to the output."""
+        self._num_chars += len(text)
+        yield from self._steps([ParsedText(text)] if self._reader is None else self._reader.push_in_order(text))
+        if finish_reason is not None:
+            self.finish_reason = finish_reason
+            yield from self._finish("incomplete" if finish_reason == "length" else "completed")
+            if not self.items and finish_reason == "stop":
+                yield from self._begin("message")
+                yield from self._close("completed")
+
+    def join_texts(self) -> None:
+        """Join the parts of each item's text. Many short parts take ten times the memory of their text."""
+        for item in self.items:
+            if len(item.texts) > 1:
+                item.texts = ["".join(item.texts)]
+
+    def end(self) -> Iterator[OutputStep]:
+        """Handle the end of the job, and yield the changes: if the job was cut short, its last item is still open."""
+        if self.finish_reason is None:
+            yield from self._finish("incomplete")
+
+    def _finish(self, status: ItemStatus) -> Iterator[OutputStep]:
+        if self._reader is not None:
+            yield from self._steps(self._reader.end_in_order(is_cut=is_cut(self.finish_reason)))
+        yield from self._close(status)
+
+    def _steps(self, parts: Sequence[ParsedText]) -> Iterator[OutputStep]:
+        for parsed in parts:
+            if parsed.reasoning:
+                self._num_reasoning_chars += len(parsed.reasoning)
+                yield from self._grow("reasoning", parsed.reasoning)
+            if parsed.content:
+                yield from self._grow("message", parsed.content)
+            for call in parsed.calls:
+                yield from self._call_steps(call)
+
+    def _call_steps(self, call: Call) -> Iterator[OutputStep]:
+        if call.name:
+            called = self._called.get(call.name) or CalledTool("function_call", call.name)
+            yield from self._begin(called.kind, called, call_id_of(self._job_id, 0, call.index))
+            self._input = TextInputReader() if called.kind == "custom_tool_call" else None
+        text = call.arguments if self._input is None else self._input.push(call.arguments)
+        if call.end is not None and self._input is not None:
+            text += self._input.end()
+        if self._open is not None and text:
+            yield from self._grow(self._open.kind, text)
+        if call.end is not None:
+            self._input = None
+            yield from self._close("completed" if call.end == "whole" else "incomplete")
+
+    def _grow(self, kind: Kind, text: str) -> Iterator[OutputStep]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(kind)
+        item = self._open
+        if item is not None:
+            item.texts.append(text)
+            yield Grown(item, text)
+
+    def _begin(self, kind: Kind, called: CalledTool | None = None, call_id: str = "") -> Iterator[OutputStep]:
+        yield from self._close("completed")
+        item = self._open = OutputItem(self._job_id, len(self.items), kind, call_id=call_id)
+        if called is not None:
+            item.name, item.namespace = called.name, called.namespace
+        self.items.append(item)
+        yield Opened(item)
+
+    def _close(self, status: ItemStatus) -> Iterator[OutputStep]:
+        item, self._open = self._open, None
+        if item is not None:
+            item.status = status
+            yield Closed(item)
+
+
+CHUNKS_PER_ROUND = 256
+"""Chunks that are read between two rounds of the event loop."""
+
+
+def reading_of(result: PackedResult, reader: OutputReader) -> Iterator[None]:
+    """Read the chunks of a result's first choice, in rounds of CHUNKS_PER_ROUND. It yields after each round."""
+    if not result.choices:
+        return
+    choice = result.choices[0]
+    text, at, cuts = choice.text, 0, result.cuts()
+    cut = next(cuts, None)
+    for number in count(1):
+        if cut is None:
+            return
+        _, _, num_chars = cut
+        cut = next(cuts, None)
+        for _ in reader.push(text[at : at + num_chars], choice.finish_reason if cut is None else None):
+            pass
+        at += num_chars
+        if number % CHUNKS_PER_ROUND == 0:
+            reader.join_texts()
+            yield
+
+
+def read_chunk(chunk: Chunk, reader: OutputReader) -> None:
+    """Read a chunk and ignore the changes that it makes."""
+    for _ in reader.push(chunk.text, chunk.finish_reason):
+        pass
+
+
+def message_of(items: Sequence[OutputItem]) -> dict[str, Any]:
+    """Return the message of a chat that these items of a response's output stand for."""
+    text = "".join(part for item in items if item.kind == "message" for part in item.texts)
+    calls = [
+        {"id": item.call_id, "name": offered_name(item.namespace, item.name), "arguments": _arguments_of(item)}
+        for item in items
+        # A request may contain whole calls only.
+        if item.is_call and item.status == "completed"
+    ]
+    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+
+
+def _arguments_of(item: OutputItem) -> str:
+    text = "".join(item.texts)
+    return arguments_of(text) if item.kind == "custom_tool_call" else text
+
+
+class HeldLogprobs:
+    """The log-probabilities of a stream that wait for their text, and those that the last events repeat."""
+
+    def __init__(self) -> None:
+        self.repeated: list[TokenLogprobs] = []
+        self._waiting: list[TokenLogprobs] = []
+        self._num_values = 0
+
+    def add(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Add the log-probabilities of a chunk."""
+        self._waiting += entries
+        self._num_values += sum(len(entry.values) for entry in entries)
+        if self._num_values <= MAX_REPEATED_LOGPROBS:
+            self.repeated += entries
+        else:
+            self.repeated = []
+
+    def take(self) -> list[TokenLogprobs]:
+        """Return those that no delta has had yet."""
+        waiting, self._waiting = self._waiting, []
+        return waiting

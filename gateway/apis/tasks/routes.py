@@ -1,0 +1,291 @@
+"""Routes of tasks, with their answers: `/tokenize`, `/detokenize`, `/v1/embeddings`, `/rerank` and `/score`."""
+
+from __future__ import annotations
+
+import base64
+from abc import abstractmethod
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+from operator import mul
+
+from pydantic_core import to_json
+from starlette.routing import Route
+
+from penstock.contract.errors import InvariantError
+from penstock.contract.job import PackedPrompt
+from penstock.contract.output import Usage
+from penstock.gateway.apis.tasks.schemas import (
+    DetokenizeRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
+from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
+from penstock.gateway.stream.answer import Generate
+from penstock.gateway.stream.dialect import AnswerHead, TaskDialect, WholeEncoder
+from penstock.producer.client.request import Prompt
+from penstock.producer.openai.json_parts import Text, json_parts
+from penstock.queue.results import PackedOutput, PackedResult
+from penstock.queue.wire import unpack_all
+
+# vLLM's answers of `/tokenize` and `/detokenize`, rendered in parts.
+
+VALUES_PER_PART = 512
+"""Tokens that are rendered at once, which takes less than 0.1 ms."""
+
+
+class _TaskEncoder(WholeEncoder):
+    """Encodes the output of a request's only job."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        pass
+
+    def head(self) -> bytes:
+        """Return nothing: the output is the whole answer."""
+        return b""
+
+    def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
+        """Yield the parts of the answer."""
+        if result.output is None:
+            raise InvariantError(f"the result of job {result.job_id} has no output")
+        return self._parts(result.output)
+
+    def tail(self, usages: Sequence[Usage | None]) -> bytes:
+        """Return nothing."""
+        return b""
+
+    @abstractmethod
+    def _parts(self, output: PackedOutput) -> Iterator[bytes]:
+        """Yield the parts of the answer."""
+
+
+class TokenizeEncoder(_TaskEncoder):
+    """The answer of `/tokenize`."""
+
+    def _parts(self, output: PackedOutput) -> Iterator[bytes]:
+        yield b'{"count":%d,"max_model_len":%d,"tokens":' % (output.num_tokens, output.max_model_len)
+        yield from _list_parts(output.token_ids())
+        yield b',"token_strs":'
+        if output.has_strs:
+            yield from _list_parts(output.token_strs())
+        else:
+            yield b"null"
+        yield b"}"
+
+
+class DetokenizeEncoder(_TaskEncoder):
+    """The answer of `/detokenize`."""
+
+    def _parts(self, output: PackedOutput) -> Iterator[bytes]:
+        return json_parts({"prompt": Text(output.text_parts)})
+
+
+def _list_parts(values: Iterator[int] | Iterator[str]) -> Iterator[bytes]:
+    """Yield a JSON array in parts."""
+    yield b"["
+    is_first = True
+    while batch := list(islice(values, VALUES_PER_PART)):
+        yield (b"" if is_first else b",") + to_json(batch)[1:-1]
+        is_first = False
+    yield b"]"
+
+
+# `POST /tokenize` and `POST /detokenize`.
+
+_TOKENIZED = object_of(
+    count=NUMBER, max_model_len=NUMBER, tokens=list_of(NUMBER), token_strs={"anyOf": [list_of(TEXT), {"type": "null"}]}
+)
+_TOKENIZE = RouteDoc("Return the tokens of a text or a chat.", _TOKENIZED)
+_DETOKENIZE = RouteDoc("Return the text of tokens, special tokens included.", object_of(prompt=TEXT))
+
+
+# Answers of `/v1/embeddings`, `/rerank` and `/score`, rendered in parts.
+
+NUMBERS_PER_PART = 512
+"""Numbers of a vector that are rendered at once, which takes 0.2 ms."""
+
+
+class _Encoder(WholeEncoder):
+    """The base of encoders for requests whose jobs return one embedding each."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+
+    def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
+        """Yield the parts of the answer that follow from the embedding of text `index`."""
+        if result.output is None:
+            raise InvariantError(f"the result of job {result.job_id} has no output")
+        return self._parts(index, result.output)
+
+    def tail(self, usages: Sequence[Usage | None]) -> bytes:
+        """Return the end of the list, and the usage of all jobs."""
+        num_tokens = sum(usage.prompt_tokens for usage in usages if usage is not None)
+        return b'],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (num_tokens, num_tokens)
+
+    @property
+    def _model(self) -> bytes:
+        """The model's name as JSON."""
+        return to_json(self._head.model)
+
+    @property
+    def _id(self) -> bytes:
+        return to_json(self._head.job_ids[0])
+
+    @abstractmethod
+    def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:
+        """Yield the parts of the answer."""
+
+
+class EmbeddingEncoder(_Encoder):
+    """OpenAI's answer of `/v1/embeddings`."""
+
+    def head(self) -> bytes:
+        """Return the part before the embeddings."""
+        return b'{"object":"list","model":%b,"data":[' % self._model
+
+    def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:
+        yield b'%b{"object":"embedding","index":%d,"embedding":' % (b"," if index else b"", index)
+        if self._head.options["base64"]:
+            yield b'"%b"' % base64.b64encode(output.vector)
+        else:
+            yield from _numbers(output.floats())
+        yield b"}"
+
+
+class ScoreEncoder(_Encoder):
+    """vLLM's answer of `/score`."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        super().__init__(head)
+        self._first = array("f")
+        """The embedding that the next ones are compared with."""
+
+    def head(self) -> bytes:
+        """Return the part before the scores."""
+        return b'{"id":%b,"object":"list","created":%d,"model":%b,"data":[' % (
+            self._id,
+            self._head.created_s,
+            self._model,
+        )
+
+    def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:
+        is_first = index % 2 == 0 if self._head.options["pairs"] else index == 0
+        if is_first:
+            self._first = output.floats()
+            return
+        at = index // 2 if self._head.options["pairs"] else index - 1
+        score = to_json(similarity(self._first, output.floats()))
+        yield b'%b{"index":%d,"object":"score","score":%b}' % (b"," if at else b"", at, score)
+
+
+class RerankEncoder(_Encoder):
+    """The answer of `/rerank` in the shape of Jina, Cohere and vLLM. It is rendered after the last embedding."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        super().__init__(head)
+        self._query = array("f")
+        self._scores: list[float] = []
+
+    def head(self) -> bytes:
+        """Return the JSON before the list of documents."""
+        return b'{"id":%b,"model":%b,"results":[' % (self._id, self._model)
+
+    def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:
+        # An empty part lets the writer serve other requests: each comparison takes part of a millisecond.
+        yield b""
+        if index == 0:
+            self._query = output.floats()
+            return
+        self._scores.append(similarity(self._query, output.floats()))
+        if index + 1 == len(self._head.job_ids):
+            yield from self._results()
+        else:
+            yield b""  # Between two parts, the writer lets other tasks run.
+
+    def _results(self) -> Iterator[bytes]:
+        order = sorted(range(len(self._scores)), key=lambda at: -self._scores[at])
+        for place, at in enumerate(order[: self._head.options["top_n"]]):
+            yield b'%b{"index":%d,' % (b"," if place else b"", at)
+            if self._head.options["has_documents"]:
+                document = _text_of(self._head.prompts[1 + at])
+                yield b'"document":'
+                yield from json_parts({"text": Text(partial(_alone, document))})
+                yield b","
+            yield b'"relevance_score":%b}' % to_json(self._scores[at])
+
+
+def similarity(first: array[float], second: array[float]) -> float:
+    """Return the cosine similarity of two vectors of length 1, between -1 and 1."""
+    cosine: float = sum(map(mul, first, second))
+    return max(-1.0, min(1.0, cosine))
+
+
+def _alone(text: str) -> tuple[str]:
+    return (text,)
+
+
+def _text_of(prompt: Prompt) -> str:
+    """Return the text of a prompt, which the parser process may have packed."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, PackedPrompt):
+        raise InvariantError("a document is not a text")
+    (text,) = unpack_all(prompt.data)
+    return str(text)
+
+
+def _numbers(values: array[float]) -> Iterator[bytes]:
+    """Yield a JSON array of numbers in parts. Nine digits identify a float32."""
+    for start in range(0, len(values), NUMBERS_PER_PART):
+        part = b",".join([b"%.9g" % value for value in values[start : start + NUMBERS_PER_PART]])
+        yield (b"," if start else b"[") + part
+    yield b"]"
+
+
+# `POST /v1/embeddings`, `POST /rerank` and `POST /score`.
+
+_FLOAT = {"type": "number"}
+_USAGE = object_of(prompt_tokens=NUMBER, total_tokens=NUMBER)
+_VECTOR = {"anyOf": [list_of(_FLOAT), TEXT]}
+_EMBEDDING = object_of(object={"const": "embedding"}, index=NUMBER, embedding=_VECTOR)
+_EMBEDDINGS_DOC = RouteDoc(
+    "Return the embeddings of texts: the model's final hidden states, pooled to vectors of length 1.",
+    object_of(object={"const": "list"}, model=TEXT, data=list_of(_EMBEDDING), usage=_USAGE),
+)
+_RANKED = object_of(index=NUMBER, relevance_score=_FLOAT)
+_RANKED["properties"]["document"] = object_of(text=TEXT)
+_RERANK_DOC = RouteDoc(
+    "Order documents by the cosine similarity of their embeddings to that of a query.",
+    object_of(id=TEXT, model=TEXT, results=list_of(_RANKED), usage=_USAGE),
+)
+_SCORE = object_of(index=NUMBER, object={"const": "score"}, score=_FLOAT)
+_SCORE_DOC = RouteDoc(
+    "Return the cosine similarity of the embeddings of texts.",
+    object_of(id=TEXT, object={"const": "list"}, created=NUMBER, model=TEXT, data=list_of(_SCORE), usage=_USAGE),
+)
+
+
+# The routes.
+
+
+def _routes(services: Services) -> list[Route]:
+    reader, answers = services.reader, services.answers
+    tokenize = Generate(TokenizeRequest, TaskDialect(TokenizeEncoder), reader, answers, _TOKENIZE)
+    detokenize = Generate(DetokenizeRequest, TaskDialect(DetokenizeEncoder), reader, answers, _DETOKENIZE)
+    embeddings = Generate(EmbeddingRequest, TaskDialect(EmbeddingEncoder), reader, answers, _EMBEDDINGS_DOC)
+    rerank = Generate(RerankRequest, TaskDialect(RerankEncoder, shows_prompts=True), reader, answers, _RERANK_DOC)
+    score = Generate(ScoreRequest, TaskDialect(ScoreEncoder), reader, answers, _SCORE_DOC)
+    return [
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
+        *(Route(path, rerank, methods=["POST"]) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        *(Route(path, score, methods=["POST"]) for path in ("/score", "/v1/score")),
+    ]
+
+
+TASKS = HttpDialect(_routes, bodies=(TokenizeRequest, DetokenizeRequest, EmbeddingRequest, RerankRequest, ScoreRequest))

@@ -1,0 +1,316 @@
+"""Bodies of requests for tasks: `/tokenize`, `/detokenize`, `/v1/embeddings`, `/rerank` and `/score`."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from penstock.contract.fields import EMBEDDINGS, WHOLE_NUMBER, Endpoint, Hint, Whole, Wire, only, with_option_fields
+from penstock.contract.job import MAX_MESSAGES, QueueFields, QueueOptions, SamplingParams, TokenId
+from penstock.contract.priority import ClassName
+from penstock.contract.tasks import (
+    MAX_DIMENSIONS,
+    MAX_TASK_TOKENS,
+    Detokenize,
+    Embed,
+    Pooling,
+    Task,
+    Tokenize,
+    TruncatedTokens,
+)
+from penstock.contract.tools import MAX_TOOLS
+from penstock.gateway.apis.openai.schemas import class_of
+from penstock.gateway.request.generation import FIRST_PROMPT, PAIRED_PROMPT, QueuedBody
+from penstock.gateway.route_doc import EXAMPLE_MODEL
+from penstock.producer.client.request import Prompt
+from penstock.producer.openai.bodies import prompts_of
+from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool, ToolUse, few_calls
+
+
+class TaskBody(Wire):
+    """The base of bodies that ask for a task."""
+
+    template_kwargs: ClassVar[None] = None
+    stream: ClassVar[bool] = False
+    echoes: ClassVar[bool] = False
+
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """The served model. It may be omitted if only one model is served."""
+    cache_salt: Annotated[Any, only(None)] = None
+
+    @property
+    def asked_class(self) -> ClassName | None:
+        """The class that the body asks for."""
+        return None
+
+    @abstractmethod
+    def task(self) -> Task:
+        """Return what the job does with the prompt."""
+
+    @abstractmethod
+    def prompts(self) -> list[Prompt]:
+        """Return the request's prompts. Each becomes one job."""
+
+    @abstractmethod
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+
+    def params(self) -> SamplingParams:
+        """Return the default sampling options, because a task samples nothing."""
+        return SamplingParams()
+
+    def tool_use(self) -> ToolUse:
+        """Return the tools that a chat offers."""
+        return NO_TOOLS
+
+    def queueing(self) -> QueueOptions:
+        """Return that the jobs are queued as the caller's usually are."""
+        return {}
+
+    def options(self) -> dict[str, Any]:
+        """Return that the answer has no options."""
+        return {}
+
+
+class TokenizeRequest(TaskBody):
+    """Body of `POST /tokenize`: a text (`prompt`) or a chat (`messages`)."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": EXAMPLE_MODEL, "prompt": "Once upon a time"}]},
+        use_attribute_docstrings=True,
+    )
+
+    prompt: str | None = None
+    messages: Annotated[
+        list[ChatMessage] | None,
+        FailFast(),
+        Field(min_length=1, max_length=MAX_MESSAGES, validate_default=True),
+        BeforeValidator(few_calls),
+    ] = None
+    tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
+    add_special_tokens: bool | None = None
+    """Add the special tokens that the model expects around a text. Default: true for a prompt, false for messages."""
+    add_generation_prompt: bool | None = None
+    """End a chat where the assistant's answer begins. Default: true."""
+    return_token_strs: bool | None = None
+    """Also return the tokens as the vocabulary spells them. Default: false."""
+
+    continue_final_message: Annotated[Any, only(None, False)] = None
+    chat_template: Annotated[Any, only(None)] = None
+    chat_template_kwargs: Annotated[Any, only(None, {})] = None
+    mm_processor_kwargs: Annotated[Any, only(None, {})] = None
+
+    @field_validator("messages")
+    @classmethod
+    def _one_prompt(cls, value: list[ChatMessage] | None, info: ValidationInfo) -> list[ChatMessage] | None:
+        if (value is None) == (info.data.get("prompt") is None):
+            raise PydanticCustomError("one_prompt", "send either prompt or messages")
+        return value
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        return {} if self.messages is None else {"prompt": "messages"}
+
+    def prompts(self) -> list[Prompt]:
+        """Return a list with the text or the chat."""
+        return [self.prompt or ""] if self.messages is None else [[message.message() for message in self.messages]]
+
+    def tool_use(self) -> ToolUse:
+        """Return the tools that the chat offers."""
+        return ToolUse(json.dumps([tool.offer() for tool in self.tools])) if self.tools else NO_TOOLS
+
+    def task(self) -> Task:
+        """Return the task."""
+        return Tokenize(
+            add_special_tokens=self.add_special_tokens,
+            add_generation_prompt=self.add_generation_prompt is not False,
+            return_token_strs=bool(self.return_token_strs),
+        )
+
+
+class DetokenizeRequest(TaskBody):
+    """Body of `POST /detokenize`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model": EXAMPLE_MODEL, "tokens": [72, 105]}]})
+    tokens: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TASK_TOKENS), FailFast()]
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        return {"prompt": "tokens"}
+
+    def prompts(self) -> list[Prompt]:
+        """Return a list with the token ids."""
+        return [self.tokens]
+
+    def task(self) -> Task:
+        """Return the task."""
+        return Detokenize()
+
+
+_Input: TypeAlias = str | list[str] | list[int] | list[list[int]]
+MAX_INPUTS = 2048
+"""Most texts of one request, as in OpenAI's API. Each text is a job."""
+
+
+if TYPE_CHECKING:
+    _QueuedBody = QueuedBody
+else:
+    _QueuedBody = with_option_fields(QueuedBody, EMBEDDINGS, QueueFields)
+
+
+class _EmbeddingBody(_QueuedBody, TaskBody):
+    """The fields that all bodies with texts to embed share."""
+
+    endpoint: ClassVar[Endpoint] = EMBEDDINGS
+
+    pooling: Pooling | None = None
+    """How the hidden states of a text become one vector: `mean` of all tokens, `last` token or `cls` (first token).
+    Default: what the model's files say, or else `mean`."""
+    truncate_prompt_tokens: Annotated[TruncatedTokens, WHOLE_NUMBER] | None = None
+    """Keep only that many of a text's last tokens; -1: as many as the model's context takes. Default: a longer text is
+    refused."""
+    priority: Annotated[ClassName | None, BeforeValidator(class_of)] = None
+    user: Hint = None
+    truncation_side: Annotated[Any, only(None, "left")] = None
+    add_special_tokens: Annotated[Any, only(None, True)] = None
+    mm_processor_kwargs: Annotated[Any, only(None, {})] = None
+
+    def task(self) -> Task:
+        """Return the task."""
+        return Embed(pooling=self.pooling, truncate_prompt_tokens=self.truncate_prompt_tokens)
+
+
+def _inputs_of(value: object) -> list[str | list[int]]:
+    return prompts_of(value, MAX_INPUTS)
+
+
+class EmbeddingRequest(_EmbeddingBody):
+    """Body of `POST /v1/embeddings`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": EXAMPLE_MODEL, "input": ["Once upon a time", "Long ago"]}]},
+        use_attribute_docstrings=True,
+    )
+
+    input: Annotated[list[str | list[int]], PlainValidator(_inputs_of, json_schema_input_type=_Input)]
+    """A text, a list of token ids, or a list of either."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """`base64` stands for the bytes of the numbers: float32, little-endian. Default: `float`."""
+    dimensions: Annotated[Whole, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
+    """Keep only the first dimensions, and normalize again. Useful only if the model was trained for it."""
+    normalize: Annotated[Any, only(None, True)] = None
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        return {"prompt": "input"}
+
+    def prompts(self) -> list[Prompt]:
+        """Return the texts. Each becomes one job."""
+        return [*self.input]
+
+    def task(self) -> Task:
+        """Return the task."""
+        return super().task().model_copy(update={"dimensions": self.dimensions})
+
+    def options(self) -> dict[str, Any]:
+        """Return the encoding of the answer."""
+        return {"base64": self.encoding_format == "base64"}
+
+
+class RerankDocument(Wire):
+    """A document given as an object."""
+
+    text: str
+
+
+def _texts_of(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], FailFast(), Field(min_length=1, max_length=MAX_INPUTS), BeforeValidator(_texts_of)]
+
+
+class RerankRequest(_EmbeddingBody):
+    """Body of `POST /rerank`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"model": EXAMPLE_MODEL, "query": "A story", "documents": ["Long ago", "One, two, three"]}]
+        },
+        use_attribute_docstrings=True,
+    )
+
+    query: str
+    documents: Annotated[list[str | RerankDocument], FailFast(), Field(min_length=1, max_length=MAX_INPUTS - 1)]
+    top_n: Annotated[Whole, Field(ge=0)] | None = None
+    """Return only that many of the best documents. Default, and 0: all."""
+    return_documents: bool | None = None
+    """Return the documents' texts too. Default: true."""
+    rank_fields: Annotated[Any, only(None)] = None
+    max_chunks_per_doc: Annotated[Any, only(None)] = None
+    max_tokens_per_doc: Annotated[Any, only(None)] = None
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        return {"prompt": "documents", FIRST_PROMPT: "query"}
+
+    def prompts(self) -> list[Prompt]:
+        """Return the query, then the documents."""
+        return [self.query, *(one if isinstance(one, str) else one.text for one in self.documents)]
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the answer."""
+        has_documents = self.return_documents is not False
+        return {"top_n": self.top_n or len(self.documents), "has_documents": has_documents}
+
+
+class ScoreRequest(_EmbeddingBody):
+    """Body of `POST /score`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": EXAMPLE_MODEL, "text_1": "A story", "text_2": ["Long ago", "42"]}]},
+        use_attribute_docstrings=True,
+        populate_by_name=True,
+    )
+
+    text_1: Annotated[Texts, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]
+    """One text, which is compared with each of the others, or as many texts as `text_2` has."""
+    text_2: Annotated[Texts, Field(validation_alias=AliasChoices("text_2", "documents", "data_2"))]
+
+    @field_validator("text_2")
+    @classmethod
+    def _pairs(cls, value: list[str], info: ValidationInfo) -> list[str]:
+        num_first = len(info.data.get("text_1", ()))
+        num_texts = len(value) + (len(value) if num_first > 1 else 1)
+        if num_first > 1 and num_first != len(value):
+            raise PydanticCustomError("pairs", "must have as many texts as text_1, or text_1 must be one text")
+        if num_texts > MAX_INPUTS:
+            raise PydanticCustomError("too_many", "the texts must be at most {limit} in all", {"limit": MAX_INPUTS})
+        return value
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        return {"prompt": "text_2", (FIRST_PROMPT if len(self.text_1) == 1 else PAIRED_PROMPT): "text_1"}
+
+    def prompts(self) -> list[Prompt]:
+        """Return the text that all others are compared with and these, or one pair after another."""
+        if len(self.text_1) == 1:
+            return [*self.text_1, *self.text_2]
+        return [text for pair in zip(self.text_1, self.text_2, strict=True) for text in pair]
+
+    def options(self) -> dict[str, Any]:
+        """Return whether the texts come in pairs."""
+        return {"pairs": len(self.text_1) > 1}
