@@ -179,6 +179,22 @@ class _FileWriter:
             self._partial.unlink(missing_ok=True)
 
 
+class ObjectLines:
+    """The lines of an object. Errors of the storage are translated."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._source = source
+
+    def readline(self, limit: int = -1, /) -> bytes:
+        """Return the next line, or its first `limit` bytes; nothing at the end."""
+        with storage_errors():
+            return self._source.readline(limit)
+
+    def close(self) -> None:
+        """Close the object."""
+        self._source.close()
+
+
 class _StoreWriter:
     """An object of a store. It appears when its upload is complete."""
 
@@ -263,6 +279,10 @@ class Storage:
                 return open(self._path(name), "rb")
             # A store's own file has no lines of a bounded length.
             return io.BufferedReader(self._fs.open(self._path(name), "rb"), BLOCK_BYTES)
+
+    def lines(self, name: str) -> ObjectLines:
+        """Open an object for reading line by line."""
+        return ObjectLines(self.reader(name))
 
     def append_to(self, writer: ObjectWriter, name: str) -> int:
         """Copy a whole object to the end of a new one. Return the number of its bytes."""

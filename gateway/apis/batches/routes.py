@@ -19,11 +19,11 @@ from penstock.gateway.apis.files.upload import MAX_LIFE_S
 from penstock.gateway.errors import soon
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.request.reading import RequestReader, caller_of, idempotency_key_of
+from penstock.producer.batch.finished import ERROR, OUTPUT
 from penstock.producer.batch.request import ROWS
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
 from penstock.producer.stored_batches.parts import parts_content
-from penstock.producer.stored_batches.rows import ERROR, OUTPUT
 from penstock.queue.files.batch import BatchRecord, BatchSpec, is_batch_id, is_of_messages, new_batch_id, window_s
 from penstock.queue.files.batch_records import no_batch
 

@@ -12,13 +12,12 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Outcome, Result, Usage
 from penstock.gateway.apis.openai.schemas import ChatRequest, CompletionRequest
+from penstock.producer.batch.lines import MAX_LINE_BYTES, check_file
 from penstock.producer.batch.request import (
     CHAT_URL,
     COMPLETIONS_URL,
-    MAX_LINE_BYTES,
     request_of,
     request_of_line,
-    survey_of,
 )
 from penstock.producer.batch.results import body_of
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
@@ -155,7 +154,7 @@ def test_a_file_with_a_line_that_cannot_be_answered_is_refused(tmp_path: Path, t
     path = tmp_path / "in.jsonl"
     path.write_text(text)
     with pytest.raises(RequestError, match=problem):
-        survey_of(path)
+        check_file(path)
 
 
 def test_an_endless_line_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -163,10 +162,10 @@ def test_an_endless_line_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(MAX_LINE_BYTES * 4)
     with pytest.raises(RequestError, match="longer than"):
-        survey_of(path)
+        check_file(path)
 
 
 def test_blank_lines_and_a_missing_last_newline_are_fine(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('\n{"custom_id": "a"}\r\n\n{"custom_id": "b"}')
-    assert survey_of(path).num_lines == 2
+    assert check_file(path).num_rows == 2

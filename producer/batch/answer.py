@@ -1,0 +1,175 @@
+"""The answer of one request: its job is submitted as work of the class batch, and its result becomes a response body."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import count
+from typing import Any, Protocol, Unpack
+
+from penstock.contract.errors import (
+    BusyError,
+    InvariantError,
+    JobFailedError,
+    NotFoundError,
+    PenstockError,
+    UnavailableError,
+    error_of,
+)
+from penstock.contract.job import Priority, SubmitOptions
+from penstock.contract.output import Result
+from penstock.contract.pool import notice_of
+from penstock.contract.problems import rename
+from penstock.contract.tasks import Embedding
+from penstock.producer.batch.records import RowTerms
+from penstock.producer.batch.request import BatchRequest
+from penstock.producer.batch.results import body_of
+from penstock.producer.batch.rows import embeddings_body
+from penstock.producer.client import AsyncJob
+from penstock.producer.client.request import Prompt, choose_pool, require_tool_parser
+from penstock.producer.client.tasks import output_of
+from penstock.queue.broker.producer import ServedPool
+from penstock.queue.wire import WireError
+from penstock.runtime.event_loop import try_all
+
+_LOG = logging.getLogger(__package__)
+_LOST_RESULT = ("job_not_found", "result_expired")
+"""Codes of a job that has ended and whose result is gone."""
+_MAX_LOST = 100
+"""Jobs of a row whose results may be gone."""
+ANY_TERMS = RowTerms()
+
+OnSubmit = Callable[[AsyncJob], None]
+"""Called with each job that the queue accepted."""
+
+
+class Submitter(Protocol):
+    """What submits the jobs of rows: a client, or one that adds to each job whose it is."""
+
+    async def submit(self, prompt: Prompt, /, **options: Unpack[SubmitOptions]) -> AsyncJob:
+        """Submit a job; see `AsyncClient.submit`."""
+
+    async def ack(self, *job_ids: str) -> int:
+        """Free the results of jobs whose rows are stored; see `AsyncClient.ack`."""
+
+    async def pools(self) -> Mapping[str, ServedPool]:
+        """Return the served pools; see `AsyncClient.pools`."""
+
+
+async def answer(
+    client: Submitter,
+    request: BatchRequest,
+    key: str,
+    terms: RowTerms = ANY_TERMS,
+    *,
+    on_submit: OnSubmit = lambda _: None,
+) -> tuple[str, dict[str, Any]]:
+    """Submit one request, wait for its end, and return the job's id and the response body.
+
+    If the result is gone, the request is submitted once more: Redis lost it, or an earlier run has acknowledged it and
+    its output file was removed.
+    Raises JobFailedError or RequestError for a permanent failure, and BusyError or UnavailableError if a retry makes
+    sense.
+    """
+    for number in count():
+        try:
+            # The same key would find the job without its result.
+            return await _ask(client, request, f"{key}:again{number}" if number else key, terms, on_submit)
+        except PenstockError as error:
+            if error.code not in _LOST_RESULT or number == _MAX_LOST:
+                rename(error, request.names)
+                raise
+    raise AssertionError
+
+
+async def _ask(
+    client: Submitter, request: BatchRequest, key: str, terms: RowTerms, on_submit: OnSubmit
+) -> tuple[str, dict[str, Any]]:
+    model = request.model or terms.model
+    shared: SubmitOptions = {
+        "model": model,
+        "priority": Priority.BATCH,
+        "not_before_s": max(terms.delay_s, request.not_before_s or 0.0) or None,
+        "deadline_s": request.deadline_s,
+        "ttl_s": request.ttl_s,
+        "durability": terms.durability,
+        "in_feed": terms.in_feed,
+        "tags": request.tags,
+        "metadata": request.metadata,
+        "channel": request.channel,
+    }
+    if request.task is not None:
+        return await _embed(client, request, key, shared, on_submit)
+    options: SubmitOptions = {
+        **shared,
+        "params": request.params,
+        "chat_template_kwargs": request.template_kwargs,
+        "tools": request.tool_use.tools,
+        "tool_choice": request.tool_use.choice,
+        "parallel_tool_calls": request.tool_use.parallel,
+        "lower_max_tokens": True,
+        "idempotency_key": key,
+    }
+    if request.tool_use.tools is not None:
+        # A model whose calls cannot be recognized must not spend tokens on them.
+        with suppress(NotFoundError, UnavailableError):
+            require_tool_parser(choose_pool((await client.pools()).values(), model))
+    job = await client.submit(request.prompt, **options)
+    on_submit(job)
+    result = await _result_of(job)
+    # The record may be gone by now.
+    record = (await client.pools()).get(job.pool)
+    name = model or (record.model if record else job.pool)
+    with _readable(job.id, InvariantError, LookupError, TypeError, ValueError):
+        return job.id, body_of(request, name, result, record)
+
+
+async def _embed(
+    client: Submitter, request: BatchRequest, key: str, shared: SubmitOptions, on_submit: OnSubmit
+) -> tuple[str, dict[str, Any]]:
+    """Return the id of the first text's job, and the answer for all texts."""
+    jobs = list[AsyncJob]()
+    for number, text in enumerate(request.inputs):
+        own_key = f"{key}:{number}" if number else key
+        options: SubmitOptions = {**shared, "task": request.task, "idempotency_key": own_key}
+        jobs.append(await client.submit(text, **options))
+        on_submit(jobs[-1])
+    results = [await _result_of(job) for job in jobs]
+    with _readable(jobs[0].id, InvariantError):
+        vectors = [output_of(result, Embedding) for result in results]
+    # The caller frees the first job's result, which alone it knows.
+    await try_all([job.ack for job in jobs[1:]])
+    record = (await client.pools()).get(jobs[0].pool)
+    name = shared["model"] or (record.model if record else jobs[0].pool)
+    usages = [result.usage for result in results]
+    body = embeddings_body(name, vectors, usages, as_base64=request.as_base64)
+    notice = notice_of(record, request.task)
+    return jobs[0].id, body | {"notice": notice} if notice else body
+
+
+async def _result_of(job: AsyncJob) -> Result:
+    """Return the result of a job that succeeds. Raises the error of another one."""
+    with _readable(job.id, WireError):
+        result = await job.result(check=False)
+    if result.outcome.state != "succeeded":
+        error = error_of(result.outcome)
+        if isinstance(error, BusyError | UnavailableError):
+            # The job has ended, so a retry with the same idempotency key would only find the same failure.
+            raise JobFailedError(error.message, code=error.code)
+        raise error
+    return result
+
+
+@contextmanager
+def _readable(job_id: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Let errors of these kinds fail the row, because another attempt would read the same result."""
+    try:
+        yield
+    except kinds as error:
+        # The error's text may contain what the model wrote, except if it is about the bytes.
+        reason = error.message if isinstance(error, WireError) else type(error).__name__
+        _LOG.warning("a stored result cannot be read; its row fails", extra={"job_id": job_id, "reason": reason})
+        raise JobFailedError(
+            f"the result of job {job_id} cannot be read: {reason}", code="unreadable_result"
+        ) from error
