@@ -18,16 +18,11 @@ from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS
 from penstock.contract.json_text import json_refusal, without_mark
 from penstock.producer.anthropic.message import error_body, message_of_error, status_of
-from penstock.producer.batch.request import (
-    EMBEDDINGS_URL,
-    MAX_LINE_BYTES,
-    BatchRequest,
-    message_request_of,
-    request_of_line,
-)
+from penstock.producer.batch.request import EMBEDDINGS_URL, MAX_LINE_BYTES, message_request_of, request_of_line
 from penstock.producer.batch.results import answer_row, error_row, row_id_of
 from penstock.producer.files.storage import storage_errors
 from penstock.producer.openai.json_parts import json_line
+from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, MESSAGES_ENDPOINT, BatchSpec, RowProblem
 
 MAX_PROBLEMS = 100
@@ -241,7 +236,7 @@ class FinishedRow:
 class LineFormat(Protocol):
     """One API's rows."""
 
-    def request_of(self, fields: Mapping[str, Any]) -> BatchRequest:
+    def request_of(self, fields: Mapping[str, Any]) -> ParsedBody:
         """Return the request of an input line. Raises RequestError."""
 
     def answered(self, row: StoredRow, body: Mapping[str, Any], job_id: str) -> FinishedRow:
@@ -265,7 +260,7 @@ class OpenAiLines:
     def __init__(self, batch_id: str) -> None:
         self._batch_id = batch_id
 
-    def request_of(self, fields: Mapping[str, Any]) -> BatchRequest:
+    def request_of(self, fields: Mapping[str, Any]) -> ParsedBody:
         """Return the request of an input line. Raises RequestError."""
         return request_of_line(fields)
 
@@ -293,7 +288,7 @@ class MessageLines:
     def __init__(self, spec: BatchSpec) -> None:
         self._spec = spec
 
-    def request_of(self, fields: Mapping[str, Any]) -> BatchRequest:
+    def request_of(self, fields: Mapping[str, Any]) -> ParsedBody:
         """Return the request of an input line. Raises RequestError."""
         return message_request_of(fields["body"], ignores_unknown=self._spec.ignores_unknown)
 
