@@ -209,7 +209,13 @@ def _request_of(raw: bytes) -> tuple[dict[str, Any], dict[str, Any] | PenstockEr
         line = request_of_line(fields)
     except RequestError as error:
         return named, error
-    given = {"model": line.model, "deadline_s": line.deadline_s, "ttl_s": line.ttl_s, "channel": line.channel}
-    request = {"prompt": line.prompt, "chat_template_kwargs": line.template_kwargs, "lower_max_tokens": True}
-    sampling = line.params.model_dump(exclude_unset=True)
-    return named, {**request, **sampling, **{name: value for name, value in given.items() if value is not None}}
+    if len(line.prompts) != 1:
+        field = line.names["prompt"]
+        return named, RequestError(f"{field}: a job has exactly one prompt, not {len(line.prompts)}", param=field)
+    options = {name: value for name, value in line.submit_options().items() if value is not None and name != "params"}
+    return named, {
+        "prompt": line.prompts[0],
+        "lower_max_tokens": True,
+        **options,
+        **line.params.model_dump(exclude_unset=True),
+    }

@@ -11,12 +11,12 @@ from starlette.routing import Route
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import ErrorShape
 from penstock.gateway.open_feeds import OpenFeeds
-from penstock.gateway.request.generation import RequestBody
 from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import Answers, WholeSender
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
+from penstock.producer.parsed_body import RequestBody
 from penstock.runtime.event_loop import LoopYielder
 
 

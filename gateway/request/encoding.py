@@ -16,8 +16,9 @@ from penstock.contract.job import MAX_CUSTOM_ID_CHARS, PackedPrompt, SamplingPar
 from penstock.contract.json_text import json_refusal
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.contract.tasks import Task
-from penstock.gateway.request.generation import ParsedBody, RequestBody, RequestContent, parse, with_packed_prompts
+from penstock.gateway.request.generation import parse, with_packed_prompts
 from penstock.producer.openai.messages import ToolUse
+from penstock.producer.parsed_body import ParsedBody, RequestBody
 from penstock.queue.wire import pack, unpack_all
 
 # Lists of bodies.
@@ -84,22 +85,23 @@ _REFUSALS: dict[str, type[PenstockError]] = {
 
 def encode_parsed_body(body: ParsedBody) -> bytes:
     """Encode a body with packed prompts as bytes."""
-    content, use = body.content, body.content.tool_use
-    params = content.params.model_dump(exclude_unset=True)
+    use, params = body.tool_use, body.params.model_dump(exclude_unset=True)
     if "logit_bias" in params:
         params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
     small = {
-        "model": content.model,
-        "priority": body.priority,
-        "names": dict(content.names),
+        "model": body.model,
+        "names": dict(body.names),
         "tool_use": [use.tools, use.choice, use.parallel],
-        "flags": [content.echoes, body.stream],
+        "echoes": body.echoes,
+        "template_kwargs": body.template_kwargs,
+        "task": None if body.task is None else body.task.model_dump(),
+        "priority": body.priority,
+        "stream": body.stream,
+        "queueing": dict(body.queueing),
         "options": dict(body.options),
         "ignored": list(body.ignored),
-        "template_kwargs": content.template_kwargs,
-        "task": None if content.task is None else content.task.model_dump(),
     }
-    return pack({**small, "params": params, "prompts": [_fields_of(prompt) for prompt in content.prompts]})
+    return pack({**small, "params": params, "prompts": [_fields_of(prompt) for prompt in body.prompts]})
 
 
 def encode_list(items: Sequence[ListItem]) -> bytes:
@@ -130,19 +132,13 @@ def decode_parsed_body(data: bytes) -> ParsedBody:
     (fields,) = unpack_all(data)
     if "refusal" in fields:
         raise _refusal_in(fields)
-    echoes, stream = fields["flags"]
-    tools, choice, parallel = fields["tool_use"]
-    content = RequestContent(
-        fields["model"],
-        [PackedPrompt(*prompt) for prompt in fields["prompts"]],
-        SamplingParams(**fields["params"]),
-        fields["names"],
-        ToolUse(tools, choice, parallel),
-        echoes,
-        fields["template_kwargs"],
-        _TASKS.validate_python(fields["task"]),
-    )
-    return ParsedBody(content, fields["priority"], stream, fields["options"], fields["ignored"])
+    made = {
+        "prompts": [PackedPrompt(*prompt) for prompt in fields["prompts"]],
+        "params": SamplingParams(**fields["params"]),
+        "tool_use": ToolUse(*fields["tool_use"]),
+        "task": _TASKS.validate_python(fields["task"]),
+    }
+    return ParsedBody(**(fields | made))
 
 
 def _fields_of(prompt: Any) -> list[Any]:

@@ -33,8 +33,9 @@ from penstock.gateway.request.encoding import (
     parse_list,
     parse_socket_message,
 )
-from penstock.gateway.request.generation import RequestBody, parse, with_packed_prompts
+from penstock.gateway.request.generation import parse, with_packed_prompts
 from penstock.gateway.request.structure import check_structure
+from penstock.producer.parsed_body import RequestBody
 from penstock.queue.wire import MAX_BYTES
 from penstock.runtime.process_memory import keep_large_blocks_apart, limit_growth
 

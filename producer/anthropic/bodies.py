@@ -128,6 +128,8 @@ def dropped_tools(tools: Sequence[MessagesTool]) -> list[str]:
 
 # The bodies.
 
+SHOWS_THINKING = "shows_thinking"
+"""The option of an answer whose reasoning is returned as thinking blocks."""
 MAX_EDITS = 64
 """Most context edits of one request."""
 _APPLIED = "clear_thinking"
@@ -276,7 +278,6 @@ class MessageBody(_SampledConversation):
             given["structured_outputs"] = {"json_schema": closed(self.output_config.format.schema_)}
         return SamplingParams(**given)
 
-    @property
-    def shows_thinking(self) -> bool:
-        """Whether the answer has thinking blocks."""
-        return self.thinking is not None and self.thinking.is_shown
+    def options(self) -> dict[str, Any]:
+        """Return the options of the answer that no other API has."""
+        return {SHOWS_THINKING: self.thinking is not None and self.thinking.is_shown}

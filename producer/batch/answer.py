@@ -23,12 +23,12 @@ from penstock.contract.pool import notice_of
 from penstock.contract.problems import rename
 from penstock.contract.tasks import Embedding
 from penstock.producer.batch.records import RowTerms
-from penstock.producer.batch.request import BatchRequest
 from penstock.producer.batch.results import body_of
 from penstock.producer.batch.rows import embeddings_body
 from penstock.producer.client import AsyncJob
 from penstock.producer.client.request import Prompt, choose_pool, require_tool_parser
 from penstock.producer.client.tasks import output_of
+from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.wire import WireError
 from penstock.runtime.event_loop import try_all
@@ -59,7 +59,7 @@ class Submitter(Protocol):
 
 async def answer(
     client: Submitter,
-    request: BatchRequest,
+    request: ParsedBody,
     key: str,
     terms: RowTerms = ANY_TERMS,
     *,
@@ -84,38 +84,26 @@ async def answer(
 
 
 async def _ask(
-    client: Submitter, request: BatchRequest, key: str, terms: RowTerms, on_submit: OnSubmit
+    client: Submitter, request: ParsedBody, key: str, terms: RowTerms, on_submit: OnSubmit
 ) -> tuple[str, dict[str, Any]]:
     model = request.model or terms.model
-    shared: SubmitOptions = {
+    options: SubmitOptions = {
+        **request.submit_options(),
         "model": model,
         "priority": Priority.BATCH,
-        "not_before_s": max(terms.delay_s, request.not_before_s or 0.0) or None,
-        "deadline_s": request.deadline_s,
-        "ttl_s": request.ttl_s,
+        "not_before_s": max(terms.delay_s, request.queueing.get("not_before_s") or 0.0) or None,
         "durability": terms.durability,
         "in_feed": terms.in_feed,
-        "tags": request.tags,
-        "metadata": request.metadata,
-        "channel": request.channel,
-    }
-    if request.task is not None:
-        return await _embed(client, request, key, shared, on_submit)
-    options: SubmitOptions = {
-        **shared,
-        "params": request.params,
-        "chat_template_kwargs": request.template_kwargs,
-        "tools": request.tool_use.tools,
-        "tool_choice": request.tool_use.choice,
-        "parallel_tool_calls": request.tool_use.parallel,
         "lower_max_tokens": True,
         "idempotency_key": key,
     }
+    if request.task is not None:
+        return await _embed(client, request, options, on_submit)
     if request.tool_use.tools is not None:
         # A model whose calls cannot be recognized must not spend tokens on them.
         with suppress(NotFoundError, UnavailableError):
             require_tool_parser(choose_pool((await client.pools()).values(), model))
-    job = await client.submit(request.prompt, **options)
+    job = await client.submit(request.prompts[0], **options)
     on_submit(job)
     result = await _result_of(job)
     # The record may be gone by now.
@@ -126,13 +114,12 @@ async def _ask(
 
 
 async def _embed(
-    client: Submitter, request: BatchRequest, key: str, shared: SubmitOptions, on_submit: OnSubmit
+    client: Submitter, request: ParsedBody, options: SubmitOptions, on_submit: OnSubmit
 ) -> tuple[str, dict[str, Any]]:
     """Return the id of the first text's job, and the answer for all texts."""
-    jobs = list[AsyncJob]()
-    for number, text in enumerate(request.inputs):
-        own_key = f"{key}:{number}" if number else key
-        options: SubmitOptions = {**shared, "task": request.task, "idempotency_key": own_key}
+    jobs, key = list[AsyncJob](), options["idempotency_key"]
+    for number, text in enumerate(request.prompts):
+        options["idempotency_key"] = f"{key}:{number}" if number else key
         jobs.append(await client.submit(text, **options))
         on_submit(jobs[-1])
     results = [await _result_of(job) for job in jobs]
@@ -141,9 +128,9 @@ async def _embed(
     # The caller frees the first job's result, which alone it knows.
     await try_all([job.ack for job in jobs[1:]])
     record = (await client.pools()).get(jobs[0].pool)
-    name = shared["model"] or (record.model if record else jobs[0].pool)
+    name = options["model"] or (record.model if record else jobs[0].pool)
     usages = [result.usage for result in results]
-    body = embeddings_body(name, vectors, usages, as_base64=request.as_base64)
+    body = embeddings_body(name, vectors, usages, as_base64=request.options["base64"])
     notice = notice_of(record, request.task)
     return jobs[0].id, body | {"notice": notice} if notice else body
 

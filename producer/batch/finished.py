@@ -11,8 +11,9 @@ from typing import Any, Literal
 from penstock.contract.errors import PenstockError
 from penstock.producer.anthropic.message import error_body, message_of_error, status_of
 from penstock.producer.batch.lines import InputRow
-from penstock.producer.batch.request import BatchRequest, message_request_of, request_of_line
+from penstock.producer.batch.request import message_request_of, request_of_line
 from penstock.producer.openai.json_parts import json_line
+from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW
 
 OUTPUT, ERROR = "output", "error"
@@ -57,7 +58,7 @@ class RowFormat(ABC):
         return row_id_of(self._batch_id, row.custom_id)
 
     @abstractmethod
-    def request_of(self, row: InputRow) -> BatchRequest:
+    def request_of(self, row: InputRow) -> ParsedBody:
         """Return the request of a row. Raises RequestError."""
 
     @abstractmethod
@@ -81,7 +82,7 @@ class OpenAiRows(RowFormat):
         super().__init__(batch_id)
         self._shows_lines = shows_lines
 
-    def request_of(self, row: InputRow) -> BatchRequest:
+    def request_of(self, row: InputRow) -> ParsedBody:
         """Return the request of a row. Raises RequestError."""
         return request_of_line(row.fields)
 
@@ -115,7 +116,7 @@ class MessageRows(RowFormat):
         super().__init__(batch_id)
         self._ignores_unknown = ignores_unknown
 
-    def request_of(self, row: InputRow) -> BatchRequest:
+    def request_of(self, row: InputRow) -> ParsedBody:
         """Return the request of a row. Raises RequestError."""
         return message_request_of(row.fields["body"], ignores_unknown=self._ignores_unknown)
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
-from penstock.contract.channel import ChannelOption
 from penstock.contract.errors import RequestError
 from penstock.contract.fields import UNKNOWN_FIELD, IgnoredFields, only
-from penstock.contract.job import NO_SAMPLING, SamplingParams
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
-from penstock.contract.tasks import Embed
 from penstock.producer.batch.rows import NAMES_OF_RESPONSES, EmbeddingRow, MessageRow, QueuedRow, ResponseRow
 from penstock.producer.openai.bodies import ChatBody, CompletionBody, GenerationBody
-from penstock.producer.openai.messages import NO_TOOLS, ToolUse
+from penstock.producer.parsed_body import ParsedBody, parsed_body
 from penstock.queue.files.batch import MESSAGES_ENDPOINT
 
 CHAT_URL = "/v1/chat/completions"
@@ -30,7 +27,7 @@ TEXTS_FIELDS = {EMBEDDINGS_URL: "input"}
 
 _LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
 
-Prompt = str | list[int] | list[dict[str, Any]]
+AnyRow = TypeVar("AnyRow", bound=QueuedRow)
 
 
 class _RowFields(QueuedRow, GenerationBody):
@@ -58,38 +55,7 @@ ROWS: dict[str, type[_ChatRow | _CompletionRow | EmbeddingRow | ResponseRow]] = 
 """The schema of a row's body by its url."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """One checked request. `model` is None if the row uses the batch's model."""
-
-    url: str
-    prompt: Prompt
-    model: str | None
-    params: SamplingParams
-    echoes: bool = False
-    echoes_alone: bool = False
-    template_kwargs: str | None = None
-    deadline_s: float | None = None
-    ttl_s: float | None = None
-    not_before_s: float | None = None
-    tags: Sequence[str] = ()
-    metadata: Mapping[str, str] | None = None
-    channel: ChannelOption = None
-    task: Embed | None = None
-    """The task of a row of embeddings, whose prompts are `inputs`."""
-    inputs: Sequence[str | list[int]] = ()
-    as_base64: bool = False
-    response_echo: Mapping[str, Any] | None = None
-    """The members of a response that repeat its request."""
-    tool_use: ToolUse = NO_TOOLS
-    """The tools that the assistant may or must call."""
-    shows_thinking: bool = False
-    """Whether a message has thinking blocks."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Maps penstock's field names to those of the body, where they differ."""
-
-
-def request_of_line(fields: Mapping[str, Any]) -> BatchRequest:
+def request_of_line(fields: Mapping[str, Any]) -> ParsedBody:
     """Return the request of a line in a batch file. Raises RequestError for an invalid line."""
     _refuse_unknown(fields, _LINE_FIELDS)
     if fields.get("method", "POST") != "POST":
@@ -102,87 +68,41 @@ def request_of_line(fields: Mapping[str, Any]) -> BatchRequest:
     return request_of(url, body)
 
 
-def request_of(url: str, body: Mapping[str, Any]) -> BatchRequest:
-    """Return the request of an OpenAI body. Raises RequestError for an invalid body."""
-    try:
-        # Validate as JSON: in strict mode, pydantic then still accepts a list for a tuple and an object for a record.
-        row = ROWS[url].model_validate_json(to_json(body, inf_nan_mode="constants"))
-        if isinstance(row, EmbeddingRow):
-            return _embeddings_of(row)
-        if isinstance(row, ResponseRow):
-            return _response_of(row)
-    except ValidationError as error:
-        raise request_error(error) from None
-    try:
-        params = row.params()
-    except ValidationError as error:
-        raise request_error(error, row.names()) from None
-    prompts = row.prompts()
-    if len(prompts) != 1:
-        raise RequestError("a row must have exactly one prompt", param=row.prompt_field)
-    return BatchRequest(
-        url,
-        prompts[0],
-        row.model,
-        params,
-        row.echoes,
-        isinstance(row, CompletionBody) and row.echoes_alone,
-        row.template_kwargs,
-        channel=row.channel,
-        tool_use=row.tool_use(),
-        names=row.names(),
-        **row.queueing(),
-    )
+def request_of(url: str, body: Mapping[str, Any]) -> ParsedBody:
+    """Return the request of an OpenAI body, whose options name its url. Raises RequestError for an invalid body."""
+    row = _validated(ROWS[url], body)
+    if isinstance(row, ResponseRow):
+        return _response_of(row)
+    parsed = parsed_body(row)
+    if parsed.task is None and len(parsed.prompts) != 1:
+        raise RequestError("a row must have exactly one prompt", param=parsed.names["prompt"])
+    return replace(parsed, options={**parsed.options, "url": url})
 
 
-def message_request_of(body: Mapping[str, Any], *, ignores_unknown: bool = False) -> BatchRequest:
+def message_request_of(body: Mapping[str, Any], *, ignores_unknown: bool = False) -> ParsedBody:
     """Return the request of Anthropic's body. Raises RequestError for an invalid body.
 
     With `ignores_unknown`, unknown fields of the body itself are dropped instead of refused.
     """
-    context = IgnoredFields(MessageRow) if ignores_unknown else None
+    parsed = parsed_body(_validated(MessageRow, body, IgnoredFields(MessageRow) if ignores_unknown else None))
+    return replace(parsed, options={**parsed.options, "url": MESSAGES_ENDPOINT})
+
+
+def _validated(schema: type[AnyRow], body: Mapping[str, Any], context: IgnoredFields | None = None) -> AnyRow:
     try:
-        row = MessageRow.model_validate_json(to_json(body, inf_nan_mode="constants"), context=context)
+        # Validate as JSON: in strict mode, pydantic then still accepts a list for a tuple and an object for a record.
+        return schema.model_validate_json(to_json(body, inf_nan_mode="constants"), context=context)
     except ValidationError as error:
         raise request_error(error) from None
-    try:
-        params = row.params()
-    except ValidationError as error:
-        raise request_error(error, row.names()) from None
-    return BatchRequest(
-        MESSAGES_ENDPOINT,
-        row.prompts()[0],
-        row.model,
-        params,
-        template_kwargs=row.template_kwargs,
-        channel=row.channel,
-        tool_use=row.tool_use(),
-        shows_thinking=row.shows_thinking,
-        names=row.names(),
-        **row.queueing(),
-    )
 
 
-def _embeddings_of(row: EmbeddingRow) -> BatchRequest:
-    return BatchRequest(
-        EMBEDDINGS_URL,
-        row.input[0],
-        row.model,
-        NO_SAMPLING,
-        task=row.task(),
-        inputs=row.input,
-        as_base64=row.encoding_format == "base64",
-        **row.queueing(),
-    )
-
-
-def _response_of(row: ResponseRow) -> BatchRequest:
+def _response_of(row: ResponseRow) -> ParsedBody:
     try:
         chat = request_of(CHAT_URL, row.chat_body())
     except RequestError as error:
         rename(error, NAMES_OF_RESPONSES)
         raise
-    return replace(chat, url=RESPONSES_URL, names=NAMES_OF_RESPONSES, response_echo=row.echo())
+    return replace(chat, names=NAMES_OF_RESPONSES, options={"url": RESPONSES_URL, "echo": row.echo()})
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:

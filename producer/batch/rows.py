@@ -6,13 +6,14 @@ import base64
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, PlainValidator, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.channel import GivenChannel
 from penstock.contract.fields import (
+    BATCH_ROWS,
     NO_EFFECT,
     RESPONSES,
     WHOLE_NUMBER,
@@ -31,7 +32,10 @@ from penstock.contract.job import (
     MAX_METADATA,
     MAX_TAGS,
     MAX_TOKENS_LIMIT,
+    NO_SAMPLING,
     Metadata,
+    QueueFields,
+    QueueOptions,
     SamplingParams,
 )
 from penstock.contract.job import Tag as JobTag
@@ -40,7 +44,7 @@ from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Embedding, Pooling, T
 from penstock.contract.tools import MAX_TOOLS, Arguments, CallId, FunctionName
 from penstock.producer.anthropic.bodies import MessageBody
 from penstock.producer.openai.bodies import prompts_of
-from penstock.producer.openai.messages import GivenToolChoice
+from penstock.producer.openai.messages import NO_TOOLS, GivenToolChoice, ToolUse
 from penstock.producer.openai.parsed_text import AnswerFormat, ParsedText
 from penstock.producer.openai.render import call_id_of
 
@@ -75,10 +79,14 @@ class QueuedRow(Wire):
             )
         return value
 
-    def queueing(self) -> dict[str, Any]:
+    @property
+    def asked_class(self) -> None:
+        """The class that the body asks for: none, because rows are work of the class batch."""
+        return None
+
+    def queueing(self) -> QueueOptions:
         """Return how to queue the row's jobs."""
-        times = {name: getattr(self, name) for name in ("deadline_s", "ttl_s", "not_before_s")}
-        return {**times, "tags": self.tags or (), "metadata": self.metadata}
+        return cast(QueueOptions, given_options(self, QueueFields, BATCH_ROWS))
 
 
 class MessageRow(MessageBody, QueuedRow):
@@ -103,11 +111,34 @@ class EmbeddingRow(QueuedRow):
     channel: Annotated[Any, only(None, False)] = None
     user: Hint = None
 
+    echoes: ClassVar[bool] = False
+    template_kwargs: ClassVar[None] = None
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        return {"prompt": "input"}
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the texts. Each becomes one job."""
+        return self.input
+
+    def params(self) -> SamplingParams:
+        """Return the default sampling options, because an embedding samples nothing."""
+        return NO_SAMPLING
+
+    def tool_use(self) -> ToolUse:
+        """Return that there are no tools."""
+        return NO_TOOLS
+
     def task(self) -> Embed:
         """Return the task of each text."""
         return Embed(
             pooling=self.pooling, dimensions=self.dimensions, truncate_prompt_tokens=self.truncate_prompt_tokens
         )
+
+    def options(self) -> dict[str, Any]:
+        """Return the encoding of the answer."""
+        return {"base64": self.encoding_format == "base64"}
 
 
 def embeddings_body(
@@ -305,7 +336,6 @@ class ResponseRow(_SampledRow):
             "tools": [tool.offer() for tool in self.tools or ()],
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "channel": self.channel,
             **self.queueing(),
         }
         return {"messages": system + _chat_of(self.input)} | {

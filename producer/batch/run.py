@@ -18,8 +18,8 @@ from penstock.producer.batch.answer import Submitter, answer
 from penstock.producer.batch.finished import FinishedRow, RowFormat
 from penstock.producer.batch.lines import InputRow
 from penstock.producer.batch.records import RowTerms
-from penstock.producer.batch.request import BatchRequest
 from penstock.producer.client import AsyncJob
+from penstock.producer.parsed_body import ParsedBody
 from penstock.runtime.event_loop import cancel_until_done
 
 MAX_WINDOW_BYTES = 32 << 20
@@ -202,7 +202,7 @@ class RowRun:
         finally:
             self.open_jobs.pop(key, None)
 
-    async def _with_retries(self, request: BatchRequest, key: str) -> tuple[str, dict[str, Any]]:
+    async def _with_retries(self, request: ParsedBody, key: str) -> tuple[str, dict[str, Any]]:
         """Ask until the queue takes the row: a limit of the tenant or of the pool, or an outage, fails no row."""
 
         def note(job: AsyncJob) -> None:

@@ -59,6 +59,8 @@ _GUIDED = {
 }
 """Older names of vLLM → the members of `structured_outputs`."""
 
+ECHO_ALONE = "echo_alone"
+"""The option of an answer that is the prompt alone."""
 CLASS_OF_TIER: dict[str, ClassName] = {"flex": "batch", "priority": "interactive"}
 """OpenAI's service tiers that ask for a class. The other tiers ask for the caller's usual class."""
 
@@ -181,6 +183,10 @@ class GenerationBody(_SampledBody):
     def template_kwargs(self) -> str | None:
         """The variables for the chat template as JSON text, or None."""
         return None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the answer that no other API has."""
+        return {}
 
     def _given(self) -> dict[str, Any]:
         values = given_options(self, SamplingParams, OPENAI)
@@ -387,6 +393,10 @@ class CompletionBody(GenerationBody):
     def echoes_alone(self) -> bool:
         """Whether the answer is the prompt alone, with its log-probabilities."""
         return self.echoes and self._given().get("max_tokens") == 0
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the answer that no other API has."""
+        return super().options() | ({ECHO_ALONE: True} if self.echoes_alone else {})
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts. Each becomes one job."""

@@ -25,9 +25,9 @@ from starlette.routing import Route
 
 from penstock.gateway.apis.web.routes import PAGE, asset_response, wants_page
 from penstock.gateway.http.entry import PUBLIC_PATHS, scopes_for
-from penstock.gateway.request.generation import RequestBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL, PROBE_METHODS, TEXT, RouteDoc, object_of
 from penstock.gateway.stream.writer import EVENT_STREAM, NDJSON
+from penstock.producer.parsed_body import RequestBody
 
 VERSION = version("penstock-llm")
 """The release of this gateway."""

@@ -31,8 +31,8 @@ from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.metrics import StreamMeter
 from penstock.gateway.open_feeds import FeedPlace, OpenFeeds
 from penstock.gateway.request.encoding import JOBS_PATH, MAX_LIST_ITEMS, ListItem
-from penstock.gateway.request.generation import GenerationRequest, ParsedBody
-from penstock.gateway.request.jobs import check_logprobs, submit_options
+from penstock.gateway.request.generation import GenerationRequest
+from penstock.gateway.request.jobs import check_logprobs
 from penstock.gateway.request.reading import (
     AFTER,
     LAST_EVENT_HEADER,
@@ -51,6 +51,7 @@ from penstock.producer.client.completions import Completion, CompletionCursor, C
 from penstock.producer.client.job_objects import completion_object, job_object, queue_members
 from penstock.producer.client.many import SubmitRequest
 from penstock.producer.client.request import Prompt, choose_pool
+from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.broker.producer import Submitted
 from penstock.runtime.event_loop import LoopYielder
 
@@ -229,10 +230,10 @@ class SubmitJob:
     async def _answer_to(self, request: Request, body: ParsedBody) -> Response:
         try:
             generation = self._reader.generation_of(request, body)
-            prompt, options = await self._prepared(generation, body)
+            prompt, options = await self._prepared(generation)
             submitted = await self._client.submit_unread(prompt, **options)
         except PenstockError as error:
-            rename(error, body.content.names)
+            rename(error, body.names)
             raise
         answer = _accepted_object(submitted, body)
         if generation.shows_waiting:
@@ -242,7 +243,7 @@ class SubmitJob:
             headers[MAX_TOKENS_HEADER] = str(limit)
         with suppress(UnavailableError):
             record = (await self._client.pools()).get(pool_of(submitted.job_id))
-            if notice := notice_of(record, generation.content.task):
+            if notice := notice_of(record, generation.body.task):
                 headers[NOTICE_HEADER] = notice
         return JSONResponse(answer, self.doc.status, headers)
 
@@ -264,10 +265,10 @@ class SubmitJob:
             body = None
             try:
                 body = item.parsed()
-                has_own_key = key is None or body.options.get("idempotency_key") is not None
+                has_own_key = key is None or body.queueing.get("idempotency_key") is not None
                 own_key = None if has_own_key else f"{key}:{number}"
-                generation = replace(self._reader.generation_of(request, body), idempotency_key=own_key)
-                prompt, options = await self._prepared(generation, body)
+                generation = self._reader.generation_of(request, body).with_options(idempotency_key=own_key)
+                prompt, options = await self._prepared(generation)
                 prepared.append({"prompt": prompt, **options})
             except PenstockError as error:
                 prepared.append(error)
@@ -280,25 +281,24 @@ class SubmitJob:
             return {"status": self.doc.status, **_accepted_object(found, body)}
         error = found if isinstance(found, PenstockError) else InvariantError("a job without a body was submitted")
         if body is not None:
-            rename(error, body.content.names)
+            rename(error, body.names)
         named = {} if item.custom_id is None else {"custom_id": item.custom_id}
         return {"status": error.status, **named, **error_body(error)}
 
-    async def _prepared(self, generation: GenerationRequest, body: ParsedBody) -> tuple[Prompt, SubmitOptions]:
+    async def _prepared(self, generation: GenerationRequest) -> tuple[Prompt, SubmitOptions]:
         """Return the prompt of a job and the options of its submission."""
+        body, prompt = generation.body, generation.body.prompts[0]
         if body.options.get("url") == RESPONSES_URL:
             conversations = self._conversations.conversations_of(generation.tenant)
-            _, whole = await self._conversations.conversation_of(generation, body, conversations)
-            generation = replace(generation, content=replace(generation.content, prompts=[whole]))
-        content = generation.content
-        if content.needs_token_details:
+            _, prompt = await self._conversations.conversation_of(generation, conversations)
+        if body.needs_token_details:
             pools = (await self._client.pools()).values()
-            record = choose_pool(pools, content.model or None, hides_models=generation.hides_models)
-            check_logprobs(content, record, self._max_logprobs)
-        options = submit_options(generation)
+            record = choose_pool(pools, body.model or None, hides_models=generation.hides_models)
+            check_logprobs(replace(body, prompts=[prompt]), record, self._max_logprobs)
+        options = generation.options_of(0)
         options["idempotency_key"] = _idempotency_key_of(generation)
         options["custom_id"] = body.options.get("custom_id")
-        return content.prompts[0], options
+        return prompt, options
 
     async def _waiting(self, submitted: Submitted, tenant: str) -> dict[str, int | None]:
         """Return the members of a queued job. If they cannot be read, there are none: the job is accepted."""
@@ -310,7 +310,7 @@ class SubmitJob:
 
     async def _lowered_limit(self, generation: GenerationRequest, pool: str) -> int | None:
         """Return what the pool's context leaves of `max_tokens` at most, or None if it may leave all."""
-        max_tokens = generation.content.params.max_tokens
+        max_tokens = generation.body.params.max_tokens
         if not generation.lowers_max_tokens or max_tokens is None:
             return None
         record = (await self._client.pools()).get(pool)
@@ -329,7 +329,7 @@ def _accepted_object(submitted: Submitted, body: ParsedBody) -> dict[str, Any]:
 
 def _idempotency_key_of(generation: GenerationRequest) -> str | None:
     """Return the key of the header or of the body. Raises RequestError if they differ, or for a wrong length."""
-    in_header, in_body = generation.idempotency_key, generation.queueing.get("idempotency_key")
+    in_header, in_body = generation.options.get("idempotency_key"), generation.body.queueing.get("idempotency_key")
     if in_body is not None and not 1 <= len(in_body) <= MAX_KEY_CHARS:
         message = f"idempotency_key must have 1 to {MAX_KEY_CHARS} characters"
         raise RequestError(message, param="idempotency_key")

@@ -32,10 +32,11 @@ from penstock.contract.tools import MAX_TOOLS
 from penstock.gateway.apis.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.apis.responses.body import ResponseBody
 from penstock.gateway.apis.tasks.schemas import EmbeddingRequest
-from penstock.gateway.request.generation import HeldBody, QueuedBody, RequestBody
+from penstock.gateway.request.generation import HeldBody, QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL
 from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls, offers_of
+from penstock.producer.parsed_body import RequestBody
 
 _FORMS = ("prompt", "tokens", "messages")
 _MAX_ITEMS = {name: limit for name, field in SamplingParams.model_fields.items() if (limit := max_items(field))}

@@ -24,9 +24,6 @@ def class_of(value: object) -> object:
     return "interactive" if value < 0 else "batch" if value > 0 else "standard"
 
 
-ECHO_ALONE = "echo_alone"
-"""The option of an answer that is the prompt alone."""
-
 _CHAT_EXAMPLE: JsonDict = {
     "model": EXAMPLE_MODEL,
     "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -101,7 +98,3 @@ class CompletionRequest(CompletionBody, _HttpFields):
     """Body of `POST /v1/completions`."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [_COMPLETION_EXAMPLE]})
-
-    def options(self) -> dict[str, Any]:
-        """Return the options of the answer that no other API has."""
-        return super().options() | ({ECHO_ALONE: True} if self.echoes_alone else {})

@@ -15,6 +15,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.channel import ChannelOfJob, ChannelOption, GivenChannel
 from penstock.contract.errors import RequestError
 from penstock.contract.fields import (
+    BATCH_ROWS,
     COMPACT,
     COUNT_TOKENS,
     EMBEDDINGS,
@@ -313,7 +314,8 @@ class Request:
 
 RETURN_PROGRESS: Final = "return_progress"
 """Also the query parameter of a stream that is read later."""
-_ONLY_ANSWERS = {COMPACT: None, MESSAGES: None, COUNT_TOKENS: None, EMBEDDINGS: None}
+_NOT_DELAYED = {COMPACT: None, MESSAGES: None, COUNT_TOKENS: None, EMBEDDINGS: None}
+_ONLY_ANSWERS = {**_NOT_DELAYED, BATCH_ROWS: None}
 _ONLY_JOBS = {OPENAI: None, RESPONSES: None, **_ONLY_ANSWERS}
 _NOT_LISTED = {COMPACT: None, COUNT_TOKENS: None}
 
@@ -323,7 +325,7 @@ class QueueFields(BaseModel):
 
     deadline_s: Annotated[float | None, Option({MESSAGES: None, COUNT_TOKENS: None})] = None
     ttl_s: Annotated[float | None, Option({MESSAGES: None, COUNT_TOKENS: None})] = None
-    not_before_s: Annotated[float | None, Option({RESPONSES: None, **_ONLY_ANSWERS})] = None
+    not_before_s: Annotated[float | None, Option({RESPONSES: None, **_NOT_DELAYED})] = None
     return_progress: Annotated[bool | None, Option(_ONLY_ANSWERS)] = None
     max_wait_s: Annotated[float | None, Option(_ONLY_ANSWERS)] = None
     reader_grace_s: Annotated[float | None, Option({OPENAI: None, **_ONLY_ANSWERS})] = None
