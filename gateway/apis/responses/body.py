@@ -37,9 +37,9 @@ from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
 from penstock.contract.sampling import SamplingParams
 from penstock.contract.tools import CONTINUES, MAX_TOOLS, closed
-from penstock.gateway.apis.responses.compaction import MAX_SUMMARY_TOKENS, asking
-from penstock.gateway.apis.responses.items import AnyItem, Messages, items_of, items_or_none, messages_of, tools_in
-from penstock.gateway.apis.responses.tools import (
+from penstock.producer.responses.compaction import MAX_SUMMARY_TOKENS, asking
+from penstock.producer.responses.items import AnyItem, Messages, items_of, items_or_none, messages_of, tools_in
+from penstock.producer.responses.tools import (
     AnyTool,
     Choice,
     OfferedTools,

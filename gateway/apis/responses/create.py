@@ -17,7 +17,6 @@ from typing import Any
 import uuid_utils
 from fastapi import Request
 from fastapi.responses import JSONResponse
-from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import NotFoundError, PenstockError, RequestError, TooLargeError
@@ -26,9 +25,10 @@ from penstock.contract.problems import rename
 from penstock.contract.tools import MAX_CALLS_OF_CHAT
 from penstock.contract.webhook import EVENT_TYPES, MAX_WEBHOOKS
 from penstock.gateway.apis.responses.answers import ResponseAnswer, ResponseAnswers
-from penstock.gateway.apis.responses.body import SHOWN_SAMPLING, ResponseBody
-from penstock.gateway.apis.responses.compaction import Seal, is_genuine
-from penstock.gateway.apis.responses.output import OutputItem, OutputReader, message_of, reading_of
+from penstock.gateway.apis.responses.body import ResponseBody
+from penstock.producer.responses.answer import SHOWN_SAMPLING, echo_of
+from penstock.producer.responses.compaction import Seal, is_genuine
+from penstock.producer.responses.output import OutputItem, OutputReader, message_of, reading_of
 from penstock.gateway.apis.responses.record import (
     MAX_BYTES_ON_LOOP,
     MAX_SHOWN_CHARS,
@@ -41,7 +41,7 @@ from penstock.gateway.apis.responses.record import (
     new_record,
     place_of,
 )
-from penstock.gateway.apis.responses.tools import CalledTool
+from penstock.producer.responses.tools import CalledTool
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import check_logprobs, count_prompt_tokens
@@ -418,7 +418,7 @@ def _record_of(body: ParsedBody, own: PackedMessages, pool: ServedPool) -> Store
         created_s=int(time.time()),
         background=options["background"],
         format=answer_format(body.tool_use, body.params, body.template_kwargs, pool),
-        echo=options["echo"][:-1] + b"," + to_json(learned)[1:],
+        echo=echo_of(options["echo"], learned),
         items=[(item_id, text.encode()) for item_id, text in options["items"]],
         messages=own,
         previous=options["previous"] or "",

@@ -21,10 +21,10 @@ from penstock.contract.job import RETURN_PROGRESS, checked_durability
 from penstock.contract.output import Usage
 from penstock.gateway.apis.responses.answers import ResponseAnswers, leave
 from penstock.gateway.apis.responses.body import INCLUDABLE, CompactBody, ResponseBody
-from penstock.gateway.apis.responses.compaction import MIN_SUMMARY_TOKENS, sealed, summary_limit
+from penstock.producer.responses.compaction import MIN_SUMMARY_TOKENS, sealed, summary_limit
 from penstock.gateway.apis.responses.create import ConversationReader, CountInputTokens, CreateResponse, naming_fields
-from penstock.gateway.apis.responses.encoder import usage_of
-from penstock.gateway.apis.responses.output import OutputReader, reading_of
+from penstock.producer.responses.answer import response_id_of, usage_of
+from penstock.producer.responses.output import OutputReader, reading_of
 from penstock.gateway.apis.responses.record import (
     MAX_SHOWN_CHARS,
     bytes_to_claim,
@@ -33,7 +33,6 @@ from penstock.gateway.apis.responses.record import (
     job_id_of,
     no_response,
     record_of,
-    response_id_of,
     stored_record,
 )
 from penstock.gateway.budget import SharedBudget

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from penstock.gateway.apis.api_docs.fields import HONORED, REFUSED, UNKNOWN, WITHOUT_EFFECT, effects
-from penstock.gateway.apis.responses.compaction import (
+from penstock.producer.responses.compaction import (
     BYTES_PER_SUMMARY_TOKEN,
     MIN_SUMMARY_LIMIT,
     MIN_SUMMARY_TOKENS,

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.gateway.apis.responses.output import OutputReader
+from penstock.producer.responses.output import OutputReader
 from penstock.producer.openai.parsed_text import AnswerFormat
 
 MODEL = "acme/response-caller"
