@@ -48,6 +48,7 @@ from penstock.gateway.apis.responses.tools import (
     shown_tools,
     tool_of,
 )
+from penstock.gateway.request.bodies import BodyOfJob
 from penstock.gateway.request.generation import QueuedBody
 from penstock.producer.openai.bodies import CLASS_OF_TIER, effort_variables
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
@@ -308,6 +309,18 @@ class ResponseBody(_SampledBody):
             "safety_identifier": self.safety_identifier,
             "prompt_cache_key": self.prompt_cache_key,
         }
+
+
+class ResponseOfJob(BodyOfJob, ResponseBody):
+    """A response that a job holds. It is not stored: the job alone keeps its result."""
+
+    background: Annotated[Any, only(None, False)] = None
+    store: Annotated[Any, only(None, False)] = None
+    previous_response_id: Annotated[Any, only(None)] = None
+
+    def options(self) -> dict[str, Any]:
+        """Return what is needed to build the conversation. `background` is an option of the job."""
+        return {name: value for name, value in super().options().items() if name != "background"}
 
 
 class CompactBody(_CompactedBody):

@@ -20,7 +20,7 @@ from penstock.contract.errors import InvariantError, JobFailedError, NotFoundErr
 from penstock.contract.job import RETURN_PROGRESS, SamplingParams, checked_durability
 from penstock.contract.output import Usage
 from penstock.gateway.apis.responses.answers import ResponseAnswers, leave
-from penstock.gateway.apis.responses.body import INCLUDABLE, CompactBody, ResponseBody
+from penstock.gateway.apis.responses.body import INCLUDABLE, CompactBody, ResponseBody, ResponseOfJob
 from penstock.gateway.apis.responses.compaction import MIN_SUMMARY_TOKENS, sealed, summary_limit
 from penstock.gateway.apis.responses.create import ConversationReader, CountInputTokens, CreateResponse, naming_fields
 from penstock.gateway.apis.responses.encoder import usage_of
@@ -37,7 +37,7 @@ from penstock.gateway.apis.responses.record import (
     stored_record,
 )
 from penstock.gateway.budget import SharedBudget
-from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.http.dialect import HttpDialect, JobBody, Services
 from penstock.gateway.request.generation import GenerationRequest, ParsedBody, RequestContent, StreamPosition
 from penstock.gateway.request.reading import MAX_NUMBER_DIGITS, RequestReader, caller_of
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
@@ -376,4 +376,16 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     ]
 
 
-RESPONSES = HttpDialect(_routes, bodies=(ResponseBody, CompactBody), socket_bodies={"/v1/responses": ResponseBody})
+async def _with_conversation(services: Services, generation: GenerationRequest, body: ParsedBody) -> GenerationRequest:
+    """Return the request of a job that holds a response, with its whole conversation."""
+    reader = ConversationReader(services.client, services.result_budget, services.settings.max_body_bytes)
+    _, prompt = await reader.conversation_of(generation, body, reader.conversations_of(generation.tenant))
+    return replace(generation, content=replace(generation.content, prompts=[prompt]))
+
+
+RESPONSES = HttpDialect(
+    _routes,
+    bodies=(ResponseBody, CompactBody),
+    socket_bodies={"/v1/responses": ResponseBody},
+    job_bodies={"/v1/responses": JobBody(ResponseOfJob, _with_conversation)},
+)

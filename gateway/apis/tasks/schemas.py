@@ -32,7 +32,7 @@ from penstock.contract.tasks import (
     TruncatedTokens,
 )
 from penstock.contract.tools import MAX_TOOLS
-from penstock.gateway.apis.openai.schemas import class_of
+from penstock.gateway.request.bodies import class_of
 from penstock.gateway.request.generation import FIRST_PROMPT, PAIRED_PROMPT, QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.client.request import Prompt
