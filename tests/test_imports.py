@@ -61,7 +61,16 @@ GATEWAY_FLOORS = (
     {"app"},
 )
 """Packages of the gateway, and modules beside them, lowest first. Each imports from its own floor and those below."""
-FLOORS = {GATEWAY: GATEWAY_FLOORS, SERVICE: NODE_FLOORS, MODEL: MODEL_FLOORS}
+PRODUCER_FLOORS = (
+    {"parsing"},
+    {"client", "files"},
+    {"openai"},
+    {"anthropic"},
+    {"batch"},
+    {"stored_batches"},
+)
+"""Packages of the client's side, lowest first. The client knows no API's bodies and answers."""
+FLOORS = {PRODUCER: PRODUCER_FLOORS, GATEWAY: GATEWAY_FLOORS, SERVICE: NODE_FLOORS, MODEL: MODEL_FLOORS}
 APIS = f"{GATEWAY}.apis"
 OWN_ROOMS = {GATEWAY, SERVICE, ENGINE}
 """Packages whose modules count as packages of their own."""

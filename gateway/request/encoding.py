@@ -16,6 +16,7 @@ from penstock.contract.job import MAX_CUSTOM_ID_CHARS, PackedPrompt, SamplingPar
 from penstock.contract.json_text import json_refusal
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.contract.tasks import Task
+from penstock.contract.tools import ToolUse
 from penstock.gateway.request.generation import (
     ParsedBody,
     ParseRules,
@@ -24,7 +25,6 @@ from penstock.gateway.request.generation import (
     parse,
     with_packed_prompts,
 )
-from penstock.producer.openai.messages import ToolUse
 from penstock.queue.wire import pack, unpack_all
 
 # Lists of bodies.

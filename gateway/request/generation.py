@@ -27,8 +27,8 @@ from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, joined, put_under, rename, request_error
 from penstock.contract.tasks import Task
 from penstock.contract.tenant import UNLIMITED, Terms
+from penstock.contract.tools import NO_TOOLS, ToolUse
 from penstock.producer.client.request import Prompt, pack_prompt_of
-from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 MAX_CHOICES_OF_REQUEST = 256
 """Most choices of one HTTP request for text, over all its prompts."""

@@ -64,7 +64,7 @@ class BodySchemas:
 
     @property
     def arguments(self) -> list[str]:
-        """The schemas as `MODULE:CLASS`; those of messages begin with `PATH=`, those of held bodies with `held:PATH=`."""
+        """The schemas as `MODULE:CLASS`: those of messages behind `PATH=`, those of held bodies behind `held:PATH=`."""
         of_paths = [f"{path}={_name_of(schema)}" for path, schema in self.of_paths.items()]
         held = [f"{_HELD}{path}={_name_of(schema)}" for path, schema in self.held.items()]
         return [*map(_name_of, self.bodies), *of_paths, *held]

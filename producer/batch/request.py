@@ -27,9 +27,9 @@ from penstock.contract.job import MAX_CUSTOM_ID_CHARS, NO_SAMPLING, SamplingPara
 from penstock.contract.json_text import json_refusal, without_mark
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.tasks import Embed
+from penstock.contract.tools import NO_TOOLS, ToolUse
 from penstock.producer.batch.rows import NAMES_OF_RESPONSES, EmbeddingRow, MessageRow, QueuedRow, ResponseRow
 from penstock.producer.openai.bodies import ChatBody, CompletionBody, GenerationBody
-from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 from penstock.queue.files.batch import MESSAGES_ENDPOINT
 
 CHAT_URL = "/v1/chat/completions"

@@ -31,8 +31,8 @@ from penstock.producer.batch.rows import response_body
 from penstock.producer.batch.storage import OnWait, outlast
 from penstock.producer.client.request import answer_format
 from penstock.producer.openai.json_parts import json_line
-from penstock.producer.openai.parsed_text import PLAIN
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
+from penstock.producer.parsing.parsed_text import PLAIN
 from penstock.queue.files.batch import MESSAGES_ENDPOINT
 
 _KEPT = timedelta(days=8)

@@ -41,8 +41,8 @@ from penstock.contract.tools import MAX_TOOLS, Arguments, CallId, FunctionName
 from penstock.producer.anthropic.bodies import MessageBody
 from penstock.producer.openai.bodies import prompts_of
 from penstock.producer.openai.messages import GivenToolChoice
-from penstock.producer.openai.parsed_text import AnswerFormat, ParsedText
 from penstock.producer.openai.render import call_id_of
+from penstock.producer.parsing.parsed_text import AnswerFormat, ParsedText
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_INPUTS = 2048

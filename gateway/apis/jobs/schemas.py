@@ -18,10 +18,10 @@ from penstock.contract.fields import (
 )
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS, MAX_MESSAGES, QueueFields, QueueOptions
 from penstock.contract.sampling import SamplingParams, TokenId
-from penstock.contract.tools import MAX_TOOLS
+from penstock.contract.tools import MAX_TOOLS, ToolUse
 from penstock.gateway.request.generation import HeldBody, QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
-from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls, offers_of
+from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, few_calls, offers_of
 
 _FORMS = ("prompt", "tokens", "messages")
 _MAX_ITEMS = {name: limit for name, field in SamplingParams.model_fields.items() if (limit := max_items(field))}

@@ -36,7 +36,7 @@ from penstock.contract.job import MAX_METADATA, Metadata, QueueFields
 from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
 from penstock.contract.sampling import SamplingParams
-from penstock.contract.tools import CONTINUES, MAX_TOOLS, closed
+from penstock.contract.tools import CONTINUES, MAX_TOOLS, NO_TOOLS, ToolUse, closed
 from penstock.gateway.apis.responses.compaction import MAX_SUMMARY_TOKENS, asking
 from penstock.gateway.apis.responses.items import AnyItem, Messages, items_of, items_or_none, messages_of, tools_in
 from penstock.gateway.apis.responses.tools import (
@@ -51,7 +51,6 @@ from penstock.gateway.apis.responses.tools import (
 from penstock.gateway.request.bodies import BodyOfJob
 from penstock.gateway.request.generation import QueuedBody
 from penstock.producer.openai.bodies import CLASS_OF_TIER, effort_variables
-from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 MAX_RESPONSE_ID_CHARS = 256
 MAX_EFFORT_CHARS = 64

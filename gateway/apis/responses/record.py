@@ -15,7 +15,7 @@ from penstock.contract.job import PackedPrompt, is_job_id
 from penstock.gateway.apis.responses.tools import CalledTool
 from penstock.gateway.budget import Claim
 from penstock.producer.client import AsyncClient
-from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.producer.parsing.parsed_text import AnswerFormat
 from penstock.queue.wire import WireError, pack, unpack_utf8
 
 # Ids of responses and of their items. Each contains the id of the response's job, so any gateway can resolve it.

@@ -19,7 +19,7 @@ from fakes.scripted_model import ScriptedEngine, call_text, script_of
 
 from penstock.gateway.apis.responses.output import OutputReader
 from penstock.gateway.apis.responses.tools import CalledTool
-from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.producer.parsing.parsed_text import AnswerFormat
 
 BODIES = Path(__file__).parent / "codex"
 MODEL = "acme/scripted"

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from penstock.gateway.apis.responses.output import OutputReader
-from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.producer.parsing.parsed_text import AnswerFormat
 
 MODEL = "acme/response-caller"
 CALLS = """Wait.
