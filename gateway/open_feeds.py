@@ -1,4 +1,4 @@
-"""The open streams of completions (`GET /v1/jobs/events`): their limit, their end, and how far behind they are."""
+"""The open streams of completions (`GET /v1/jobs/events`): their limit, and how far behind they are."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class OpenFeeds:
     def __init__(self) -> None:
         # Keyed by tenant; no text of a request.
         self._of_tenant: dict[str, set[FeedPlace]] = {}
-        self.is_stopped = False
 
     @contextmanager
     def counting(self, tenant: str) -> Iterator[FeedPlace]:
@@ -50,10 +49,6 @@ class OpenFeeds:
             places.discard(place)
             if not places:
                 self._of_tenant.pop(tenant, None)
-
-    def stop(self) -> None:
-        """Let all streams end, because the gateway stops. Each has sent its cursor."""
-        self.is_stopped = True
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the number of open streams, and how far behind the slowest is."""

@@ -12,8 +12,8 @@ from penstock.contract.job import NO_SAMPLING, QueueOptions, SamplingParams, Sub
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.contract.tasks import Task
+from penstock.contract.tools import NO_TOOLS, ToolUse
 from penstock.producer.client.request import Prompt
-from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 MAX_IGNORED_SHOWN = 32
 """Most ignored fields of a body that its answer lists."""

@@ -61,7 +61,10 @@ GATEWAY_FLOORS = (
     {"app"},
 )
 """Packages of the gateway, and modules beside them, lowest first. Each imports from its own floor and those below."""
-FLOORS = {GATEWAY: GATEWAY_FLOORS, SERVICE: NODE_FLOORS, MODEL: MODEL_FLOORS}
+PRODUCER_FLOORS = ({"parsing"}, {"client", "files"}, {"openai"}, {"anthropic"}, {"batch"}, {"stored_batches"})
+"""Packages of the client's side, lowest first. The client knows no API's bodies and answers."""
+FLOORS = {PRODUCER: PRODUCER_FLOORS, GATEWAY: GATEWAY_FLOORS, SERVICE: NODE_FLOORS, MODEL: MODEL_FLOORS}
+APIS = f"{GATEWAY}.apis"
 OWN_ROOMS = {GATEWAY, SERVICE, ENGINE}
 """Packages whose modules count as packages of their own."""
 WEB = {"fastapi", "starlette", "uvicorn", "websockets"}
@@ -203,6 +206,30 @@ def test_modules_import_only_from_their_floor_and_below(package: str) -> None:
         if floor_of[target] > floor_of[part]
     ]
     assert wrong == []
+
+
+def test_no_api_of_the_gateway_imports_another_one() -> None:
+    def api_of(name: str) -> str:
+        return name.removeprefix(f"{APIS}.").partition(".")[0] if name.startswith(f"{APIS}.") else ""
+
+    apis = [(api, module) for module in modules().values() if (api := api_of(module.name))]
+    assert apis
+    wrong = [
+        at(module, found)
+        for api, module in apis
+        for found in imports_of(module)
+        if api_of(found.target) not in ("", api)
+    ]
+    assert wrong == []
+
+
+def test_only_the_app_names_an_api() -> None:
+    """So a new API is a folder and a row of `app.DIALECTS`."""
+    outside = [module for module in modules().values() if not module.name.startswith(APIS)]
+    named = [
+        at(module, found) for module in outside for found in imports_of(module) if found.target.startswith(f"{APIS}.")
+    ]
+    assert [one for one in named if f" {GATEWAY}.app " not in one] == []
 
 
 def test_packages_import_each_other_in_no_circle() -> None:

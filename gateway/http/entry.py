@@ -157,8 +157,8 @@ def _host_of(origin: str) -> str:
 # any, a gateway on a loopback address serves them with all scopes, unless a proxy passed their request on. On other
 # addresses it refuses them. With `allow_anonymous` it serves them in all of these cases, with the scope `infer` alone.
 
-PUBLIC_PATHS = frozenset(("/health", "/ready", "/", "/version", "/openapi.json", "/docs"))
-"""Paths that need no API key: probes, and the description of this release."""
+PUBLIC_PATHS = frozenset(("/health", "/ready"))
+"""Paths of probes, which need no API key. An API may add its own."""
 READING_SCOPES: Mapping[str, tuple[KeyScope, ...]] = {
     "/metrics": ("metrics", "admin"),
     "/health/nodes": ("admin",),

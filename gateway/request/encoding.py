@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Unpack, cast
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError, from_json, to_json
@@ -16,8 +16,8 @@ from penstock.contract.job import MAX_CUSTOM_ID_CHARS, PackedPrompt, SamplingPar
 from penstock.contract.json_text import json_refusal
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.contract.tasks import Task
-from penstock.gateway.request.generation import parse, with_packed_prompts
-from penstock.producer.openai.messages import ToolUse
+from penstock.contract.tools import ToolUse
+from penstock.gateway.request.generation import ParseRules, parse, with_packed_prompts
 from penstock.producer.parsed_body import ParsedBody, RequestBody
 from penstock.queue.wire import pack, unpack_all
 
@@ -47,7 +47,7 @@ class ListItem:
         return decode_parsed_body(self.data)
 
 
-def parse_list(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool = False) -> list[ListItem]:
+def parse_list(schema: type[RequestBody], raw: bytes, **rules: Unpack[ParseRules]) -> list[ListItem]:
     """Parse each body of a list. An invalid one is refused alone. Raises RequestError for what is no list of bodies."""
     try:
         found = from_json(raw, allow_inf_nan=False, cache_strings="keys")
@@ -62,14 +62,14 @@ def parse_list(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool =
     if not isinstance(found, list) or not 1 <= len(found) <= MAX_LIST_ITEMS:
         message = f"{LIST_MEMBER}: must be a list of 1 to {MAX_LIST_ITEMS} items"
         raise RequestError(message, param=LIST_MEMBER)
-    return [_list_item(schema, one, ignores_unknown=ignores_unknown) for one in found]
+    return [_list_item(schema, one, rules) for one in found]
 
 
-def _list_item(schema: type[RequestBody], fields: object, *, ignores_unknown: bool) -> ListItem:
+def _list_item(schema: type[RequestBody], fields: object, rules: ParseRules) -> ListItem:
     custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
     shown = custom_id if isinstance(custom_id, str) and len(custom_id) <= MAX_CUSTOM_ID_CHARS else None
     try:
-        parsed = parse(schema, to_json(fields, inf_nan_mode="constants"), ignores_unknown=ignores_unknown)
+        parsed = parse(schema, to_json(fields, inf_nan_mode="constants"), **rules)
         return ListItem(encode_parsed_body(with_packed_prompts(parsed)), shown)
     except PenstockError as error:
         return ListItem(encode_refusal(error), shown)
@@ -235,7 +235,7 @@ class SocketMessage:
 
 
 def parse_socket_message(
-    raw: bytes, bodies: BodiesOfPaths, *, ignores_unknown: bool = False, packs: bool = False
+    raw: bytes, bodies: BodiesOfPaths, *, packs: bool = False, **rules: Unpack[ParseRules]
 ) -> SocketMessage:
     """Parse and check a message and its body. With `packs`, the prompts of the body are packed.
 
@@ -261,19 +261,19 @@ def parse_socket_message(
         return SocketMessage(tag, content)
     body, content = content.body, content.model_copy(update={"body": {}})
     try:
-        checked = _checked(bodies[content.path], body, ignores_unknown=ignores_unknown)
+        checked = _checked(bodies[content.path], body, rules)
         return SocketMessage(tag, content, with_packed_prompts(checked) if packs else checked)
     except PenstockError as error:
         return SocketMessage(tag, content, error=error)
 
 
-def _checked(schema: type[RequestBody], body: dict[str, Any], *, ignores_unknown: bool) -> ParsedBody:
+def _checked(schema: type[RequestBody], body: dict[str, Any], rules: ParseRules) -> ParsedBody:
     if "stream" in cast("type[Wire]", schema).model_fields:
         if body.get("stream") not in (None, True):
             raise RequestError("stream: must be true or absent; a WebSocket streams every answer", param="stream")
         body["stream"] = True
     # The schemas are those of JSON: checked as Python values, some fields would accept less.
-    return parse(schema, to_json(body, inf_nan_mode="constants"), ignores_unknown=ignores_unknown)
+    return parse(schema, to_json(body, inf_nan_mode="constants"), **rules)
 
 
 # The encoding of messages for the parser process.

@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self, Unpack, cast
+from typing import Any, ClassVar, Self, TypedDict, Unpack, cast
 
 from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json, to_json
@@ -167,22 +167,31 @@ class HeldBody:
 
     member: str
     """The name of the member that holds it."""
-    schema: type[RequestBody]
+    url: str
+    """The path of that endpoint."""
     fields: Mapping[str, Any]
     """The body as plain values. It is not checked yet."""
     beside: Mapping[str, Any]
     """The options that the outer body gives beside it, also those that the inner body may have."""
 
 
-def parse(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody:
-    """Parse and check a body by its schema. Raises RequestError that names the invalid field.
+class ParseRules(TypedDict, total=False):
+    """How a gateway reads all bodies."""
 
-    With `ignores_unknown`, unknown fields of the body itself are dropped instead of refused.
-    """
+    ignores_unknown: bool
+    """Whether unknown fields of the body itself are dropped instead of refused."""
+    held_bodies: Mapping[str, type[RequestBody]]
+    """The schemas of the bodies that another body may hold, by the paths of their endpoints."""
+
+
+def parse(schema: type[RequestBody], raw: bytes, **rules: Unpack[ParseRules]) -> ParsedBody:
+    """Parse and check a body by its schema. Raises RequestError that names the invalid field."""
     record = cast("type[Wire]", schema)
     ignored = IgnoredFields(record)
     try:
-        body = cast("RequestBody", record.model_validate_json(raw, context=ignored if ignores_unknown else None))
+        body = cast(
+            "RequestBody", record.model_validate_json(raw, context=ignored if rules.get("ignores_unknown") else None)
+        )
     except ValidationError as error:
         if error.errors(include_url=False, include_input=False)[0]["type"] == "json_invalid":
             raise json_refusal(raw, error.errors()[0]["ctx"]["error"]) from None
@@ -191,7 +200,7 @@ def parse(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool = Fals
             refusal.message += "; a gateway with --unknown-fields ignore accepts it without effect"
         raise refusal from None
     if isinstance(body, QueuedBody) and (held := body.held_body()) is not None:
-        return _parsed_with(body, held, ignored.names, ignores_unknown=ignores_unknown)
+        return _parsed_with(body, held, ignored.names, rules)
     parsed = parsed_body(body, ignored.names)
     if parsed.task is None:
         _check_choices(parsed)
@@ -227,11 +236,14 @@ def _check_choices(body: ParsedBody) -> None:
         raise RequestError(message, code="unsupported_value", param="stream")
 
 
-def _parsed_with(body: RequestBody, held: HeldBody, ignored: Sequence[str], *, ignores_unknown: bool) -> ParsedBody:
+def _parsed_with(body: RequestBody, held: HeldBody, ignored: Sequence[str], rules: ParseRules) -> ParsedBody:
     """Parse the body that another one holds. What both bodies say must be the same."""
+    schema = rules.get("held_bodies", {}).get(held.url)
+    if schema is None:
+        raise RequestError(f"url: this gateway does not have {held.url}", code="unsupported_value", param="url")
     raw = to_json(held.fields, inf_nan_mode="constants")
     try:
-        inner = parse(held.schema, raw, ignores_unknown=ignores_unknown)
+        inner = parse(schema, raw, **rules)
         if len(inner.prompts) != 1:
             form = inner.names.get("prompt", "prompt")
             message = f"{form}: a job has exactly one prompt, not {len(inner.prompts)}; send a list of jobs"
@@ -244,7 +256,7 @@ def _parsed_with(body: RequestBody, held: HeldBody, ignored: Sequence[str], *, i
         if said.get(name) not in (None, value):
             message = f"{name}: conflicts with {held.member}.{name}; send one of them"
             raise RequestError(message, code="unsupported_value", param=name)
-    known = cast("type[Wire]", held.schema).model_fields
+    known = cast("type[Wire]", schema).model_fields
     in_body = {name: name for name in held.fields if name in known and name not in held.beside}
     names = {ours: f"{held.member}.{there}" for ours, there in {**in_body, **inner.names}.items()}
     return replace(

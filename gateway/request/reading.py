@@ -198,6 +198,7 @@ class Parser:
     def __init__(self, unknown_fields: UnknownFields, schemas: BodySchemas) -> None:
         self._unknown_fields = unknown_fields
         self._schemas = schemas
+        self._rules = schemas.rules(unknown_fields)
         self._parsing = SharedBudget(1, per_owner=1)
         self._child: _Child | None = None
         self._is_closed = False
@@ -209,7 +210,7 @@ class Parser:
         body and UnavailableError if the parser process cannot start.
         """
         if not is_heavy(raw):
-            return parse(schema, raw, ignores_unknown=self._unknown_fields == "ignore")
+            return parse(schema, raw, **self._rules)
         async with self._parsing.taken(owner, 1):
             return decode_parsed_body(await self._ask(self._schemas.bodies.index(schema), raw))
 
@@ -219,14 +220,14 @@ class Parser:
         Most lists have many objects, so the parser process parses all but the shortest.
         """
         if len(raw) <= _FEW_BYTES and raw.count(b"{") <= _MAX_OBJECTS_OF_LIST_ON_LOOP:
-            return parse_list(schema, raw, ignores_unknown=self._unknown_fields == "ignore")
+            return parse_list(schema, raw, **self._rules)
         async with self._parsing.taken(owner, 1):
             return decode_list(await self._ask(IS_LIST | self._schemas.bodies.index(schema), raw))
 
     async def parse_message(self, raw: bytes, owner: str) -> SocketMessage:
         """Return the parsed message of a WebSocket. Raises what `parse` raises where no message was parsed."""
         if not is_heavy(raw):
-            return parse_socket_message(raw, self._schemas.of_paths, ignores_unknown=self._unknown_fields == "ignore")
+            return parse_socket_message(raw, self._schemas.of_paths, **self._rules)
         async with self._parsing.taken(owner, 1):
             return decode_socket_message(await self._ask(IS_MESSAGE, raw))
 

@@ -54,8 +54,8 @@ from penstock.gateway.stream.writer import (
 )
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import answer_format, choose_pool, require_tool_parser
-from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
 from penstock.producer.parsed_body import RequestBody
+from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.results import PackedResult
 from penstock.runtime.event_loop import LoopYielder

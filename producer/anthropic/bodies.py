@@ -26,7 +26,7 @@ from penstock.contract.fields import (
 from penstock.contract.job import MAX_MESSAGES, MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS, Metadata
 from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.contract.sampling import MAX_TOKENS_LIMIT, SamplingParams
-from penstock.contract.tools import CONTINUES, MAX_TOOLS, THINKING_VARIABLES, FunctionName, ToolChoice, closed
+from penstock.contract.tools import CONTINUES, MAX_TOOLS, THINKING_VARIABLES, FunctionName, ToolChoice, ToolUse, closed
 from penstock.producer.anthropic.conversation import (
     _MAX_SHOWN_CHARS,
     ConversationMessage,
@@ -36,7 +36,6 @@ from penstock.producer.anthropic.conversation import (
     system_text,
     tool_changes,
 )
-from penstock.producer.openai.messages import ToolUse
 
 # The tools of a request in Anthropic's shape, and their translation to OpenAI's, which penstock uses.
 

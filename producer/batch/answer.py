@@ -1,4 +1,4 @@
-"""The answer of one request: its job is submitted as work of the class batch, and its result becomes a response body."""
+"""The answer of one request: its jobs are submitted as work of the class batch, and their results become a body."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ def row_id_of(batch_id: str, custom_id: str) -> str:
 class FinishedRow:
     """A row with its line for the output or the error file."""
 
-    number: int
-    custom_id: str
+    row: InputRow
     kind: str
     """Which file it belongs to."""
     line: bytes
@@ -90,15 +89,17 @@ class OpenAiRows(RowFormat):
         """Return an answered row."""
         response = {"status_code": 200, "request_id": job_id, "body": body}
         line = json_line({**self._head(row), "response": response, "error": None})
-        return FinishedRow(row.number, row.custom_id, OUTPUT, line, "completed", job_id, body.get("usage") or {})
+        return FinishedRow(row.without_body(), OUTPUT, line, "completed", job_id, body.get("usage") or {})
 
     def failed(self, row: InputRow, error: PenstockError) -> FinishedRow:
         """Return a failed row."""
-        return FinishedRow(row.number, row.custom_id, ERROR, self._error_line(row, error), "failed")
+        return FinishedRow(row.without_body(), ERROR, self._error_line(row, error), "failed")
 
     def stopped(self, row: InputRow, code: str) -> FinishedRow:
         """Return a row that was not answered."""
-        return FinishedRow(row.number, row.custom_id, ERROR, self._error_line(row, PenstockError(_STOPPED[code], code=code)), "stopped")
+        return FinishedRow(
+            row.number, row.custom_id, ERROR, self._error_line(row, PenstockError(_STOPPED[code], code=code)), "stopped"
+        )
 
     def _error_line(self, row: InputRow, error: PenstockError) -> bytes:
         place = {"line": row.line} if self._shows_lines else {}
@@ -123,16 +124,20 @@ class MessageRows(RowFormat):
     def answered(self, row: InputRow, body: dict[str, Any], job_id: str) -> FinishedRow:
         """Return an answered row."""
         line = _result_line(row, {"type": "succeeded", "message": body})
-        return FinishedRow(row.number, row.custom_id, OUTPUT, line, "completed", job_id, body["usage"])
+        return FinishedRow(row.without_body(), OUTPUT, line, "completed", job_id, body["usage"])
 
     def failed(self, row: InputRow, error: PenstockError) -> FinishedRow:
         """Return a failed row."""
         details = error_body(message_of_error(error), status_of(error), None)
-        return FinishedRow(row.number, row.custom_id, OUTPUT, _result_line(row, {"type": "errored", "error": details}), "failed")
+        return FinishedRow(
+            row.number, row.custom_id, OUTPUT, _result_line(row, {"type": "errored", "error": details}), "failed"
+        )
 
     def stopped(self, row: InputRow, code: str) -> FinishedRow:
         """Return a row that was not answered."""
-        return FinishedRow(row.number, row.custom_id, OUTPUT, _result_line(row, {"type": _STOPPED_RESULTS[code]}), "stopped")
+        return FinishedRow(
+            row.number, row.custom_id, OUTPUT, _result_line(row, {"type": _STOPPED_RESULTS[code]}), "stopped"
+        )
 
 
 def _result_line(row: InputRow, result: Mapping[str, Any]) -> bytes:

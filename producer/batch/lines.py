@@ -1,6 +1,6 @@
 """The input of a batch: its lines, which are checked before any job is submitted, and read as rows in windows.
 
-A file may be compressed with gzip or Zstandard, and may begin with a byte order mark; its content says so, not its name.
+A file may be compressed with gzip or Zstandard, and may begin with a byte order mark; its content says so.
 A row's number counts the lines that are not blank, from 0. So it stays the same however often the input is read.
 All of this blocks.
 """
@@ -14,7 +14,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -61,6 +61,10 @@ class InputRow:
     num_bytes: int
     line: int
     """The number of its line in the input, from 1."""
+
+    def without_body(self) -> InputRow:
+        """Return the row without its fields, which may take megabytes."""
+        return replace(self, fields={}, num_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,9 @@ from penstock.producer.batch.rows import response_body
 from penstock.producer.batch.storage import OnWait, outlast
 from penstock.producer.client.request import answer_format
 from penstock.producer.openai.bodies import ECHO_ALONE
-from penstock.producer.openai.parsed_text import PLAIN
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 from penstock.producer.parsed_body import ParsedBody
+from penstock.producer.parsing.parsed_text import PLAIN
 from penstock.queue.files.batch import MESSAGES_ENDPOINT
 
 _KEPT = timedelta(days=8)
@@ -128,7 +128,7 @@ class ResultsFile:
                 left = left[self._file.write(left) :]
             await asyncio.to_thread(os.fsync, self._file.fileno())
         for row in rows:
-            self._note(row.custom_id, row.usage, json.loads(row.line) if row.kind == ERROR else None)
+            self._note(row.row.custom_id, row.usage, json.loads(row.line) if row.kind == ERROR else None)
 
     def _note(self, custom_id: str, usage: Mapping[str, Any], failed: dict[str, Any] | None) -> None:
         self.custom_ids.add(custom_id)

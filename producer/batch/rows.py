@@ -41,12 +41,12 @@ from penstock.contract.job import (
 from penstock.contract.job import Tag as JobTag
 from penstock.contract.output import Result, Usage
 from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Embedding, Pooling, TruncatedTokens
-from penstock.contract.tools import MAX_TOOLS, Arguments, CallId, FunctionName
+from penstock.contract.tools import MAX_TOOLS, NO_TOOLS, Arguments, CallId, FunctionName, ToolUse
 from penstock.producer.anthropic.bodies import MessageBody
 from penstock.producer.openai.bodies import prompts_of
-from penstock.producer.openai.messages import NO_TOOLS, GivenToolChoice, ToolUse
-from penstock.producer.openai.parsed_text import AnswerFormat, ParsedText
+from penstock.producer.openai.messages import GivenToolChoice
 from penstock.producer.openai.render import call_id_of
+from penstock.producer.parsing.parsed_text import AnswerFormat, ParsedText
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_INPUTS = 2048

@@ -39,6 +39,7 @@ from penstock.contract.tools import (
     CallFormName,
     ReasoningParserName,
     ToolChoice,
+    ToolUse,
     WantedCalls,
     WantedFunction,
     chosen_function,
@@ -46,9 +47,8 @@ from penstock.contract.tools import (
     narrowed,
     reasoning_parser_for,
 )
-from penstock.producer.openai.messages import ToolUse
-from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
-from penstock.producer.openai.tool_calls import CALL_FORMS
+from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
+from penstock.producer.parsing.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.broker.submitting import first_words
 from penstock.queue.job_cost import call_bytes, num_prompt_ids, prompt_bytes, tool_bytes

@@ -40,16 +40,8 @@ from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import problem_of
 from penstock.contract.sampling import MAX_ALTERNATIVES, SamplingParams
-from penstock.contract.tools import CONTINUES, GENERATION_PROMPT, MAX_TOOLS, TemplateKwargs, closed
-from penstock.producer.openai.messages import (
-    NO_TOOLS,
-    ChatMessage,
-    GivenToolChoice,
-    OfferedTool,
-    ToolUse,
-    few_calls,
-    offers_of,
-)
+from penstock.contract.tools import CONTINUES, GENERATION_PROMPT, MAX_TOOLS, NO_TOOLS, TemplateKwargs, ToolUse, closed
+from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, few_calls, offers_of
 
 _GUIDED = {
     "guided_json": "json_schema",

@@ -125,7 +125,7 @@ class PartWriter:
             else:
                 counts.failed += 1
                 counts.stopped += one.outcome == "stopped"
-        await self._batches.commit(self._lease, part, written, [one.number for one in self._rows], counts)
+        await self._batches.commit(self._lease, part, written, [one.row.number for one in self._rows], counts)
         self._counter.stored(counts)
         jobs = [one.job_id for one in self._rows if one.job_id is not None]
         self._num_committed += len(self._rows)

@@ -51,9 +51,7 @@ class NoCounter:
 class RowClient:
     """The `Submitter` of a batch's rows."""
 
-    def __init__(
-        self, client: AsyncClient, batches: BatchRecords, batch: BatchRecord, lease: BatchLease
-    ) -> None:
+    def __init__(self, client: AsyncClient, batches: BatchRecords, batch: BatchRecord, lease: BatchLease) -> None:
         self._client = client
         self._batches = batches
         self._batch = batch

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 
 from penstock.contract.errors import InvariantError, NotFoundError, RequestError, UnavailableError
@@ -212,7 +211,7 @@ class StoredBatchRun:
                 for row in RowReader(source, committed).in_order():
                     # There may be 256 MB of them.
                     is_wanted = self._format.key_of(row) in with_bodies
-                    rows.append(row if is_wanted else replace(row, fields={}, num_bytes=0))
+                    rows.append(row if is_wanted else row.without_body())
                 return rows
 
         return await self._files.on_thread(read)

@@ -28,8 +28,8 @@ from penstock.gateway.stream.dialect import AnswerHead
 from penstock.gateway.stream.event_stream import batches_of, until_disconnected, while_connected
 from penstock.gateway.stream.writer import KEEP_ALIVE, CallerGoneError, EventWriter, event
 from penstock.producer.client import AsyncClient
-from penstock.producer.openai.parsed_text import PLAIN, ParsedText
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
+from penstock.producer.parsing.parsed_text import PLAIN, ParsedText
 
 
 class Ticks:

@@ -31,9 +31,9 @@ from penstock.producer.anthropic.message import (
     whole_usage_of,
     without_stop,
 )
-from penstock.producer.openai.parsed_text import PLAIN, AnswerReader, ParsedText
 from penstock.producer.openai.render import is_cut
-from penstock.producer.openai.tool_calls import Call
+from penstock.producer.parsing.parsed_text import PLAIN, AnswerReader, ParsedText
+from penstock.producer.parsing.tool_calls import Call
 from penstock.queue.results import PackedResult
 
 # Errors in Anthropic's shape, with its types and status codes.

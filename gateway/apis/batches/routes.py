@@ -14,10 +14,11 @@ from starlette.routing import Route
 from penstock.contract.errors import RequestError
 from penstock.contract.fields import Named
 from penstock.contract.problems import request_error
-from penstock.gateway.apis.files.routes import FileContent, content_of, ids_after, limit_of, page_of, query_of
-from penstock.gateway.apis.files.upload import MAX_LIFE_S
 from penstock.gateway.errors import soon
 from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.http.file_content import FileContent, content_of
+from penstock.gateway.http.pages import ids_after, limit_of, page_of, query_of
+from penstock.gateway.http.stored_batches import RUN_BATCHES, progress_of
 from penstock.gateway.request.reading import RequestReader, caller_of, idempotency_key_of
 from penstock.producer.batch.finished import ERROR, OUTPUT
 from penstock.producer.batch.request import ROWS
@@ -26,6 +27,7 @@ from penstock.producer.files.service import Files
 from penstock.producer.stored_batches.parts import parts_content
 from penstock.queue.files.batch import BatchRecord, BatchSpec, is_batch_id, is_of_messages, new_batch_id, window_s
 from penstock.queue.files.batch_records import no_batch
+from penstock.queue.files.file_records import MAX_LIFE_S
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 _TIMES = (*("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"),)
@@ -82,18 +84,6 @@ def batch_object(batch: BatchRecord, now_s: float) -> dict[str, Any]:
         },
         "metadata": batch.spec.metadata,
         **progress_of(batch, now_s),
-    }
-
-
-def progress_of(batch: BatchRecord, now_s: float) -> dict[str, Any]:
-    """Return our own fields of a batch: whether it is paused, why it waits, its speed and its expected end."""
-    left = batch.num_rows - batch.num_completed - batch.num_failed
-    is_measured = batch.status == "in_progress" and batch.rows_per_s > 0 and not batch.is_paused
-    return {
-        "paused": batch.is_paused,
-        "waiting": batch.waiting or None,
-        "rows_per_second": batch.rows_per_s if is_measured else None,
-        "expected_end_at": int(now_s + left / batch.rows_per_s) if is_measured else None,
     }
 
 
@@ -219,4 +209,4 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     return [BatchRoutes(services.client, services.reader, services.files).router]
 
 
-BATCHES = HttpDialect(_routes, bodies=())
+BATCHES = HttpDialect(_routes, background=RUN_BATCHES)

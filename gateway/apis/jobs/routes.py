@@ -5,10 +5,10 @@ A caller sees only the jobs of its own tenant; others do not exist for it.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,8 +23,7 @@ from penstock.contract.pool import notice_of
 from penstock.contract.problems import rename
 from penstock.gateway.apis.jobs.answers import JobAnswer, JobEvents, links_of, stream_start_of
 from penstock.gateway.apis.jobs.control import ALL_TENANTS, ControlRoutes
-from penstock.gateway.apis.jobs.schemas import RESPONSES_URL, JobRequest
-from penstock.gateway.apis.responses.create import ConversationReader
+from penstock.gateway.apis.jobs.schemas import JobRequest
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body, soon
 from penstock.gateway.http.dialect import HttpDialect, Services
@@ -33,14 +32,7 @@ from penstock.gateway.open_feeds import FeedPlace, OpenFeeds
 from penstock.gateway.request.encoding import JOBS_PATH, MAX_LIST_ITEMS, ListItem
 from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import check_logprobs
-from penstock.gateway.request.reading import (
-    AFTER,
-    LAST_EVENT_HEADER,
-    MAX_KEY_CHARS,
-    RequestReader,
-    caller_of,
-    idempotency_key_of,
-)
+from penstock.gateway.request.reading import AFTER, LAST_EVENT_HEADER, MAX_KEY_CHARS, caller_of, idempotency_key_of
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import JOB_HEADER, MAX_TOKENS_HEADER, NOTICE_HEADER, Answers
@@ -74,9 +66,12 @@ class CompletionEvents(EventSource):
         start: CompletionCursor,
         tag: str | None,
         yielder: LoopYielder,
+        stopping: asyncio.Event,
     ) -> None:
+        """`stopping` ends the stream, because the gateway stops. Its cursor has been sent."""
         self._feed = feed
         self._open_feeds = open_feeds
+        self._stopping = stopping
         self._start = start
         self._tag = tag
         self._yielder = yielder
@@ -95,7 +90,7 @@ class CompletionEvents(EventSource):
         await writer.write(_cursor_event(sent))
         sent_s = time.monotonic()
         async for page in self._feed.pages(sent, self._tag):
-            if self._open_feeds.is_stopped:
+            if self._stopping.is_set():
                 return
             for at in range(0, len(page.events), _EVENTS_AT_ONCE):
                 part = page.events[at : at + _EVENTS_AT_ONCE]
@@ -131,11 +126,12 @@ def _cursor_object(cursor: CompletionCursor) -> dict[str, Any]:
 class FeedRoutes:
     """The routes of the completions of a caller's tenant."""
 
-    def __init__(self, client: AsyncClient, answers: Answers, open_feeds: OpenFeeds, yielder: LoopYielder) -> None:
-        self._feed = client.feed
-        self._answers = answers
-        self._yielder = yielder
-        self._open_feeds = open_feeds
+    def __init__(self, services: Services) -> None:
+        self._feed = services.client.feed
+        self._answers = services.answers
+        self._yielder = services.yielder
+        self._open_feeds = services.open_feeds
+        self._stopping = services.stopping
         self.router = APIRouter()
         self.router.add_api_route("/v1/jobs/events", self.events)
         self.router.add_api_route("/v1/jobs/events/cursor", self.cursor)
@@ -153,7 +149,7 @@ class FeedRoutes:
         after, pool = request.headers.get(LAST_EVENT_HEADER) or params.get(AFTER), params.get("pool")
         tag = checked_tag(params.get("tag"))
         start = CompletionCursor.parse(after, tenant, pool) if after else await self._end(tenant, pool)
-        source = CompletionEvents(self._feed, self._open_feeds, start, tag, self._yielder)
+        source = CompletionEvents(self._feed, self._open_feeds, start, tag, self._yielder, self._stopping)
         return self._answers.stream(source)
 
     async def cursor(self, request: Request) -> dict[str, Any]:
@@ -209,13 +205,12 @@ class SubmitJob:
         max_list_items=MAX_LIST_ITEMS,
     )
 
-    def __init__(
-        self, client: AsyncClient, reader: RequestReader, conversations: ConversationReader, max_logprobs: int
-    ) -> None:
-        self._client = client
-        self._reader = reader
-        self._conversations = conversations
-        self._max_logprobs = max_logprobs
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._client = services.client
+        self._reader = services.reader
+        self._max_logprobs = services.settings.max_logprobs
+        self._held = {url: held for api in services.apis for url, held in api.job_bodies.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Queue one job and answer 202 with its id and links, or each job of a list and answer with their outcomes."""
@@ -287,18 +282,17 @@ class SubmitJob:
 
     async def _prepared(self, generation: GenerationRequest) -> tuple[Prompt, SubmitOptions]:
         """Return the prompt of a job and the options of its submission."""
-        body, prompt = generation.body, generation.body.prompts[0]
-        if body.options.get("url") == RESPONSES_URL:
-            conversations = self._conversations.conversations_of(generation.tenant)
-            _, prompt = await self._conversations.conversation_of(generation, conversations)
+        if (held := self._held.get(generation.body.options.get("url", ""))) is not None and held.completed is not None:
+            generation = await held.completed(self._services, generation)
+        body = generation.body
         if body.needs_token_details:
             pools = (await self._client.pools()).values()
             record = choose_pool(pools, body.model or None, hides_models=generation.hides_models)
-            check_logprobs(replace(body, prompts=[prompt]), record, self._max_logprobs)
+            check_logprobs(body, record, self._max_logprobs)
         options = generation.options_of(0)
         options["idempotency_key"] = _idempotency_key_of(generation)
         options["custom_id"] = body.options.get("custom_id")
-        return prompt, options
+        return body.prompts[0], options
 
     async def _waiting(self, submitted: Submitted, tenant: str) -> dict[str, int | None]:
         """Return the members of a queued job. If they cannot be read, there are none: the job is accepted."""
@@ -440,13 +434,11 @@ def _truth_of(request: Request, name: str) -> bool:
 
 
 def _routes(services: Services) -> list[Route | APIRouter]:
-    conversations = ConversationReader(services.client, services.result_budget, services.settings.max_body_bytes)
-    submit = SubmitJob(services.client, services.reader, conversations, services.settings.max_logprobs)
     jobs = JobRoutes(services.client, services.settings, services.answers, services.yielder, services.result_budget)
-    feed = FeedRoutes(services.client, services.answers, services.open_feeds, services.yielder)
     control = ControlRoutes(services.client, services.reader)
     # Their fixed paths go before the ids of jobs.
-    return [Route("/v1/jobs", submit, methods=["POST"]), feed.router, control.router, jobs.router]
+    submit = Route("/v1/jobs", SubmitJob(services), methods=["POST"])
+    return [submit, FeedRoutes(services).router, control.router, jobs.router]
 
 
 JOBS = HttpDialect(_routes, bodies=(JobRequest,), socket_bodies={JOBS_PATH: JobRequest})

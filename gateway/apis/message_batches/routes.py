@@ -11,12 +11,12 @@ from fastapi.responses import Response
 from starlette.routing import Route
 
 from penstock.contract.errors import NotFoundError
-from penstock.gateway.apis.anthropic.routes import ids_of_page, list_of
-from penstock.gateway.apis.batches.routes import progress_of
-from penstock.gateway.apis.files.routes import content_of, query_of
 from penstock.gateway.apis.message_batches.bodies import BatchBodies
 from penstock.gateway.errors import soon
 from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.http.file_content import content_of
+from penstock.gateway.http.pages import ids_of_page, list_of, query_of
+from penstock.gateway.http.stored_batches import RUN_BATCHES, progress_of
 from penstock.gateway.request.reading import caller_of, idempotency_key_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient
@@ -228,4 +228,4 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     return [MessageBatchRoutes(services.client, services.settings, services.files).router]
 
 
-MESSAGE_BATCHES = HttpDialect(_routes, bodies=())
+MESSAGE_BATCHES = HttpDialect(_routes, background=RUN_BATCHES)

@@ -11,18 +11,10 @@ from pydantic_core import PydanticCustomError
 from penstock.contract.fields import NO_EFFECT, OPENAI, WRONG_MEMBER, Endpoint, Wire, with_option_fields
 from penstock.contract.job import QueueFields
 from penstock.contract.priority import ClassName
+from penstock.gateway.request.bodies import BodyOfJob, class_of
 from penstock.gateway.request.generation import QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.openai.bodies import CLASS_OF_TIER, ChatBody, CompletionBody, GenerationBody
-
-
-def class_of(value: object) -> object:
-    """Return the class for vLLM's integer priority, of which a lower one is more urgent and 0 is the default."""
-    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if not isinstance(value, int | float) or isinstance(value, bool) or not is_whole:
-        return value
-    return "interactive" if value < 0 else "batch" if value > 0 else "standard"
-
 
 _CHAT_EXAMPLE: JsonDict = {
     "model": EXAMPLE_MODEL,
@@ -98,3 +90,11 @@ class CompletionRequest(CompletionBody, _HttpFields):
     """Body of `POST /v1/completions`."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [_COMPLETION_EXAMPLE]})
+
+
+class ChatOfJob(BodyOfJob, ChatRequest):
+    """A chat that a job holds."""
+
+
+class CompletionOfJob(BodyOfJob, CompletionRequest):
+    """A completion that a job holds."""

@@ -11,8 +11,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.contract.errors import ConflictError, NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.output import Usage
 from penstock.gateway.apis.responses.encoder import ResponseDialect, ResponseEncoder, answer_options
-from penstock.producer.responses.answer import Status, end_of, open_members, output_parts, response_parts
-from penstock.producer.responses.output import CHUNKS_PER_ROUND, OutputReader, read_chunk
 from penstock.gateway.apis.responses.record import RecordSource, StoredResponse, stored_record
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import StreamMeter
@@ -32,6 +30,8 @@ from penstock.gateway.stream.event_stream import (
 )
 from penstock.gateway.stream.writer import PIECE_BYTES, CallerGoneError, EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.responses.answer import Status, end_of, open_members, output_parts, response_parts
+from penstock.producer.responses.output import CHUNKS_PER_ROUND, OutputReader, read_chunk
 from penstock.queue.broker.producer import JobStatus
 from penstock.runtime.event_loop import LoopYielder
 

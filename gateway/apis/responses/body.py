@@ -36,7 +36,10 @@ from penstock.contract.job import MAX_METADATA, Metadata, QueueFields
 from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
 from penstock.contract.sampling import SamplingParams
-from penstock.contract.tools import CONTINUES, MAX_TOOLS, closed
+from penstock.contract.tools import CONTINUES, MAX_TOOLS, NO_TOOLS, ToolUse, closed
+from penstock.gateway.request.bodies import BodyOfJob
+from penstock.gateway.request.generation import QueuedBody
+from penstock.producer.openai.bodies import CLASS_OF_TIER, effort_variables
 from penstock.producer.responses.compaction import MAX_SUMMARY_TOKENS, asking
 from penstock.producer.responses.items import AnyItem, Messages, items_of, items_or_none, messages_of, tools_in
 from penstock.producer.responses.tools import (
@@ -48,9 +51,6 @@ from penstock.producer.responses.tools import (
     shown_tools,
     tool_of,
 )
-from penstock.gateway.request.generation import QueuedBody
-from penstock.producer.openai.bodies import CLASS_OF_TIER, effort_variables
-from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 MAX_RESPONSE_ID_CHARS = 256
 MAX_EFFORT_CHARS = 64
@@ -308,6 +308,18 @@ class ResponseBody(_SampledBody):
             "safety_identifier": self.safety_identifier,
             "prompt_cache_key": self.prompt_cache_key,
         }
+
+
+class ResponseOfJob(BodyOfJob, ResponseBody):
+    """A response that a job holds. It is not stored: the job alone keeps its result."""
+
+    background: Annotated[Any, only(None, False)] = None
+    store: Annotated[Any, only(None, False)] = None
+    previous_response_id: Annotated[Any, only(None)] = None
+
+    def options(self) -> dict[str, Any]:
+        """Return what is needed to build the conversation. `background` is an option of the job."""
+        return {name: value for name, value in super().options().items() if name != "background"}
 
 
 class CompactBody(_CompactedBody):

@@ -26,9 +26,6 @@ from penstock.contract.tools import MAX_CALLS_OF_CHAT
 from penstock.contract.webhook import EVENT_TYPES, MAX_WEBHOOKS
 from penstock.gateway.apis.responses.answers import ResponseAnswer, ResponseAnswers
 from penstock.gateway.apis.responses.body import ResponseBody
-from penstock.producer.responses.answer import SHOWN_SAMPLING, echo_of
-from penstock.producer.responses.compaction import Seal, is_genuine
-from penstock.producer.responses.output import OutputItem, OutputReader, message_of, reading_of
 from penstock.gateway.apis.responses.record import (
     MAX_BYTES_ON_LOOP,
     MAX_SHOWN_CHARS,
@@ -41,7 +38,6 @@ from penstock.gateway.apis.responses.record import (
     new_record,
     place_of,
 )
-from penstock.producer.responses.tools import CalledTool
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import check_logprobs, count_prompt_tokens
@@ -53,6 +49,10 @@ from penstock.gateway.stream.writer import CallerGoneError
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import answer_format, names_of, pack_prompt_of, with_defaults
 from penstock.producer.parsed_body import ParsedBody
+from penstock.producer.responses.answer import SHOWN_SAMPLING, echo_of
+from penstock.producer.responses.compaction import Seal, is_genuine
+from penstock.producer.responses.output import OutputItem, OutputReader, message_of, reading_of
+from penstock.producer.responses.tools import CalledTool
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.results import PackedResult
 from penstock.queue.wire import MAX_BYTES, array_header

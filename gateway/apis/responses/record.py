@@ -14,7 +14,7 @@ from penstock.contract.errors import NotFoundError
 from penstock.contract.job import PackedPrompt, is_job_id
 from penstock.gateway.budget import Claim
 from penstock.producer.client import AsyncClient
-from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.producer.parsing.parsed_text import AnswerFormat
 from penstock.producer.responses.answer import RESPONSE_PREFIX, response_id_of
 from penstock.producer.responses.output import ITEM_PREFIXES
 from penstock.producer.responses.tools import CalledTool

@@ -20,11 +20,8 @@ from penstock.contract.errors import InvariantError, JobFailedError, NotFoundErr
 from penstock.contract.job import RETURN_PROGRESS, checked_durability
 from penstock.contract.output import Usage
 from penstock.gateway.apis.responses.answers import ResponseAnswers, leave
-from penstock.gateway.apis.responses.body import INCLUDABLE, CompactBody, ResponseBody
-from penstock.producer.responses.compaction import MIN_SUMMARY_TOKENS, sealed, summary_limit
+from penstock.gateway.apis.responses.body import INCLUDABLE, CompactBody, ResponseBody, ResponseOfJob
 from penstock.gateway.apis.responses.create import ConversationReader, CountInputTokens, CreateResponse, naming_fields
-from penstock.producer.responses.answer import response_id_of, usage_of
-from penstock.producer.responses.output import OutputReader, reading_of
 from penstock.gateway.apis.responses.record import (
     MAX_SHOWN_CHARS,
     bytes_to_claim,
@@ -36,7 +33,7 @@ from penstock.gateway.apis.responses.record import (
     stored_record,
 )
 from penstock.gateway.budget import SharedBudget
-from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.http.dialect import HttpDialect, JobBody, Services
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition
 from penstock.gateway.request.reading import MAX_NUMBER_DIGITS, RequestReader, caller_of
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
@@ -46,6 +43,9 @@ from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, 
 from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter, CallerGoneError
 from penstock.producer.client import AsyncClient
 from penstock.producer.parsed_body import ParsedBody
+from penstock.producer.responses.answer import response_id_of, usage_of
+from penstock.producer.responses.compaction import MIN_SUMMARY_TOKENS, sealed, summary_limit
+from penstock.producer.responses.output import OutputReader, reading_of
 from penstock.queue.results import PackedResult
 from penstock.runtime.event_loop import LoopYielder
 
@@ -375,4 +375,16 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     ]
 
 
-RESPONSES = HttpDialect(_routes, bodies=(ResponseBody, CompactBody), socket_bodies={"/v1/responses": ResponseBody})
+async def _with_conversation(services: Services, generation: GenerationRequest) -> GenerationRequest:
+    """Return the request of a job that holds a response, with its whole conversation."""
+    reader = ConversationReader(services.client, services.result_budget, services.settings.max_body_bytes)
+    _, prompt = await reader.conversation_of(generation, reader.conversations_of(generation.tenant))
+    return replace(generation, body=replace(generation.body, prompts=[prompt]))
+
+
+RESPONSES = HttpDialect(
+    _routes,
+    bodies=(ResponseBody, CompactBody),
+    socket_bodies={"/v1/responses": ResponseBody},
+    job_bodies={"/v1/responses": JobBody(ResponseOfJob, _with_conversation)},
+)

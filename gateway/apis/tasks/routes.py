@@ -23,7 +23,7 @@ from penstock.gateway.apis.tasks.schemas import (
     ScoreRequest,
     TokenizeRequest,
 )
-from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.http.dialect import HttpDialect, JobBody, Services
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.stream.answer import Generate
 from penstock.gateway.stream.dialect import AnswerHead, TaskDialect, WholeEncoder
@@ -288,4 +288,8 @@ def _routes(services: Services) -> list[Route]:
     ]
 
 
-TASKS = HttpDialect(_routes, bodies=(TokenizeRequest, DetokenizeRequest, EmbeddingRequest, RerankRequest, ScoreRequest))
+TASKS = HttpDialect(
+    _routes,
+    bodies=(TokenizeRequest, DetokenizeRequest, EmbeddingRequest, RerankRequest, ScoreRequest),
+    job_bodies={"/v1/embeddings": JobBody(EmbeddingRequest)},
+)

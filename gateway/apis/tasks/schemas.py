@@ -31,13 +31,13 @@ from penstock.contract.tasks import (
     Tokenize,
     TruncatedTokens,
 )
-from penstock.contract.tools import MAX_TOOLS
-from penstock.gateway.apis.openai.schemas import class_of
+from penstock.contract.tools import MAX_TOOLS, NO_TOOLS, ToolUse
+from penstock.gateway.request.bodies import class_of
 from penstock.gateway.request.generation import FIRST_PROMPT, PAIRED_PROMPT, QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.client.request import Prompt
 from penstock.producer.openai.bodies import prompts_of
-from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool, ToolUse, few_calls
+from penstock.producer.openai.messages import ChatMessage, OfferedTool, few_calls
 
 
 class TaskBody(Wire):

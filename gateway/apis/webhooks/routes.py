@@ -27,6 +27,7 @@ from penstock.contract.webhook import (
     endpoint_object,
     event_id_of,
 )
+from penstock.gateway.apis.webhooks.deliverer import Deliverer
 from penstock.gateway.apis.webhooks.sender import Sender, SendError
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.request.reading import AFTER, RequestReader, caller_of
@@ -256,4 +257,8 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     return [WebhookRoutes(services.client, services.reader, Sender(services.settings)).router]
 
 
-WEBHOOKS = HttpDialect(_routes, bodies=())
+async def _deliver(services: Services) -> None:
+    await Deliverer(services.client, Sender(services.settings), services.settings).run()
+
+
+WEBHOOKS = HttpDialect(_routes, background={"penstock webhooks": _deliver})

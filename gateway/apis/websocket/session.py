@@ -29,8 +29,8 @@ from penstock.contract.errors import (
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.apis.websocket.stream import SocketChannel, SocketStream, error_message
 from penstock.gateway.errors import ErrorShapes, error_body
+from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.http.entry import check_page
-from penstock.gateway.http.protocol import SOCKET_PATH
 from penstock.gateway.http.socket_protocol import EXTENSION, BoundedSocket
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.request.encoding import Attach, Cancel, SocketMessage, Submit
@@ -236,6 +236,8 @@ class SocketCounter:
 
 # The route `/v1/stream`: a WebSocket, or for a plain HTTP request the advice to open one.
 
+PATH = "/v1/stream"
+
 
 class StreamSocket:
     """The ASGI app of the WebSocket."""
@@ -292,7 +294,11 @@ def _advise(request: Request) -> Response:
     return JSONResponse(error_body(error), 426, {"Upgrade": "websocket", "Connection": "Upgrade"})
 
 
-def socket_routes(socket: StreamSocket) -> list[BaseRoute]:
-    """Return the routes of `/v1/stream`."""
-    path = SOCKET_PATH.decode()
-    return [WebSocketRoute(path, socket), Route(path, _advise, methods=["GET"], include_in_schema=False)]
+def _routes(services: Services) -> list[BaseRoute]:
+    socket = StreamSocket(
+        services.client, services.settings, services.metrics, services.errors, services.reader, services.parser
+    )
+    return [WebSocketRoute(PATH, socket), Route(PATH, _advise, methods=["GET"], include_in_schema=False)]
+
+
+WEBSOCKET = HttpDialect(_routes)

@@ -150,7 +150,8 @@ def import_services() -> None:
     for name in PRELOADED:
         import_module(name)
     # Each gateway describes its API when it starts. The schemas in that are made once in a process.
-    bodies = import_module("penstock.gateway.app").BODIES
+    apis = import_module("penstock.gateway.app").DIALECTS
+    bodies = tuple(schema for api in apis for schema in api.bodies)
     import_module("penstock.gateway.apis.api_docs.openapi").body_schemas(bodies)
 
 

@@ -15,7 +15,7 @@ from penstock.contract.output import Choice, Chunk, FinishReason, Usage
 from penstock.gateway.apis.anthropic.encoder import MessagesDialect
 from penstock.gateway.stream.dialect import AnswerHead
 from penstock.producer.anthropic.bodies import SHOWS_THINKING
-from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
+from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
 
 JOB = "pool.job"
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "\\u2028é"}}</tool_call>'

@@ -22,6 +22,7 @@ from starlette.routing import Route, WebSocketRoute
 from penstock import __version__
 from penstock.gateway.apis.api_docs import openapi
 from penstock.gateway.app import create_app
+from penstock.gateway.http.dialect import RouteIf
 from penstock.gateway.request.encoding import MAX_LIST_ITEMS
 from penstock.gateway.settings import GatewaySettings
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
@@ -185,7 +186,7 @@ async def test_first_requests_for_the_description_get_the_same_one(monkeypatch: 
 def test_no_request_builds_routes() -> None:
     """FastAPI builds the routes of an included router during the first request, which holds the loop for 20 ms."""
     app = create_app(GatewaySettings.load(redis_url="redis://127.0.0.1:1"))
-    assert {*map(type, app.routes)} <= {Route, APIRoute, WebSocketRoute}
+    assert {*map(type, app.routes)} <= {Route, RouteIf, APIRoute, WebSocketRoute}
 
 
 def test_index_names_the_release_and_every_endpoint(http: httpx.Client, document: dict[str, Any]) -> None:

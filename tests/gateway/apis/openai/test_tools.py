@@ -19,7 +19,7 @@ from penstock.contract.tools import MAX_CALLS
 from penstock.gateway.apis.anthropic.encoder import MessagesDialect
 from penstock.gateway.apis.openai.encoder import ChatDialect
 from penstock.gateway.stream.dialect import AnswerHead, Dialect
-from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.producer.parsing.parsed_text import AnswerFormat
 from penstock.queue import keys
 
 CALLS = """Wait.
