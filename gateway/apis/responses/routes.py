@@ -20,7 +20,7 @@ from penstock.contract.errors import InvariantError, JobFailedError, NotFoundErr
 from penstock.contract.job import RETURN_PROGRESS, checked_durability
 from penstock.contract.output import Usage
 from penstock.gateway.apis.responses.answers import ResponseAnswers, leave
-from penstock.gateway.apis.responses.body import INCLUDABLE, CompactBody, ResponseBody, ResponseOfJob
+from penstock.gateway.apis.responses.body import CompactBody, ResponseBody, ResponseOfJob
 from penstock.gateway.apis.responses.create import ConversationReader, CountInputTokens, CreateResponse, naming_fields
 from penstock.gateway.apis.responses.record import (
     MAX_SHOWN_CHARS,
@@ -44,6 +44,7 @@ from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter, CallerGoneEr
 from penstock.producer.client import AsyncClient
 from penstock.producer.parsed_body import ParsedBody
 from penstock.producer.responses.answer import response_id_of, usage_of
+from penstock.producer.responses.body import INCLUDABLE
 from penstock.producer.responses.compaction import MIN_SUMMARY_TOKENS, sealed, summary_limit
 from penstock.producer.responses.output import OutputReader, reading_of
 from penstock.queue.results import PackedResult
