@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from penstock.contract.fields import NO_EFFECT, RESPONSES, neutral_values_of, renamed_options
+from penstock.contract.job import QueueFields
 from penstock.contract.sampling import SamplingParams
 from penstock.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.apis.jobs.schemas import JobRequest
@@ -59,6 +60,7 @@ _TABLES: Mapping[str, Mapping[str, type[BaseModel]]] = {
 }
 
 _LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_OPTIONS = SamplingParams.model_fields | QueueFields.model_fields
 _OPTION_OF = {"max_completion_tokens": "max_tokens"}
 _OPTION_OF |= {there: name for name, there in renamed_options(SamplingParams, RESPONSES).items()}
 """Fields that penstock's sampling options call otherwise."""
@@ -102,7 +104,7 @@ def values() -> dict[str, str]:
             for name, field in _fields_of(schema).items():
                 if effect_of(schema, name) != HONORED:
                     continue
-                option = SamplingParams.model_fields.get(_OPTION_OF.get(name, name), field)
+                option = _OPTIONS.get(_OPTION_OF.get(name, name), field)
                 said = _choices_of(field.annotation) or _range_of(field) or _range_of(option)
                 if said:
                     found.setdefault(name, said)
