@@ -129,10 +129,10 @@ class HasTask(Protocol):
 def parsed_body(body: RequestBody, ignored: Sequence[str] = ()) -> ParsedBody:
     """Return what a validated body says. `ignored`: the unknown fields that were dropped.
 
-    Raises RequestError for sampling options that are out of range.
+    Raises RequestError for options that are out of range.
     """
     try:
-        params = body.params()
+        params, queueing = body.params(), body.queueing()
     except ValidationError as error:
         raise request_error(error, body.names()) from None
     return ParsedBody(
@@ -146,7 +146,7 @@ def parsed_body(body: RequestBody, ignored: Sequence[str] = ()) -> ParsedBody:
         body.task() if isinstance(body, HasTask) else None,
         body.asked_class,
         bool(body.stream),
-        body.queueing(),
+        queueing,
         body.options(),
         [name[:MAX_NAME_CHARS] for name in (*ignored, *body.dropped)[:MAX_IGNORED_SHOWN]],
     )

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from starlette.routing import Route
 
 from penstock.contract.fields import NO_EFFECT, RESPONSES, neutral_values_of, renamed_options
+from penstock.contract.job import QueueFields
 from penstock.contract.sampling import SamplingParams
 from penstock.gateway.app import create_app
 from penstock.gateway.settings import GatewaySettings
@@ -65,6 +66,7 @@ def _columns() -> Mapping[str, Mapping[str, type[BaseModel]]]:
 
 
 _LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_OPTIONS = SamplingParams.model_fields | QueueFields.model_fields
 _OPTION_OF = {"max_completion_tokens": "max_tokens"}
 _OPTION_OF |= {there: name for name, there in renamed_options(SamplingParams, RESPONSES).items()}
 """Fields that penstock's sampling options call otherwise."""
@@ -108,7 +110,7 @@ def values() -> dict[str, str]:
             for name, field in _fields_of(schema).items():
                 if effect_of(schema, name) != HONORED:
                     continue
-                option = SamplingParams.model_fields.get(_OPTION_OF.get(name, name), field)
+                option = _OPTIONS.get(_OPTION_OF.get(name, name), field)
                 said = _choices_of(field.annotation) or _range_of(field) or _range_of(option)
                 if said:
                     found.setdefault(name, said)

@@ -8,10 +8,8 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BeforeValidator, Discriminator, FailFast, Field, PlainValidator, Tag, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Discriminator, FailFast, Field, PlainValidator, Tag
 
-from penstock.contract.channel import GivenChannel
 from penstock.contract.fields import (
     BATCH_ROWS,
     NO_EFFECT,
@@ -21,24 +19,11 @@ from penstock.contract.fields import (
     OpenWire,
     Whole,
     Wire,
-    at_most,
     given_options,
     only,
     with_option_fields,
 )
-from penstock.contract.job import (
-    MAX_DEADLINE_S,
-    MAX_MESSAGES,
-    MAX_METADATA,
-    MAX_TAGS,
-    MAX_TOKENS_LIMIT,
-    NO_SAMPLING,
-    Metadata,
-    QueueFields,
-    QueueOptions,
-    SamplingParams,
-)
-from penstock.contract.job import Tag as JobTag
+from penstock.contract.job import MAX_MESSAGES, MAX_TOKENS_LIMIT, NO_SAMPLING, QueueFields, QueueOptions, SamplingParams
 from penstock.contract.output import Result, Usage
 from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Embedding, Pooling, TruncatedTokens
 from penstock.contract.tools import MAX_TOOLS, NO_TOOLS, Arguments, CallId, FunctionName, ToolUse
@@ -53,31 +38,24 @@ MAX_INPUTS = 2048
 """Most texts of one row of embeddings, as over HTTP. Each text is a job."""
 
 
-class QueuedRow(Wire):
-    """Fields of a row beside those of its endpoint. A row cannot stream and cannot choose its priority class."""
+if TYPE_CHECKING:
+    _Queued = Wire
+else:
+    _Queued = with_option_fields(Wire, BATCH_ROWS, QueueFields)
+
+
+class QueuedRow(_Queued):
+    """Fields of a row beside those of its endpoint. A row cannot stream and cannot choose its priority class.
+
+    Durations count from the submission of the row.
+    """
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: Annotated[Any, only(None, False)] = None
-    tags: Annotated[list[JobTag] | None, Field(max_length=MAX_TAGS)] = None
-    metadata: Annotated[Metadata | None, at_most(MAX_METADATA)] = None
     service_tier: Annotated[Any, only(None, "auto", "default", "flex")] = None
-    # They count from the submission of the row.
-    deadline_s: float | None = None
-    ttl_s: float | None = None
-    not_before_s: Annotated[float, Field(ge=0, le=MAX_DEADLINE_S)] | None = None
     # The jobs of rows are background work, which waits for as long as it takes and has no reader.
     max_wait_s: Annotated[Any, only(None)] = None
     return_progress: Annotated[Any, only(None, False)] = None
-    channel: GivenChannel = None
-
-    @field_validator("deadline_s", "ttl_s")
-    @classmethod
-    def _is_duration(cls, value: float | None) -> float | None:
-        if value is not None and not 0 < value <= MAX_DEADLINE_S:
-            raise PydanticCustomError(
-                "duration", "must be above 0 and at most {limit} seconds", {"limit": MAX_DEADLINE_S}
-            )
-        return value
 
     @property
     def asked_class(self) -> None:
@@ -85,8 +63,10 @@ class QueuedRow(Wire):
         return None
 
     def queueing(self) -> QueueOptions:
-        """Return how to queue the row's jobs."""
-        return cast(QueueOptions, given_options(self, QueueFields, BATCH_ROWS))
+        """Return how to queue the row's jobs. Raises pydantic's ValidationError."""
+        given = given_options(self, QueueFields, BATCH_ROWS)
+        QueueFields.model_validate(given)
+        return cast(QueueOptions, given)
 
 
 class MessageRow(MessageBody, QueuedRow):
@@ -336,7 +316,7 @@ class ResponseRow(_SampledRow):
             "tools": [tool.offer() for tool in self.tools or ()],
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            **self.queueing(),
+            **given_options(self, QueueFields, BATCH_ROWS),
         }
         return {"messages": system + _chat_of(self.input)} | {
             name: value for name, value in wanted.items() if value is not None
@@ -368,7 +348,7 @@ class ResponseRow(_SampledRow):
             "reasoning": {"effort": self.reasoning and self.reasoning.known_effort, "summary": None},
             "truncation": "disabled",
             "service_tier": "flex",
-            "metadata": self.metadata or {},
+            "metadata": given_options(self, QueueFields, BATCH_ROWS).get("metadata") or {},
             "user": self.user,
         }
 

@@ -11,11 +11,12 @@ from typing import Self, Unpack, cast
 
 from penstock.contract.channel import ChannelOption, checked_channel
 from penstock.contract.errors import NotFoundError, PenstockError, ProtocolVersionError, RequestError, UnavailableError
-from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id, prompts_of
+from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id
 from penstock.contract.job_actions import FilterOptions, JobFilter
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats, RedisState
 from penstock.contract.priority import Priority, class_not_allowed
+from penstock.contract.prompt import prompts_of
 from penstock.contract.tasks import Detokenized, Embedding, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery

@@ -154,6 +154,8 @@ class Option:
     """The type of the body's field, for an option that is no scalar, list or record there."""
     flag: str = ""
     """Help text of the flag of `penstock submit` and `penstock chat`; empty if they have none."""
+    help: str = ""
+    """What the option means, for callers in Python; empty if the record's docstring says it."""
 
 
 def option_of(record: type[BaseModel], name: str) -> Option:

@@ -39,16 +39,16 @@ def test_a_body_means_the_same_in_a_file_and_over_http(options: dict[str, Any]) 
     text = {"model": "m", "prompt": "hello", **options}
 
     assert request_of(CHAT_URL, chat).params == ChatRequest.model_validate_json(json.dumps(chat)).params()
-    assert [request_of(CHAT_URL, chat).prompt] == ChatRequest.model_validate_json(json.dumps(chat)).prompts()
+    assert request_of(CHAT_URL, chat).prompts == ChatRequest.model_validate_json(json.dumps(chat)).prompts()
     assert request_of(COMPLETIONS_URL, text).params == CompletionRequest.model_validate_json(json.dumps(text)).params()
-    assert [request_of(COMPLETIONS_URL, text).prompt] == CompletionRequest.model_validate_json(
-        json.dumps(text)
-    ).prompts()
+    assert (
+        request_of(COMPLETIONS_URL, text).prompts == CompletionRequest.model_validate_json(json.dumps(text)).prompts()
+    )
 
 
 def test_text_parts_are_joined_as_over_http() -> None:
     parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
-    assert request_of(CHAT_URL, {"messages": [{"role": "user", "content": parts}]}).prompt == MESSAGES
+    assert request_of(CHAT_URL, {"messages": [{"role": "user", "content": parts}]}).prompts == [MESSAGES]
 
 
 def test_max_completion_tokens_is_max_tokens() -> None:

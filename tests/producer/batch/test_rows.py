@@ -70,17 +70,17 @@ def test_a_response_means_the_same_in_a_file_and_over_http(options: dict[str, An
     request, over_http = request_of(RESPONSES_URL, body), ResponseBody.model_validate_json(json.dumps(body))
     assert request.params == over_http.params()
     assert request.template_kwargs == over_http.template_kwargs
-    assert request.response_echo is not None
+    echo_of_row = request.options["echo"]
     echo = json.loads(over_http.options()["echo"])
     for name in ("instructions", "store", "max_output_tokens", "metadata", "tools", "truncation"):
-        assert request.response_echo[name] == echo[name]
-    assert echo["text"]["format"]["type"] == request.response_echo["text"]["format"]["type"]
+        assert echo_of_row[name] == echo[name]
+    assert echo["text"]["format"]["type"] == echo_of_row["text"]["format"]["type"]
 
 
 def test_instructions_are_the_first_message() -> None:
     asked = request_of(RESPONSES_URL, {"input": "hello", "instructions": "be brief"})
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
-    assert asked.prompt == request_of(CHAT_URL, {"messages": messages}).prompt
+    assert asked.prompts == request_of(CHAT_URL, {"messages": messages}).prompts
 
 
 @pytest.mark.parametrize(
