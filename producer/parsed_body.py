@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
+from penstock.contract.errors import RequestError
 from penstock.contract.job import NO_SAMPLING, QueueOptions, SamplingParams, SubmitOptions
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
@@ -15,6 +16,8 @@ from penstock.contract.tasks import Task
 from penstock.contract.tools import NO_TOOLS, ToolUse
 from penstock.producer.client.request import Prompt
 
+MAX_CHOICES_OF_REQUEST = 256
+"""Most choices of one request for text, over all its prompts."""
 MAX_IGNORED_SHOWN = 32
 """Most ignored fields of a body that its answer lists."""
 
@@ -135,7 +138,7 @@ def parsed_body(body: RequestBody, ignored: Sequence[str] = ()) -> ParsedBody:
         params, queueing = body.params(), body.queueing()
     except ValidationError as error:
         raise request_error(error, body.names()) from None
-    return ParsedBody(
+    parsed = ParsedBody(
         body.model or "",
         body.prompts(),
         params,
@@ -150,3 +153,20 @@ def parsed_body(body: RequestBody, ignored: Sequence[str] = ()) -> ParsedBody:
         body.options(),
         [name[:MAX_NAME_CHARS] for name in (*ignored, *body.dropped)[:MAX_IGNORED_SHOWN]],
     )
+    if parsed.task is None:
+        _check_choices(parsed)
+    return parsed
+
+
+def _check_choices(body: ParsedBody) -> None:
+    """Refuse more choices than one request may have, and a stream of choices that are ranked when all are complete."""
+    params, num_prompts = body.params, len(body.prompts)
+    name = "best_of" if params.num_sequences > params.n else "n"
+    if params.use_beam_search:
+        name = "use_beam_search"
+    if num_prompts * params.num_sequences > MAX_CHOICES_OF_REQUEST:
+        limit = f"exceed the limit of {MAX_CHOICES_OF_REQUEST} choices per request"
+        raise RequestError(f"{name}: {num_prompts} prompts × {params.num_sequences} choices {limit}", param=name)
+    if body.stream and params.withholds_output:
+        message = f"stream: cannot be combined with {name}, whose choices are ranked when all of them are complete"
+        raise RequestError(message, code="unsupported_value", param="stream")

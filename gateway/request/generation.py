@@ -20,8 +20,6 @@ from penstock.contract.problems import joined, put_under, rename, request_error
 from penstock.producer.client.request import Prompt, pack_prompt_of
 from penstock.producer.parsed_body import MAX_IGNORED_SHOWN, ParsedBody, RequestBody, parsed_body
 
-MAX_CHOICES_OF_REQUEST = 256
-"""Most choices of one HTTP request for text, over all its prompts."""
 FIRST_OF_TWO = ".1"
 """The end of the id of a chunk's first event, if the chunk has two."""
 
@@ -201,10 +199,7 @@ def parse(schema: type[RequestBody], raw: bytes, **rules: Unpack[ParseRules]) ->
         raise refusal from None
     if isinstance(body, QueuedBody) and (held := body.held_body()) is not None:
         return _parsed_with(body, held, ignored.names, rules)
-    parsed = parsed_body(body, ignored.names)
-    if parsed.task is None:
-        _check_choices(parsed)
-    return parsed
+    return parsed_body(body, ignored.names)
 
 
 def _with_ranges(refusal: RequestError, schema: type[RequestBody], raw: bytes) -> RequestError:
@@ -220,20 +215,6 @@ def _with_ranges(refusal: RequestError, schema: type[RequestBody], raw: bytes) -
         found = request_error(error, there)
         return joined([refusal, found]) if found.param in data else refusal
     return refusal
-
-
-def _check_choices(body: ParsedBody) -> None:
-    """Refuse more choices than one request may have, and a stream of choices that are ranked when all are complete."""
-    params, num_prompts = body.params, len(body.prompts)
-    name = "best_of" if params.num_sequences > params.n else "n"
-    if params.use_beam_search:
-        name = "use_beam_search"
-    if num_prompts * params.num_sequences > MAX_CHOICES_OF_REQUEST:
-        limit = f"exceed the limit of {MAX_CHOICES_OF_REQUEST} choices per request"
-        raise RequestError(f"{name}: {num_prompts} prompts × {params.num_sequences} choices {limit}", param=name)
-    if body.stream and params.withholds_output:
-        message = f"stream: cannot be combined with {name}, whose choices are ranked when all of them are complete"
-        raise RequestError(message, code="unsupported_value", param="stream")
 
 
 def _parsed_with(body: RequestBody, held: HeldBody, ignored: Sequence[str], rules: ParseRules) -> ParsedBody:

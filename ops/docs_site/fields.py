@@ -18,7 +18,7 @@ from penstock.contract.job import QueueFields
 from penstock.contract.sampling import SamplingParams
 from penstock.gateway.app import create_app
 from penstock.gateway.settings import GatewaySettings
-from penstock.producer.batch.request import EMBEDDINGS_URL, ROWS
+from penstock.producer.batch.endpoints import ENDPOINTS
 from penstock.producer.openai.messages import ChatMessage
 
 BEGIN, END = "<!-- begin: made by `make fields` -->", "<!-- end -->"
@@ -52,9 +52,9 @@ def _columns() -> Mapping[str, Mapping[str, type[BaseModel]]]:
     endpoints: dict[str, Any] = {route.path: route.endpoint for route in app.routes if type(route) is Route}
     schemas = {path: endpoint.schema for path, endpoint in endpoints.items() if hasattr(endpoint, "schema")}
     found = {title: {path: schemas[path] for path in paths if path in schemas} for title, paths in _PATHS.items()}
-    found[BODIES] |= {f"batch: {url}": row for url, row in ROWS.items() if url != EMBEDDINGS_URL}
     found[PARAMS] = {"/v1/jobs": SamplingParams}
-    found[TEXTS] |= {f"batch: {EMBEDDINGS_URL}": ROWS[EMBEDDINGS_URL]}
+    for title in (BODIES, ANTHROPIC, TEXTS):
+        found[title] |= {f"batch: {url}": ENDPOINTS[url].schema for url in found[title] if url in ENDPOINTS}
     names = {"chats and completions": "/v1/chat/completions", "/v1/responses": "/v1/responses"}
     found[STREAM_OPTIONS] = {
         column: next(_types_in(schemas[path].model_fields["stream_options"].annotation))

@@ -21,13 +21,10 @@ from penstock.contract.job import Priority, SubmitOptions
 from penstock.contract.output import Result
 from penstock.contract.pool import notice_of
 from penstock.contract.problems import rename
-from penstock.contract.tasks import Embedding
+from penstock.producer.batch.endpoints import ENDPOINTS, AnsweredRow
 from penstock.producer.batch.records import RowTerms
-from penstock.producer.batch.results import body_of
-from penstock.producer.batch.rows import embeddings_body
 from penstock.producer.client import AsyncJob
 from penstock.producer.client.request import Prompt, choose_pool, require_tool_parser
-from penstock.producer.client.tasks import output_of
 from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.wire import WireError
@@ -95,44 +92,27 @@ async def _ask(
         "durability": terms.durability,
         "in_feed": terms.in_feed,
         "lower_max_tokens": True,
-        "idempotency_key": key,
     }
-    if request.task is not None:
-        return await _embed(client, request, options, on_submit)
     if request.tool_use.tools is not None:
         # A model whose calls cannot be recognized must not spend tokens on them.
         with suppress(NotFoundError, UnavailableError):
             require_tool_parser(choose_pool((await client.pools()).values(), model))
-    job = await client.submit(request.prompts[0], **options)
-    on_submit(job)
-    result = await _result_of(job)
-    # The record may be gone by now.
-    record = (await client.pools()).get(job.pool)
-    name = model or (record.model if record else job.pool)
-    with _readable(job.id, InvariantError, LookupError, TypeError, ValueError):
-        return job.id, body_of(request, name, result, record)
-
-
-async def _embed(
-    client: Submitter, request: ParsedBody, options: SubmitOptions, on_submit: OnSubmit
-) -> tuple[str, dict[str, Any]]:
-    """Return the id of the first text's job, and the answer for all texts."""
-    jobs, key = list[AsyncJob](), options["idempotency_key"]
-    for number, text in enumerate(request.prompts):
+    jobs = list[AsyncJob]()
+    for number, prompt in enumerate(request.prompts):
         options["idempotency_key"] = f"{key}:{number}" if number else key
-        jobs.append(await client.submit(text, **options))
+        jobs.append(await client.submit(prompt, **options))
         on_submit(jobs[-1])
     results = [await _result_of(job) for job in jobs]
-    with _readable(jobs[0].id, InvariantError):
-        vectors = [output_of(result, Embedding) for result in results]
+    # The record may be gone by now.
+    first, record = jobs[0], (await client.pools()).get(jobs[0].pool)
+    name = model or (record.model if record else first.pool)
+    with _readable(first.id, InvariantError, LookupError, TypeError, ValueError):
+        answered = AnsweredRow(request, name, results, record)
+        body = ENDPOINTS[request.options["url"]].answer_of(answered)
     # The caller frees the first job's result, which alone it knows.
     await try_all([job.ack for job in jobs[1:]])
-    record = (await client.pools()).get(jobs[0].pool)
-    name = options["model"] or (record.model if record else jobs[0].pool)
-    usages = [result.usage for result in results]
-    body = embeddings_body(name, vectors, usages, as_base64=request.options["base64"])
-    notice = notice_of(record, request.task)
-    return jobs[0].id, body | {"notice": notice} if notice else body
+    notice = None if request.task is None else notice_of(record, request.task)
+    return first.id, body | {"notice": notice} if notice else body
 
 
 async def _result_of(job: AsyncJob) -> Result:

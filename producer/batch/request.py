@@ -4,55 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Any, cast
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from pydantic_core import to_json
 
 from penstock.contract.errors import RequestError
-from penstock.contract.fields import UNKNOWN_FIELD, IgnoredFields, only
-from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
-from penstock.producer.batch.rows import NAMES_OF_RESPONSES, EmbeddingRow, MessageRow, QueuedRow, ResponseRow
-from penstock.producer.openai.bodies import ChatBody, CompletionBody, GenerationBody
-from penstock.producer.parsed_body import ParsedBody, parsed_body
+from penstock.contract.fields import UNKNOWN_FIELD, IgnoredFields
+from penstock.contract.problems import MAX_NAME_CHARS, request_error
+from penstock.producer.batch.endpoints import ENDPOINTS
+from penstock.producer.parsed_body import ParsedBody, RequestBody, parsed_body
 from penstock.queue.files.batch import MESSAGES_ENDPOINT
 
-CHAT_URL = "/v1/chat/completions"
-COMPLETIONS_URL = "/v1/completions"
-EMBEDDINGS_URL = "/v1/embeddings"
-RESPONSES_URL = "/v1/responses"
-
-TEXTS_FIELDS = {EMBEDDINGS_URL: "input"}
-"""Endpoint → the field with a row's texts, where each text becomes a job."""
-
 _LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
-
-AnyRow = TypeVar("AnyRow", bound=QueuedRow)
-
-
-class _RowFields(QueuedRow, GenerationBody):
-    """Fields of a row that generates text."""
-
-    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    stream_options: Annotated[Any, only(None)] = None
-    service_tier: Annotated[Any, only(None, "auto", "default", "flex")] = None
-
-
-class _ChatRow(_RowFields, ChatBody):
-    pass
-
-
-class _CompletionRow(_RowFields, CompletionBody):
-    pass
-
-
-ROWS: dict[str, type[_ChatRow | _CompletionRow | EmbeddingRow | ResponseRow]] = {
-    CHAT_URL: _ChatRow,
-    COMPLETIONS_URL: _CompletionRow,
-    EMBEDDINGS_URL: EmbeddingRow,
-    RESPONSES_URL: ResponseRow,
-}
-"""The schema of a row's body by its url."""
 
 
 def request_of_line(fields: Mapping[str, Any]) -> ParsedBody:
@@ -61,48 +25,32 @@ def request_of_line(fields: Mapping[str, Any]) -> ParsedBody:
     if fields.get("method", "POST") != "POST":
         raise RequestError("method must be POST", param="method")
     url, body = fields.get("url"), fields.get("body")
-    if not isinstance(url, str) or url not in ROWS:
-        raise RequestError(f"url must be one of {', '.join(ROWS)}", param="url")
+    if not isinstance(url, str) or url not in ENDPOINTS:
+        raise RequestError(f"url must be one of {', '.join(ENDPOINTS)}", param="url")
     if not isinstance(body, dict):
         raise RequestError("body must be an object", param="body")
     return request_of(url, body)
 
 
-def request_of(url: str, body: Mapping[str, Any]) -> ParsedBody:
-    """Return the request of an OpenAI body, whose options name its url. Raises RequestError for an invalid body."""
-    row = _validated(ROWS[url], body)
-    if isinstance(row, ResponseRow):
-        return _response_of(row)
-    parsed = parsed_body(row)
-    if parsed.task is None and len(parsed.prompts) != 1:
-        raise RequestError("a row must have exactly one prompt", param=parsed.names["prompt"])
-    return replace(parsed, options={**parsed.options, "url": url})
-
-
 def message_request_of(body: Mapping[str, Any], *, ignores_unknown: bool = False) -> ParsedBody:
-    """Return the request of Anthropic's body. Raises RequestError for an invalid body.
+    """Return the request of Anthropic's body; see `request_of`."""
+    return request_of(MESSAGES_ENDPOINT, body, ignores_unknown=ignores_unknown)
+
+
+def request_of(url: str, body: Mapping[str, Any], *, ignores_unknown: bool = False) -> ParsedBody:
+    """Return the request of an endpoint's body; its options name the url. Raises RequestError for an invalid body.
 
     With `ignores_unknown`, unknown fields of the body itself are dropped instead of refused.
     """
-    parsed = parsed_body(_validated(MessageRow, body, IgnoredFields(MessageRow) if ignores_unknown else None))
-    return replace(parsed, options={**parsed.options, "url": MESSAGES_ENDPOINT})
-
-
-def _validated(schema: type[AnyRow], body: Mapping[str, Any], context: IgnoredFields | None = None) -> AnyRow:
+    schema = ENDPOINTS[url].schema
     try:
         # Validate as JSON: in strict mode, pydantic then still accepts a list for a tuple and an object for a record.
-        return schema.model_validate_json(to_json(body, inf_nan_mode="constants"), context=context)
+        raw = to_json(body, inf_nan_mode="constants")
+        row = schema.model_validate_json(raw, context=IgnoredFields(schema) if ignores_unknown else None)
     except ValidationError as error:
         raise request_error(error) from None
-
-
-def _response_of(row: ResponseRow) -> ParsedBody:
-    try:
-        chat = request_of(CHAT_URL, row.chat_body())
-    except RequestError as error:
-        rename(error, NAMES_OF_RESPONSES)
-        raise
-    return replace(chat, names=NAMES_OF_RESPONSES, options={"url": RESPONSES_URL, "echo": row.echo()})
+    parsed = parsed_body(cast("RequestBody", row))
+    return replace(parsed, options={**parsed.options, "url": url})
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:

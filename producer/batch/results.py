@@ -20,22 +20,10 @@ from typing import Any
 
 from penstock.contract.errors import BusyError, RequestError
 from penstock.contract.job import created_at, is_job_id
-from penstock.contract.output import Result
-from penstock.contract.pool import PoolRecord
-from penstock.producer.anthropic.bodies import SHOWS_THINKING
-from penstock.producer.anthropic.message import WholeMessage
 from penstock.producer.batch import storage
 from penstock.producer.batch.finished import ERROR, FinishedRow, row_id_of
 from penstock.producer.batch.records import BatchProgress
-from penstock.producer.batch.request import CHAT_URL, RESPONSES_URL
-from penstock.producer.batch.rows import response_body
 from penstock.producer.batch.storage import OnWait, outlast
-from penstock.producer.client.request import answer_format
-from penstock.producer.openai.bodies import ECHO_ALONE
-from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
-from penstock.producer.parsed_body import ParsedBody
-from penstock.producer.parsing.parsed_text import PLAIN
-from penstock.queue.files.batch import MESSAGES_ENDPOINT
 
 _KEPT = timedelta(days=8)
 """Longer than a job may wait for its deadline, and its result is kept by default."""
@@ -45,42 +33,6 @@ LOCKED_RETRY_MS = 10_000
 
 def _is_recent(job_id: str) -> bool:
     return is_job_id(job_id) and datetime.now(UTC) - created_at(job_id) < _KEPT
-
-
-def body_of(request: ParsedBody, model: str, result: Result, record: PoolRecord | None = None) -> dict[str, Any]:
-    """Return the answer of the HTTP API for a result. The same result always gives the same object.
-
-    `record`: that of the pool. Its context is what `max_tokens` was lowered to.
-    """
-    max_total_tokens = record.max_model_len or None if record else None
-    form = answer_format(request.tool_use, request.params, request.template_kwargs, record)
-    options, url = request.options, request.options["url"]
-    if url == RESPONSES_URL:
-        sampling = {name: getattr(request.params, name) for name in ("temperature", "top_p")}
-        return response_body(model, options["echo"], sampling, result, form)
-    if url == MESSAGES_ENDPOINT:
-        message = WholeMessage(
-            result.job_id,
-            model,
-            request.params,
-            form,
-            shows_thinking=options[SHOWS_THINKING],
-            max_total_tokens=max_total_tokens,
-        )
-        return message.object_of(result)
-    made = ChatRenderer if url == CHAT_URL else CompletionRenderer
-    renderer = made(
-        job_id=result.job_id,
-        model=model,
-        created_s=result.submitted_ms // 1000,
-        params=request.params,
-        include_usage=False,
-        form=form if url == CHAT_URL else PLAIN,
-        echoes=request.echoes,
-    )
-    renderer.max_total_tokens = max_total_tokens
-    renderer.echoes_alone = bool(options.get(ECHO_ALONE))
-    return renderer.whole([result])
 
 
 class ResultsFile:

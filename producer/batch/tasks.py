@@ -20,8 +20,9 @@ from celery.exceptions import Reject
 from penstock.contract.errors import BusyError, RequestError, UnavailableError
 from penstock.contract.job import checked_durability
 from penstock.producer.batch.answer import answer
+from penstock.producer.batch.endpoints import CHAT_URL, COMPLETIONS_URL
 from penstock.producer.batch.records import Batch, BatchProgress, RowTerms
-from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, request_of
+from penstock.producer.batch.request import request_of
 from penstock.producer.batch.runner import answer_rows, opened
 from penstock.producer.batch.user_app import SERIALIZER, check_formats, declared_queue
 from penstock.producer.batch.worker_metrics import WorkerMetrics

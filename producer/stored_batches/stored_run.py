@@ -13,10 +13,10 @@ from contextlib import closing, suppress
 from functools import partial
 
 from penstock.contract.errors import InvariantError, NotFoundError, RequestError, UnavailableError
+from penstock.producer.batch.endpoints import ENDPOINTS
 from penstock.producer.batch.finished import KINDS, OUTPUT, MessageRows, OpenAiRows, RowFormat
 from penstock.producer.batch.lines import InputCheck, InputLimits, InputRow, RowReader, check_input
 from penstock.producer.batch.records import RowTerms
-from penstock.producer.batch.request import TEXTS_FIELDS
 from penstock.producer.batch.run import RowRun
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import choose_pool
@@ -137,7 +137,7 @@ class StoredBatchRun:
     async def _start(self) -> bool:
         """Check the input and start the batch. Return whether it has rows to answer."""
         endpoint, settings, must_stop = self._batch.spec.endpoint, self._files.settings, self._source.must_stop
-        texts_field = TEXTS_FIELDS.get(endpoint, "")
+        texts_field = ENDPOINTS[endpoint].texts_field
         limits = InputLimits(endpoint, settings.max_batch_rows, settings.max_batch_inputs, texts_field)
         found = await self._patiently(lambda: self._checked(limits), must_stop)
         found.problems += await self._patiently(lambda: self._unknown_models(found), must_stop)

@@ -20,8 +20,8 @@ from penstock.gateway.http.file_content import FileContent, content_of
 from penstock.gateway.http.pages import ids_after, limit_of, page_of, query_of
 from penstock.gateway.http.stored_batches import RUN_BATCHES, progress_of
 from penstock.gateway.request.reading import RequestReader, caller_of, idempotency_key_of
+from penstock.producer.batch.endpoints import ENDPOINTS
 from penstock.producer.batch.finished import ERROR, OUTPUT
-from penstock.producer.batch.request import ROWS
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
 from penstock.producer.stored_batches.parts import parts_content
@@ -115,8 +115,8 @@ class BatchRoutes:
             body = CreateBatch.model_validate_json(await self._reader.small_json(request))
         except ValidationError as error:
             raise request_error(error) from None
-        if body.endpoint not in ROWS:
-            raise RequestError(f"endpoint must be one of {', '.join(sorted(ROWS))}", param="endpoint")
+        if body.endpoint not in ENDPOINTS:
+            raise RequestError(f"endpoint must be one of {', '.join(sorted(ENDPOINTS))}", param="endpoint")
         caller, key = caller_of(request), idempotency_key_of(request)
         life_s = None if body.output_expires_after is None else body.output_expires_after.seconds
         spec = BatchSpec(

@@ -12,8 +12,9 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Outcome, Result, Usage
 from penstock.gateway.apis.openai.schemas import ChatRequest, CompletionRequest
+from penstock.producer.batch.endpoints import CHAT_URL, COMPLETIONS_URL
 from penstock.producer.batch.lines import MAX_LINE_BYTES, check_file
-from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, request_of, request_of_line
+from penstock.producer.batch.request import request_of, request_of_line
 from penstock.producer.batch.results import body_of
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 

@@ -13,8 +13,9 @@ import pytest
 from penstock import AsyncClient
 from penstock.contract.errors import RequestError
 from penstock.gateway.apis.responses.body import ResponseBody
+from penstock.producer.batch.endpoints import CHAT_URL, EMBEDDINGS_URL, RESPONSES_URL
 from penstock.producer.batch.records import Batch
-from penstock.producer.batch.request import CHAT_URL, EMBEDDINGS_URL, RESPONSES_URL, request_of
+from penstock.producer.batch.request import request_of
 from penstock.producer.batch.runner import run_batch
 from tests.producer.batch.conftest import Row, chat_row, rows_in, write_rows
 
