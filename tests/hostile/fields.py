@@ -11,7 +11,7 @@ from penstock.contract.channel import MAX_CHANNEL_NAME_CHARS
 from penstock.contract.job import MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS
 from penstock.contract.output import MAX_LOGPROBS
 from penstock.gateway.http.protocol import MAX_HEAD_BYTES
-from penstock.gateway.request.generation import MAX_CHOICES_OF_REQUEST
+from penstock.producer.parsed_body import MAX_CHOICES_OF_REQUEST
 from penstock.gateway.request.reading import MAX_KEY_CHARS
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.openai.bodies import MAX_PROMPTS
