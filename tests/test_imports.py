@@ -61,7 +61,14 @@ GATEWAY_FLOORS = (
     {"app"},
 )
 """Packages of the gateway, and modules beside them, lowest first. Each imports from its own floor and those below."""
-PRODUCER_FLOORS = ({"parsing"}, {"client", "files"}, {"openai"}, {"anthropic"}, {"batch"}, {"stored_batches"})
+PRODUCER_FLOORS = (
+    {"parsing"},
+    {"client", "files"},
+    {"openai", "parsed_body"},
+    {"anthropic", "responses"},
+    {"batch"},
+    {"stored_batches"},
+)
 """Packages of the client's side, lowest first. The client knows no API's bodies and answers."""
 FLOORS = {PRODUCER: PRODUCER_FLOORS, GATEWAY: GATEWAY_FLOORS, SERVICE: NODE_FLOORS, MODEL: MODEL_FLOORS}
 APIS = f"{GATEWAY}.apis"

@@ -132,10 +132,10 @@ class RowRun:
         self._changed.set()
         if task.cancelled():
             return
-        if (error := task.exception()) is not None:
-            self._failure = error
-        else:
+        if (error := task.exception()) is None:
             self._finished.append(task.result())
+        else:
+            self._failure = error
 
     async def collect(self) -> None:
         """Wait shortly for finished rows, hand them to the sink, and let it store what is due."""
@@ -151,7 +151,12 @@ class RowRun:
         self._hand_over()
         if self._sink.is_due:
             self._storing = asyncio.create_task(self._store(), name="penstock rows to store")
-            self._storing.add_done_callback(lambda _: self._changed.set())
+            self._storing.add_done_callback(self._note_stored)
+
+    def _note_stored(self, task: asyncio.Task[None]) -> None:
+        self._changed.set()
+        if not task.cancelled():
+            self._failure = self._failure or task.exception()
 
     async def store_all(self) -> None:
         """Store all rows that have finished."""
