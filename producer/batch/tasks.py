@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from celery import Celery, Task
 from celery.exceptions import Reject
 
+from penstock.contract.durability import checked_durability
 from penstock.contract.errors import BusyError, RequestError, UnavailableError
-from penstock.contract.job import checked_durability
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, request_of
 from penstock.producer.batch.runner import answer, answer_rows, opened
