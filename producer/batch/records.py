@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from penstock.contract.durability import Durability, checked_durability
 from penstock.contract.errors import RequestError
-from penstock.contract.job import MAX_DEADLINE_S, Durability, checked_durability
+from penstock.contract.job import MAX_DEADLINE_S
 
 DEFAULT_IN_FLIGHT = 64
 MAX_IN_FLIGHT = 4096

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from celery import Celery, Task
 from celery.exceptions import Reject
 
+from penstock.contract.durability import checked_durability
 from penstock.contract.errors import BusyError, RequestError, UnavailableError
-from penstock.contract.job import checked_durability
 from penstock.producer.batch.answer import answer
 from penstock.producer.batch.endpoints import CHAT_URL, COMPLETIONS_URL
 from penstock.producer.batch.records import Batch, BatchProgress, RowTerms

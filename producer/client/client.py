@@ -139,12 +139,19 @@ class AsyncClient:
         )
 
     async def served_pool(
-        self, *names: str | None, adapter: str | None = None, key: JobKey | None = None, hides_models: bool = False
+        self,
+        model: str | None = None,
+        job_id: str | None = None,
+        *,
+        adapter: str | None = None,
+        key: JobKey | None = None,
+        hides_models: bool = False,
     ) -> ServedPool:
         """Return the pool that `choose_pool` chooses for the names. Raises what `choose_pool` raises.
 
         If another fitting pool already has a job of this key, that pool is returned, also if it has no live node now.
         """
+        names = model, job_id
         known, chosen = list((await self.servers.pools(CachedState.recent)).values()), None
         with suppress(NotFoundError, UnavailableError, ProtocolVersionError):
             chosen = choose_pool(known, *names, adapter=adapter, key=key)
@@ -211,9 +218,12 @@ class AsyncClient:
     async def _admitted(self, prompt: Prompt, options: SubmitOptions) -> Submission:
         """Check and admit a job."""
         self.servers.directory.patience.require_open()
-        names, key = (options.get("model"), options.get("job_id")), job_key_of(options, self._tenant)
         record = await self.served_pool(
-            *names, adapter=options.get("adapter"), key=key, hides_models=options.get("hides_models", False)
+            options.get("model"),
+            options.get("job_id"),
+            adapter=options.get("adapter"),
+            key=job_key_of(options, self._tenant),
+            hides_models=options.get("hides_models", False),
         )
         job = await built_job(prompt, options, record, self._tenant)
         if job.webhooks:

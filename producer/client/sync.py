@@ -19,6 +19,7 @@ from penstock.contract.job_actions import ActionName, BulkReport, FilterOptions,
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.contract.priority import ClassName, Priority
 from penstock.contract.tasks import Embedding, Tokenized
+from penstock.contract.tenant import Terms
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.control import JobControl
 from penstock.producer.client.job import AsyncJob
@@ -193,16 +194,18 @@ class Client:
         """The counters of this client."""
         return self._client.stats
 
-    def pools(self) -> dict[str, ServedPool]:
-        """Return every announced model by pool, at most a second old; pools with a live node come first."""
-        return self._loop.call(self._client.pools())
+    def pools(self, *, renewed: bool = False) -> dict[str, ServedPool]:
+        """Return every announced model by pool; see `AsyncClient.pools`."""
+        return self._loop.call(self._client.pools(renewed=renewed))
 
-    def served_pool(self, model: str | None = None) -> ServedPool:
+    def served_pool(
+        self, model: str | None = None, job_id: str | None = None, *, adapter: str | None = None
+    ) -> ServedPool:
         """Return the pool to which `submit` sends the jobs of a model; without one, that of the only served model.
 
         Raises RequestError if `model` is needed, NotFoundError for an unknown one, UnavailableError if none is served.
         """
-        return self._loop.call(self._client.served_pool(model))
+        return self._loop.call(self._client.served_pool(model, job_id, adapter=adapter))
 
     @with_options()
     def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Job:
@@ -365,25 +368,58 @@ class Control:
         """Give a job that no node runs another class, or make it background or foreground work."""
         self._loop.call(self._control.change_class(job_id, priority, background=background, tenant=tenant))
 
-    def retry(self, job_id: str, *, tenant: str | None = None) -> Submitted:
+    def retry(self, job_id: str, *, tenant: str | None = None, terms: Terms | None = None) -> Submitted:
         """Submit the request of a job that failed, expired or was canceled as a new job."""
-        return self._loop.call(self._control.retry(job_id, tenant=tenant))
+        return self._loop.call(self._control.retry(job_id, tenant=tenant, terms=terms))
 
-    def bulk(self, action: ActionName, **options: Any) -> BulkReport:
+    def bulk(
+        self,
+        action: ActionName,
+        *,
+        tenant: str | None = None,
+        not_before_s: float | None = None,
+        to_priority: Priority | ClassName | None = None,
+        to_background: bool | None = None,
+        dry_run: bool = False,
+        **jobs: Unpack[FilterOptions],
+    ) -> BulkReport:
         """Act on all jobs that a filter names, and return the report."""
-        return self._loop.call(self._control.bulk(action, **options))
+        done = self._control.bulk(
+            action,
+            tenant=tenant,
+            not_before_s=not_before_s,
+            to_priority=to_priority,
+            to_background=to_background,
+            dry_run=dry_run,
+            **jobs,
+        )
+        return self._loop.call(done)
 
     def report(self, bulk_id: str, *, tenant: str | None = None) -> BulkReport:
         """Return what a bulk action has done so far."""
         return self._loop.call(self._control.report(bulk_id, tenant=tenant))
 
-    def pause(self, pool: str, **what: Any) -> list[Pause]:
+    def pause(
+        self,
+        pool: str,
+        *,
+        tenant: str | None = None,
+        priority: Priority | ClassName | None = None,
+        background: bool | None = None,
+    ) -> list[Pause]:
         """Let nodes take no job of a pool, of a class or kind of work of it, or of a tenant in it."""
-        return self._loop.call(self._control.pause(pool, **what))
+        return self._loop.call(self._control.pause(pool, tenant=tenant, priority=priority, background=background))
 
-    def resume(self, pool: str, **what: Any) -> list[Pause]:
+    def resume(
+        self,
+        pool: str,
+        *,
+        tenant: str | None = None,
+        priority: Priority | ClassName | None = None,
+        background: bool | None = None,
+    ) -> list[Pause]:
         """End what `pause` began with the same arguments."""
-        return self._loop.call(self._control.resume(pool, **what))
+        return self._loop.call(self._control.resume(pool, tenant=tenant, priority=priority, background=background))
 
     def paused(self, pool: str | None = None) -> list[Pause]:
         """Return what is paused, of a pool or of all."""
@@ -403,6 +439,7 @@ class Job:
         self._job = job
         self.id = job.id
         self.pool = job.pool
+        self.tenant = job.tenant
         self.channel = job.channel
 
     def __repr__(self) -> str:

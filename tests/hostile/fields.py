@@ -11,10 +11,10 @@ from penstock.contract.channel import MAX_CHANNEL_NAME_CHARS
 from penstock.contract.job import MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS
 from penstock.contract.output import MAX_LOGPROBS
 from penstock.gateway.http.protocol import MAX_HEAD_BYTES
-from penstock.producer.parsed_body import MAX_CHOICES_OF_REQUEST
 from penstock.gateway.request.reading import MAX_KEY_CHARS
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.openai.bodies import MAX_PROMPTS
+from penstock.producer.parsed_body import MAX_CHOICES_OF_REQUEST
 
 MAX_BODY_BYTES: int = GatewaySettings.model_fields["max_body_bytes"].default
 MAX_MODEL_CHARS = 256

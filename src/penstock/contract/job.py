@@ -11,9 +11,7 @@ from pydantic import AfterValidator, BaseModel, Field, StringConstraints, field_
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.channel import ChannelOfJob, ChannelOption, GivenChannel
-from penstock.contract.durability import FSYNC as FSYNC
 from penstock.contract.durability import MEMORY as MEMORY
-from penstock.contract.durability import REPLICATED as REPLICATED
 from penstock.contract.durability import Durability as Durability
 from penstock.contract.durability import checked_durability as checked_durability
 from penstock.contract.fields import (

@@ -13,10 +13,11 @@ import pytest
 from penstock import AsyncClient
 from penstock.contract.errors import RequestError
 from penstock.gateway.apis.responses.body import ResponseBody
-from penstock.producer.batch.endpoints import CHAT_URL, EMBEDDINGS_URL, RESPONSES_URL
+from penstock.producer.batch.endpoints import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, ENDPOINTS, RESPONSES_URL
 from penstock.producer.batch.records import Batch
 from penstock.producer.batch.request import request_of
 from penstock.producer.batch.runner import run_batch
+from penstock.queue.files.batch import MESSAGES_ENDPOINT
 from tests.producer.batch.conftest import Row, chat_row, rows_in, write_rows
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
@@ -78,6 +79,17 @@ def test_a_response_means_the_same_in_a_file_and_over_http(options: dict[str, An
     assert echo["text"]["format"]["type"] == echo_of_row["text"]["format"]["type"]
 
 
+@pytest.mark.parametrize("url", ENDPOINTS)
+def test_a_row_says_of_the_queue_what_its_body_over_http_says(url: str) -> None:
+    """A new option of the queue is open to rows at once, unless it is declared otherwise."""
+    said: dict[str, Any] = {"deadline_s": 9.5, "ttl_s": 8, "not_before_s": 1, "tags": ["a"], "metadata": {"b": "c"}}
+    channel = {} if url == EMBEDDINGS_URL else {"channel": "json"}
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    prompt = {CHAT_URL: chat, MESSAGES_ENDPOINT: chat, COMPLETIONS_URL: {"prompt": "x"}}
+    body = {**prompt.get(url, {"input": "x"}), **said, **channel}
+    assert request_of(url, body).submit_options().items() >= (said | channel).items()
+
+
 def test_instructions_are_the_first_message() -> None:
     asked = request_of(RESPONSES_URL, {"input": "hello", "instructions": "be brief"})
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
@@ -97,6 +109,12 @@ def test_instructions_are_the_first_message() -> None:
         (EMBEDDINGS_URL, {"input": []}, "input"),
         (EMBEDDINGS_URL, {"input": "x", "encoding_format": "int8"}, "encoding_format"),
         (EMBEDDINGS_URL, {"input": "x", "ttl_s": -1}, "ttl_s"),
+        (RESPONSES_URL, {"input": "x", "deadline_s": 0}, "deadline_s"),
+        (RESPONSES_URL, {"input": "x", "not_before_s": -1}, "not_before_s"),
+        (CHAT_URL, {"messages": [{"role": "user", "content": "x"}], "deadline_s": 700_000}, "deadline_s"),
+        (CHAT_URL, {"messages": [{"role": "user", "content": "x"}], "tags": ["a", "two words"]}, "tags[1]"),
+        (CHAT_URL, {"messages": [{"role": "user", "content": "x"}], "metadata": {"a": "b" * 513}}, "metadata.a"),
+        (CHAT_URL, {"messages": [{"role": "user", "content": "x"}], "max_wait_s": 1}, "max_wait_s"),
     ],
 )
 def test_what_is_not_honored_is_refused_by_name(url: str, body: dict[str, Any], param: str) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from redis import exceptions
 from redis.asyncio import Redis
 
+from penstock.contract.durability import FSYNC, MEMORY, REPLICATED, Durability
 from penstock.contract.errors import (
     ConfigError,
     InvariantError,
@@ -35,7 +36,6 @@ from penstock.contract.errors import (
     UnavailableError,
     UnsupportedDurabilityError,
 )
-from penstock.contract.job import FSYNC, MEMORY, REPLICATED, Durability
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.scripts import Argument, command
 from penstock.queue.broker.shared_connection import SharedConnection

@@ -14,8 +14,8 @@ from typing import Any, cast
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
+from penstock.contract.durability import MEMORY, Durability
 from penstock.contract.errors import ConflictError, NotFoundError, PenstockError, RequestError
-from penstock.contract.job import MEMORY, Durability
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import ANONYMOUS, OPENED, ApiKey, Terms, keys_in_use, mint
