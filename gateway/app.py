@@ -168,10 +168,21 @@ def _state_of(server: QueueServer) -> str:
 
 
 DIALECTS: tuple[HttpDialect, ...] = (
-    *(JOBS, OPENAI, ANTHROPIC, RESPONSES, TASKS, FILES, BATCHES, MESSAGE_BATCHES, WEBHOOKS),
-    *(WEBSOCKET, USAGE, WEB, API_DOCS),
+    JOBS,
+    OPENAI,
+    ANTHROPIC,
+    RESPONSES,
+    TASKS,
+    FILES,
+    BATCHES,
+    MESSAGE_BATCHES,
+    WEBHOOKS,
+    WEBSOCKET,
+    USAGE,
+    WEB,
+    API_DOCS,
 )
-"""The APIs of this gateway."""
+"""The APIs of this gateway: a row for each folder in `apis/`."""
 MAX_RESULT_BYTES_HELD = 64 << 20
 """Bytes of large results and of records of responses that a gateway holds while it sends them. Others wait."""
 MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
