@@ -39,7 +39,7 @@ ASKED = {
     "web": ("GET", "/web/main.js"),
     "api_docs": ("GET", "/version"),
 }
-"""A request to each API that needs no node."""
+"""A request to each API that needs no node. One that is not listed must only leave the others alone."""
 
 
 class Blocked:
