@@ -29,7 +29,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from penstock.contract.errors import UnavailableError
 from penstock.contract.tenant import are_required
 from penstock.gateway.apis.anthropic.routes import ANTHROPIC
-from penstock.gateway.apis.api_docs.openapi import API_DOCS
+from penstock.gateway.apis.api_docs.routes import API_DOCS
 from penstock.gateway.apis.batches.routes import BATCHES
 from penstock.gateway.apis.files.routes import FILES
 from penstock.gateway.apis.jobs.routes import JOBS
@@ -40,7 +40,7 @@ from penstock.gateway.apis.tasks.routes import TASKS
 from penstock.gateway.apis.usage.routes import USAGE
 from penstock.gateway.apis.web.routes import WEB
 from penstock.gateway.apis.webhooks.routes import WEBHOOKS
-from penstock.gateway.apis.websocket.session import WEBSOCKET
+from penstock.gateway.apis.websocket.routes import WEBSOCKET
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import ErrorHandlers, ErrorShapes, soon
 from penstock.gateway.http.dialect import HttpDialect, Services
@@ -168,10 +168,21 @@ def _state_of(server: QueueServer) -> str:
 
 
 DIALECTS: tuple[HttpDialect, ...] = (
-    *(JOBS, OPENAI, ANTHROPIC, RESPONSES, TASKS, FILES, BATCHES, MESSAGE_BATCHES, WEBHOOKS),
-    *(WEBSOCKET, USAGE, WEB, API_DOCS),
+    JOBS,
+    OPENAI,
+    ANTHROPIC,
+    RESPONSES,
+    TASKS,
+    FILES,
+    BATCHES,
+    MESSAGE_BATCHES,
+    WEBHOOKS,
+    WEBSOCKET,
+    USAGE,
+    WEB,
+    API_DOCS,
 )
-"""The APIs of this gateway."""
+"""The APIs of this gateway: a row for each folder in `apis/`."""
 MAX_RESULT_BYTES_HELD = 64 << 20
 """Bytes of large results and of records of responses that a gateway holds while it sends them. Others wait."""
 MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20

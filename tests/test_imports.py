@@ -72,6 +72,9 @@ PRODUCER_FLOORS = (
 """Packages of the client's side, lowest first. The client knows no API's bodies and answers."""
 FLOORS = {PRODUCER: PRODUCER_FLOORS, GATEWAY: GATEWAY_FLOORS, SERVICE: NODE_FLOORS, MODEL: MODEL_FLOORS}
 APIS = f"{GATEWAY}.apis"
+ENGINE_CORE = {f"{ENGINE}.{name}" for name in ("scheduler", "kv_cache", "sequence", "steps", "policy", "text")}
+"""Packages and modules of the engine that know none of its guests. `engine.py` composes both."""
+ENGINE_GUESTS = {f"{ENGINE}.{name}" for name in ("structured", "search", "speculative")}
 OWN_ROOMS = {GATEWAY, SERVICE, ENGINE}
 """Packages whose modules count as packages of their own."""
 WEB = {"fastapi", "starlette", "uvicorn", "websockets"}
@@ -237,6 +240,16 @@ def test_only_the_app_names_an_api() -> None:
         at(module, found) for module in outside for found in imports_of(module) if found.target.startswith(f"{APIS}.")
     ]
     assert [one for one in named if f" {GATEWAY}.app " not in one] == []
+
+
+def test_the_core_of_the_engine_imports_no_guest() -> None:
+    def is_in(name: str, parts: set[str]) -> bool:
+        return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+    core = [module for module in modules().values() if is_in(module.name, ENGINE_CORE)]
+    assert len(core) > len(ENGINE_CORE)
+    wrong = [at(module, found) for module in core for found in imports_of(module) if is_in(found.target, ENGINE_GUESTS)]
+    assert wrong == []
 
 
 def test_packages_import_each_other_in_no_circle() -> None:

@@ -53,13 +53,17 @@ class Services:
         return frozenset(path for api in self.apis for path in api.public_paths)
 
 
+Complete = Callable[[GenerationRequest], Awaitable[GenerationRequest]]
+"""Adds to a request what it needs beside its body, such as earlier answers."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobBody:
     """How a job holds the body of an API, as `url` and `body`."""
 
     schema: type[RequestBody]
-    completed: Callable[[Services, GenerationRequest], Awaitable[GenerationRequest]] | None = None
-    """Adds what the request needs beside its body, such as earlier answers."""
+    complete: Callable[[Services], Complete] | None = None
+    """Makes what completes such requests; None if they need nothing beside their body."""
 
 
 @dataclass(frozen=True, slots=True)

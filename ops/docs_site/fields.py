@@ -43,7 +43,7 @@ _PATHS = {
 """Table → the paths whose bodies have a column in it."""
 
 
-# Of our own code.
+# Of one user, or of our own code and files.
 @cache
 def _columns() -> Mapping[str, Mapping[str, type[BaseModel]]]:
     """Map each table to its columns, with the schemas that the gateway's table of APIs has."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,13 +26,20 @@ from penstock.gateway.apis.jobs.control import ALL_TENANTS, ControlRoutes
 from penstock.gateway.apis.jobs.schemas import JobRequest
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body, soon
-from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.http.dialect import Complete, HttpDialect, Services
 from penstock.gateway.metrics import StreamMeter
 from penstock.gateway.open_feeds import FeedPlace, OpenFeeds
 from penstock.gateway.request.encoding import JOBS_PATH, MAX_LIST_ITEMS, ListItem
 from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import check_logprobs
-from penstock.gateway.request.reading import AFTER, LAST_EVENT_HEADER, MAX_KEY_CHARS, caller_of, idempotency_key_of
+from penstock.gateway.request.reading import (
+    AFTER,
+    LAST_EVENT_HEADER,
+    MAX_KEY_CHARS,
+    RequestReader,
+    caller_of,
+    idempotency_key_of,
+)
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import JOB_HEADER, MAX_TOKENS_HEADER, NOTICE_HEADER, Answers
@@ -126,12 +133,20 @@ def _cursor_object(cursor: CompletionCursor) -> dict[str, Any]:
 class FeedRoutes:
     """The routes of the completions of a caller's tenant."""
 
-    def __init__(self, services: Services) -> None:
-        self._feed = services.client.feed
-        self._answers = services.answers
-        self._yielder = services.yielder
-        self._open_feeds = services.open_feeds
-        self._stopping = services.stopping
+    def __init__(
+        self,
+        client: AsyncClient,
+        answers: Answers,
+        open_feeds: OpenFeeds,
+        yielder: LoopYielder,
+        stopping: asyncio.Event,
+    ) -> None:
+        """`stopping` ends all streams, because the gateway stops."""
+        self._feed = client.feed
+        self._answers = answers
+        self._yielder = yielder
+        self._open_feeds = open_feeds
+        self._stopping = stopping
         self.router = APIRouter()
         self.router.add_api_route("/v1/jobs/events", self.events)
         self.router.add_api_route("/v1/jobs/events/cursor", self.cursor)
@@ -205,12 +220,14 @@ class SubmitJob:
         max_list_items=MAX_LIST_ITEMS,
     )
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._client = services.client
-        self._reader = services.reader
-        self._max_logprobs = services.settings.max_logprobs
-        self._held = {url: held for api in services.apis for url, held in api.job_bodies.items()}
+    def __init__(
+        self, client: AsyncClient, reader: RequestReader, complete: Mapping[str, Complete], max_logprobs: int
+    ) -> None:
+        """`complete`: by the `url` of a held body, what completes its request."""
+        self._client = client
+        self._reader = reader
+        self._complete = complete
+        self._max_logprobs = max_logprobs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Queue one job and answer 202 with its id and links, or each job of a list and answer with their outcomes."""
@@ -282,8 +299,8 @@ class SubmitJob:
 
     async def _prepared(self, generation: GenerationRequest) -> tuple[Prompt, SubmitOptions]:
         """Return the prompt of a job and the options of its submission."""
-        if (held := self._held.get(generation.body.options.get("url", ""))) is not None and held.completed is not None:
-            generation = await held.completed(self._services, generation)
+        if (complete := self._complete.get(generation.body.options.get("url", ""))) is not None:
+            generation = await complete(generation)
         body = generation.body
         if body.needs_token_details:
             pools = (await self._client.pools()).values()
@@ -435,10 +452,13 @@ def _truth_of(request: Request, name: str) -> bool:
 
 def _routes(services: Services) -> list[Route | APIRouter]:
     jobs = JobRoutes(services.client, services.settings, services.answers, services.yielder, services.result_budget)
+    feed = FeedRoutes(services.client, services.answers, services.open_feeds, services.yielder, services.stopping)
     control = ControlRoutes(services.client, services.reader)
+    held = {url: body for api in services.apis for url, body in api.job_bodies.items()}
+    complete = {url: body.complete(services) for url, body in held.items() if body.complete is not None}
+    submit = SubmitJob(services.client, services.reader, complete, services.settings.max_logprobs)
     # Their fixed paths go before the ids of jobs.
-    submit = Route("/v1/jobs", SubmitJob(services), methods=["POST"])
-    return [submit, FeedRoutes(services).router, control.router, jobs.router]
+    return [Route("/v1/jobs", submit, methods=["POST"]), feed.router, control.router, jobs.router]
 
 
 JOBS = HttpDialect(_routes, bodies=(JobRequest,), socket_bodies={JOBS_PATH: JobRequest})

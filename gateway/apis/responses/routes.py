@@ -33,7 +33,7 @@ from penstock.gateway.apis.responses.record import (
     stored_record,
 )
 from penstock.gateway.budget import SharedBudget
-from penstock.gateway.http.dialect import HttpDialect, JobBody, Services
+from penstock.gateway.http.dialect import Complete, HttpDialect, JobBody, Services
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition
 from penstock.gateway.request.reading import MAX_NUMBER_DIGITS, RequestReader, caller_of
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
@@ -376,11 +376,15 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     ]
 
 
-async def _with_conversation(services: Services, generation: GenerationRequest) -> GenerationRequest:
-    """Return the request of a job that holds a response, with its whole conversation."""
+def _with_conversation(services: Services) -> Complete:
+    """Return what adds the whole conversation to the request of a job that holds a response."""
     reader = ConversationReader(services.client, services.result_budget, services.settings.max_body_bytes)
-    _, prompt = await reader.conversation_of(generation, reader.conversations_of(generation.tenant))
-    return replace(generation, body=replace(generation.body, prompts=[prompt]))
+
+    async def complete(generation: GenerationRequest) -> GenerationRequest:
+        _, prompt = await reader.conversation_of(generation, reader.conversations_of(generation.tenant))
+        return replace(generation, body=replace(generation.body, prompts=[prompt]))
+
+    return complete
 
 
 RESPONSES = HttpDialect(

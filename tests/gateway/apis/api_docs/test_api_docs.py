@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route, WebSocketRoute
 
 from penstock import __version__
-from penstock.gateway.apis.api_docs import openapi
+from penstock.gateway.apis.api_docs import openapi, routes
 from penstock.gateway.app import create_app
 from penstock.gateway.http.dialect import RouteIf
 from penstock.gateway.request.encoding import MAX_LIST_ITEMS
@@ -174,7 +174,7 @@ def answer_to(command: str, variables: dict[str, str]) -> httpx.Response:
 
 async def test_first_requests_for_the_description_get_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
     render = Mock(wraps=openapi.document_of)
-    monkeypatch.setattr(openapi, "document_of", render)
+    monkeypatch.setattr(routes, "document_of", render)
     app = create_app(GatewaySettings.load(redis_url="redis://127.0.0.1:1"))
     assert not render.called, "a gateway's start need not wait for it"
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
