@@ -98,7 +98,7 @@ class OpenAiRows(RowFormat):
     def stopped(self, row: InputRow, code: str) -> FinishedRow:
         """Return a row that was not answered."""
         return FinishedRow(
-            row.number, row.custom_id, ERROR, self._error_line(row, PenstockError(_STOPPED[code], code=code)), "stopped"
+            row.without_body(), ERROR, self._error_line(row, PenstockError(_STOPPED[code], code=code)), "stopped"
         )
 
     def _error_line(self, row: InputRow, error: PenstockError) -> bytes:
@@ -130,14 +130,12 @@ class MessageRows(RowFormat):
         """Return a failed row."""
         details = error_body(message_of_error(error), status_of(error), None)
         return FinishedRow(
-            row.number, row.custom_id, OUTPUT, _result_line(row, {"type": "errored", "error": details}), "failed"
+            row.without_body(), OUTPUT, _result_line(row, {"type": "errored", "error": details}), "failed"
         )
 
     def stopped(self, row: InputRow, code: str) -> FinishedRow:
         """Return a row that was not answered."""
-        return FinishedRow(
-            row.number, row.custom_id, OUTPUT, _result_line(row, {"type": _STOPPED_RESULTS[code]}), "stopped"
-        )
+        return FinishedRow(row.without_body(), OUTPUT, _result_line(row, {"type": _STOPPED_RESULTS[code]}), "stopped")
 
 
 def _result_line(row: InputRow, result: Mapping[str, Any]) -> bytes:
