@@ -72,11 +72,8 @@ def test_a_response_means_the_same_in_a_file_and_over_http(options: dict[str, An
     request, over_http = request_of(RESPONSES_URL, body), ResponseBody.model_validate_json(json.dumps(body))
     assert request.params == over_http.params()
     assert request.template_kwargs == over_http.template_kwargs
-    echo_of_row = request.options["echo"]
     echo = json.loads(over_http.options()["echo"])
-    for name in ("instructions", "store", "max_output_tokens", "metadata", "tools", "truncation"):
-        assert echo_of_row[name] == echo[name]
-    assert echo["text"]["format"]["type"] == echo_of_row["text"]["format"]["type"]
+    assert json.loads(request.options["echo"]) == echo | {"service_tier": "flex"}
 
 
 @pytest.mark.parametrize("url", ENDPOINTS)
@@ -104,7 +101,7 @@ def test_instructions_are_the_first_message() -> None:
         (RESPONSES_URL, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES_URL, {"input": "x", "temperature": -1}, "temperature"),
         (RESPONSES_URL, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-        (RESPONSES_URL, {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+        (RESPONSES_URL, {"input": "x", "tools": [{"type": "function"}]}, "tools[0]"),
         (RESPONSES_URL, {"messages": []}, "messages"),
         (EMBEDDINGS_URL, {"input": []}, "input"),
         (EMBEDDINGS_URL, {"input": "x", "encoding_format": "int8"}, "encoding_format"),
