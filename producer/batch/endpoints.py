@@ -1,24 +1,31 @@
-"""The endpoints of rows: the schema of a row's body, and the answer of its jobs. A new one is an entry in a table."""
+"""The endpoints of rows: their bodies, which are those over HTTP without what a row cannot say, and their answers.
+
+A new endpoint has a schema, an answer, and an entry in `ENDPOINTS`.
+"""
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
+from pydantic import Field
 from pydantic_core import from_json
 
+from penstock.contract.errors import RequestError
+from penstock.contract.fields import BATCH_ROWS, Wire, given_options, only, with_option_fields
+from penstock.contract.job import QueueFields, QueueOptions
 from penstock.contract.output import Result
 from penstock.contract.pool import PoolRecord
 from penstock.contract.tasks import Embedding
-from penstock.producer.anthropic.bodies import SHOWS_THINKING
+from penstock.producer.anthropic.bodies import SHOWS_THINKING, MessageBody
 from penstock.producer.anthropic.message import WholeMessage
-from penstock.producer.batch.rows import ChatRow, CompletionRow, EmbeddingRow, MessageRow, QueuedRow, ResponseRow
 from penstock.producer.client.request import answer_format, with_defaults
 from penstock.producer.client.tasks import output_of
-from penstock.producer.openai.bodies import ECHO_ALONE
-from penstock.producer.openai.embeddings import embedding_parts, embeddings_head, list_tail
+from penstock.producer.openai.bodies import ECHO_ALONE, ChatBody, CompletionBody
+from penstock.producer.openai.embeddings import EmbeddingFields, embedding_parts, embeddings_head, list_tail
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 from penstock.producer.parsed_body import ParsedBody
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
@@ -30,6 +37,8 @@ from penstock.producer.responses.answer import (
     output_parts,
     response_parts,
 )
+from penstock.producer.responses.body import ResponseFields
+from penstock.producer.responses.items import messages_of
 from penstock.producer.responses.output import OutputReader
 from penstock.producer.responses.tools import CalledTool
 from penstock.queue.files.batch import MESSAGES_ENDPOINT
@@ -38,6 +47,84 @@ CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 EMBEDDINGS_URL = "/v1/embeddings"
 RESPONSES_URL = "/v1/responses"
+
+
+if TYPE_CHECKING:
+    _Queued = Wire
+else:
+    _Queued = with_option_fields(Wire, BATCH_ROWS, QueueFields)
+
+
+class QueuedRow(_Queued):
+    """Fields of a row beside those of its endpoint. A row cannot stream and cannot choose its priority class.
+
+    Durations count from the submission of the row.
+    """
+
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    stream: Annotated[Any, only(None, False)] = None
+    service_tier: Annotated[Any, only(None, "auto", "default", "flex")] = None
+    # The jobs of rows are background work, which waits for as long as it takes and has no reader.
+    max_wait_s: Annotated[Any, only(None)] = None
+    return_progress: Annotated[Any, only(None, False)] = None
+
+    @property
+    def asked_class(self) -> None:
+        """The class that the body asks for: none, because rows are work of the class batch."""
+        return None
+
+    def queueing(self) -> QueueOptions:
+        """Return how to queue the row's jobs. Raises pydantic's ValidationError."""
+        given = given_options(self, QueueFields, BATCH_ROWS)
+        QueueFields.model_validate(given)
+        return cast(QueueOptions, given)
+
+
+class ChatRow(QueuedRow, ChatBody):
+    """A body of `/v1/chat/completions`."""
+
+    stream_options: Annotated[Any, only(None)] = None
+
+
+class CompletionRow(QueuedRow, CompletionBody):
+    """A body of `/v1/completions`."""
+
+    stream_options: Annotated[Any, only(None)] = None
+
+
+class MessageRow(MessageBody, QueuedRow):
+    """A body of `/v1/messages`."""
+
+    stream: Annotated[Any, only(None, False)] = None
+
+
+class EmbeddingRow(QueuedRow, EmbeddingFields):
+    """A body of `/v1/embeddings`."""
+
+    channel: Annotated[Any, only(None, False)] = None
+
+
+class ResponseRow(QueuedRow, ResponseFields):
+    """A body of `/v1/responses` whose response is not stored, so it neither continues one nor is continued."""
+
+    store: Annotated[Any, only(None, False)] = None
+    background: Annotated[Any, only(None, False)] = None
+    previous_response_id: Annotated[Any, only(None)] = None
+    stream_options: Annotated[Any, only(None)] = None
+
+    def prompts(self) -> list[list[dict[str, Any]]]:
+        """Return a list with the conversation. Raises RequestError for items that stand for stored ones."""
+        found = messages_of(self.input)
+        if found.references or found.seals:
+            message = "input: a row cannot have items of type item_reference or compaction: they stand for stored ones"
+            raise RequestError(message, code="unsupported_value", param="input")
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return [system + found.messages]
+
+    def options(self) -> dict[str, Any]:
+        """Return how to show the response. It ran as work of the class batch."""
+        echo = self.echo() | {"store": False, "service_tier": "flex"}
+        return {"echo": json.dumps(echo).encode(), "called": self.called()}
 
 
 @dataclass(frozen=True, slots=True)
