@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.contract.errors import RequestError
 from penstock.contract.fields import OpenWire, only
-from penstock.contract.job import MAX_PARTICIPANT_NAME_CHARS
+from penstock.contract.prompt import MAX_PARTICIPANT_NAME_CHARS
 from penstock.contract.tools import (
     MAX_CALLS,
     MAX_CALLS_OF_CHAT,
