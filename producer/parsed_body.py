@@ -63,7 +63,7 @@ class ParsedBody:
 
     def submit_options(self) -> SubmitOptions:
         """Return what the body says of each of its jobs, as arguments of `AsyncClient.submit`."""
-        return {
+        options: SubmitOptions = {
             "model": self.model or None,
             "task": self.task,
             "params": self.params,
@@ -71,8 +71,8 @@ class ParsedBody:
             "tool_choice": self.tool_use.choice,
             "parallel_tool_calls": self.tool_use.parallel,
             "chat_template_kwargs": self.template_kwargs,
-            **self.queueing,
         }
+        return {**options, **self.queueing}
 
 
 class RequestBody(Protocol):

@@ -431,7 +431,7 @@ def durations_of(options: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def _milliseconds(name: str, seconds: Any) -> int:
+def _milliseconds(name: str, seconds: float) -> int:
     marks: dict[type, Any] = {type(mark): mark for mark in QueueFields.model_fields[name].metadata}
     high, above = marks[Le].le, marks.get(Gt)
     is_number = isinstance(seconds, int | float)

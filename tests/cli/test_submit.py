@@ -154,7 +154,7 @@ def test_a_line_with_a_url_keeps_what_its_body_says_of_the_queue(pool: str) -> N
     assert json.loads(done.stdout)["state"] == "scheduled", done.stdout
     with Client(pool) as client:
         (job,) = client.jobs(tag="of-body").jobs
-        client.cancel(job.id)
+        client.cancel(job.job_id)
     assert (job.metadata, job.tags) == ({"a": "b"}, ("of-body",))
 
 

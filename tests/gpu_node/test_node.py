@@ -25,9 +25,10 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.contract.errors import ConfigError, InvariantError, ProtocolVersionError
-from penstock.contract.job import MAX_PARTICIPANT_NAME_CHARS, JobDef, Message, SamplingParams
+from penstock.contract.job import JobDef, Message, SamplingParams
 from penstock.contract.output import Chunk, Result
 from penstock.contract.pool import PoolRecord
+from penstock.contract.prompt import MAX_PARTICIPANT_NAME_CHARS
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.contract.tools import ToolCall
 from penstock.contract.usage import UsageQuery
