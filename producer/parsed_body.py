@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
@@ -121,14 +121,6 @@ class RequestBody(Protocol):
         """Return how to answer the request: plain values."""
 
 
-@runtime_checkable
-class HasTask(Protocol):
-    """A body whose jobs do something else than generate text."""
-
-    def task(self) -> Task:
-        """Return what the jobs do with the prompts."""
-
-
 def parsed_body(body: RequestBody, ignored: Sequence[str] = ()) -> ParsedBody:
     """Return what a validated body says. `ignored`: the unknown fields that were dropped.
 
@@ -138,6 +130,8 @@ def parsed_body(body: RequestBody, ignored: Sequence[str] = ()) -> ParsedBody:
         params, queueing = body.params(), body.queueing()
     except ValidationError as error:
         raise request_error(error, body.names()) from None
+    # A body whose jobs do something else than generate text says what.
+    task: Callable[[], Task] | None = getattr(body, "task", None)
     parsed = ParsedBody(
         body.model or "",
         body.prompts(),
@@ -146,7 +140,7 @@ def parsed_body(body: RequestBody, ignored: Sequence[str] = ()) -> ParsedBody:
         body.tool_use(),
         body.echoes,
         body.template_kwargs,
-        body.task() if isinstance(body, HasTask) else None,
+        None if task is None else task(),
         body.asked_class,
         bool(body.stream),
         queueing,

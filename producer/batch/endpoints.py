@@ -75,8 +75,8 @@ class QueuedRow(_Queued):
 
     def queueing(self) -> QueueOptions:
         """Return how to queue the row's jobs. Raises pydantic's ValidationError."""
-        given = given_options(self, QueueFields, BATCH_ROWS)
-        QueueFields.model_validate(given)
+        if given := given_options(self, QueueFields, BATCH_ROWS):
+            QueueFields.model_validate(given)
         return cast(QueueOptions, given)
 
 

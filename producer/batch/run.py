@@ -139,9 +139,9 @@ class RowRun:
 
     async def collect(self) -> None:
         """Wait shortly for finished rows, hand them to the sink, and let it store what is due."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_TICK_S):
-                await self._changed.wait()
+        tick = asyncio.get_running_loop().call_later(_TICK_S, self._changed.set)
+        await self._changed.wait()
+        tick.cancel()
         self._changed.clear()
         if self._failure is not None:
             raise self._failure
