@@ -425,20 +425,28 @@ def durations_of(options: Mapping[str, Any]) -> dict[str, int]:
     if "reader_grace_s" in given and options.get("needs_reader") is False:
         raise RequestError("reader_grace_s: a job with needs_reader=False waits for no reader", param="reader_grace_s")
     for name in LATER_THAN_START if (start_s := given.get("not_before_s")) else ():
-        if name in given and start_s >= given[name]:
+        if start_s >= given.get(name, math.inf):
             message = f"not_before_s ({start_s}) must be less than {name} ({given[name]})"
             raise RequestError(message, param="not_before_s")
     return found
 
 
-def _milliseconds(name: str, seconds: float) -> int:
+def _range_of(name: str) -> tuple[float, bool, float]:
+    """Return the shortest duration in seconds, whether it must be longer than that, and the longest."""
     marks: dict[type, Any] = {type(mark): mark for mark in QueueFields.model_fields[name].metadata}
-    high, above = marks[Le].le, marks.get(Gt)
-    is_number = isinstance(seconds, int | float)
-    if not is_number or not (seconds > above.gt if above else seconds >= marks[Ge].ge) or seconds > high:
-        lowest = f"above {above.gt} and at most" if above else f"from {marks[Ge].ge} to"
-        raise RequestError(f"{name} must be {lowest} {high} seconds", param=name)
-    return math.ceil(1000 * seconds)
+    above = marks.get(Gt)
+    return (marks[Ge].ge if above is None else above.gt), above is not None, marks[Le].le
+
+
+_RANGES = {name: _range_of(name) for name in DURATIONS}
+
+
+def _milliseconds(name: str, seconds: float) -> int:
+    low, is_open, high = _RANGES[name]
+    if isinstance(seconds, (int, float)) and low <= seconds <= high and not (is_open and seconds == low):
+        return math.ceil(1000 * seconds)
+    lowest = f"above {low} and at most" if is_open else f"from {low} to"
+    raise RequestError(f"{name} must be {lowest} {high} seconds", param=name)
 
 
 # How the text of an answer is parsed.
