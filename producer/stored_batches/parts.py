@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.producer.batch.finished import KINDS, FinishedRow
 from penstock.producer.files.service import Files
-from penstock.producer.stored_batches.row_client import Patience, RowCounter
+from penstock.producer.stored_batches.row_client import BatchPatience, RowCounter
 from penstock.queue.files.batch import BatchLease, Part, PartCounts, RowProblem
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file_records import NewFile
@@ -33,7 +33,7 @@ class PartWriter:
     """The part that grows, and those that are committed, for one lease of a batch."""
 
     def __init__(
-        self, files: Files, batches: BatchRecords, lease: BatchLease, counter: RowCounter, patiently: Patience
+        self, files: Files, batches: BatchRecords, lease: BatchLease, counter: RowCounter, patiently: BatchPatience
     ) -> None:
         self._counter = counter
         self._files = files

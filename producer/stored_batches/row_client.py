@@ -98,7 +98,7 @@ class RowClient:
         return key
 
 
-class StoppedError(Exception):
+class BatchStoppedError(Exception):
     """The batch is canceled, or its window is over."""
 
 
@@ -111,18 +111,18 @@ def require_lease(lease: BatchLease) -> None:
 T = TypeVar("T")
 
 
-class Patience:
+class BatchPatience:
     """Repeats calls while the storage or Redis is away. The batch says why it waits."""
 
     def __init__(self, lease: BatchLease) -> None:
         self._lease = lease
 
     async def __call__(self, call: Callable[[], Awaitable[T]], is_over: Callable[[], bool] = lambda: False) -> T:
-        """Return the answer of `call`. Raises StoppedError once `is_over`, and BatchTakenError without a lease."""
+        """Return the answer of `call`. Raises BatchStoppedError once `is_over`, and BatchTakenError without a lease."""
         while True:
             require_lease(self._lease)
             if is_over():
-                raise StoppedError
+                raise BatchStoppedError
             try:
                 return await call()
             except NotFoundError:

@@ -11,7 +11,7 @@ from penstock.contract.errors import BusyError, PenstockError, UnavailableError
 from penstock.producer.batch.lines import InputRow, RowReader, is_marked
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
-from penstock.producer.stored_batches.row_client import Patience, RowClient, StoppedError, require_lease
+from penstock.producer.stored_batches.row_client import BatchPatience, BatchStoppedError, RowClient, require_lease
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord
 from penstock.queue.files.file_records import object_of
 
@@ -30,7 +30,7 @@ class StoredRows:
         lease: BatchLease,
         batch: BatchRecord,
         rows: RowClient,
-        patiently: Patience,
+        patiently: BatchPatience,
         share: Callable[[], int],
     ) -> None:
         """`share` returns among how many batches this process divides the window."""
@@ -74,7 +74,7 @@ class StoredRows:
 
     async def next_rows(self, limit: int) -> Sequence[InputRow]:
         """Return the next rows; none at the end, and once the batch has stopped."""
-        with suppress(StoppedError):
+        with suppress(BatchStoppedError):
             rows = await self._patiently(lambda: self._read(limit), self.must_stop)
             for row in rows:
                 self.take(row.number)

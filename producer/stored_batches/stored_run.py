@@ -22,7 +22,13 @@ from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import choose_pool
 from penstock.producer.files.service import Files
 from penstock.producer.stored_batches.parts import BatchEnding, PartWriter, save_joined
-from penstock.producer.stored_batches.row_client import Patience, RowClient, RowCounter, StoppedError, require_lease
+from penstock.producer.stored_batches.row_client import (
+    BatchPatience,
+    BatchStoppedError,
+    RowClient,
+    RowCounter,
+    require_lease,
+)
 from penstock.producer.stored_batches.stored_rows import StoredRows
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem, is_of_messages
 from penstock.queue.files.batch_records import BatchRecords
@@ -63,7 +69,7 @@ class StoredBatchRun:
         self._batch = batch
         self._client = client
         self._rows = RowClient(client, batches, batch, lease)
-        self._patiently = Patience(lease)
+        self._patiently = BatchPatience(lease)
         self._parts = PartWriter(files, batches, lease, counter, self._patiently)
         self._source = StoredRows(client, files, lease, batch, self._rows, self._patiently, share)
         self._format = format_of(batch)
@@ -87,7 +93,7 @@ class StoredBatchRun:
 
     async def _run(self) -> None:
         if self._lease.status == "validating":
-            with suppress(StoppedError):
+            with suppress(BatchStoppedError):
                 if not await self._start():
                     return
         self._batch = await self._batches.find(self._batch.batch_id)
