@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Self, Unpack, cast
 
 from penstock.contract.channel import ChannelOption, checked_channel
@@ -120,15 +119,12 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return await self.connect()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def __repr__(self) -> str:
-        state = (
-            "closed" if self._is_closed else "connected" if self.servers.directory.patience.is_open else "not connected"
-        )
+        is_open = self.servers.directory.patience.is_open
+        state = "closed" if self._is_closed else "connected" if is_open else "not connected"
         return f"<AsyncClient {self.servers.directory.shown_url} tenant={self._tenant} {state}>"
 
     @property
@@ -151,22 +147,21 @@ class AsyncClient:
 
         If another fitting pool already has a job of this key, that pool is returned, also if it has no live node now.
         """
-        names = model, job_id
         known, chosen = list((await self.servers.pools(CachedState.recent)).values()), None
         with suppress(NotFoundError, UnavailableError, ProtocolVersionError):
-            chosen = choose_pool(known, *names, adapter=adapter, key=key)
+            chosen = choose_pool(known, model, job_id, adapter=adapter, key=key)
         if chosen is None:
             # The model's first node may have joined since.
             known = list((await self.pools(renewed=True)).values())
             try:
-                chosen = choose_pool(known, *names, adapter=adapter, key=key, hides_models=hides_models)
+                chosen = choose_pool(known, model, job_id, adapter=adapter, key=key, hides_models=hides_models)
             except NotFoundError:
                 self.servers.require_known_pools()
                 raise
         if key is None:
             return chosen
         # Pools may have joined or died since a job of this key was submitted, so the ranks may choose another pool now.
-        fitting = fitting_pools(known, *names, adapter=adapter, hides_models=hides_models)
+        fitting = fitting_pools(known, model, job_id, adapter=adapter, hides_models=hides_models)
         pools = {pool.pool: pool for pool in (chosen, *fitting) if pool.protocol_version == PROTOCOL_VERSION}
         return chosen if len(pools) == 1 else pools.get(await self.servers.pool_of(key, pools), chosen)
 
@@ -218,13 +213,9 @@ class AsyncClient:
     async def _admitted(self, prompt: Prompt, options: SubmitOptions) -> Submission:
         """Check and admit a job."""
         self.servers.directory.patience.require_open()
-        record = await self.served_pool(
-            options.get("model"),
-            options.get("job_id"),
-            adapter=options.get("adapter"),
-            key=job_key_of(options, self._tenant),
-            hides_models=options.get("hides_models", False),
-        )
+        model, job_id, adapter = options.get("model"), options.get("job_id"), options.get("adapter")
+        key, hides = job_key_of(options, self._tenant), options.get("hides_models", False)
+        record = await self.served_pool(model, job_id, adapter=adapter, key=key, hides_models=hides)
         job = await built_job(prompt, options, record, self._tenant)
         if job.webhooks:
             await self.webhooks.check(job.webhooks, job.tenant)
@@ -241,12 +232,12 @@ class AsyncClient:
                 await admission.require_node()
         except UnavailableError as refusal:
             # A repeated submission adds no job, so it needs no node.
-            has_name = job.idempotency_key or options.get("job_id")
+            has_name = job.idempotency_key or job_id
             if refusal.code == "redis_away" or not has_name or not await server.known_jobs.has(job):
                 raise
         terms = options.get("terms") or self._terms
         tokens = rate_tokens(job, record.max_model_len)
-        model = options.get("model") or options.get("adapter") or record.model
+        model = model or adapter or record.model
         # A job that is canceled without a reader would not outlive Redis's machine anyway.
         durability = job.durability or (MEMORY if job.requires_reader else self._durability)
         return Submission(job, cost, terms, options.get("response") or NO_RESPONSE, tokens, durability, model)

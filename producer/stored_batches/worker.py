@@ -15,7 +15,7 @@ from celery import bootsteps
 from penstock.contract.errors import PenstockError
 from penstock.producer.batch.installation import tasks_of
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.sync import LoopThread
+from penstock.producer.client.loop_thread import LoopThread
 from penstock.producer.files.service import Files
 from penstock.producer.files.storage import FilesSettings
 from penstock.producer.stored_batches.holder import BatchHolder
