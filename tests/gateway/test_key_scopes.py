@@ -20,8 +20,7 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.tenants.key_store import KeyStore
-from tests.gateway.apis.api_docs.test_api_docs import routes_of
-from tests.gateway.conftest import EchoEngine, Stack, clients_with
+from tests.gateway.conftest import EchoEngine, Stack, clients_with, routes_of
 from tests.source_tree import ROOT
 
 PUBLIC_PATHS = entry.PUBLIC_PATHS.union(*(api.public_paths for api in DIALECTS))

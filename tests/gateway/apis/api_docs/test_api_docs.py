@@ -15,7 +15,6 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.routing import Route, WebSocketRoute
 
@@ -25,7 +24,7 @@ from penstock.gateway.app import create_app
 from penstock.gateway.http.dialect import RouteIf
 from penstock.gateway.request.encoding import MAX_LIST_ITEMS
 from penstock.gateway.settings import GatewaySettings
-from tests.gateway.conftest import MODEL, EchoEngine, Stack
+from tests.gateway.conftest import MODEL, EchoEngine, Stack, routes_of
 
 PUBLIC = ("/", "/version", "/openapi.json", "/docs")
 BODIES = {
@@ -43,11 +42,6 @@ BODIES = {
 def document(http: httpx.Client) -> dict[str, Any]:
     found: dict[str, Any] = http.get("/openapi.json").json()
     return found
-
-
-def routes_of(app: FastAPI) -> list[Route]:
-    """The routes that OpenAPI can describe. WebSockets are none."""
-    return [route for route in app.routes if isinstance(route, Route) and route.include_in_schema]
 
 
 def test_document_has_every_route_of_the_gateway_and_no_other(document: dict[str, Any]) -> None:
