@@ -11,10 +11,10 @@ from typing import Any, Literal
 from penstock.contract.errors import PenstockError
 from penstock.producer.anthropic.message import error_body, message_of_error, status_of
 from penstock.producer.batch.lines import InputRow
-from penstock.producer.batch.request import message_request_of, request_of_line
+from penstock.producer.batch.request import request_of, request_of_line
 from penstock.producer.openai.json_parts import json_line
 from penstock.producer.parsed_body import ParsedBody
-from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW
+from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, MESSAGES_ENDPOINT
 
 OUTPUT, ERROR = "output", "error"
 KINDS = (OUTPUT, ERROR)
@@ -119,7 +119,7 @@ class MessageRows(RowFormat):
 
     def request_of(self, row: InputRow) -> ParsedBody:
         """Return the request of a row. Raises RequestError."""
-        return message_request_of(row.fields["body"], ignores_unknown=self._ignores_unknown)
+        return request_of(MESSAGES_ENDPOINT, row.fields["body"], ignores_unknown=self._ignores_unknown)
 
     def answered(self, row: InputRow, body: dict[str, Any], job_id: str) -> FinishedRow:
         """Return an answered row."""

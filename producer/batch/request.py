@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,14 +14,15 @@ from penstock.contract.fields import UNKNOWN_FIELD, IgnoredFields
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.producer.batch.endpoints import ENDPOINTS
 from penstock.producer.parsed_body import ParsedBody, RequestBody, parsed_body
-from penstock.queue.files.batch import MESSAGES_ENDPOINT
 
 _LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
 
 
 def request_of_line(fields: Mapping[str, Any]) -> ParsedBody:
     """Return the request of a line in a batch file. Raises RequestError for an invalid line."""
-    _refuse_unknown(fields, _LINE_FIELDS)
+    if (unknown := next((name for name in fields if name not in _LINE_FIELDS), None)) is not None:
+        shown = unknown[:MAX_NAME_CHARS]
+        raise RequestError(f"{shown}: unknown field", code=UNKNOWN_FIELD, param=shown)
     if fields.get("method", "POST") != "POST":
         raise RequestError("method must be POST", param="method")
     url, body = fields.get("url"), fields.get("body")
@@ -30,11 +31,6 @@ def request_of_line(fields: Mapping[str, Any]) -> ParsedBody:
     if not isinstance(body, dict):
         raise RequestError("body must be an object", param="body")
     return request_of(url, body)
-
-
-def message_request_of(body: Mapping[str, Any], *, ignores_unknown: bool = False) -> ParsedBody:
-    """Return the request of Anthropic's body; see `request_of`."""
-    return request_of(MESSAGES_ENDPOINT, body, ignores_unknown=ignores_unknown)
 
 
 def request_of(url: str, body: Mapping[str, Any], *, ignores_unknown: bool = False) -> ParsedBody:
@@ -51,10 +47,3 @@ def request_of(url: str, body: Mapping[str, Any], *, ignores_unknown: bool = Fal
         raise request_error(error) from None
     parsed = parsed_body(cast("RequestBody", row))
     return replace(parsed, options={**parsed.options, "url": url})
-
-
-def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:
-    for name in fields:
-        if name not in known:
-            shown = name[:MAX_NAME_CHARS]
-            raise RequestError(f"{shown}: unknown field", code=UNKNOWN_FIELD, param=shown)
