@@ -156,7 +156,7 @@ async def test_request_reaches_the_script_through_few_files_and_shapes(
     tracer = PathTracer()
     with tracer.tracing():
         await submit(client)
-    assert "src/penstock/queue/wire.py" in tracer.files, "the tracer saw the request on its way"
+    assert "penstock/queue/wire.py" in tracer.files, "the tracer saw the request on its way"
     assert "bytes" in tracer.shapes
     num_of_messages = NUM_SHAPES_OF_MESSAGES if submit is submit_chat else 0
     assert len(tracer.files) <= MAX_FILES, sorted(tracer.files)
