@@ -152,7 +152,8 @@ def import_services() -> None:
     # Each gateway describes its API when it starts. The schemas in that are made once in a process.
     apis = import_module("penstock.gateway.app").DIALECTS
     bodies = tuple(schema for api in apis for schema in api.bodies)
-    import_module("penstock.gateway.apis.api_docs.openapi").body_schemas(bodies)
+    with suppress(ModuleNotFoundError):  # A copy of the repository may lack this API.
+        import_module("penstock.gateway.apis.api_docs.openapi").body_schemas(bodies)
 
 
 def run_command(request: Request, address: str) -> None:
