@@ -286,6 +286,7 @@ def test_the_time_in_a_job_id_is_in_utc() -> None:
 
 @pytest.mark.parametrize(("option", "field"), DURATIONS.items())
 def test_a_duration_may_be_as_long_as_the_milliseconds_of_the_job(option: str, field: str) -> None:
+    longest_s: Any
     (longest_s,) = (mark.le for mark in QueueFields.model_fields[option].metadata if isinstance(mark, Le))
     assert getattr(new_job(**{field: 1000 * longest_s}), field) == 1000 * longest_s
     with pytest.raises(ValidationError):
