@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +19,7 @@ from penstock.gateway.http.file_content import content_of
 from penstock.gateway.http.pages import ids_of_page, list_of, query_of
 from penstock.gateway.http.stored_batches import RUN_BATCHES, progress_of
 from penstock.gateway.request.reading import caller_of, idempotency_key_of
+from penstock.gateway.route_doc import object_of as schema_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
@@ -28,30 +30,21 @@ from penstock.queue.files.file_records import MESSAGE_BATCH, object_of
 
 _PATH = "/v1/messages/batches"
 _WINDOW = "24h"
-_REQUEST = {
-    "type": "object",
-    "required": ["custom_id", "params"],
-    "additionalProperties": False,
-    "properties": {
-        "custom_id": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
-        "params": {"$ref": "#/components/schemas/MessagesRequest"},
-    },
-}
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["requests"],
-                    "additionalProperties": False,
-                    "properties": {"requests": {"type": "array", "minItems": 1, "items": _REQUEST}},
-                }
-            }
-        },
-    }
-}
+
+
+def _body(apis: Sequence[HttpDialect]) -> dict[str, Any]:
+    """Return what the document says of the body. Its requests are bodies of `/v1/messages`, if an API has these."""
+    of_paths = {path: schema for api in apis for path, schema in api.socket_bodies.items()}
+    schema = of_paths.get(MESSAGES_ENDPOINT)
+    params = {"type": "object"} if schema is None else {"$ref": f"#/components/schemas/{schema.__name__}"}
+    custom_id = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+    request = _closed(custom_id=custom_id, params=params)
+    body = _closed(requests={"type": "array", "minItems": 1, "items": request})
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
+
+
+def _closed(**properties: Any) -> dict[str, Any]:
+    return {**schema_of(**properties), "additionalProperties": False}
 
 
 def batch_object(batch: BatchRecord, base_url: str, now_s: float) -> dict[str, Any]:
@@ -96,14 +89,16 @@ def _shown(time_ms: int | None) -> str | None:
 class MessageBatchRoutes:
     """The routes of message batches."""
 
-    def __init__(self, client: AsyncClient, settings: GatewaySettings, files: Files) -> None:
+    def __init__(
+        self, client: AsyncClient, settings: GatewaySettings, files: Files, apis: Sequence[HttpDialect]
+    ) -> None:
         self._records = client.batches
         self._files = files
         self._bodies = BatchBodies(files, settings)
         self._ignores_unknown = settings.unknown_fields == "ignore"
         self.router = APIRouter()
         one = f"{_PATH}/{{batch_id}}"
-        self.router.add_api_route(_PATH, self.create_message_batch, methods=["POST"], openapi_extra=_BODY)
+        self.router.add_api_route(_PATH, self.create_message_batch, methods=["POST"], openapi_extra=_body(apis))
         self.router.add_api_route(_PATH, self.list_message_batches)
         self.router.add_api_route(one, self.retrieve_message_batch)
         self.router.add_api_route(one, self.delete_message_batch, methods=["DELETE"])
@@ -225,7 +220,7 @@ def base_url_of(request: Request) -> str:
 
 
 def _routes(services: Services) -> list[Route | APIRouter]:
-    return [MessageBatchRoutes(services.client, services.settings, services.files).router]
+    return [MessageBatchRoutes(services.client, services.settings, services.files, services.apis).router]
 
 
 MESSAGE_BATCHES = HttpDialect(_routes, background=RUN_BATCHES)
