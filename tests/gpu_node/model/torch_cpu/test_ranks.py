@@ -154,7 +154,7 @@ def test_ranks_know_the_bytes_of_their_matrices(
 
 
 def _num_experts(part: Any) -> int:
-    return 1 if part.spec.experts is None else int(part.spec.experts.count)
+    return int(part.spec.mlps[0].num_experts)
 
 
 @pytest.mark.parametrize(
