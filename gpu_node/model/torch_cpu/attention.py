@@ -82,7 +82,7 @@ class PagedAttention:
     ) -> None:
         """attentions: of all layers; biases: [num_heads, max_position], score biases by key position."""
         self._head_counts = sorted({one.num_kv_heads for one in attentions})
-        self._mask_kinds = sorted({_mask_kind(one) for one in attentions}, key=str)
+        self._mask_kinds = {_mask_kind(one) for one in attentions}
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._dtype = dtype
