@@ -91,6 +91,7 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     "sliding_window": _WINDOW,
     **dict.fromkeys(("max_window_layers", "sliding_window_pattern", "no_rope_layer_interval"), _COUNT),
     "num_ln_in_parallel_attn": Limit(1, 2),
+    "decoder_sparse_step": Limit(0, 1 << 20),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _EPSILON),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), _BASE),
     **dict.fromkeys(("rotary_pct", "partial_rotary_factor"), _SHARE),

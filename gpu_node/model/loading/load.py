@@ -17,7 +17,7 @@ from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, check_config
 from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK
 from penstock.gpu_node.model.checkpoint.description import Description, revision_of, stamps_of_source
 from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
@@ -274,12 +274,12 @@ def load_part(found: FoundModel, options: RunnerOptions, links: RankLinks) -> tu
 
 def special_features(spec: ModelSpec) -> tuple[str, ...]:
     """Return the names of the features of a spec that the GPU runner does not support."""
-    names = spec.names
-    has_later_norms = names.post_attention_norm is not None or names.post_mlp_norm is not None
+    later = [kind for kind in spec.kinds if kind.post_attention_norm is not None or kind.post_mlp_norm is not None]
     present = {
-        "experts": spec.experts is not None,
-        "norms after a parallel attention and MLP": has_later_norms and spec.parallel_residual,
-        "layer norms after attention and MLP": has_later_norms and spec.norm == "layer",
+        "experts": any(mlp.experts is not None for mlp in spec.mlps),
+        "layers without attention or without an MLP": any(len(kind.matrices) < len(MATRICES) for kind in spec.kinds),
+        "norms after a parallel attention and MLP": any(kind.parallel_residual for kind in later),
+        "layer norms after attention and MLP": bool(later) and spec.norm == "layer",
     }
     return tuple(name for name, is_present in present.items() if is_present)
 

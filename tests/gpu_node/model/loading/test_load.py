@@ -202,7 +202,7 @@ def test_rope_angles_equal_those_of_transformers(rope: dict[str, Any]) -> None:
     raw = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     spec = family_of(raw).spec_of(raw)
     want = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(512)[None])
-    for ours, theirs in zip(rope_angles(spec.rope, 512), want, strict=True):
+    for ours, theirs in zip(rope_angles(spec.ropes[0], 512), want, strict=True):
         # A frequency's last bit counts once a position.
         np.testing.assert_allclose(np.concatenate((ours, ours), axis=1), theirs[0].numpy(), rtol=0, atol=512 * 2**-23)
 
@@ -225,8 +225,9 @@ def test_configs_of_older_transformers_are_read() -> None:
         },
     }
     spec = family_of(raw).spec_of(raw)
-    assert (spec.num_kv_heads, spec.head_dim) == (2, 4)
-    assert spec.rope == Rope(500_000.0, 4, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    (attention,) = spec.attentions
+    assert (attention.num_kv_heads, attention.head_dim) == (2, 4)
+    assert attention.rope == Rope(500_000.0, 4, Llama3Scaling(8.0, 1.0, 4.0, 8192))
 
 
 def test_names_of_missing_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
