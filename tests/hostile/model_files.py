@@ -170,7 +170,9 @@ class Tried:
             return None
         if not _NAMES_FILE.search(self.message):
             return "names no file"
-        if self.field and self.field[:100].rstrip("s") not in self.message and not _NAMES_PLACE.search(self.message):
+        is_named = not self.field or self.field[:100].rstrip("s") in self.message
+        # What is wrong in a config is always told by its field.
+        if not is_named and (self.file == "config.json" or not _NAMES_PLACE.search(self.message)):
             return "names no field"
         return None
 
@@ -353,7 +355,11 @@ def main() -> None:
             print(f"{one.number} {one.base}/{one.file}: {one.change} -> {one.problem or one.end}\n    {one.message}")
         took, used = time.monotonic() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s = used.ru_utime + used.ru_stime
-        print(f"{dict(found.ends)}, {len(found.problems)} problems, {took:.0f} s, {cpu_s:.0f} s of CPU time")
+        memory_mib = used.ru_maxrss >> 10
+        print(
+            f"{dict(found.ends)}, {len(found.problems)} problems, {took:.0f} s, {cpu_s:.0f} s of CPU time, "
+            f"at most {memory_mib:,} MiB in a process"
+        )
     sys.exit(bool(found.problems))
 
 

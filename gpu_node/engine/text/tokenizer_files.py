@@ -11,7 +11,7 @@ import tokenizers
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.engine.text.encoder import check_growth
-from penstock.runtime.reading import reading, reason_of
+from penstock.runtime.reading import is_of_content, reading, reason_of
 
 OF_TOOLS = "tool_use"
 """The name of the chat template for chats with tools, in a model with several."""
@@ -58,9 +58,15 @@ def read_tokenizer_files(folder: Path, read: tokenizers.Tokenizer | None = None)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    from penstock.gpu_node.model.checkpoint.tokenizer_export import tokenizer_content
+    from penstock.gpu_node.model.checkpoint.tokenizer_export import tokenizer_content, why_unreadable
 
-    backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_content(path))
+    content = tokenizer_content(path)
+    try:
+        backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except BaseException as error:
+        if not is_of_content(error):
+            raise
+        raise ConfigError(f"{path}: {why_unreadable(path, error)}") from error
     return backend
 
 

@@ -14,6 +14,21 @@ from penstock.gpu_node.model.protocol import MatrixName
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 NormKind: TypeAlias = Literal["rms", "layer"]
 MATRICES: tuple[MatrixName, ...] = ("qkv", "out", "mlp_in", "mlp_out")
+_IN_FILES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads (num_kv_heads)",
+    "head_dim": "head_dim (without it hidden_size / num_attention_heads)",
+    "max_position": "max_position_embeddings (times the factor of RoPE scaling)",
+    "norm_eps": "rms_norm_eps (layer_norm_eps, layer_norm_epsilon)",
+    "score_scale": "attention_multiplier (query_pre_attn_scalar)",
+    "score_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+"""What fields of a spec are called in config.json, for a reader of an error."""
 _MIN_DYNAMIC_DIM = 4
 """Dynamic scaling divides by the rotated channels less 2."""
 
@@ -199,14 +214,15 @@ class ModelSpec:
             found = f"{self.num_layers} layers have {self.experts.count} experts each"
             raise ConfigError(f"{found}, but a model may have {MAX_EXPERT_MATRICES:,} in all")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+            by = f"{_IN_FILES['num_kv_heads']}, which is {self.num_kv_heads}"
+            raise ConfigError(f"num_attention_heads is {self.num_heads} but must be a multiple of {by}")
         self._check_positions()
         for name, values in (("windows", self.windows), ("layer_ropes", self.ropes)):
             if len(values) != self.num_layers:
                 raise ConfigError(f"{name} has {len(values)} entries for {self.num_layers} layers")
         for window in self.windows:
             if window is not None and (not isinstance(window, int) or window < 1):
-                raise ConfigError(f"an attention window is {window!r} but must be a whole number of at least 1")
+                raise ConfigError(f"sliding_window is {window!r} but must be a whole number of at least 1")
 
     def _check_positions(self) -> None:
         if self.rope is None:
@@ -217,24 +233,28 @@ class ModelSpec:
                 continue
             if rope.dim % 2 or not 0 <= rope.dim <= self.head_dim:
                 raise ConfigError(
-                    f"rope dim is {rope.dim} but must be an even number from 0 to head_dim {self.head_dim}"
+                    f"RoPE turns {rope.dim} channels of a head, which must be an even number from 0 to "
+                    f"{self.head_dim}: head_dim (without it hidden_size / num_attention_heads), times "
+                    "partial_rotary_factor or rotary_pct"
                 )
             is_dynamic = isinstance(rope.scaling, DynamicScaling)
             if is_dynamic and rope.dim < _MIN_DYNAMIC_DIM:
-                raise ConfigError(f"rope dim is {rope.dim}, but dynamic scaling needs at least {_MIN_DYNAMIC_DIM}")
+                needed = f"the rope_type dynamic needs at least {_MIN_DYNAMIC_DIM}"
+                raise ConfigError(f"RoPE turns {rope.dim} channels of a head (head_dim), but {needed}")
             check_positions(self.max_position, rope.dim, has_own=is_dynamic)
 
     def _check_numbers(self) -> None:
         sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "int"}
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:
-                raise ConfigError(f"{name} is {size!r} but must be a whole number of at least 1")
+                raise ConfigError(f"{_IN_FILES.get(name, name)} is {size!r} but must be a whole number of at least 1")
         if not isinstance(self.norm_eps, int | float) or not 0 <= self.norm_eps < math.inf:
-            raise ConfigError(f"norm_eps is {self.norm_eps!r} but must be a finite number of at least 0")
+            found = f"{_IN_FILES['norm_eps']} is {self.norm_eps!r}"
+            raise ConfigError(f"{found} but must be a finite number of at least 0")
         for name in ("score_scale", "score_cap", "logit_cap", "embedding_scale", "residual_scale", "logit_scale"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-                raise ConfigError(f"{name} is {value!r} but must be a finite number above 0")
+                raise ConfigError(f"{_IN_FILES[name]} is {value!r} but must be a finite number above 0")
 
     @property
     def is_gated(self) -> bool:
