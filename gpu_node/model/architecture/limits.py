@@ -267,7 +267,7 @@ def check_adapter(config: Mapping[str, Any], name: str) -> None:
     for field, limit in ADAPTER_LIMITS.items():
         if config.get(field) is None:
             raise ConfigError(f"{name}: {field} is missing; it must be {limit}")
-    _checked(config, ADAPTER_LIMITS, f"{name}: ")
+    _checked(config, ADAPTER_LIMITS | {"use_rslora": _FLAG}, f"{name}: ")
 
 
 def _object(config: Mapping[str, Any], field: str, path: Path) -> Mapping[str, Any] | None:

@@ -26,7 +26,7 @@ _FIELDS_OF_SIZES = (
         "config.json: vocab_size, hidden_size",
         "config.json: num_hidden_layers, hidden_size",
         "config.json: num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, "
-        "num_kv_heads, head_dim, num_experts, the biases",
+        "num_kv_heads, head_dim, num_experts, attention_bias, mlp_bias",
     ),
     (
         "the metadata: vocab_size, embedding_length",

@@ -341,6 +341,9 @@ def _pooling_of(folder: Path) -> Pooling:
     """Return the pooling that a file in sentence-transformers' format names, or `mean`."""
     path = folder / POOLING_FILE
     config = read_object(path) if path.is_file() else {}
+    for name in _POOLINGS:
+        if not isinstance(config.get(name), bool | None):
+            raise ConfigError(f"{path}: {name} is {str(config[name])[:100]!r} but must be true or false")
     return next((pooling for name, pooling in _POOLINGS.items() if config.get(name) is True), "mean")
 
 
