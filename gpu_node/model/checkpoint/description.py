@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,22 +21,6 @@ from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.kernels.cpu.probe import available_bytes
 
-_FIELDS_OF_SIZES = (
-    (
-        "config.json: vocab_size, hidden_size",
-        "config.json: num_hidden_layers, hidden_size",
-        "config.json: num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, "
-        "num_kv_heads, head_dim, num_experts, attention_bias, mlp_bias",
-    ),
-    (
-        "the metadata: vocab_size, embedding_length",
-        "the metadata: block_count, embedding_length",
-        "the metadata: block_count, embedding_length, feed_forward_length, attention.head_count, "
-        "attention.head_count_kv, attention.key_length, rope.dimension_count, expert_count",
-    ),
-)
-"""The fields from which the shapes of the embedding, of a layer's norms and of a layer come, without and with a GGUF
-file."""
 SWAP_SHARE = 0.25
 """Share of the free memory that the default of the swap space may take."""
 
@@ -70,19 +54,11 @@ class Description:
         if self.source.is_dummy:
             return
         tensors, last = DecoderTensors(self.open_checkpoint(), self.spec), self.spec.num_layers - 1
-        of_table, of_layers, of_layer = _FIELDS_OF_SIZES[self.source.gguf is not None]
-        checks: list[tuple[str, Callable[[], object]]] = [
-            (of_table, tensors.embedding),
-            (of_layers, lambda: tensors.attention_norm(last)),
-            (of_layers, lambda: tensors.post_attention_norm(last)),
-        ]
+        tensors.embedding()
+        tensors.attention_norm(last)
+        tensors.post_attention_norm(last)
         if self.read_scaled is None:
-            checks.append((of_layer, lambda: tensors.layer(last)))
-        for names, check in checks:
-            try:
-                check()
-            except ConfigError as error:
-                raise ConfigError(f"{error.message}; the sizes come from {names}") from error
+            tensors.layer(last)
 
 
 def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int) -> CacheSizes:

@@ -162,8 +162,8 @@ def test_a_tensor_of_many_dimensions_is_refused_before_they_are_read(tmp_path: P
 
 
 def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
-    _write_gguf(tmp_path / "m.gguf", heads=5)
-    with pytest.raises(ConfigError, match=r"64 rows.*5 heads"):
+    _write_gguf(tmp_path / "m.gguf", heads=6)
+    with pytest.raises(ConfigError, match=r"64 rows.*6 heads"):
         _open_gguf(tmp_path / "m.gguf").get("model.layers.0.self_attn.q_proj.weight", HEADS * HEAD_DIM, HIDDEN)
 
 
