@@ -1,4 +1,4 @@
-"""Answers that other servers gave wrong without a word, by their public reports: each field has its effect or is refused."""
+"""Answers that other servers gave wrong without a word, by public reports: a field has its effect or is refused."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_a_format_that_cannot_be_enforced_is_refused(door: httpx.Client, wanted:
     assert error["param"].startswith("response_format")
 
 
-@pytest.mark.parametrize("name", ["guided_grammer", "json_schema", "grammar", "format", "options", "keep_alive", "num_ctx"])
+@pytest.mark.parametrize(
+    "name", ["guided_grammer", "json_schema", "grammar", "format", "options", "keep_alive", "num_ctx"]
+)
 def test_a_field_of_another_server_or_with_a_typing_error_is_named(door: httpx.Client, name: str) -> None:
     """vLLM #3536, llama.cpp #7149, Ollama: the field was ignored, and the answer was not what it asks for."""
     assert refusal(door, **{name: {"type": "object"}})["param"] == name
@@ -169,7 +171,9 @@ def test_emoji_come_whole(door: httpx.Client) -> None:
 # --- log-probabilities and usage
 
 
-@pytest.mark.parametrize("fields", [{"logit_bias": {"28": -100}}, {"structured_outputs": {"choice": ["a", "b"]}}, {"top_k": 1}])
+@pytest.mark.parametrize(
+    "fields", [{"logit_bias": {"28": -100}}, {"structured_outputs": {"choice": ["a", "b"]}}, {"top_k": 1}]
+)
 def test_log_probabilities_are_finite_numbers_of_json(door: httpx.Client, fields: Any) -> None:
     """vLLM, SGLang #5984: 500, because JSON has no infinity."""
     answer = ask(door, logprobs=True, top_logprobs=20, **fields)
@@ -325,7 +329,10 @@ def test_vectors_of_both_encodings_are_equal(door: httpx.Client) -> None:
 
 
 def test_tokens_of_a_message_are_counted_as_they_are_used(door: httpx.Client) -> None:
-    body = {"system": [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}], "messages": [USER]}
+    body = {
+        "system": [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [USER],
+    }
     counted = door.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
     used = door.post("/v1/messages", json=body | {"max_tokens": 2}).json()["usage"]
     assert counted == used["input_tokens"] + used.get("cache_read_input_tokens", 0) + used.get(

@@ -267,9 +267,17 @@ def test_a_chat_template_of_megabytes_is_not_read(folder: Path) -> None:
     [
         ({"added_tokens": float("nan")}, "PreTrainedTokenizerFast", "tokenizer.json: the field added_tokens cannot be"),
         ({"added_tokens": float("nan")}, "LlamaTokenizer", "the field added_tokens cannot be used"),
-        ({"normalizer": {"type": "x"}}, "PreTrainedTokenizerFast", "tokenizer.json: the field normalizer cannot be used"),
+        (
+            {"normalizer": {"type": "x"}},
+            "PreTrainedTokenizerFast",
+            "tokenizer.json: the field normalizer cannot be used",
+        ),
         ({"model": 5}, "PreTrainedTokenizerFast", "tokenizer.json: the field model is '5' but must be an object"),
-        ({"model": {"type": "BPE", "vocab": 3, "merges": []}}, "PreTrainedTokenizerFast", "the field model (its vocab,"),
+        (
+            {"model": {"type": "BPE", "vocab": 3, "merges": []}},
+            "PreTrainedTokenizerFast",
+            "the field model (its vocab,",
+        ),
     ],
 )
 def test_a_field_of_a_tokenizer_that_cannot_be_used_is_named(

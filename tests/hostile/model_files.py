@@ -50,6 +50,7 @@ MAX_BYTES = 4 << 30
 MAX_CPU_S = 10
 PATIENCE_S = 90.0
 """Wall time of what may take MAX_CPU_S; the machine may have other work."""
+PROGRESS = 250
 ADAPTER, UNCHANGED = "tuned", "unchanged"
 RARE = ("gemma3.gguf", "llama classes")
 """transformers converts these, which takes a second of CPU time."""
@@ -328,6 +329,8 @@ def try_models(numbers: list[int], bases: list[Path], scratch: Path, at_once: in
                 tried = running.pop(answer).result()
                 found.ends[tried.end] += 1
                 found.tried.append(tried)
+                if len(found.tried) % PROGRESS == 0:
+                    print(f"{len(found.tried)} tried: {dict(found.ends)}", flush=True)
                 if tried.problem is not None:
                     found.problems.append(tried)
                     print(f"{tried.number} {tried.base}/{tried.file}: {tried.change} -> {tried.problem}", flush=True)

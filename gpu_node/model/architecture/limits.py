@@ -120,12 +120,14 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
 }
 """Fields of config.json. Zero stands for an absent value in some of them, and the record `ModelSpec` refuses it in
 others."""
-_NEVER_NULL = frozenset(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")) | {
+_NEVER_NULL = frozenset(
+    ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+) | {
     *("max_position_embeddings", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
 }
 _NULL_IS_A_VALUE = frozenset(("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")) | {
-    *("head_dim", "num_key_value_heads", "num_kv_heads"),
+    *("head_dim", "num_key_value_heads", "num_kv_heads")
 }
 """Fields in which null is something else than an absent field, whose default is the family's."""
 CONFIG_KINDS: Mapping[str, Kind] = {

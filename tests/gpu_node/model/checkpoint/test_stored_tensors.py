@@ -147,7 +147,9 @@ def test_a_gguf_file_of_an_unknown_architecture_is_refused(tmp_path: Path) -> No
 
 def test_more_layers_than_tensors_are_refused_before_anything_is_made_for_each(tmp_path: Path) -> None:
     _write_gguf(tmp_path / "m.gguf", layers=1000)
-    with pytest.raises(ConfigError, match=r"m\.gguf.*llama\.block_count is 1000, but the file has the tensors of 1 layers"):
+    with pytest.raises(
+        ConfigError, match=r"m\.gguf.*llama\.block_count is 1000, but the file has the tensors of 1 layers"
+    ):
         _open_gguf(tmp_path / "m.gguf")
 
 

@@ -64,7 +64,10 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -5}, "sliding_window is -5"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 2.5}, r"sliding_window is 2\.5"),
         ({"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 8.0}, r"rotary_pct is 8\.0"),
-        ({"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.2}, "RoPE turns 3 channels .* from 0 to 16: head_dim .* rotary_pct"),
+        (
+            {"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.2},
+            "RoPE turns 3 channels .* from 0 to 16: head_dim .* rotary_pct",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model_copy: Path, changes: dict[str, Any], named: str) -> None:
