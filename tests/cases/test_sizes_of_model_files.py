@@ -90,7 +90,7 @@ def test_each_number_of_a_config_has_a_range_in_each_family(tiny: Path, tmp_path
             {"num_attention_heads": 128, "head_dim": None},
             "head_dim (without it hidden_size / num_attention_heads) is 0",
         ),
-        ({"hidden_size": 60}, "the config says so by vocab_size, hidden_size"),
+        ({"hidden_size": 60}, "metadata: vocab_size, hidden_size"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false' but must be true or false"),
         ({"attention_bias": []}, "attention_bias is [] but must be true or false"),
         ({"layer_types": ["full_attention"]}, "layer_types is ['full_attention'] but must have full_attention or"),

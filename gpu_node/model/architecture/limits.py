@@ -213,16 +213,18 @@ def checked_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     Each number, type and list of layers is checked here, so that no family does it again. Whole numbers that are
     written as 2.0 become 2. Raises ConfigError that names file, field and range.
     """
-    found = _checked(config, CONFIG_LIMITS | CONFIG_KINDS, f"{path}: ")
+    found = _checked(config, {**CONFIG_LIMITS, **CONFIG_KINDS}, f"{path}: ")
+    of_rope: Mapping[str, Limit | Kind] = {**ROPE_LIMITS, **ROPE_KINDS}
+    of_numbers: Mapping[str, Limit | Kind] = {**QUANTIZATION_LIMITS, **QUANTIZATION_KINDS}
     for field in ("rope_parameters", "rope_scaling"):
         if rope := _object(found, field, path):
-            found[field] = _checked(rope, ROPE_LIMITS | ROPE_KINDS, f"{path}: {field}.")
+            found[field] = _checked(rope, of_rope, f"{path}: {field}.")
             for kind, inner in rope.items():
                 if isinstance(inner, dict):
-                    found[field][kind] = _checked(inner, ROPE_LIMITS | ROPE_KINDS, f"{path}: {field}.{kind}.")
+                    found[field][kind] = _checked(inner, of_rope, f"{path}: {field}.{kind}.")
     for field in ("quantization_config", "compression_config"):
         if settings := _object(found, field, path):
-            found[field] = _checked(settings, QUANTIZATION_LIMITS | QUANTIZATION_KINDS, f"{path}: {field}.")
+            found[field] = _checked(settings, of_numbers, f"{path}: {field}.")
             size = settings.get("weight_block_size")
             if size is not None and (not isinstance(size, list) or len(size) != _BLOCK_DIMS):
                 raise ConfigError(f"{path}: {field}.weight_block_size is {_shown(size)} but must be two whole numbers")
@@ -269,7 +271,7 @@ def check_adapter(config: Mapping[str, Any], name: str) -> None:
     for field, limit in ADAPTER_LIMITS.items():
         if config.get(field) is None:
             raise ConfigError(f"{name}: {field} is missing; it must be {limit}")
-    _checked(config, ADAPTER_LIMITS | {"use_rslora": _FLAG}, f"{name}: ")
+    _checked(config, {**ADAPTER_LIMITS, "use_rslora": _FLAG}, f"{name}: ")
 
 
 def _object(config: Mapping[str, Any], field: str, path: Path) -> Mapping[str, Any] | None:
@@ -288,12 +290,13 @@ def _checked(config: Mapping[str, Any], limits: Mapping[str, Limit | Kind], wher
             found.pop(name, None)
         if name not in found or (value is None and name in _NULL_IS_A_VALUE):
             continue
-        values = value if isinstance(value, list) and name in _LISTS else [value]
+        values: list[Any] = value if isinstance(value, list) and name in _LISTS else [value]
         for one in values:
             if not limit.allows(one):
                 raise ConfigError(f"{where}{name} is {_shown(one)} but must be {limit}")
         if isinstance(limit, Limit) and limit.is_whole:
-            found[name] = list(map(int, values)) if value is values else int(value)
+            whole = [int(one) for one in values]
+            found[name] = whole if value is values else whole[0]
     return found
 
 

@@ -44,8 +44,9 @@ _BASES = ("model", "gpt_neox", "transformer")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _STACK_DIMS = 3
 _SIZES = (
-    "the config says so by vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, "
-    "num_key_value_heads (num_kv_heads), head_dim, num_experts, attention_bias, mlp_bias, tie_word_embeddings"
+    "compare config.json, or a GGUF file's metadata: vocab_size, hidden_size, intermediate_size, num_hidden_layers, "
+    "num_attention_heads, num_key_value_heads (num_kv_heads), head_dim, num_experts, attention_bias, mlp_bias, "
+    "tie_word_embeddings"
 )
 """The fields of which the names and shapes of tensors are made, for a reader of an error."""
 

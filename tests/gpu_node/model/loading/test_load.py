@@ -51,7 +51,7 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"hidden_act": "relu"}, "relu"),
         ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "proportional.*longrope"),
         ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 9}}, "no 'short_factor'"),
-        ({"intermediate_size": 100}, r"gate_proj.*the config says so by .* intermediate_size"),
+        ({"intermediate_size": 100}, r"gate_proj.*compare config.* intermediate_size"),
         ({"num_hidden_layers": 3}, r"model\.layers\.2"),
         ({"num_hidden_layers": "two"}, r"num_hidden_layers is 'two' but must be a whole number from 1 to 1,024"),
         ({"num_attention_heads": 0, "head_dim": None}, r"config\.json: num_attention_heads is 0"),
