@@ -72,7 +72,7 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ValueKind:
     """The type of a value in a model's file that is no number."""
 
     name: str
@@ -93,7 +93,11 @@ _COUNT, _WINDOW, _GROUP = Limit(0, 1 << 20), Limit(0, (1 << 31) - 1), Limit(-1, 
 _BASE, _SHARE, _EPSILON = (Limit(low, high, is_whole=False) for low, high in ((2, 1e15), (0, 1), (0, 1)))
 _SCALE, _FACTOR = (Limit(low, high, is_whole=False) for low, high in ((1e-6, 1e6), (1e-3, 1e6)))
 _DIVISOR, _MAGNITUDE = Limit(1e-3, 1e31, is_whole=False), Limit(0, 1e3, is_whole=False)
-_FLAG, _TEXT, _OBJECT = Kind("true or false", (bool,)), Kind("a text", (str,)), Kind("an object", (dict,))
+_FLAG, _TEXT, _OBJECT = (
+    ValueKind("true or false", (bool,)),
+    ValueKind("a text", (str,)),
+    ValueKind("an object", (dict,)),
+)
 _LISTS = frozenset(("eos_token_id", "short_factor", "long_factor", "factors", "weight_block_size"))
 """Fields that may be lists of such numbers."""
 
@@ -130,7 +134,7 @@ _NULL_IS_A_VALUE = frozenset(("sliding_window", "attn_logit_softcapping", "final
     *("head_dim", "num_key_value_heads", "num_kv_heads")
 }
 """Fields in which null is something else than an absent field, whose default is the family's."""
-CONFIG_KINDS: Mapping[str, Kind] = {
+CONFIG_KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "tie_word_embeddings", "use_sliding_window"), _FLAG),
     **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "alibi", "norm_topk_prob"), _FLAG),
     **dict.fromkeys(("use_parallel_residual", "use_bidirectional_attention"), _FLAG),
@@ -149,7 +153,7 @@ ROPE_LIMITS: Mapping[str, Limit] = {
     **dict.fromkeys(("short_factor", "long_factor", "factors"), _DIVISOR),
 }
 """Fields of `rope_parameters` and `rope_scaling`, and of those for one kind of layer."""
-ROPE_KINDS: Mapping[str, Kind] = {
+ROPE_KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("rope_type", "type"), _TEXT),
     "truncate": _FLAG,
     **dict.fromkeys(("full_attention", "sliding_attention"), _OBJECT),
@@ -160,7 +164,7 @@ QUANTIZATION_LIMITS: Mapping[str, Limit] = {
     **dict.fromkeys(("bits", "w_bit"), Limit(1, 64)),
 }
 """Fields of `quantization_config`."""
-QUANTIZATION_KINDS: Mapping[str, Kind] = {
+QUANTIZATION_KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("quant_method", "format", "version", "checkpoint_format"), _TEXT),
     **dict.fromkeys(("config_groups", "sparsity_config", "transform_config"), _OBJECT),
 }
@@ -214,8 +218,8 @@ def checked_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     written as 2.0 become 2. Raises ConfigError that names file, field and range.
     """
     found = _checked(config, {**CONFIG_LIMITS, **CONFIG_KINDS}, f"{path}: ")
-    of_rope: Mapping[str, Limit | Kind] = {**ROPE_LIMITS, **ROPE_KINDS}
-    of_numbers: Mapping[str, Limit | Kind] = {**QUANTIZATION_LIMITS, **QUANTIZATION_KINDS}
+    of_rope: Mapping[str, Limit | ValueKind] = {**ROPE_LIMITS, **ROPE_KINDS}
+    of_numbers: Mapping[str, Limit | ValueKind] = {**QUANTIZATION_LIMITS, **QUANTIZATION_KINDS}
     for field in ("rope_parameters", "rope_scaling"):
         if rope := _object(found, field, path):
             found[field] = _checked(rope, of_rope, f"{path}: {field}.")
@@ -282,7 +286,7 @@ def _object(config: Mapping[str, Any], field: str, path: Path) -> Mapping[str, A
     return value or None
 
 
-def _checked(config: Mapping[str, Any], limits: Mapping[str, Limit | Kind], where: str) -> dict[str, Any]:
+def _checked(config: Mapping[str, Any], limits: Mapping[str, Limit | ValueKind], where: str) -> dict[str, Any]:
     found = dict(config)
     for name, limit in limits.items():
         value = found.get(name)
