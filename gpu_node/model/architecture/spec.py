@@ -14,6 +14,20 @@ from penstock.gpu_node.model.protocol import MatrixName
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 NormKind: TypeAlias = Literal["rms", "layer"]
 MATRICES: tuple[MatrixName, ...] = ("qkv", "out", "mlp_in", "mlp_out")
+_IN_FILES = {
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads (num_kv_heads)",
+    "head_dim": "head_dim (without it hidden_size / num_attention_heads)",
+    "max_position": "max_position_embeddings (times the factor of RoPE scaling)",
+    "norm_eps": "rms_norm_eps (layer_norm_eps, layer_norm_epsilon)",
+    "score_scale": "attention_multiplier (query_pre_attn_scalar)",
+    "score_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+"""What fields of a spec are called in config.json, for a reader of an error."""
 _MIN_DYNAMIC_DIM = 4
 """Dynamic scaling divides by the rotated channels less 2."""
 
@@ -135,17 +149,23 @@ class Attention:
         _check_sizes(self)
         _check_factors(self, "score_scale", "score_cap")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+            by = f"{_IN_FILES['num_kv_heads']}, which is {self.num_kv_heads}"
+            raise ConfigError(f"num_attention_heads is {self.num_heads} but must be a multiple of {by}")
         window, rope = self.window, self.rope
         if window is not None and (not isinstance(window, int) or window < 1):
-            raise ConfigError(f"an attention window is {window!r} but must be a whole number of at least 1")
+            raise ConfigError(f"sliding_window is {window!r} but must be a whole number of at least 1")
         if rope is None:
             return
         # Kernels rotate pairs of channels, and never more channels than a head has.
         if rope.dim % 2 or not 0 <= rope.dim <= self.head_dim:
-            raise ConfigError(f"rope dim is {rope.dim} but must be an even number from 0 to head_dim {self.head_dim}")
+            raise ConfigError(
+                f"RoPE turns {rope.dim} channels of a head, which must be an even number from 0 to "
+                f"{self.head_dim}: head_dim (without it hidden_size / num_attention_heads), times "
+                "partial_rotary_factor or rotary_pct"
+            )
         if isinstance(rope.scaling, DynamicScaling) and rope.dim < _MIN_DYNAMIC_DIM:
-            raise ConfigError(f"rope dim is {rope.dim}, but dynamic scaling needs at least {_MIN_DYNAMIC_DIM}")
+            needed = f"the rope_type dynamic needs at least {_MIN_DYNAMIC_DIM}"
+            raise ConfigError(f"RoPE turns {rope.dim} channels of a head (head_dim), but {needed}")
 
     @property
     def queries(self) -> int:
@@ -277,10 +297,11 @@ class ModelSpec:
     def __post_init__(self) -> None:
         _check_sizes(self)
         if not isinstance(self.norm_eps, int | float) or not 0 <= self.norm_eps < math.inf:
-            raise ConfigError(f"norm_eps is {self.norm_eps!r} but must be a finite number of at least 0")
+            found = f"{_IN_FILES['norm_eps']} is {self.norm_eps!r}"
+            raise ConfigError(f"{found} but must be a finite number of at least 0")
         _check_factors(self, "logit_cap", "embedding_scale", "residual_scale", "logit_scale")
         if not self.layers:
-            raise ConfigError("num_layers is 0 but must be a whole number of at least 1")
+            raise ConfigError("num_hidden_layers is 0 but must be a whole number of at least 1")
         num_experts = sum(layer.mlp.num_experts for layer in self.layers if layer.mlp and layer.mlp.experts)
         if num_experts > MAX_EXPERT_MATRICES:
             raise ConfigError(
@@ -371,14 +392,15 @@ def _check_sizes(record: Attention | Mlp | ModelSpec) -> None:
     for field in fields(record):
         size = getattr(record, field.name)
         if field.type == "int" and (not isinstance(size, int) or size < 1):
-            raise ConfigError(f"{field.name} is {size!r} but must be a whole number of at least 1")
+            name = _IN_FILES.get(field.name, field.name)
+            raise ConfigError(f"{name} is {size!r} but must be a whole number of at least 1")
 
 
 def _check_factors(record: Attention | ModelSpec, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
         if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-            raise ConfigError(f"{name} is {value!r} but must be a finite number above 0")
+            raise ConfigError(f"{_IN_FILES[name]} is {value!r} but must be a finite number above 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, check_config
+from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, checked_config
 from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
 from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK
@@ -310,7 +310,7 @@ def _has_gpu() -> bool:
 
 def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptions) -> Description:
     source, family = opened.source, family_of(config)
-    check_config(config, source.folder / "config.json")
+    config = checked_config(config, source.folder / "config.json")
     try:
         spec = family.spec_of(config)
     except ConfigError as error:
@@ -341,6 +341,9 @@ def _pooling_of(folder: Path) -> Pooling:
     """Return the pooling that a file in sentence-transformers' format names, or `mean`."""
     path = folder / POOLING_FILE
     config = read_object(path) if path.is_file() else {}
+    for name in _POOLINGS:
+        if not isinstance(config.get(name), bool | None):
+            raise ConfigError(f"{path}: {name} is {str(config[name])[:100]!r} but must be true or false")
     return next((pooling for name, pooling in _POOLINGS.items() if config.get(name) is True), "mean")
 
 

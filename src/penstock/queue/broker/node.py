@@ -18,12 +18,12 @@ from penstock.contract.priority import PerLevel, Priority, class_of_level, is_ba
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
-from penstock.queue.broker.jobs import LEASE_MS, pool_ms, whole
+from penstock.queue.broker.jobs import LEASE_MS, pool_ms
 from penstock.queue.broker.pools import keep_listed
 from penstock.queue.broker.producer import decoded
 from penstock.queue.broker.scripts import PoolClocks, sweep
 from penstock.queue.job_cost import HOLD_MS
-from penstock.queue.record_fields import is_text, unless_wrong_type
+from penstock.queue.record_fields import is_text, unless_wrong_type, whole
 from penstock.runtime.event_loop import LoopYielder
 
 MAX_EMIT_JOBS = 512

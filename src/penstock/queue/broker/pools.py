@@ -30,9 +30,9 @@ from penstock.contract.pool import (
 from penstock.contract.priority import NUM_LEVELS
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.broker.jobs import CLOCK_FIELDS, LEASE_MS, pool_ms, whole
+from penstock.queue.broker.jobs import CLOCK_FIELDS, LEASE_MS, pool_ms
 from penstock.queue.broker.queue_state import QueueReader, queue_state
-from penstock.queue.record_fields import executed, is_wrong_type, sum_of, sums_of, unless_wrong_type
+from penstock.queue.record_fields import executed, is_wrong_type, sums_of, unless_wrong_type, whole
 from penstock.queue.wire import WireError
 
 # The list of pools in penstock:pools. It is a hint: a listed name is a pool only if it has a record.
@@ -258,7 +258,7 @@ class StatsBroker:
             pool,
             queue_state(waiting, cost, counts, nodes),
             num_open,
-            {event: sum_of(counts.get(event.encode())) for event in EVENTS},
+            {event: whole(counts.get(event.encode())) for event in EVENTS},
             tuple(nodes),
             {tenant: size + of_running.get(tenant, 0) for tenant, size in sums_of(stored).items()},
         )
@@ -327,7 +327,7 @@ class ActivityBroker:
             pool,
             queue=queue_state(waiting, cost, counts, [node.pressure for node in nodes]),
             queued_of_tenants=await self._queued_of_tenants(pool, costs),
-            counts={event: sum_of(counts.get(event.encode())) for event in EVENTS},
+            counts={event: whole(counts.get(event.encode())) for event in EVENTS},
             nodes=tuple(nodes),
             events=tuple(event for event in map(_event_of, reversed(events)) if event is not None),
         )
@@ -378,6 +378,6 @@ def _live_nodes(
 def _event_of(member: bytes) -> PoolEvent | None:
     """Return an event, None for a damaged one."""
     at_ms, *names = member.decode(errors="replace").split(" ")
-    if len(names) != _EVENT_NAMES or not (when_ms := sum_of(at_ms.encode())):
+    if len(names) != _EVENT_NAMES or not (when_ms := whole(at_ms)):
         return None
     return PoolEvent(when_ms, *("" if name == _ABSENT else name for name in names))

@@ -33,7 +33,6 @@ from penstock.queue.broker.jobs import (
     readable,
     status_of,
     times_ms_of,
-    whole,
 )
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
@@ -43,7 +42,7 @@ from penstock.queue.broker.submitting import SharedCalls, Submissions, channel_c
 from penstock.queue.broker.submitting import Submission as Submission
 from penstock.queue.broker.submitting import Submitted as Submitted
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
-from penstock.queue.record_fields import is_wrong_type, sum_of, unless_wrong_type
+from penstock.queue.record_fields import is_wrong_type, unless_wrong_type, whole
 from penstock.queue.results import Fetches, PackedResult
 from penstock.queue.wire import WireError, decode_chunks
 from penstock.runtime.event_loop import LoopYielder
@@ -325,7 +324,7 @@ class ProducerBroker:
         alive = [
             records[node] for node, heartbeat_ms in heartbeats if heartbeat_ms >= alive_since_ms and node in records
         ]
-        return PoolPressure(tuple(self._pressures(pool, alive)), tuple(map(sum_of, backlog)), tuple(num_queued))
+        return PoolPressure(tuple(self._pressures(pool, alive)), tuple(map(whole, backlog)), tuple(num_queued))
 
     def _alive_since_ms(self, pool: str, time: tuple[int, int], lease_ms: bytes | None, ahead_ms: bytes | None) -> int:
         return self._clocks.alive_since_ms(pool, pool_ms(time, ahead_ms), whole(lease_ms, LEASE_MS if lease_ms else 0))

@@ -49,7 +49,7 @@ from penstock.queue.files.file_records import (
     no_file,
     upload_dropped,
 )
-from penstock.queue.record_fields import RecordFields, is_text, is_wrong_type, sum_of
+from penstock.queue.record_fields import RecordFields, is_text, is_wrong_type, whole
 
 _LOG = logging.getLogger(__package__)
 _RETRY_MS = 60_000
@@ -251,7 +251,7 @@ class BatchRecords:
     async def num_rows_left(self) -> int:
         """Return how many rows of all open batches are in no part yet."""
         with translated():
-            return sum_of(await self._redis.hget(keys.rows_left(), "*"))
+            return whole(await self._redis.hget(keys.rows_left(), "*"))
 
     # For the holder of a lease. Each method raises BatchTakenError if another process has taken it.
 
