@@ -3,13 +3,13 @@
 -- Tasks, such as tokenization, occupy no sequence and no KV cache. The walk takes them in the same order, whatever
 -- capacity is left. Where it stops, because a job does not fit, the oldest other tasks follow: nothing that they need is
 -- reserved for that job. `task_slots` alone limits them.
--- ARGV: node call nonce kv_tokens0 … kv_tokens5 slots0 … slots5 kv_total slots_total revision hold_ms task_slots held
+-- ARGV: node, msgpack of a map: call, nonce, revision, hold_ms, kv_tokens, slots, kv_total, slots_total, task_slots, held,
 --   background_due
 --   call: number of this take; repeating the last call gets the same answer. nonce: makes leases unique.
---   kv_tokens, slots: free KV tokens and sequence slots, per level. kv_total, slots_total: the node's whole capacity.
---   task_slots: tasks that the node can take. held: msgpack of tenant → [KV tokens, sequences, weight] of the node's
---   jobs, or ''.
---   background_due: '1' if background work had less than its share of the node's time lately.
+--   kv_tokens, slots: free KV tokens and sequence slots, a list by level. kv_total, slots_total: the node's whole capacity.
+--   task_slots: tasks that the node can take. held: tenant → [KV tokens, sequences, weight] of the node's jobs, absent for
+--   none.
+--   background_due: whether background work had less than its share of the node's time lately; absent for false.
 --   hold_ms: expected time for which a KV token of cost is held. A tenant is charged cost × hold_ms ÷ weight.
 -- Answer: {OK, {row…}, {depth0, … depth5}, again_in_ms, num_nodes} | {UNKNOWN_NODE} | {STALE}
 --   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, n, level,
@@ -22,13 +22,12 @@ local LEAST_URGENT = LEVELS - 1
 -- A take adds background jobs up to this number of jobs, because a chat waits while the node prepares what it took.
 local MAX_WITH_BACKGROUND = 32
 
-local node, call, nonce = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local kv_tokens, slots = {}, {}
+local node, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
+local call, kv_tokens, slots, task_slots = asked.call, {}, {}, asked.task_slots
 for level = 0, LEAST_URGENT do
-  kv_tokens[level], slots[level] = tonumber(ARGV[4 + level]), tonumber(ARGV[10 + level])
+  kv_tokens[level], slots[level] = asked.kv_tokens[level + 1], asked.slots[level + 1]
 end
-local kv_total, slots_total, revision, hold_ms = tonumber(ARGV[16]), tonumber(ARGV[17]), ARGV[18], tonumber(ARGV[19])
-local task_slots, held_by_tenant, background_due = tonumber(ARGV[20]), ARGV[21], ARGV[22] == '1'
+local kv_total, slots_total, revision, held_by_tenant = asked.kv_total, asked.slots_total, asked.revision, asked.held
 
 local config = read_config()
 local now = clock()
@@ -531,7 +530,7 @@ do
 
   local function read_held()
     held, weights = {}, 0
-    for tenant, row in pairs(held_by_tenant ~= '' and cmsgpack.unpack(held_by_tenant) or {}) do
+    for tenant, row in pairs(held_by_tenant) do
       held[tenant] = {kv = row[1], slots = row[2], weight = row[3]}
       weights = weights + row[3]
     end
@@ -548,7 +547,7 @@ do
   local function part_of(kv, num_slots) return math.max(kv / kv_total, num_slots / slots_total) end
 
   function fit.fits_by_share(job, need, seqs)
-    if policy ~= 'fair' or is_task(job) or held_by_tenant == '' or tonumber(job.level) >= CLASSES - 1 then return false end
+    if policy ~= 'fair' or is_task(job) or not held_by_tenant or tonumber(job.level) >= CLASSES - 1 then return false end
     if not held then read_held() end
     local own = holding_of(job)
     local share = own.weight / weights
@@ -578,7 +577,7 @@ end
 
 -- What a start charges its tenant: under round_robin a turn (TURN of policy.py).
 local function charge_of(job)
-  return policy == 'round_robin' and 1e6 or tonumber(job.cost) * hold_ms / weight_of(job)
+  return policy == 'round_robin' and 1e6 or tonumber(job.cost) * asked.hold_ms / weight_of(job)
 end
 
 -- Takes a job if it fits. Returns whether the walk continues. DUE is the urgency of background work that is due: it needs
@@ -661,7 +660,7 @@ do
       end
     end
 
-    if background_due and not take_due_background(head_of) then return end
+    if asked.background_due and not take_due_background(head_of) then return end
     if walk(0, CLASSES - 1) then walk(CLASSES, LEAST_URGENT) end
   end
 
@@ -690,7 +689,7 @@ do
   end
 
   local function walk_by_class()
-    if background_due and not take_due_background(first_of) then return end
+    if asked.background_due and not take_due_background(first_of) then return end
     for class = 0, CLASSES - 1 do queues[class] = QUEUES[policy](class) end
     if policy == 'fair' and redis.call('ZCARD', P .. ':waiting:0') > 0 then read_uses() end
     local risen = risen_heads()
@@ -715,7 +714,7 @@ do
     local job, urgency = upcoming()
     while job and try(job, urgency, job == queues[tonumber(job.level)].head) do job, urgency = upcoming() end
     -- Where the walk stopped for a job that does not fit, tenants that hold nothing here need not wait for it.
-    if policy ~= 'fair' or held_by_tenant == '' or reserves_for == ISOLATED then return end
+    if policy ~= 'fair' or not held_by_tenant or reserves_for == ISOLATED then return end
     for class = 0, CLASSES - 2 do
       job = queues[class].next(fit.holds_nothing)
       while job do
@@ -789,7 +788,7 @@ local function hand_out()
     reserve_output(job)
     begin_deadline(job)
     if job.is_head and not is_background(job) then redis.call('HSET', P .. ':head_served', job.level, now) end
-    job.lease = call .. ':' .. nonce .. ':' .. i
+    job.lease = call .. ':' .. asked.nonce .. ':' .. i
     local taken_at = job.revision == '' and 'taken' or 'retaken'
     redis.call('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
       'revision', revision, 'urgency', job.urgency, 'charge', job.charge, 'window', window, taken_at, now, 'reserved',
