@@ -256,8 +256,8 @@ MUTANTS = (
     Mutant(
         "a webhook of each job that asks", "queue", "if job.webhooks ~= '' then note_", "if false then note_", WEBHOOKS
     ),
-    Mutant("bound of the outbox", "queue", "finite(size) >= MAX_OUTBOX", "false", WEBHOOKS),
-    Mutant("size of the outbox", "outbox", "count_now(P .. ':outbox_sizes', ARGV[at + 1], -1)", "", WEBHOOKS),
+    Mutant("bound of the untold ends", "queue", "finite(size) >= MAX_UNTOLD", "false", WEBHOOKS),
+    Mutant("size of the untold ends", "untold", "count_now(P .. ':untold_sizes', ARGV[at + 1], -1)", "", WEBHOOKS),
     Mutant(
         "an event is one delivery",
         "webhooks",

@@ -1182,20 +1182,20 @@ do
     redis.call('ZADD', P .. ':ended', now + config.result_ttl_ms, job.tenant)
   end
 
-  -- Notes in P:outbox that the endpoints which a job names are to be told of its end. Gateways hand that to webhooks.lua.
+  -- Notes in P:untold that the endpoints which a job names are to be told of its end. Gateways hand that to webhooks.lua.
   -- Nothing here may keep a job from ending.
-  local MAX_OUTBOX = 100000
+  local MAX_UNTOLD = 100000
 
   local function note_webhooks(job, state)
-    local size = redis.pcall('HGET', P .. ':outbox_sizes', job.tenant)
-    if type(size) == 'table' or finite(size) >= MAX_OUTBOX then
+    local size = redis.pcall('HGET', P .. ':untold_sizes', job.tenant)
+    if type(size) == 'table' or finite(size) >= MAX_UNTOLD then
       count_event('webhooks_dropped')
       return
     end
     local kind = (whole(job.response_bytes) or 0) > 0 and 'response' or 'job'
     local entry = table.concat({string.match(job.id, '[^.]*$'), state, kind, job.tenant, job.webhooks}, ' ')
-    if type(redis.pcall('XADD', P .. ':outbox', '*', 'e', entry)) == 'string' then
-      count_now(P .. ':outbox_sizes', job.tenant, 1)
+    if type(redis.pcall('XADD', P .. ':untold', '*', 'e', entry)) == 'string' then
+      count_now(P .. ':untold_sizes', job.tenant, 1)
     end
   end
 
