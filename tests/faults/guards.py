@@ -288,7 +288,7 @@ MUTANTS = (
         "RECORD_BYTES",
         "stored_bytes.py",
     ),
-    Mutant("life of hourly usage", "queue", "USAGE_HOURS * HOUR_MS, job", "USAGE_DAYS * DAY_MS, job", "usage.py"),
+    Mutant("life of hourly usage", "queue", "USAGE_HOURS * HOUR_MS, what", "USAGE_DAYS * DAY_MS, what", "usage.py"),
     Mutant("positions of delayed jobs", "positions", " or DELAYED_JOB end", " or 0 end", "positions.py"),
     Mutant("positions of begun jobs", "positions", " and first == '' and", " and", "positions.py"),
     Mutant(

@@ -61,9 +61,9 @@ local function finish_job(one, result)
   local last = append(log, chunks, 1 + length - index)
   for i = 1, #chunks do publish(job, chunks[i]) end
   if result ~= '' then
-    redis.call('SET', P .. ':result:' .. id, result, 'PX', result_life(job, config, #result))
+    sure('SET', P .. ':result:' .. id, result, 'PX', result_life(job, config, #result))
   else
-    redis.call('DEL', P .. ':result:' .. id)
+    sure('DEL', P .. ':result:' .. id)
   end
   if kv_token_ms and config.policy ~= 'round_robin' then
     correct_charge(job, kv_token_ms / weight_of(job) - charged_of(job))

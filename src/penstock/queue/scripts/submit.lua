@@ -511,7 +511,7 @@ local function write_record(job, entry, is_delayed)
     if is_delayed then add('to_charge', job.reserved_tokens, 'burst_ms', terms.burst_s * 1000) end
   end
   if job.may_use then add('may_use', job.may_use, 'minute_tokens', job.minute_tokens) end
-  redis.call('HSET', job_key(job.id), unpack(fields))
+  sure('HSET', job_key(job.id), unpack(fields))
 end
 
 local entered = {}
@@ -542,7 +542,7 @@ local function accept(at, job)
   -- A job submitted without a reader has reattach_grace_ms to get one.
   job.unread = (inbox == '' and not channels.is(job.channel)) and now or ''
   job.submitted = now + job.not_before_in_ms
-  redis.call('SET', P .. ':request:' .. id, job.request)
+  sure('SET', P .. ':request:' .. id, job.request)
   if tokens_per_minute > 0 and not job.is_light then
     job.may_use = job.most_tokens or job.cost
     job.minute_tokens = math.floor(tokens_per_minute * (1 + job.terms.burst_s / 60))

@@ -790,7 +790,7 @@ local function hand_out()
     if job.is_head and not is_background(job) then redis.call('HSET', P .. ':head_served', job.level, now) end
     job.lease = call .. ':' .. asked.nonce .. ':' .. i
     local taken_at = job.revision == '' and 'taken' or 'retaken'
-    redis.call('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
+    sure('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
       'revision', revision, 'urgency', job.urgency, 'charge', job.charge, 'window', window, taken_at, now, 'reserved',
       job.reserved or 0)
     add_member(P .. ':running:' .. node, job.id)
