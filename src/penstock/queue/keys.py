@@ -71,6 +71,10 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:revisions              zset    join, heartbeat; sweep               model revision → last heartbeat
     P:free                   zset    heartbeat, ring; sweep, leave        node → free KV tokens; ring picks the highest
     P:pressure               hash    heartbeat; sweep, leave              node → pressure record (wire.py)
+    P:paces                  hash    heartbeat; sweep, leave              node that takes jobs → its pace, its most
+                                                                          sequences, its KV tokens and its revision
+    P:left                   string  take                                 when a take left jobs to other nodes, and the
+                                                                          first of them; 1 min
     P:adapters               hash    node; sweep, leave                   node with adapters → the pool record that it
                                                                           announced
     P:backlog                hash    submit, requeue, release, take, end  level → predicted KV tokens of its queued jobs

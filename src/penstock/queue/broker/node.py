@@ -260,7 +260,10 @@ class NodeBroker:
         LeaseLostError.
         """
         record, check = wire.encode_record(pressure), int(held is not None)
-        answer = await self._call("heartbeat", self._revision, free, record, answered_call, check, *(held or ()))
+        kv_tokens = pressure.kv_blocks_total * pressure.block_size
+        pace = f"{pressure.drain_cost_per_s:g} {pressure.max_num_seqs} {kv_tokens} {self._revision}"
+        told = self._revision, free, pace if pressure.takes_jobs else "", record, answered_call, check
+        answer = await self._call("heartbeat", *told, *(held or ()))
         if answer[0] == b"SWEPT":
             raise LeaseLostError
         if answer[4] and self._joined is not None:
