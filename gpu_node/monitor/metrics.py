@@ -16,7 +16,7 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.job import Priority
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.gpus import GpuDriver, GpuLoad
-from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.held_jobs import HeldJobs
 from penstock.gpu_node.jobs.times import JobMetrics, NodeCounts, SendCounts
 from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram, vllm_metrics
 from penstock.gpu_node.publishing.sending import Pace
@@ -92,7 +92,7 @@ class MeasuredNode(Protocol):
     """What the metrics read of a node."""
 
     @property
-    def ledger(self) -> Ledger:
+    def held_jobs(self) -> HeldJobs:
         """Its jobs and counters."""
 
     @property
@@ -122,14 +122,14 @@ class NodeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families."""
-        ledger, stats = self._node.ledger, self._node.engine_stats
-        yield gauge("penstock_node_jobs", "Jobs held.", len(ledger))
+        held_jobs, stats = self._node.held_jobs, self._node.engine_stats
+        yield gauge("penstock_node_jobs", "Jobs held.", len(held_jobs))
         yield gauge(
-            "penstock_node_unsent_bytes", "Bytes of chunks that Redis has not acknowledged.", ledger.unsent_bytes
+            "penstock_node_unsent_bytes", "Bytes of chunks that Redis has not acknowledged.", held_jobs.unsent_bytes
         )
-        yield from _of_counts(ledger.counts)
-        yield from _of_sending(ledger.counts.sending, self._node.pace)
-        yield from job_metrics(ledger.counts.jobs, self._settings.model_name)
+        yield from _of_counts(held_jobs.counts)
+        yield from _of_sending(held_jobs.counts.sending, self._node.pace)
+        yield from job_metrics(held_jobs.counts.jobs, self._settings.model_name)
         if self._loop_watch is not None:
             yield from loop_metrics(
                 "penstock_node_loop_late_seconds", "penstock_node_loop_hold_seconds", self._loop_watch
@@ -137,7 +137,7 @@ class NodeCollector(Collector):
         if stats is not None:
             yield _info(self._settings.name, stats)
             yield from engine_metrics(stats)
-            yield from vllm_metrics(ledger, stats, self._settings)
+            yield from vllm_metrics(held_jobs, stats, self._settings)
             if (load := self._gpu.read(stats.gpu_uuid)) is not None:
                 yield from gpu_metrics(load)
 

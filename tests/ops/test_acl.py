@@ -64,7 +64,7 @@ RUNS = {
         "positions",
         "ack",
         "delete_response",
-        "outbox",
+        "untold",
         "webhooks",
         "files",
     ),

@@ -98,7 +98,7 @@ class Deliverer:
         reachable, number = servers.reachable, 0
         for server, some in servers.grouped(pools):
             if server in reachable:
-                with suppress(TimeoutError, UnavailableError):  # Its ends stay in its outboxes.
+                with suppress(TimeoutError, UnavailableError):  # Its untold ends stay.
                     async with asyncio.timeout(COLLECT_PATIENCE_S):
                         number += await self._queue.collect(some, server.redis)
         return number

@@ -96,6 +96,7 @@ end
 local nodes_lost = {}
 for _, dead in ipairs(lost) do
   redis.call('ZREM', P .. ':free', dead.node)
+  redis.call('HDEL', P .. ':paces', dead.node)
   redis.call('HDEL', P .. ':reservations', dead.node)
   for _, job in ipairs(dead.jobs) do lose(job, dead.was_draining) end
   if dead.empty then

@@ -27,7 +27,7 @@ MAX_REPORTED_TENANTS = 8
 """Tenants whose jobs a heartbeat counts. The limit bounds the size of pressure records."""
 
 
-class Ledger:
+class HeldJobs:
     """All jobs of a node. The engine knows a job by its lease, so tokens computed under an older lease never mix in."""
 
     def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT) -> None:
