@@ -172,7 +172,7 @@ class JobInbox:
                     patience = pauses()
                     self._ledger.round_done("take")
                 except UnavailableError as error:
-                    log.warning("redis is unreachable", extra={"reason": error.message})
+                    self._ledger.redis_failed("take", error)
                     wait_s = next(patience)
                 except DamagedDataError as error:
                     self._ledger.round_failed("take", error)
@@ -229,7 +229,8 @@ class JobInbox:
                 self._outbox.drop(older)
             self._ledger.add(job)
             if not job.is_task:
-                self._ledger.counts.jobs.taken(job.taken.priority, job.times)
+                is_background = job.taken.is_background
+                self._ledger.counts.jobs.taken(job.taken.priority, job.times, is_background=is_background)
         counts = self._ledger.counts
         counts.taken += len(jobs)
         counts.taken_over += sum(bool(job.taken.num_chunks or job.taken.losses) for job in jobs)

@@ -77,7 +77,7 @@ class LoadShedder:
                 await self.shed_load()
                 self._ledger.round_done("give_back")
             except UnavailableError as error:
-                log.warning("redis is unreachable", extra={"reason": error.message})
+                self._ledger.redis_failed("give_back", error)
             except DamagedDataError as error:
                 self._ledger.round_failed("give_back", error)
 

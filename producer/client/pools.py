@@ -197,3 +197,13 @@ def counted(decisions: Counter[str]) -> Iterator[None]:
         decisions[decision_of(error)] += 1
         raise
     decisions[ADMITTED] += 1
+
+
+@contextmanager
+def naming_pool(pool: str) -> Iterator[None]:
+    """Name the pool in an error that refuses a submission in the block."""
+    try:
+        yield
+    except PenstockError as error:
+        error.pool = pool
+        raise

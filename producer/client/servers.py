@@ -123,7 +123,7 @@ class Renewal:
         except UnavailableError:
             raise
         except PenstockError as error:
-            facts = {"job_id": submission.job.id, "reason": error.message}
+            facts = {"job_id": submission.job.id, "reason": error.reason}
             _LOG.warning("a lost job cannot be submitted again", extra=facts)
             raise
 
@@ -152,6 +152,8 @@ class QueueServer:
         self.lists = JobLists(redis, patience)
         self.usage = UsageBroker(redis, patience)
         self.stats = StatsBroker(redis, patience)
+        self.looks = StatsBroker(redis)
+        """The same without patience, for a process that looks again by itself."""
         self.activity = ActivityBroker(redis, patience)
         self.steering = Steering(redis, patience)
         self.dead_letters = DeadLetters(redis, patience)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
@@ -165,7 +164,7 @@ class StoredBatchRun:
         retention_ms, life_s = self._files.settings.retention_ms, self._batch.spec.output_life_s
         if is_of_messages(self._batch.batch_id):
             # They live from the creation of the batch on. A retention of any length leaves the record as long.
-            age_ms = int(time.time() * 1000) - self._batch.times["created"]
+            age_ms = int(self._batches.now_s() * 1000) - self._batch.times["created"]
             life_ms = max(1, 1000 * (life_s or 0) - age_ms)
             saved = (MESSAGE_RESULTS, {OUTPUT: "results"}, life_ms, max(life_ms, retention_ms))
         else:
@@ -252,7 +251,7 @@ class StoredBatchRun:
     def _must_stop(self) -> bool:
         if self._lease.status == "cancelling":
             self._stopped = CANCELLED_ROW
-        elif time.time() * 1000 >= self._batch.times["expires"]:
+        elif self._batches.now_s() * 1000 >= self._batch.times["expires"]:
             self._stopped = EXPIRED_ROW
         return bool(self._stopped)
 
@@ -445,5 +444,5 @@ class StoredBatchRun:
 
     async def _wait_for(self, error: PenstockError) -> None:
         self._lease.waiting = error.message
-        _LOG.warning("a batch waits", extra={"batch_id": self._batch.batch_id, "reason": error.message})
+        _LOG.warning("a batch waits", extra={"batch_id": self._batch.batch_id, "reason": error.reason})
         await asyncio.sleep(_RETRY_S)

@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-import uuid_utils
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic_core import to_json
@@ -389,7 +388,7 @@ class CreateResponse:
             generation,
             content=content,
             queueing={**generation.queueing, "webhooks": await self._webhooks_of(generation, record)},
-            job_id=f"{pool.pool}.{uuid_utils.uuid7()}",
+            job_id=pool.new_job_id(),
             event_ids=record.stored,
             # A caller waits for a response whose stream is read from its start.
             background=record.background and not body.stream,

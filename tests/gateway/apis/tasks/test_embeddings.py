@@ -22,8 +22,7 @@ from penstock.contract.tasks import Embed, Embedding
 from penstock.contract.tenant import Terms
 from penstock.gateway.apis.tasks.schemas import MAX_INPUTS
 from penstock.gateway.request.generation import RequestContent
-from penstock.gateway.request.jobs import check_num_jobs
-from penstock.gateway.stream.answer import MAX_JOBS_SHOWN
+from penstock.gateway.request.jobs import MAX_JOBS_SHOWN, check_num_jobs
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.producer import ServedPool
 from tests.gateway.conftest import MAX_MODEL_LEN, MODEL, EchoEngine, Stack
