@@ -97,7 +97,7 @@ class AccessLog:
         status = NO_STATUS
         state["request_id"] = request_id
         said = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:MAX_PATH_CHARS]}
-        if self._logs_starts:
+        if self._logs_starts and scope["path"] != SCRAPES:
             access_logger.info("request begins", extra=said)
         line = RequestLine()
         token = LINE.set(line)

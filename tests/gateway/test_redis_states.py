@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,12 +58,13 @@ def problems(gateway: httpx.Client) -> list[str]:
 def full_disk(server: RedisProcess, client: Any) -> Callable[[], None]:
     """Let the next snapshot fail. Redis then refuses writes, as with an append-only file that it cannot write."""
     client.config_set("save", "3600 1000000")
-    folder, moved = server.folder, server.folder.with_name("moved")
-    shutil.move(folder, moved)
+    snapshot = server.folder / "dump.rdb"
+    snapshot.unlink(missing_ok=True)
+    snapshot.mkdir()
     client.bgsave()
 
     def mend() -> None:
-        shutil.move(moved, folder)
+        snapshot.rmdir()
         client.bgsave()
 
     return mend

@@ -132,8 +132,11 @@ class ServedPool(PoolRecord):
 
     def new_job_id(self) -> str:
         """Return an id for a new job. Its time is that of the pool, which refuses ids of another time."""
-        now_ms = time.time_ns() // 1_000_000 + self.clock_ahead_ms
-        return f"{self.pool}.{uuid_utils.uuid7(now_ms // 1000, now_ms % 1000 * 1_000_000)}"
+        made = str(uuid_utils.uuid7())
+        if abs(self.clock_ahead_ms) >= 1000:
+            time_hex = f"{time.time_ns() // 1_000_000 + self.clock_ahead_ms:012x}"
+            made = f"{time_hex[:8]}-{time_hex[8:]}{made[13:]}"
+        return f"{self.pool}.{made}"
 
     @property
     def hours_without_node(self) -> int:
