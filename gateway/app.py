@@ -252,7 +252,7 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
         parser=parser,
         loop_watch=loop_watch,
         tracing=tracing,
-        deliverer=Deliverer(client, Sender(settings, client.now_s), settings),
+        deliverer=Deliverer(client, Sender(settings, client.servers.clock.now_s), settings),
         watch=watch,
     )
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)

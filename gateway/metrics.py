@@ -324,8 +324,10 @@ class MetricsRoutes:
             *_of_client(self._client),
             *loop_metrics(*loop_names, self._loop_watch),
             *self._of_memory(),
-            GaugeMetricFamily("penstock_gateway_clock_offset_seconds", _OFFSET, value=self._client.clock_offset_s),
-            *self._open_feeds.metrics(self._client.now_s()),
+            GaugeMetricFamily(
+                "penstock_gateway_clock_offset_seconds", _OFFSET, value=self._client.servers.clock.offset_s
+            ),
+            *self._open_feeds.metrics(self._client.servers.clock.now_s()),
             *process_metrics(self._metrics.rate, self._metrics.usage),
         ]
         own += [*self._of_servers(), *await self._watch.scraped(_of_pools)]

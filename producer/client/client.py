@@ -36,7 +36,6 @@ from penstock.queue.broker.connection import warn_of_eviction
 from penstock.queue.broker.job_lists import JobPage
 from penstock.queue.broker.jobs import ResponseBroker
 from penstock.queue.broker.producer import JobStatus, ServedPool, Submission, Submitted
-from penstock.queue.broker.shared_connection import clock_of
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file_records import FileRecords
 from penstock.queue.job_cost import estimate_cost, rate_tokens
@@ -177,9 +176,7 @@ class AsyncClient:
         or NotReplicatedError if its disk or a replica does not confirm the job in time.
         """
         with counted(self.stats.decisions):
-            submission = await self._admitted(prompt, options)
-            with naming_pool(submission.job.pool):
-                return await self._enqueue(submission)
+            return await self._enqueue(await self._admitted(prompt, options))
 
     @with_options()
     async def submit_unread(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Submitted:
@@ -189,9 +186,8 @@ class AsyncClient:
         """
         with counted(self.stats.decisions):
             submission = await self._admitted(prompt, options)
-            with naming_pool(submission.job.pool):
-                server = self.servers.of(submission.job.pool)
-                return server.renewal.recent.accepted(submission, await server.broker.submit(submission))
+            server = self.servers.of(submission.job.pool)
+            return server.renewal.recent.accepted(submission, await server.broker.submit(submission))
 
     @with_options(JobOptions)
     async def submit_many(
@@ -219,10 +215,7 @@ class AsyncClient:
             *names, adapter=options.get("adapter"), key=key, hides_models=options.get("hides_models", False)
         )
         with naming_pool(record.pool):
-            return await self._admitted_to(record, prompt, options)
-
-    async def _admitted_to(self, record: ServedPool, prompt: Prompt, options: SubmitOptions) -> Submission:
-        job = await built_job(prompt, options, record, self._tenant)
+            job = await built_job(prompt, options, record, self._tenant)
         if job.webhooks:
             await self.webhooks.check(job.webhooks, job.tenant)
         if job.priority < self._highest_class:
@@ -437,15 +430,6 @@ class AsyncClient:
     async def pressure(self, pool: str) -> PoolPressure:
         """Return a pool's live nodes and backlog, at most a quarter of a second old."""
         return await self.servers.of(pool).admissions.of(pool).get()
-
-    @property
-    def clock_offset_s(self) -> float:
-        """Seconds by which Redis's clock is ahead of this machine's; 0 until it is known."""
-        return clock_of(self.servers.directory.redis).offset_s
-
-    def now_s(self) -> float:
-        """Return the time of Redis, as Unix time in seconds."""
-        return clock_of(self.servers.directory.redis).now_s()
 
     async def api_keys(self, *, patience_s: float | None = None) -> dict[str, ApiKey]:
         """Return every API key by id, at most two seconds old.

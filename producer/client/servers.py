@@ -37,7 +37,8 @@ from penstock.queue.broker.job_lists import merged as merged_jobs
 from penstock.queue.broker.jobs import KnownJobs, QueuePositions, ResponseBroker
 from penstock.queue.broker.pools import ActivityBroker, StatsBroker
 from penstock.queue.broker.producer import ProducerBroker, ServedPool, Submission
-from penstock.queue.broker.shared_connection import SharedRedis
+from penstock.queue.broker.redis_clock import RedisClock
+from penstock.queue.broker.shared_connection import SharedRedis, clock_of
 from penstock.queue.broker.steering import Steering
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.broker.usage import merged as merged_usage
@@ -255,6 +256,11 @@ class QueueServers:
                 raise ConfigError(message, param="pools") from None
         self._of = {pool: by_url[of_pool] for pool, of_pool in own.items()}
         self.all = (self.directory, *by_url.values())
+
+    @property
+    def clock(self) -> RedisClock:
+        """The directory's clock, as this process knows it."""
+        return clock_of(self.directory.redis)
 
     @property
     def is_split(self) -> bool:

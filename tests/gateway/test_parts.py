@@ -254,7 +254,8 @@ async def test_a_bug_is_a_500_without_details(caplog):
     caplog.set_level(logging.INFO)
 
     class Broken:
-        feed = control = files = batches = now_s = None
+        feed = control = files = batches = None
+        servers = SimpleNamespace(clock=SimpleNamespace(now_s=None))
         webhooks = SimpleNamespace(queue=None)
 
         async def pools(self) -> None:

@@ -110,9 +110,9 @@ def test_a_model_of_another_version_is_a_503_with_both_versions_and_not_listed(s
 async def test_gateway_whose_inbox_has_ended_is_not_ready():
     class Deaf:
         is_alive = False
-        feed = control = files = batches = now_s = None
+        feed = control = files = batches = None
         webhooks = SimpleNamespace(queue=None)
-        servers = SimpleNamespace(is_split=False)
+        servers = SimpleNamespace(clock=SimpleNamespace(now_s=None), is_split=False)
 
     app = create_app(GatewaySettings(), cast("AsyncClient", Deaf()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
@@ -125,9 +125,9 @@ async def test_gateway_whose_inbox_has_ended_is_not_ready():
 async def test_gateway_is_not_ready_while_the_only_node_waits_for_its_ranks(troubles, status):
     class Clientlike:
         is_alive = True
-        feed = control = files = batches = now_s = None
+        feed = control = files = batches = None
         webhooks = SimpleNamespace(queue=None)
-        servers = SimpleNamespace(is_split=False, named={})
+        servers = SimpleNamespace(clock=SimpleNamespace(now_s=None), is_split=False, named={})
 
         async def pools(self, *, renewed: bool = False):
             return {"m": SimpleNamespace(is_alive=True)}

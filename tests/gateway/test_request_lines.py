@@ -1,4 +1,4 @@
-"""The line of each request in the access log: who asked, which job it became, and how its answer ended."""
+"""The line of each request in the access log: its caller, the job that it became, and how its answer ended."""
 
 from __future__ import annotations
 

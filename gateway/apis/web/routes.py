@@ -216,7 +216,7 @@ class Dashboard:
         except (TimeoutError, UnavailableError):
             return to_json(
                 {
-                    "at_ms": int(1000 * client.now_s()),
+                    "at_ms": int(1000 * client.servers.clock.now_s()),
                     "redis_up": False,
                     "gateway": gateway_of(self._metrics),
                     "pools": [],
@@ -225,7 +225,7 @@ class Dashboard:
         folded = [one.pool for one in activities if records[one.pool].is_folded(one.queue.num_waiting)]
         pools = [pool_of(records[one.pool], one) for one in activities if one.pool not in folded]
         state = {
-            "at_ms": int(1000 * client.now_s()),
+            "at_ms": int(1000 * client.servers.clock.now_s()),
             "redis_up": True,
             "gateway": gateway_of(self._metrics),
             "pools": pools,

@@ -253,7 +253,11 @@ def _page(shown: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
 
 
 def _routes(services: Services) -> list[Route | APIRouter]:
-    return [WebhookRoutes(services.client, services.reader, Sender(services.settings, services.client.now_s)).router]
+    return [
+        WebhookRoutes(
+            services.client, services.reader, Sender(services.settings, services.client.servers.clock.now_s)
+        ).router
+    ]
 
 
 WEBHOOKS = HttpDialect(_routes, bodies=())
