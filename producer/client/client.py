@@ -222,7 +222,8 @@ class AsyncClient:
             raise class_not_allowed(job.priority, self._highest_class, "this client (highest_class)")
         server = self.servers.of(record.pool)
         admission = server.admissions.of(record.pool)
-        cost = estimate_cost(job, record, (await admission.recent()).nodes)
+        with naming_pool(record.pool):
+            cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await server.inbox.ensure_heartbeat(record.pool)
         wish = options.get("queue_without_node")
         needs_node = not (job.background or self._queues_without_node if wish is None else wish)

@@ -26,7 +26,8 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import Priority
 from penstock.contract.pool import EVENTS, RedisState
-from penstock.gateway.metrics import GatewayMetrics, RedisMetrics
+from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.redis_watch import RedisMetrics
 from penstock.producer.client import ClientStats
 from penstock.producer.client.settings import DECISIONS, decision_of
 from penstock.queue import keys
