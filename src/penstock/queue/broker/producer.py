@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -127,7 +127,7 @@ class ServedPool(PoolRecord):
     """Most jobs that wait or run in the pool. Jobs that exceed it are refused."""
     without_node_ms: int = 0
     """Milliseconds since its last node left, or since the pool was declared; 0 while it has a live node."""
-    clock_ahead_ms: int = 0
+    clock_ahead_ms: int = field(default=0, compare=False)
     """Milliseconds by which the pool's clock was ahead of this machine's when this was read."""
 
     def new_job_id(self) -> str:
