@@ -220,9 +220,7 @@ async def test_job_without_tokens_changes_revision_freely(queue: Queue) -> None:
     assert (await queue.record(taken.job_id))["revision"] == "r2"
 
 
-async def test_log_of_a_revision_that_nobody_serves_ends_failed(
-    queue: Queue, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_log_of_a_revision_that_nobody_serves_ends_failed(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     old, new = await queue.node("old", "r1"), await queue.node("new", "r2")
     taken = await queue.running(old)
