@@ -245,6 +245,7 @@ _STATES_OF_CODES = {
     "NOREPLICAS": "no_replicas",
     "BUSY": "slow",
 }
+_STATES_OF_ERRORS = {exceptions.ReadOnlyError: "read_only", exceptions.BusyLoadingError: "loading"}
 _REFUSED_CALL = "Redis refused a call, because of damaged data or a bug"
 
 
@@ -343,7 +344,7 @@ def translated() -> Iterator[None]:
             message = f"Redis is unreachable: no file descriptor is free for a connection; {why}"
             raise _with_state(UnavailableError(message, code="redis_away"), AWAY) from None
         # redis-py raises a ConnectionError if a connection is refused while it is set up.
-        raise _unusable(str(error)) or _unreachable(str(error)) from None
+        raise _unusable(str(error)) or _unreachable(str(error), _STATES_OF_ERRORS.get(type(error), AWAY)) from None
     except exceptions.OutOfMemoryError:
         raise _full() from None
     except exceptions.ResponseError as error:
@@ -375,9 +376,10 @@ def _with_state(error: T_ERROR, state: str = "", detail: str = "") -> T_ERROR:
     return error
 
 
-def _unreachable(text: str) -> UnavailableError:
-    found = _UNREACHABLE_CODES.search(text)
-    state = _STATES_OF_CODES.get(found[1], AWAY) if found else AWAY
+def _unreachable(text: str, state: str = AWAY) -> UnavailableError:
+    """Return the error for what Redis said. `state` is that of an error without a code."""
+    if found := _UNREACHABLE_CODES.search(text):
+        state = _STATES_OF_CODES.get(found[1], AWAY)
     why = f": {REDIS_STATES[state]} ({state})" if state != AWAY else ""
     return _with_state(UnavailableError(f"Redis is unreachable{why}", code="redis_away"), state, text)
 
