@@ -245,7 +245,10 @@ _STATES_OF_CODES = {
     "NOREPLICAS": "no_replicas",
     "BUSY": "slow",
 }
-_STATES_OF_ERRORS = {exceptions.ReadOnlyError: "read_only", exceptions.BusyLoadingError: "loading"}
+_STATES_OF_ERRORS: dict[type[Exception], str] = {
+    exceptions.ReadOnlyError: "read_only",
+    exceptions.BusyLoadingError: "loading",
+}
 _REFUSED_CALL = "Redis refused a call, because of damaged data or a bug"
 
 
