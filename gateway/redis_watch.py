@@ -34,7 +34,7 @@ SLOW_S = 1.0
 FULL_RATIO = 0.9
 """From this share of its memory on, Redis is full: the queue refuses all jobs."""
 SCRAPE_PATIENCE_S = 0.15
-"""Seconds that a scrape waits for the look that it asked for."""
+"""Seconds that a scrape waits for the look that it asked for. It does not wait for a Redis that is known to be away."""
 MAX_AGE_S = 60.0
 """A scrape leaves out what was read longer ago."""
 REFUSING = frozenset((AWAY, "loading", "read_only", "disk_full", "no_replicas", NO_RIGHTS))
@@ -172,7 +172,7 @@ class RedisWatch:
     async def scraped(self, of_pools: Callable[[list[PoolStats]], Iterator[Metric]]) -> list[Metric]:
         """Return the metrics of all Redis, those of their pools as `of_pools` makes them."""
         watches, now_s = self._watches, time.monotonic()
-        await asyncio.gather(*(watch.fresh(SCRAPE_PATIENCE_S) for watch in watches))
+        await asyncio.gather(*(watch.fresh(SCRAPE_PATIENCE_S) for watch in watches if watch.problem != AWAY))
         known = [watch.seen for watch in watches if watch.seen and now_s - watch.seen.at_s < MAX_AGE_S]
         found = [*self._of_states()]
         answers = bool(watches) and watches[0].state != AWAY
