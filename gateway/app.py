@@ -27,6 +27,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from penstock.contract.errors import UnavailableError
+from penstock.contract.pool import REDIS_STATES
 from penstock.contract.tenant import are_required
 from penstock.gateway.apis.anthropic.routes import ANTHROPIC
 from penstock.gateway.apis.api_docs.routes import API_DOCS
@@ -63,6 +64,7 @@ from penstock.gateway.http.protocol import head_with_sockets
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
 from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes
 from penstock.gateway.open_feeds import OpenFeeds
+from penstock.gateway.redis_watch import REFUSING, RedisWatch
 from penstock.gateway.request.parser_process import BodySchemas
 from penstock.gateway.request.reading import BodyBudgets, Parser, RequestReader
 from penstock.gateway.route_doc import PROBE_METHODS
@@ -100,8 +102,9 @@ READY = "ready"
 class HealthRoutes:
     """The routes of the health checks."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, watch: RedisWatch) -> None:
         self._client = client
+        self._watch = watch
         self.router = APIRouter()
         self.router.add_api_route("/health", self.health, methods=PROBE_METHODS)
         self.router.add_api_route("/health/nodes", self.nodes)
@@ -131,16 +134,20 @@ class HealthRoutes:
     async def ready(self) -> dict[str, Any]:
         """Return that a request would be served now, by one pool at least; otherwise raise UnavailableError (HTTP 503).
 
-        Of several Redis, it tells which pools are served.
+        A problem of Redis has its name in the answer. Of several Redis, it tells which pools are served.
         """
         if not self._client.is_alive:
             raise UnavailableError("this gateway no longer receives messages from the queue", code="inbox_ended")
+        problem = self._watch.problem
+        if problem in REFUSING and not self._client.servers.is_split:
+            raise UnavailableError(f"Redis is unreachable: {REDIS_STATES[problem]} ({problem})", code="redis_away")
         async with soon():
             # A gateway often starts a moment before its first node, so a copy without nodes is fetched anew.
             for renewed in (False, True):
                 states = await self._states(await self._client.pools(renewed=renewed))
                 if READY in states.values():
-                    return {"status": READY, **({"pools": states} if self._client.servers.is_split else {})}
+                    named = {"redis": problem} if problem else {}
+                    return {"status": READY, **named, **({"pools": states} if self._client.servers.is_split else {})}
         raise UnavailableError("no pool has a live node", code="no_node")
 
     async def _states(self, pools: Mapping[str, ServedPool]) -> dict[str, str]:
@@ -245,13 +252,14 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-gateway")
     budgets = [body_budgets.large, body_budgets.small]
+    watch = RedisWatch(client)
     core = [
-        HealthRoutes(client).router,
-        MetricsRoutes(client, metrics, loop_watch, budgets, result_budget, open_feeds).router,
+        HealthRoutes(client, watch).router,
+        MetricsRoutes(client, metrics, loop_watch, budgets, result_budget, open_feeds, watch).router,
     ]
 
     # FastAPI's own document would lack the routes that take a body.
-    lifespan = partial(_lifespan, services=services, loop_watch=loop_watch, tracing=tracing)
+    lifespan = partial(_lifespan, services=services, loop_watch=loop_watch, tracing=tracing, watch=watch)
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     ErrorHandlers(errors, metrics.refused).install(app)
     routes = _add_routes(app, services, core)
@@ -273,7 +281,7 @@ def schemas_of(apis: Sequence[HttpDialect]) -> BodySchemas:
 
 @contextlib.asynccontextmanager
 async def _lifespan(
-    _: FastAPI, *, services: Services, loop_watch: LoopWatch, tracing: Tracing | None
+    _: FastAPI, *, services: Services, loop_watch: LoopWatch, tracing: Tracing | None, watch: RedisWatch
 ) -> AsyncIterator[None]:
     client, settings = services.client, services.settings
     async with client:
@@ -285,6 +293,7 @@ async def _lifespan(
         background = {name: run for api in services.apis for name, run in api.background.items()}
         tasks = [
             asyncio.create_task(client.control.keep_continuing(), name="penstock bulk actions"),
+            asyncio.create_task(watch.run(), name="penstock looks at Redis"),
             *(asyncio.create_task(run(services), name=name) for name, run in background.items()),
         ]
         try:
@@ -333,9 +342,10 @@ def _add_middleware(app: FastAPI, services: Services, routes: Sequence[Route]) -
         public_paths=services.public_paths,
     )
     app.add_middleware(SubprotocolKey)
-    app.add_middleware(Drain, errors=errors)
+    app.add_middleware(Drain, errors=errors, metrics=metrics)
     _add_cors(app, settings, errors, routes)
-    app.add_middleware(AccessLog, metrics=metrics, errors=errors, paths=_paths_of(routes))
+    paths = _paths_of(routes)
+    app.add_middleware(AccessLog, metrics=metrics, errors=errors, paths=paths, logs_starts=settings.log_starts)
 
 
 def _add_cors(app: FastAPI, settings: GatewaySettings, errors: ErrorShapes, routes: Sequence[Route]) -> None:

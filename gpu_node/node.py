@@ -40,6 +40,7 @@ from penstock.queue.broker.history import HistoryWatch
 from penstock.queue.broker.jobs import past_leases_of
 from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
+from penstock.queue.broker.shared_connection import clock_of
 from penstock.queue.policy import LEAST_URGENT
 from penstock.runtime import crash_points
 from penstock.runtime.event_loop import Threads, cancel_until_done
@@ -74,6 +75,7 @@ class Node:
         self._tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-node")
         reports = self._new_reports()
         self.held_jobs = HeldJobs(engine.max_model_len)
+        self.held_jobs.counts.jobs.max_waits_s = settings.max_waits_s
         self._broker = NodeBroker(self._redis, settings.pool_name, self.node_id, engine.revision)
         self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
@@ -223,7 +225,8 @@ class Node:
         """Return what a health check gets. Any thread may call this."""
         stalled_s = round(self._watch.stalled_s, 1)
         node = {"node_id": self.node_id, "pool": self._settings.pool_name, "engine_stalled_s": stalled_s}
-        return node | self._heartbeat.state()
+        clock = {"clock_offset_s": round(clock_of(self._redis).offset_s, 3)}
+        return node | self._heartbeat.state() | clock
 
     async def _join_unless_stopped(self) -> bool:
         """Join the pool, and return whether that was done before `stop`. Redis may be away for a while."""
@@ -358,7 +361,7 @@ class Node:
         try:
             num_kept = await with_retries(self._broker.leave, LEAVE_PATIENCE_S)
         except UnavailableError as error:
-            why = {"node_id": self.node_id, "reason": error.message}
+            why = {"node_id": self.node_id, "reason": error.reason}
             log.warning("the node could not tell the pool that it stops", extra=why)
         else:
             facts = {"num_given_back": self.held_jobs.counts.given_back_drain, "num_kept": num_kept}

@@ -53,7 +53,17 @@ MODEL_FLOORS = (
     {"loading"},
 )
 GATEWAY_FLOORS = (
-    {"settings", "budget", "metrics", "open_feeds", "route_doc", "other_servers", "errors"},
+    {
+        "settings",
+        "budget",
+        "metrics",
+        "open_feeds",
+        "route_doc",
+        "other_servers",
+        "errors",
+        "redis_watch",
+        "request_line",
+    },
     {"request"},
     {"stream"},
     {"http"},

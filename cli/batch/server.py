@@ -239,7 +239,7 @@ def patiently(call: Callable[[], T], on_wait: Callable[[str], None], until_s: fl
         try:
             return call()
         except (UnavailableError, BusyError) as error:
-            on_wait(error.message)
+            on_wait(error.reason)
             wait(pause_s, until_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

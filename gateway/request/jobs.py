@@ -16,6 +16,7 @@ from penstock.contract.sampling import MAX_TOKENS_LIMIT
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.contract.tenant import NO_LIMIT, Terms
 from penstock.gateway.request.generation import GenerationRequest, naming_prompt
+from penstock.gateway.request_line import line_of_request
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt
 from penstock.producer.client.tasks import output_of
@@ -24,6 +25,8 @@ from penstock.queue.broker.producer import ServedPool
 from penstock.queue.job_cost import REQUEST_BYTES_PER_TOKEN
 from penstock.runtime.event_loop import try_all
 
+MAX_JOBS_SHOWN = 64
+"""Most job ids in JOB_HEADER and in a line of the log. A longer header is too long for common HTTP clients."""
 LEAVE_TIMEOUT_S = 5.0
 """Seconds for canceling the jobs of a caller that is gone. If Redis is unreachable, the queue ends the jobs later."""
 
@@ -57,6 +60,7 @@ async def open_jobs(
                 with naming_prompt(body, number):
                     jobs.append(await client.submit(prompt, **generation.options_of(number)))
                 del prompt
+        line_of_request().job = ", ".join(job.id for job in jobs[:MAX_JOBS_SHOWN])
         del body, generation  # Its prompts may have megabytes, and the block lasts as long as the jobs.
         yield jobs
     except BaseException as error:

@@ -26,8 +26,9 @@ from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition, naming_prompt
-from penstock.gateway.request.jobs import check_logprobs, check_num_jobs, open_jobs
+from penstock.gateway.request.jobs import MAX_JOBS_SHOWN, check_logprobs, check_num_jobs, open_jobs
 from penstock.gateway.request.reading import RequestReader
+from penstock.gateway.request_line import line_of_request
 from penstock.gateway.route_doc import RouteDoc
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, WholeEncoder
@@ -61,8 +62,6 @@ from penstock.queue.results import PackedResult
 from penstock.runtime.event_loop import LoopYielder
 
 JOB_HEADER = "X-Penstock-Job"
-MAX_JOBS_SHOWN = 64
-"""Most job ids in JOB_HEADER. A longer line is too long for common HTTP clients."""
 IGNORED_HEADER = "X-Penstock-Ignored-Fields"
 """Response header with the fields, and parts of them, that the gateway ignored, percent-encoded as in URLs."""
 MAX_IGNORED_CHARS = 2048
@@ -314,7 +313,7 @@ class WholeSender:
             if not writer.started:
                 raise
             # Leave the body incomplete: the server then closes the connection, and the caller sees that it was cut off.
-            self._metrics.refused(error)
+            self._metrics.failed(error)
 
     async def _parts(
         self,
@@ -329,6 +328,7 @@ class WholeSender:
         for index, (job, end) in enumerate(zip(jobs, ends, strict=True)):
             async with self._result_of(job, end, plan.generation.tenant, beside) as result:
                 usages.append(result.usage)
+                line_of_request().note_usage(result.usage)
                 for part in encoder.parts_of(index, result):
                     yield part
         yield encoder.tail(usages)

@@ -334,7 +334,7 @@ class Outbox:
             except UnavailableError as error:
                 self._held_jobs.counts.outages += 1
                 self._pause_engine_if_full()
-                log.warning("redis is unreachable", extra={"reason": error.message})
+                self._held_jobs.redis_failed("emit", error)
                 await asyncio.sleep(next(patience))
             self._pause_engine_if_full()
             self._is_flushing = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -22,8 +21,6 @@ from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.service.health import EngineWatch, Health, HealthSample
 from penstock.gpu_node.taking.taker import JobTaker
 from penstock.queue.broker.node import NodeBroker
-
-log = logging.getLogger(__package__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +213,7 @@ class Heartbeat:
                 await self._broker.sweep()
                 self._held_jobs.round_done("heartbeat")
             except UnavailableError as error:
-                log.warning("redis is unreachable", extra={"reason": error.message})
+                self._held_jobs.redis_failed("heartbeat", error)
             except DamagedDataError as error:
                 self._held_jobs.round_failed("heartbeat", error)
             self._attempted_s = time.monotonic()

@@ -77,7 +77,7 @@ class LoadShedder:
                 await self.shed_load()
                 self._held_jobs.round_done("give_back")
             except UnavailableError as error:
-                log.warning("redis is unreachable", extra={"reason": error.message})
+                self._held_jobs.redis_failed("give_back", error)
             except DamagedDataError as error:
                 self._held_jobs.round_failed("give_back", error)
 

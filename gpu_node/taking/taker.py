@@ -172,7 +172,7 @@ class JobTaker:
                     patience = pauses()
                     self._held_jobs.round_done("take")
                 except UnavailableError as error:
-                    log.warning("redis is unreachable", extra={"reason": error.message})
+                    self._held_jobs.redis_failed("take", error)
                     wait_s = next(patience)
                 except DamagedDataError as error:
                     self._held_jobs.round_failed("take", error)
@@ -229,7 +229,8 @@ class JobTaker:
                 self._outbox.drop(older)
             self._held_jobs.add(job)
             if not job.is_task:
-                self._held_jobs.counts.jobs.taken(job.taken.priority, job.times)
+                is_background = job.taken.is_background
+                self._held_jobs.counts.jobs.taken(job.taken.priority, job.times, is_background=is_background)
         counts = self._held_jobs.counts
         counts.taken += len(jobs)
         counts.taken_over += sum(bool(job.taken.num_chunks or job.taken.losses) for job in jobs)

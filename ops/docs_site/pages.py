@@ -63,6 +63,7 @@ NAV: Nav = {
         "Dashboards and alerts": "ops/observe/index.md",
         "Traces": "ops/TRACING.md",
         "Capacity": "docs/CAPACITY.md",
+        "Clocks": "docs/CLOCKS.md",
         "Kubernetes": "ops/deploy/kubernetes/index.md",
         "systemd": "ops/deploy/systemd/index.md",
         "Users of Redis": "ops/acl/index.md",

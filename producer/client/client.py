@@ -24,7 +24,7 @@ from penstock.producer.client.completions import CompletionFeed, as_completed, c
 from penstock.producer.client.control import DeadLetterBox, JobControl
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, embedded, submit_all
-from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted
+from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted, naming_pool
 from penstock.producer.client.request import Prompt, built_job, check_streamable, choose_pool, fitting_pools, job_key_of
 from penstock.producer.client.run import pairs_of, results_of
 from penstock.producer.client.servers import QueueServers
@@ -216,14 +216,16 @@ class AsyncClient:
         model, job_id, adapter = options.get("model"), options.get("job_id"), options.get("adapter")
         key, hides = job_key_of(options, self._tenant), options.get("hides_models", False)
         record = await self.served_pool(model, job_id, adapter=adapter, key=key, hides_models=hides)
-        job = await built_job(prompt, options, record, self._tenant)
+        with naming_pool(record.pool):
+            job = await built_job(prompt, options, record, self._tenant)
         if job.webhooks:
             await self.webhooks.check(job.webhooks, job.tenant)
         if job.priority < self._highest_class:
             raise class_not_allowed(job.priority, self._highest_class, "this client (highest_class)")
         server = self.servers.of(record.pool)
         admission = server.admissions.of(record.pool)
-        cost = estimate_cost(job, record, (await admission.recent()).nodes)
+        with naming_pool(record.pool):
+            cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await server.inbox.ensure_heartbeat(record.pool)
         wish = options.get("queue_without_node")
         needs_node = not (job.background or self._queues_without_node if wish is None else wish)

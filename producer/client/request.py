@@ -291,6 +291,11 @@ async def built_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, 
     return build_job(prompt, options, record, tenant)
 
 
+def _new_id_in(record: PoolRecord) -> str:
+    """Return a job's id. Without Redis, such as for a plan, it has this machine's time."""
+    return record.new_job_id() if isinstance(record, ServedPool) else f"{record.pool}.{uuid_utils.uuid7()}"
+
+
 def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> JobDef:
     """Build and check a job for a pool. Raises RequestError with the name of the wrong argument."""
     of_job = {name: value for name, value in options.items() if name in _OF_JOB}
@@ -305,7 +310,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
             of_job["max_total_tokens"] = record.max_model_len or None
         form, value = _prompt_field(prompt)
         job = JobDef(
-            id=options.get("job_id") or f"{record.pool}.{uuid_utils.uuid7()}",
+            id=options.get("job_id") or _new_id_in(record),
             adapter=_adapter_of(options, record),
             tenant=options.get("tenant") or tenant,
             params=params,

@@ -129,5 +129,5 @@ class BatchPatience:
                 raise
             except (UnavailableError, BusyError) as error:
                 self._lease.waiting = error.message
-                _LOG.warning("a batch waits", extra={"batch_id": self._lease.batch_id, "reason": error.message})
+                _LOG.warning("a batch waits", extra={"batch_id": self._lease.batch_id, "reason": error.reason})
                 await asyncio.sleep(_RETRY_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -52,7 +51,7 @@ class StoredRows:
         """Return whether the batch is canceled, or its window is over."""
         if self._lease.status == "cancelling":
             self.stopped = CANCELLED_ROW
-        elif time.time() * 1000 >= self._batch.times["expires"]:
+        elif self._client.batches.now_s() * 1000 >= self._batch.times["expires"]:
             self.stopped = EXPIRED_ROW
         return bool(self.stopped)
 

@@ -7,7 +7,6 @@ has, and their results.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -129,7 +128,7 @@ class StoredBatchRun:
         retention_ms, life_s = self._files.settings.retention_ms, self._batch.spec.output_life_s
         if is_of_messages(self._batch.batch_id):
             # They live from the creation of the batch on. A retention of any length leaves the record as long.
-            age_ms = int(time.time() * 1000) - self._batch.times["created"]
+            age_ms = int(self._batches.now_s() * 1000) - self._batch.times["created"]
             life_ms = max(1, 1000 * (life_s or 0) - age_ms)
             saved = (MESSAGE_RESULTS, {OUTPUT: "results"}, life_ms, max(life_ms, retention_ms))
         else:

@@ -74,7 +74,7 @@ class RunsBatches(bootsteps.StartStopStep):  # type: ignore[misc]  # celery ship
                 client = await AsyncClient(redis_url).connect()
                 break
             except PenstockError as error:
-                _LOG.warning("this worker takes no batches at the moment", extra={"reason": error.message})
+                _LOG.warning("this worker takes no batches at the moment", extra={"reason": error.reason})
             await asyncio.sleep(CONNECT_PAUSE_S)
         files = Files(self._settings, client.files)
         try:

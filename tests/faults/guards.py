@@ -304,7 +304,7 @@ MUTANTS = (
     Mutant("open jobs of a tenant", "submit", "own_open >= tenant_open", "false", "limits.py"),
     Mutant("a tenant's part of a limit", "submit", "own >= limit / math.max(1, num_tenants)", "true", "waits.py"),
     Mutant("a tenant's own wait", "submit", "math.min(sum, own_ahead / share)", "sum", "waits.py"),
-    Mutant("a retry counts once", "submit", "if not is_known then", "if true then", "waits.py"),
+    Mutant("a retry counts once", "submit", "if is_known then", "if false then", "waits.py"),
     Mutant(
         "a tenant's tasks are counted down",
         "queue",

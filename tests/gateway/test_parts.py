@@ -256,6 +256,7 @@ async def test_a_bug_is_a_500_without_details(caplog):
 
     class Broken:
         feed = control = files = batches = None
+        servers = SimpleNamespace(clock=SimpleNamespace(now_s=None))
         webhooks = SimpleNamespace(queue=None)
 
         async def pools(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -142,7 +141,7 @@ class BatchRoutes:
             all_ids = await self._records.ids(caller_of(request).tenant)
             ids = ids_after([one for one in all_ids if not is_of_messages(one)], query.get("after"))
             batches = await self._records.several(ids[: limit + 1])
-        return page_of([batch_object(batch, time.time()) for batch in batches], limit)
+        return page_of([batch_object(batch, self._records.now_s()) for batch in batches], limit)
 
     async def retrieve_batch(self, request: Request, batch_id: str) -> dict[str, Any]:
         """Return a batch: its state, counts, usage and files."""
@@ -195,7 +194,7 @@ class BatchRoutes:
         return await self._shown(batch_id, tenant)
 
     async def _shown(self, batch_id: str, tenant: str) -> dict[str, Any]:
-        return batch_object(await self._records.find(_checked_id(batch_id), tenant), time.time())
+        return batch_object(await self._records.find(_checked_id(batch_id), tenant), self._records.now_s())
 
 
 def _checked_id(batch_id: str) -> str:

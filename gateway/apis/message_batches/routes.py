@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -147,7 +146,7 @@ class MessageBatchRoutes:
             ids = [one for one in await self._records.ids(caller_of(request).tenant) if is_of_messages(one)]
             page, has_more = ids_of_page(ids, query, "message batch")
             batches = await self._records.several(page)
-        now_s, base_url = time.time(), base_url_of(request)
+        now_s, base_url = self._records.now_s(), base_url_of(request)
         return list_of([batch_object(batch, base_url, now_s) for batch in batches], has_more=has_more)
 
     async def retrieve_message_batch(self, request: Request, batch_id: str) -> dict[str, Any]:
@@ -199,7 +198,7 @@ class MessageBatchRoutes:
             return await self._records.find(_checked_id(batch_id), caller_of(request).tenant)
 
     async def _object_of(self, request: Request, batch_id: str) -> dict[str, Any]:
-        return batch_object(await self._find(request, batch_id), base_url_of(request), time.time())
+        return batch_object(await self._find(request, batch_id), base_url_of(request), self._records.now_s())
 
 
 def _checked_id(batch_id: str) -> str:

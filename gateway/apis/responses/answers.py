@@ -147,6 +147,8 @@ class ResponseEvents(EventSource):
                     await chunks.write(part)
                 num_tokens += sum(len(chunk.token_ids) for chunk in batch)
                 if outcome is not None:
+                    if failed:
+                        meter.failed(error_of(outcome), counts=generation.cut_at is None)
                     meter.ended(num_tokens)
                     status = await job.status()
                     await self._send_all(encoder.closing(outcome, status.finished_ms // 1000), writer)

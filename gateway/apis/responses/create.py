@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-import uuid_utils
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -387,7 +386,7 @@ class CreateResponse:
         # The record has what the options say, which may be megabytes.
         made = replace(generation, body=replace(body, options={}), event_ids=record.stored).with_options(
             webhooks=await self._webhooks_of(generation, record),
-            job_id=f"{pool.pool}.{uuid_utils.uuid7()}",
+            job_id=pool.new_job_id(),
             # A caller waits for a response whose stream is read from its start.
             background=record.background and not body.stream,
             needs_reader=not record.background or body.queueing.get("reader_grace_s") is not None,

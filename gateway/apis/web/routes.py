@@ -93,11 +93,6 @@ def pool_of(record: ServedPool, activity: PoolActivity) -> dict[str, Any]:
     }
 
 
-def now_ms() -> int:
-    """Return the Unix time in ms by this machine's clock."""
-    return time.time_ns() // 1_000_000
-
-
 def _times(recent: RecentTimes) -> dict[str, Any]:
     count, values = recent.percentiles(_PERCENTS)
     percentiles = zip(_PERCENTS, values, strict=False)
@@ -219,10 +214,22 @@ class Dashboard:
                 away = sorted(pool for pool, server in client.servers.named.items() if server.is_away)
                 activities = await client.activity([*records])
         except (TimeoutError, UnavailableError):
-            return to_json({"at_ms": now_ms(), "redis_up": False, "gateway": gateway_of(self._metrics), "pools": []})
+            return to_json(
+                {
+                    "at_ms": int(1000 * client.servers.clock.now_s()),
+                    "redis_up": False,
+                    "gateway": gateway_of(self._metrics),
+                    "pools": [],
+                }
+            )
         folded = [one.pool for one in activities if records[one.pool].is_folded(one.queue.num_waiting)]
         pools = [pool_of(records[one.pool], one) for one in activities if one.pool not in folded]
-        state = {"at_ms": now_ms(), "redis_up": True, "gateway": gateway_of(self._metrics), "pools": pools}
+        state = {
+            "at_ms": int(1000 * client.servers.clock.now_s()),
+            "redis_up": True,
+            "gateway": gateway_of(self._metrics),
+            "pools": pools,
+        }
         state |= {"folded": folded} if folded else {}
         return to_json(state | {"away": away} if away else state)
 

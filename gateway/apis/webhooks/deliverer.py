@@ -63,7 +63,7 @@ class Deliverer:
                 except UnavailableError:
                     pass
                 except PenstockError as error:
-                    logger.error("webhooks cannot be delivered now", extra={"reason": error.message})
+                    logger.error("webhooks cannot be delivered now", extra={"reason": error.reason})
                 except Exception:
                     # A defect, or records that nothing of ours has written. The next look goes on with the others.
                     logger.exception("a look for webhooks failed")

@@ -254,11 +254,16 @@ def _page(shown: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
 
 
 def _routes(services: Services) -> list[Route | APIRouter]:
-    return [WebhookRoutes(services.client, services.reader, Sender(services.settings)).router]
+    return [
+        WebhookRoutes(
+            services.client, services.reader, Sender(services.settings, services.client.servers.clock.now_s)
+        ).router
+    ]
 
 
 async def _deliver(services: Services) -> None:
-    await Deliverer(services.client, Sender(services.settings), services.settings).run()
+    client = services.client
+    await Deliverer(client, Sender(services.settings, client.servers.clock.now_s), services.settings).run()
 
 
 WEBHOOKS = HttpDialect(_routes, background={"penstock webhooks": _deliver})

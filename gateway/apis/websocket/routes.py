@@ -88,7 +88,7 @@ class StreamSocket:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Accept a WebSocket and serve it to its end, or answer why not."""
         caller = scope["state"]["caller"]
-        started_s, session = time.monotonic(), None
+        started_s, session, code = time.monotonic(), None, ""
         try:
             check_page(Headers(scope=scope), self._settings.cors_origins)
             with self._counter.counted(caller), self._metrics.socket():
@@ -106,25 +106,27 @@ class StreamSocket:
                 )
                 await session.run()
         except PenstockError as error:
+            code = error.code
             self._metrics.refused(error)
             await self._errors.response(error, scope)(scope, receive, send)
         finally:
-            key = {"key_id": caller.key_id} if caller.key_id else {}
-            facts = {"path": scope["path"], "num_streams": session.num_streams if session else 0, **key}
+            ids = {"tenant": caller.tenant, "key_id": caller.key_id, "code": code}
+            facts = {name: one for name, one in ids.items() if one}
+            facts |= {"path": scope["path"], "num_streams": session.num_streams if session else 0}
             access_log.info("socket", extra={**facts, "duration_ms": round((time.monotonic() - started_s) * 1000)})
 
-
-def _advise(request: Request) -> Response:
-    """Answer a request that opens no WebSocket."""
-    error = RequestError("/v1/stream is a WebSocket: send Connection: Upgrade and Upgrade: websocket")
-    return JSONResponse(error_body(error), 426, {"Upgrade": "websocket", "Connection": "Upgrade"})
+    async def advise(self, request: Request) -> Response:
+        """Answer a request that opens no WebSocket."""
+        error = RequestError("/v1/stream is a WebSocket: send Connection: Upgrade and Upgrade: websocket")
+        self._metrics.refused(error)
+        return JSONResponse(error_body(error), 426, {"Upgrade": "websocket", "Connection": "Upgrade"})
 
 
 def _routes(services: Services) -> list[BaseRoute]:
     socket = StreamSocket(
         services.client, services.settings, services.metrics, services.errors, services.reader, services.parser
     )
-    return [WebSocketRoute(PATH, socket), Route(PATH, _advise, methods=["GET"], include_in_schema=False)]
+    return [WebSocketRoute(PATH, socket), Route(PATH, socket.advise, methods=["GET"], include_in_schema=False)]
 
 
 WEBSOCKET = HttpDialect(_routes)

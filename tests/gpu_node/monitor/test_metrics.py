@@ -86,7 +86,10 @@ async def test_metrics_of_a_working_node(redis_url: str) -> None:
     assert 0 < found["penstock_node_emit_seconds_sum"] < calls * 10
     assert found["penstock_engine_kv_blocks_total"] > 0
     (info,) = [name.split(":") for name in found if name.startswith("penstock_node_info:")]
-    assert info[1:] == ["reference", "cpu", settings_of(redis_url).name], "arithmetic, device and name"
+    settings = settings_of(redis_url)
+    assert info[1:] == ["reference", "cpu", settings.name, settings.pool_name], "arithmetic, device, name and pool"
+    assert abs(found["penstock_node_clock_offset_seconds"]) < 5
+    assert found["penstock_node_heartbeat_age_seconds"] < 60 > found["penstock_node_redis_silent_seconds"]
 
 
 @pytest.mark.parametrize(("is_core_free", "limit"), [(False, 0.03), (True, 0.25)], ids=["no free core", "free core"])

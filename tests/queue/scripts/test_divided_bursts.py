@@ -137,7 +137,8 @@ async def test_begun_jobs_are_left_only_for_nodes_of_their_revision(queue: Queue
         await first.give_back(job)
         await queue.change(job.job_id, avoid="")
     other = await queue.node("n2", revision="r2")
-    await tell(first), await tell(other)
+    await tell(first)
+    await tell(other)
     assert await num_taken(queue, first) == 4
 
 

@@ -310,6 +310,8 @@ class NodeBroker:
             raise LeaseLostError
         if answer[0] != b"OK":
             raise InvariantError(f"take {call} answered {answer[0]!r}")
+        # Short answers, such as a repeated one, have no ends.
+        scripts.log_ends(answer[5] if len(answer) > 5 else ())
         jobs = tuple(map(_taken, answer[1]))
         return TakeAnswer(jobs, tuple(answer[2]), int(answer[3]), int(answer[4]))
 

@@ -235,6 +235,7 @@ class StatsBroker:
             records,
             stored,
             reserved,
+            pauses,
             (waiting, cost),
         ) = await asyncio.gather(
             redis.time(),
@@ -245,6 +246,7 @@ class StatsBroker:
             unless_wrong_type(redis.hgetall(keys.pressure(pool)), {}),
             unless_wrong_type(redis.hgetall(keys.stored(pool)), {}),
             unless_wrong_type(redis.hgetall(keys.reserved(pool)), {}),
+            unless_wrong_type(redis.hgetall(keys.paused(pool)), {}),
             self._queue.read(pool),
         )
         now_ms = pool_ms(time, ahead_ms)
@@ -261,7 +263,17 @@ class StatsBroker:
             {event: whole(counts.get(event.encode())) for event in EVENTS},
             tuple(nodes),
             {tenant: size + of_running.get(tenant, 0) for tenant, size in sums_of(stored).items()},
+            _paused_ms(pauses, now_ms),
         )
+
+
+def _paused_ms(pauses: Mapping[bytes, bytes], now_ms: int) -> dict[str, int]:
+    oldest = dict[str, int]()
+    for name, since_ms in pauses.items():
+        kind = {b"pool": "pool", b"level": "class", b"tenant": "tenant"}.get(name.partition(b":")[0])
+        if kind is not None and (since := whole(since_ms)):
+            oldest[kind] = max(oldest.get(kind, 0), now_ms - since)
+    return oldest
 
 
 def _redis_state(info: Mapping[str, Any]) -> RedisState:
@@ -282,6 +294,11 @@ def _redis_state(info: Mapping[str, Any]) -> RedisState:
         num_replicas=len(replicas),
         replica_lag_s=max((float(one["lag"]) for one in replicas), default=None),
         replica_lag_bytes=max((max(0, offset - int(one["offset"])) for one in replicas), default=None),
+        is_loading=bool(info.get("loading")),
+        is_replica=info.get("role", "master") != "master",
+        num_good_replicas=int(info["min_slaves_good_slaves"]) if "min_slaves_good_slaves" in info else None,
+        aof_bytes=int(info.get("aof_current_size", 0)),
+        aof_base_bytes=int(info.get("aof_base_size", 0)),
     )
 
 

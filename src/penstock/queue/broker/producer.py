@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+import uuid_utils
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
@@ -124,6 +126,16 @@ class ServedPool(PoolRecord):
     """Most jobs that wait or run in the pool. Jobs that exceed it are refused."""
     without_node_ms: int = 0
     """Milliseconds since its last node left, or since the pool was declared; 0 while it has a live node."""
+    clock_ahead_ms: int = field(default=0, compare=False)
+    """Milliseconds by which the pool's clock was ahead of this machine's when this was read."""
+
+    def new_job_id(self) -> str:
+        """Return an id for a new job. Its time is that of the pool, which refuses ids of another time."""
+        made = str(uuid_utils.uuid7())
+        if abs(self.clock_ahead_ms) >= 1000:
+            time_hex = f"{time.time_ns() // 1_000_000 + self.clock_ahead_ms:012x}"
+            made = f"{time_hex[:8]}-{time_hex[8:]}{made[13:]}"
+        return f"{self.pool}.{made}"
 
     @property
     def hours_without_node(self) -> int:
@@ -341,10 +353,11 @@ class ProducerBroker:
     async def pools(self) -> dict[str, ServedPool]:
         """Return every listed pool that has a record, by name, pools with a live node first."""
         with translated():
-            time, listed = await asyncio.gather(cast(Any, self._redis).time(), self._list.read())
+            clock, listed = await asyncio.gather(cast(Any, self._redis).time(), self._list.read())
+            own_ms = time.time_ns() // 1_000_000
             records = await asyncio.gather(*(self._record_of(one) for one in listed.values()))
             found = [(one, record) for one, record in zip(listed.values(), records, strict=True) if record is not None]
-            served = await asyncio.gather(*(self._served(one, *record, time) for one, record in found))
+            served = await asyncio.gather(*(self._served(one, *record, clock, own_ms) for one, record in found))
         self._list.known = {one.entry.pool: one for one, _ in found}
         by_name = {pool.pool: pool for pool in served}
         return dict(sorted(by_name.items(), key=lambda item: not item[1].is_alive))
@@ -361,7 +374,10 @@ class ProducerBroker:
             self._logged.warn("unreadable pool record", keys.record(pool), error)
             return None
 
-    async def _served(self, listed: ListedPool, record: PoolRecord, version: int, time: tuple[int, int]) -> ServedPool:
+    async def _served(
+        self, listed: ListedPool, record: PoolRecord, version: int, time: tuple[int, int], own_ms: int
+    ) -> ServedPool:
+        """Return a pool. `time` is Redis's, and `own_ms` this machine's at that moment."""
         pool = record.pool
         if version != PROTOCOL_VERSION:
             return ServedPool(**asdict(record), is_alive=False, protocol_version=version)
@@ -390,6 +406,7 @@ class ProducerBroker:
             is_alive=is_alive,
             max_open_jobs=whole(max_open_jobs, NO_LIMIT),
             without_node_ms=0 if is_alive else max(0, now_ms - last_ms),
+            clock_ahead_ms=self._clocks.believed_ms(pool, now_ms, whole(clock[0], LEASE_MS)) - own_ms,
         )
 
     async def _record(self, job_id: str, tenant: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from penstock.contract.errors import (
     BusyError,
     ConflictError,
     InvariantError,
+    PenstockError,
     RequestError,
     TooLargeError,
     UnavailableError,
@@ -341,8 +342,14 @@ def channel_conflict(job_id: str) -> ConflictError:
     return ConflictError(message, code="channel_conflict", param="channel")
 
 
-def submit_error(kind: str, answer: list[Any], job: JobDef) -> Exception:
+def submit_error(kind: str, answer: list[Any], job: JobDef) -> PenstockError:
     """Return the error for a refused job; `kind` is the first element of the script's `answer`."""
+    error = _refusal_of(kind, answer, job)
+    error.pool = job.pool
+    return error
+
+
+def _refusal_of(kind: str, answer: list[Any], job: JobDef) -> PenstockError:
     match kind:
         case "UNKNOWN_POOL":
             # The client found the pool announced, so Redis lost it since. Its nodes announce it again within seconds.

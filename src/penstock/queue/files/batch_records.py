@@ -27,6 +27,7 @@ from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import LoggedOnce
+from penstock.queue.broker.shared_connection import clock_of
 from penstock.queue.files.batch import (
     ENDED_STATES,
     OPEN_STATES,
@@ -94,6 +95,10 @@ class BatchRecords:
         self._redis, self._logged = cast(Any, redis), LoggedOnce(_LOG)
         self.made = asyncio.Event()
         """Set when this process makes a batch, so that its holder need not wait for the next look."""
+
+    def now_s(self) -> float:
+        """Return the time that the records' times have: that of Redis."""
+        return clock_of(self._redis).now_s()
 
     # For callers.
 

@@ -133,7 +133,7 @@ async def call_script(redis: Redis, what: str, **arguments: Any) -> list[Any]:
     try:
         answer: list[Any] = await scripts.call(redis, "files", keys.FILES, what, given)
     except InvariantError as error:
-        if "WRONGTYPE" not in error.message:
+        if "WRONGTYPE" not in error.detail:
             raise
         tenant = scripts.packed({"tenant": arguments.get("tenant")})
         _, names = await scripts.call(redis, "files", keys.FILES, "mend", tenant)

@@ -480,7 +480,7 @@ end
 -- P:jobs:<state>:<tenant>. All scores are 0, so ids order a list, and an id begins with its time. A job is also in
 -- P:tagged:<tenant>:<tag> of each of its tags.
 
-local lists = {}
+local lists = {ended = {}}  -- ended: id, tenant, state and code of the jobs that this call ended and no node reported
 
 function lists.key(state, tenant) return P .. ':jobs:' .. (state == 'queued' and '' or state .. ':') .. tenant end
 
@@ -1259,6 +1259,7 @@ do
   -- tokens are not counted. `last`: of finish, the length of the log, the chunks that go into it before the terminal one,
   -- and further fields of the record.
   function end_job(job, config, now, state, code, message, param, reported, last)
+    if not reported then lists.ended[#lists.ended + 1] = {job.id, job.tenant, state, code} end
     reported = reported or {}
     if code == 'node_lost' then state = 'dead' end
     local log, chunks = log_key(job.id), last and last.chunks or {}

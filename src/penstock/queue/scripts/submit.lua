@@ -227,6 +227,9 @@ do
       math.ceil(wait_ms or -1), math.floor(1000 * select(3, read_pace(job)))}
   end
 
+  -- The fields of P:refused:<tenant>: two, and 4,096 bodies.
+  local MAX_REFUSED_BODIES = 4098
+
   -- A tenant's refused cost, with that of this call, and whether the job's body counts there. `bodies` are those that this
   -- call adds.
   local function read_refused(job, rate, share)
@@ -235,13 +238,14 @@ do
       local cost, at = unpack(redis.call('HMGET', P .. ':refused:' .. job.tenant, 'cost', 'at'))
       local left = finite(cost) - rate * share * (now - (whole(at) or now))
       refused = {left = math.max(0, left), is_new = left <= 0, bodies = {}}
+      -- Beyond that, a further body does not count: its retries could not be told from new ones.
+      refused.is_full = left > 0 and redis.call('HLEN', P .. ':refused:' .. job.tenant) >= MAX_REFUSED_BODIES
       job.own.refused = refused
     end
     return refused, refused.bodies[job.body] or redis.call('HGET', P .. ':refused:' .. job.tenant, job.body)
   end
 
   function write_refused(tenant, refused)
-    local MAX_REFUSED_BODIES = 66
     if not refused or not next(refused.bodies) then return end
     local refused_key = P .. ':refused:' .. tenant
     if refused.is_new then redis.call('DEL', refused_key) end
@@ -260,10 +264,10 @@ do
     local share, cost = share_of(job), job.cost
     local refused, is_known = read_refused(job, rate, share)
     local left = refused.left
-    if not is_known then
-      refused.left, refused.bodies[job.body] = left + cost, true
-    else
+    if is_known then
       left = math.max(0, left - cost)
+    elseif not refused.is_full then
+      refused.left, refused.bodies[job.body] = left + cost, true
     end
     wait_ms = wait_ms or math.max(0, cost_ahead(job) + cost - free) / rate
     return busy(job, what, limit, jittered(job, (excess + left) / (rate * share)), wait_ms)

@@ -12,7 +12,8 @@
 --   none.
 --   background_due: whether background work had less than its share of the node's time lately; absent for false.
 --   hold_ms: expected time for which a KV token of cost is held. A tenant is charged cost × hold_ms ÷ weight.
--- Answer: {OK, {row…}, {depth0, … depth5}, again_in_ms, num_nodes} | {UNKNOWN_NODE} | {STALE}
+-- Answer: {OK, {row…}, {depth0, … depth5}, again_in_ms, num_nodes, {{id, tenant, state, code} of an ended job, …}}
+--   | {UNKNOWN_NODE} | {STALE}
 --   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, n, level,
 --   waited_ms, taken_at}. urgency is the level that the job counts as. waited_ms: time since its submission. taken_at:
 --   when this lease began. A request above MAX_REQUEST_BYTES is '' here; the node reads it separately.
@@ -923,4 +924,4 @@ end
 local rows = hand_out()
 write_collected()
 flush()
-return {'OK', rows, depths(), again_in, num_nodes}
+return {'OK', rows, depths(), again_in, num_nodes, lists.ended}

@@ -221,7 +221,7 @@ class SeenKeys:
                 await self._redis.eval(_REVOKE, 2, keys.API_KEYS, keys.key_terms(), found.key_id, *records)
             _LOG.warning("redis had lost the revocation of an API key; it is revoked again", extra=facts)
         except PenstockError as error:
-            _LOG.warning("a revocation cannot be repeated", extra={**facts, "reason": error.message})
+            _LOG.warning("a revocation cannot be repeated", extra={**facts, "reason": error.reason})
         return revoked
 
 
