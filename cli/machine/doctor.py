@@ -33,6 +33,7 @@ from penstock.kernels.cpu.probe import (
     best_isa,
     cores_of,
     cpu_flags,
+    cpu_vendor,
     numa_nodes,
     refuses_mbind,
     usable_cores,
@@ -297,7 +298,7 @@ def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
 
 def check_machine() -> Iterator[Check]:
     """Yield checks of the CPU, the native kernels, the cores and the GPUs."""
-    isa = best_isa(cpu_flags())
+    isa = best_isa(cpu_flags(), cpu_vendor())
     yield judge_cpu(platform.machine(), isa)
     if isa is not None:
         yield check_kernels(isa)

@@ -26,7 +26,7 @@ KERNELS = Path(__file__).resolve().parent / "kernels"
 GLIBC = (2, 28)
 TARGET = f"x86_64-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
 """Zig's name of the machine; the wheel's tag says the same (ops/wheels/kernels/setup.py)."""
-ISAS = ("avx512", "avx2")
+ISAS = ("avx512", "avx512_vnni", "avx2")
 _COMPILER = """#!/bin/sh
 # Zig writes the names of processors with underscores.
 for word; do

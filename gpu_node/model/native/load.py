@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
@@ -34,7 +35,17 @@ from penstock.gpu_node.model.ranks.group import RankGroup
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path, prebuilt_library
 from penstock.kernels.cpu.library import Activation, NativeModel, Slot, Vector
-from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
+from penstock.kernels.cpu.probe import (
+    NO_ISA,
+    NO_ISA_REMEDY,
+    REQUIRED_FLAGS,
+    Isa,
+    best_isa,
+    cores_to_stay_on,
+    cpu_flags,
+    cpu_vendor,
+    usable_cores,
+)
 from penstock.kernels.cpu.structs import (
     PANEL,
     AbiError,
@@ -82,7 +93,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     for threads that the system cannot start.
     """
     _check(described, options)
-    isa, library = _kernels(progress)
+    _check_isa(options)
+    isa, library = _kernels(options.cpu_isa, progress)
     spec, kv_format = described.spec, _KV_FORMATS[options.kv_cache_dtype]
     sizes = cache_sizes(described, options, token_bytes_of(spec, options.kv_cache_dtype, RankPlace()))
     threads = options.num_threads or max(1, usable_cores() - options.reserved_cores)
@@ -153,7 +165,7 @@ def load_rank(
 
     Return it with the facts that rank 0 compares, and the kernel library.
     """
-    _, library = _kernels(lambda stage, fraction: None)
+    _, library = _kernels(options.cpu_isa, lambda stage, fraction: None)
     kv_format = _KV_FORMATS[options.kv_cache_dtype]
     shapes = _shapes_of(described, options, num_blocks, kv_format, place)
     model, placement = _new_model(library, shapes, place, num_threads)
@@ -168,13 +180,20 @@ def load_rank(
     return NativeRank(model, adapters, named, held), facts_of(library, shapes), library
 
 
+_BF16_PRODUCTS: dict[Isa, str] = {"avx512": "avx512-", "avx512_vnni": "avx2-", "avx2": "avx2-"}
+"""What names the order in which a set adds the products of bf16. All else has the same bits on all sets."""
+
+
 def _arithmetic_of(isa: Isa, formats: Iterable[Format], kv_format: KvFormat, *, rotated: bool) -> str:
-    weights = "+".join(one.name.lower() for one in sorted(formats))
+    """Return the name of an arithmetic. Two nodes with the same name compute the same bits, whatever their CPUs."""
+    formats = sorted(formats)
+    products = _BF16_PRODUCTS[isa] if Format.BF16 in formats or kv_format is KvFormat.BF16 else ""
+    weights = "+".join(one.name.lower() for one in formats)
     if rotated:
         weights += "-rotated"
     # Keys in int8 are always rotated.
     kv = "int8-rotated" if kv_format is KvFormat.INT8 else kv_format.name.lower()
-    return f"native-{isa}-{weights}-kv-{kv}"
+    return f"native-{products}{weights}-kv-{kv}"
 
 
 def _held_by(
@@ -227,9 +246,9 @@ def _weight_bytes(model: NativeModel, num_layers: int, *, has_embedding: bool) -
     return sum(model.num_bytes(slot, layer) for slot, layer in matrices + tables)
 
 
-def _kernels(progress: Progress) -> tuple[Isa, Path]:
-    """Return this CPU's instruction set and the path of its kernel library, which is compiled if necessary."""
-    isa = best_isa(cpu_flags())
+def _kernels(wanted: Isa | Literal["auto"], progress: Progress) -> tuple[Isa, Path]:
+    """Return the instruction set and the path of its kernel library, which is compiled if necessary."""
+    isa = best_isa(cpu_flags(), cpu_vendor()) if wanted == "auto" else wanted
     if isa is None:
         raise NativeUnavailableError(NO_ISA, NO_ISA_REMEDY)
     try:
@@ -279,7 +298,18 @@ def native_problem(described: Description, options: RunnerOptions) -> str | None
         _check(described, options)
     except NativeUnavailableError as error:
         return str(error)
+    _check_isa(options)
     return NO_ISA if best_isa(cpu_flags()) is None else None
+
+
+def _check_isa(options: RunnerOptions) -> None:
+    """Raise ConfigError for an instruction set that was chosen and that this CPU lacks."""
+    if options.cpu_isa != "auto" and (missing := REQUIRED_FLAGS[options.cpu_isa] - (flags := cpu_flags())):
+        usable = [isa for isa, required in REQUIRED_FLAGS.items() if required <= flags]
+        others = f"; it may be auto or {', '.join(usable)}" if usable else ""
+        raise ConfigError(
+            f"cpu_isa {options.cpu_isa}: this CPU has no {', '.join(sorted(missing))}{others}", param="cpu_isa"
+        )
 
 
 def _check_sizes(spec: ModelSpec) -> None:
