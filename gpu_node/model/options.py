@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterName
 
@@ -74,9 +74,9 @@ class RunnerSettings(BaseModel):
     """What computes the model. gpu or cuda: a CUDA GPU, cuda:1: the second of those that the process sees; native: C++
     kernels on the CPU; torch: PyTorch on the CPU; cpu: native, else torch. auto: a GPU if there is one, else as cpu."""
     cpu_isa: Literal["auto", "avx512", "avx512_vnni", "avx2"] = "auto"
-    """Instruction set of the native kernels. auto: the fastest that this CPU has. A weaker set gives products of bf16 the
-    bits of a weaker CPU, so that the nodes of a mixed pool continue each other's jobs: avx512_vnni and avx2 compute the
-    same bits. With integer weights and an integer or float16 KV cache, all sets do."""
+    """Instruction set of the native kernels. auto: the fastest that this CPU has. Nodes continue each other's jobs if
+    they compute the same bits: avx512_vnni and avx2 do, and all sets do with integer weights and a KV cache of int8 or
+    float16. So a weaker set suits the stronger nodes of a mixed pool."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights, of the shape in the model folder's config.json or of a known one: llama-8b, llama-3b,
     llama-1b, qwen3-0.6b, tiny. Without a tokenizer in that folder, tokens are bytes. auto: the weights of the model's
@@ -156,6 +156,12 @@ class RunnerSettings(BaseModel):
         """The number of the GPU that the setting `runner` asks for, among those that the process sees; None: any."""
         number = self.runner.partition(":")[2]
         return int(number) if number else None
+
+    @model_validator(mode="after")
+    def _has_native_kernels(self) -> Self:
+        if self.cpu_isa != "auto" and (is_gpu(self.runner) or self.runner == "torch"):
+            raise ValueError(f"cpu_isa {self.cpu_isa}: runner {self.runner} does not use the native kernels")
+        return self
 
     @field_validator("kv_cache_gib", mode="before")
     @classmethod

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 Isa: TypeAlias = Literal["avx512", "avx512_vnni", "avx2"]
-"""avx512 has the instructions of BF16 and VNNI; avx512_vnni computes products of bf16 in float32, with the bits of avx2."""
+"""avx512 has the products of BF16 and VNNI. avx512_vnni computes those of bf16 in float32, with the bits of avx2."""
 
 _V3 = frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"))
 _V4 = frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))

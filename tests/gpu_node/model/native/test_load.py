@@ -27,6 +27,7 @@ from fakes.runners.runner_options import runner_options
 from fakes.runners.stale_blocks import logits_over
 from fixtures.plans import Track, logits_alone, plan_of, tokens_of_step
 from fixtures.sampling import rows_of
+from pydantic import ValidationError
 
 from penstock.cli.machine import doctor
 from penstock.cli.machine.doctor import check_machine
@@ -36,7 +37,7 @@ from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.kernels.cpu.library import Slot, Vector
-from penstock.kernels.cpu.probe import Isa
+from penstock.kernels.cpu.probe import REQUIRED_FLAGS, Isa
 from penstock.kernels.cpu.structs import Format
 
 Llama = Callable[..., Path]
@@ -119,6 +120,18 @@ def test_options_that_the_kernels_do_not_support_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=f"runner native: .*{reason}"):
         _load(llama(), runner="native", **options)
+
+
+@pytest.mark.parametrize("runner", ["auto", "native"])
+def test_an_instruction_set_that_the_cpu_lacks_is_refused_with_those_it_has(
+    llama: Llama, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    monkeypatch.setattr(native_load, "cpu_flags", lambda: REQUIRED_FLAGS["avx512_vnni"])
+    reason = "cpu_isa avx512: this CPU has no avx512_bf16; it may be auto or avx512_vnni, avx2"
+    with pytest.raises(ConfigError, match=reason):
+        _load(llama(), runner=runner, cpu_isa="avx512")
+    with pytest.raises(ValidationError, match="cpu_isa avx2: runner torch does not use the native kernels"):
+        runner_options(runner="torch", cpu_isa="avx2")
 
 
 def test_a_block_size_of_8_warns_that_torch_computes_and_names_the_remedy(
