@@ -129,7 +129,7 @@ FOREIGN_NAMES = {
 """Names of other programs, which the pages explain."""
 NAME = re.compile(r"(?<![\w.])[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)+(?![\w…*])")
 VERB = "(?:GET|POST|DELETE)"
-SOURCES = ("penstock", "cli", "producer", "gateway", "gpu_node", "kernels", "ops", "tests", "examples")
+SOURCES = ("src", "cli", "producer", "gateway", "gpu_node", "kernels", "ops", "tests", "examples")
 SUFFIXES = {".py", ".lua", ".js", ".cpp", ".h", ".yml", ".yaml", ".json", ".sh", ".toml", ".conf", ".service"}
 OTHER_PATHS = ("/v1", "/v1/stream")
 """The base of OpenAI's clients, and a WebSocket, which OpenAPI does not describe."""

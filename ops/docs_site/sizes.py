@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,13 +33,18 @@ def value_in_lua(text: str, name: str) -> int:
 
 def value_in_python(text: str, name: str) -> int:
     """Return the value of a constant, or the default of a setting."""
-    for node in ast.walk(ast.parse(text)):
+    for node in _nodes_of(text):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(target, ast.Name) and target.id == name:
                 value = _default_in(node.value) if isinstance(node.value, ast.Call) else node.value
                 return int(eval(compile(ast.Expression(value), name, "eval"), {}))
     raise KeyError(name)
+
+
+@cache
+def _nodes_of(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
 
 
 def _default_in(field: ast.Call) -> ast.expr:

@@ -33,8 +33,8 @@
 -- other keys. A running job reserves its output: 110 for each token, 28 for each log-probability, and 512. Its tokens are
 -- max_tokens per choice, or 256 if it names no limit. A task reserves four times its request, an embedding 16 KiB. emit
 -- moves the bytes of a log from reserved to stored every 12 chunks; at least 4 KiB stay reserved, and at least as much as
--- these chunks took. The end of a job replaces both by what stays: log, result and a dead letter's request, each with 256 for
--- its key, and 1,056 for the record, or 5,120 if a field above 64 bytes makes Redis store it in another way. Stored bytes are
+-- these chunks took. The end of a job replaces both by what stays. That is log, result and a dead letter's request, each with 256 for
+-- its key, and 1,056 for the record. A record with a field above 64 bytes counts 5,120, because Redis stores it in another way. Stored bytes are
 -- at most 15 % or 72 KiB less than MEMORY USAGE says of all keys of jobs. Where jobs are small they may be 60 % or 96 KiB more,
 -- because Valkey keeps small records in less memory than Redis.
 --
