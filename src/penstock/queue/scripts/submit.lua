@@ -29,14 +29,15 @@
 --   error of the pace's logarithm, in thousandths.
 -- All accepted jobs are written before anything else. So a full Redis refuses each of them, and answers the other jobs.
 --
--- Memory, in bytes. A stored job counts its request, the record of a response, and 1,056 for its record and its entries in
--- other keys. A running job reserves its output: 110 for each token, 28 for each log-probability, and 512. Its tokens are
--- max_tokens per choice, or 256 if it names no limit. A task reserves four times its request, an embedding 16 KiB. emit
--- moves the bytes of a log from reserved to stored every 12 chunks; at least 4 KiB stay reserved, and at least as much as
--- these chunks took. The end of a job replaces both by what stays. That is log, result and a dead letter's request, each with 256 for
--- its key, and 1,056 for the record. A record with a field above 64 bytes counts 5,120, because Redis stores it in another way. Stored bytes are
--- at most 15 % or 72 KiB less than MEMORY USAGE says of all keys of jobs. Where jobs are small they may be 60 % or 96 KiB more,
--- because Valkey keeps small records in less memory than Redis.
+-- Memory, in bytes. A stored job counts its request, the record of a response, and 1,056 for its record and its entries
+-- in other keys. A running job reserves its output: 110 for each token, 28 for each log-probability, and 512. Its
+-- tokens are max_tokens per choice, or 256 if it names no limit. A task reserves four times its request, an embedding
+-- 16 KiB. emit moves the bytes of a log from reserved to stored every 12 chunks; at least 4 KiB stay reserved, and at
+-- least as much as these chunks took. The end of a job replaces both by what stays. That is log, result and a dead
+-- letter's request, each with 256 for its key, and 1,056 for the record. A record with a field above 64 bytes counts
+-- 5,120, because Redis stores it in another way. Stored bytes are at most 15 % or 72 KiB less than MEMORY USAGE says of
+-- all keys of jobs. Where jobs are small they may be 60 % or 96 KiB more, because Valkey keeps small records in less
+-- memory than Redis.
 --
 -- A tenant's share of maxmemory in a pool, in percent. p: memory_percent of the key, or tenant_memory_percent of the pool.
 -- limit: 60 for background work, 80 for foreground work of class batch, 90 for other foreground work. used: used memory, all
