@@ -18,7 +18,8 @@ undisturbed run's, one end per job, every key in agreement with the jobs' record
 further columns. All ran on x86_64, Linux, two cores.
 """
 _ONLY_STORED = re.compile(
-    "machine.*|too late|mean place.*|p99 s|steepest.*|caller.*|slow in.*|most MiB.*|rewrite.*|bytes an? .*|chats|bytes a job|"
+    "machine.*|too late|mean place.*|p99 s|steepest.*|caller.*|slow in.*|most MiB.*|rewrite.*|bytes an? .*|chats|"
+    "bytes a job|"
     "Redis MiB.*|scheduled.*|left the path.*|longest gap, median s|later than.*|ranks gone.*|after a stop.*|cancel: .*|"
     "response .*|key revoked.*|revocations.*|queued jobs, .*|streams over.*|promotion.*|replica behind.*|oldest.*|"
     "all repaired.*|ends repeated.*|by clients.*|given back|processes.*|packed.*|refused at first|minutes|refused"
