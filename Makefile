@@ -90,7 +90,7 @@ modules: $(STAMP)
 	$(BIN)/python -m pytest -q tests/traced_modules.py
 
 fields: $(STAMP)
-	$(BIN)/python -m penstock.gateway.apis.api_docs.fields docs/FIELDS.md
+	PYTHONPATH=ops $(BIN)/python -m docs_site.fields docs/FIELDS.md
 	PYTHONPATH=ops $(BIN)/python -m docs_site.sizes
 
 language: $(STAMP)

@@ -95,7 +95,7 @@ async def audit_pools(
                 if (of_contents := await audit_storage(redis, _files_settings(), repair=repair)) is not None:
                     yield PoolAudit(CONTENTS, *of_contents)
             except (ConfigError, UnavailableError) as error:
-                write_line(f"{CONTENTS}: not compared: {error.message}", file=sys.stderr)
+                write_line(f"{CONTENTS}: not compared: {error.reason}", file=sys.stderr)
 
 
 def _files_settings() -> FilesSettings:
@@ -132,7 +132,7 @@ async def _audit_all(places: Mapping[str, list[str] | None], *, repair: bool) ->
         except UnavailableError as error:
             if len(places) == 1:
                 raise
-            away = UnavailableError(f"{without_password(url)}: {error.message}", code=error.code)
+            away = UnavailableError(f"{without_password(url)}: {error.reason}", code=error.code)
     if away is not None:
         raise away
 

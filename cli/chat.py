@@ -202,7 +202,7 @@ class ChatSession:
             if not self._terminal.is_interactive:
                 raise
             too_long = "; /clear begins a new conversation" if isinstance(error, PromptTooLongError) else ""
-            problem = f"penstock: {error.message}{too_long}"
+            problem = f"penstock: {error.reason}{too_long}"
         finally:
             if parts or self._terminal.is_interactive:
                 self._terminal.end_line()

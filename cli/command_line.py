@@ -77,11 +77,11 @@ def with_names_of(ctx: Any) -> Iterator[None]:
         yield
     except UnavailableError as error:
         if error.code == "redis_away":
-            error.message = _without_redis(error, ctx.params.get("redis_url"))
+            error.message, error.detail = _without_redis(error, ctx.params.get("redis_url")), ""
         raise
     except (ConfigError, RequestError) as error:
         if isinstance(error, ConfigError) and error.param == "redis_url":
-            error.message = _refused(error, ctx.params.get("redis_url"))
+            error.message, error.detail = _refused(error, ctx.params.get("redis_url")), ""
         _name_option(error, ctx)
         raise
 
@@ -171,7 +171,7 @@ def _without_redis(error: UnavailableError, given_url: str | None) -> str:
     if (why := tls_problem(error, address)) is not None:
         return f"no connection to Redis at {address}: {why}"
     if (cause := os_error_of(error)) is None:
-        return f"Redis at {address} does not serve: {error.message.removeprefix('Redis is unreachable: ')}"
+        return f"Redis at {address} does not serve: {error.reason.removeprefix('Redis is unreachable: ')}"
     reason = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else str(cause) or "no answer in time"
     return f"no Redis answers at {address}: {reason}; `penstock serve` starts one"
 

@@ -105,7 +105,7 @@ _GATEWAY: Mapping[str, tuple[str, ...]] = {
         *("webhook_allow_http", "webhook_allowed_networks", "webhook_timeout_s", "webhook_in_flight"),
         *("webhook_retry_s", "webhook_give_up_s"),
     ),
-    "Operation": ("loop_watch_ms", "loop_stall_s", "loop_debug", "otlp_traces_endpoint"),
+    "Operation": ("loop_watch_ms", "loop_stall_s", "loop_debug", "log_starts", "otlp_traces_endpoint"),
 }
 
 _LIMITS = ("max_open_jobs", "max_queued_cost", "jobs_per_minute", "tokens_per_minute", "burst_s", "memory_percent")

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl, options_of, takes
 from penstock.cli.output import AsJson, JsonArray, print_object, say_empty, write_line
+from penstock.contract.durability import MEMORY, Durability
 from penstock.contract.errors import RequestError
-from penstock.contract.job import MEMORY, Durability
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import NO_LIMIT, OPENED, ApiKey, Scope, Terms, keys_in_use, opened_s

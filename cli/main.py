@@ -135,7 +135,7 @@ class _Root(Group):
         try:
             return super().invoke(ctx)
         except PenstockError as error:
-            write_error(error.message)
+            write_error(error.reason)
             raise typer.Exit(exit_code_of(error)) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error

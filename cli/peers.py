@@ -387,6 +387,8 @@ _TOOLS = {
 }
 _REASONING = dict.fromkeys(("deepseek_r1", "deepseek-r1", "qwen3", "deepseek", "granite"), "think")
 
+_POLICIES = "ours are fcfs, priority, sjf, fair and round_robin; every one finds cached prefixes"
+
 VALUES: Mapping[str, Callable[[str], Converted]] = {
     "max_model_len": _max_model_len,
     "max_num_seqs": _count,
@@ -407,7 +409,7 @@ VALUES: Mapping[str, Callable[[str], Converted]] = {
         {"generate": "", "pooling": "", "draft": ""}, reason="the model's files say which task it has; --device is ours"
     ),
     "log_level": _named({"warn": "warning", "critical": "error", "trace": "debug"}),
-    "scheduling_policy": _named({"lpm": "", "dfs-weight": "", "lof": "", "random": ""}, reason="--scheduling-policy"),
+    "scheduling_policy": _named({"lpm": "", "dfs-weight": "", "lof": "", "random": ""}, reason=_POLICIES),
 }
 """Our setting → how its value is converted."""
 

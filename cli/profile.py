@@ -100,7 +100,7 @@ async def _node_named(names: Mapping[str, str], name: str | None) -> FoundNode:
         except UnavailableError as error:
             if len(names) == 1:
                 raise
-            away.append(f"{of_url}, at {without_password(url)}: {error.message}")
+            away.append(f"{of_url}, at {without_password(url)}: {error.reason}")
             continue
         found += [FoundNode(url, pool.pool, one.node_id) for pool in pools for one in pool.nodes]
     found = [one for one in found if one.node_id.startswith(name or "")]

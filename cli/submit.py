@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable, Iterator
+from inspect import Parameter
 from itertools import islice
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from types import NoneType
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -13,6 +16,8 @@ from penstock.cli.help_page import queue_option
 from penstock.cli.options import REDIS_URL_HELP, given_flags, sampling_flags, takes
 from penstock.cli.output import write_line, write_text
 from penstock.contract.errors import PenstockError, RequestError
+from penstock.contract.fields import UNKNOWN_FIELD, option_of
+from penstock.contract.job import DURATIONS, QueueFields
 
 if TYPE_CHECKING:
     from penstock.producer.client import AsyncClient
@@ -23,10 +28,45 @@ EXIT_SOME_REFUSED = 1
 _OF_LINE = ("prompt", "model", "adapter", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 """Arguments of a line without `url`, beside those of the queue and of sampling."""
 PriorityName = Literal["interactive", "standard", "batch"]
-DurabilityName = Literal["memory", "fsync", "replicated"]
+
+
+def _pairs(texts: list[str]) -> dict[str, str]:
+    if wrong := [text for text in texts if "=" not in text]:
+        raise RequestError(f"metadata: must be NAME=VALUE, not {wrong[0][:64]!r}", param="metadata")
+    return dict(text.split("=", 1) for text in texts)
+
+
+def _channel(text: str) -> str | dict[str, str]:
+    """Return the channel of `FORMAT[:NAME]`; the submission checks both."""
+    form, colon, name = text.partition(":")
+    return {"name": name, "format": form} if colon else form
+
+
+_WRITTEN: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "metadata": ("NAME=VALUE", _pairs),
+    "channel": ("FORMAT[:NAME]", _channel),
+}
+"""Options of the queue that are no number, name or list → how their flag is written, and the function that reads it."""
+
+
+def _queue_flags() -> Iterator[Parameter]:
+    """Yield a flag for each option of the queue that has a help text: `--ttl` for `ttl_s`, and `--tag` for `tags`."""
+    for name, field in QueueFields.model_fields.items():
+        if not (text := option_of(QueueFields, name).flag):
+            continue
+        kind: Any = next(one for one in get_args(field.annotation) if one is not NoneType)
+        word = name.removesuffix("_s") if name in DURATIONS else name
+        if get_origin(kind) in (tuple, dict):
+            kind, word = list[str], word.removesuffix("s")
+        elif name in _WRITTEN:
+            kind = str
+        metavar = _WRITTEN[name][0] if name in _WRITTEN else None
+        flag = queue_option(f"--{word.replace('_', '-')}", help=text, metavar=metavar)
+        yield Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, flag])
 
 
 @takes(*sampling_flags(), before="priority")
+@takes(*_queue_flags(), before="tenant")
 def submit(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt. - reads it from stdin, which is the default for a pipe.")
@@ -40,33 +80,9 @@ def submit(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, not as a chat.")] = False,
     priority: Annotated[PriorityName, queue_option(help="Priority class of the job.")] = "standard",
-    deadline: Annotated[
-        float | None, queue_option(help="Seconds after which an unfinished job is ended. Default: no deadline.")
-    ] = None,
-    ttl: Annotated[
-        float | None, queue_option(help="Seconds after which a job that no node has started is ended. Default: none.")
-    ] = None,
-    not_before: Annotated[
-        float | None, queue_option(help="Seconds to wait before the job may run. Default: no wait.")
-    ] = None,
-    durability: Annotated[
-        DurabilityName | None,
-        queue_option(help="What the submission waits for: Redis, its disk, or a replica. Default: memory."),
-    ] = None,
-    tag: Annotated[list[str] | None, queue_option(help="Tag of the job. Repeat it for several, up to 4.")] = None,
-    metadata: Annotated[
-        list[str] | None, queue_option(metavar="NAME=VALUE", help="Text to keep with the job. Repeat it for several.")
-    ] = None,
-    channel: Annotated[
-        str | None,
-        queue_option(
-            metavar="FORMAT[:NAME]",
-            help="Also publish the answer on a channel of Redis: json or msgpack. Jobs may share a name.",
-        ),
-    ] = None,
     tenant: Annotated[str, queue_option(help="Tenant for which the job runs.")] = "default",
     redis_url: Annotated[str | None, queue_option(help=REDIS_URL_HELP)] = None,
-    **sampling: Any,
+    **flags: Any,
 ) -> None:
     """Submit a prompt and print the answer while it is generated. Ctrl-C cancels the job.
 
@@ -77,9 +93,9 @@ def submit(
     """
     from penstock.runtime.settings import redis_url_of
 
-    times = {"deadline_s": deadline, "ttl_s": ttl, "not_before_s": not_before}
-    listed = {"tags": tag or (), "metadata": _pairs(metadata or []), "channel": _channel(channel)}
-    options = {"model": model, "tenant": tenant, "durability": durability, **times, **listed, **given_flags(sampling)}
+    options = {"model": model, "tenant": tenant}
+    for name, value in given_flags(flags).items():
+        options[name] = _WRITTEN[name][1](value) if name in _WRITTEN else value
     if jsonl is not None:
         if prompt is not None:
             raise RequestError("prompt: conflicts with --jsonl; send one of them", param="prompt")
@@ -90,18 +106,6 @@ def submit(
     asyncio.run(
         _stream(redis_url_of(redis_url), text if raw else [{"role": "user", "content": text}], priority, options)
     )
-
-
-def _pairs(texts: list[str]) -> dict[str, str] | None:
-    if wrong := [text for text in texts if "=" not in text]:
-        raise RequestError(f"metadata: must be NAME=VALUE, not {wrong[0][:64]!r}", param="metadata")
-    return dict(text.split("=", 1) for text in texts) or None
-
-
-def _channel(text: str | None) -> str | dict[str, str] | None:
-    """Return the channel of `FORMAT[:NAME]`; the submission checks both."""
-    form, colon, name = (text or "").partition(":")
-    return {"name": name, "format": form} if colon else form or None
 
 
 def _given_or_piped(prompt: str | None) -> str:
@@ -184,10 +188,9 @@ def _request_of(raw: bytes) -> tuple[dict[str, Any], dict[str, Any] | PenstockEr
     """Return what the outcome of a line repeats, and the arguments of its submission or the error of a wrong line."""
     from pydantic_core import from_json
 
-    from penstock.contract.fields import UNKNOWN_FIELD
-    from penstock.contract.job import QueueOptions, SamplingParams
     from penstock.contract.json_text import json_refusal, without_mark
     from penstock.contract.problems import MAX_NAME_CHARS
+    from penstock.contract.sampling import SamplingParams
     from penstock.producer.batch.request import request_of_line
 
     try:
@@ -200,7 +203,7 @@ def _request_of(raw: bytes) -> tuple[dict[str, Any], dict[str, Any] | PenstockEr
         return {}, RequestError("must be a JSON object")
     named = {name: fields.pop(name) for name in ("custom_id",) if name in fields}
     if "url" not in fields:
-        known = {*_OF_LINE, *QueueOptions.__annotations__, *SamplingParams.model_fields}
+        known = {*_OF_LINE, *QueueFields.model_fields, *SamplingParams.model_fields}
         if unknown := next((name for name in fields if name not in known), None):
             shown = unknown[:MAX_NAME_CHARS]
             return named, RequestError(f"{shown}: unknown field", code=UNKNOWN_FIELD, param=shown)
@@ -209,7 +212,10 @@ def _request_of(raw: bytes) -> tuple[dict[str, Any], dict[str, Any] | PenstockEr
         line = request_of_line(fields)
     except RequestError as error:
         return named, error
-    given = {"model": line.model, "deadline_s": line.deadline_s, "ttl_s": line.ttl_s, "channel": line.channel}
-    request = {"prompt": line.prompt, "chat_template_kwargs": line.template_kwargs, "lower_max_tokens": True}
-    sampling = line.params.model_dump(exclude_unset=True)
-    return named, {**request, **sampling, **{name: value for name, value in given.items() if value is not None}}
+    if len(line.prompts) != 1:
+        message = f"{line.names['prompt']}: a line is one job and has one text, not {len(line.prompts)}"
+        return named, RequestError(message, param=line.names["prompt"])
+    # Flags beside it may give further sampling options.
+    options = {**line.submit_options(), "params": None, **line.params.model_dump(exclude_unset=True)}
+    given = {name: value for name, value in options.items() if value is not None}
+    return named, {"prompt": line.prompts[0], "lower_max_tokens": True, **given}

@@ -1,4 +1,4 @@
-"""The HTTP gateway. `app` builds it from its parts; each API is a package and one entry of `app.DIALECTS`.
+"""The HTTP gateway. `app` builds it from its parts; each API is a folder in `apis` and one row of `app.DIALECTS`.
 
 The gateway handles bytes and backpressure, never models: it imports no tokenizer and no torch. It reaches the queue
 only through `penstock.producer`.

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from penstock.contract.errors import UnavailableError
+from penstock.contract.pool import REDIS_STATES
 from penstock.contract.tenant import are_required
 from penstock.gateway.apis.anthropic.routes import ANTHROPIC
-from penstock.gateway.apis.api_docs.openapi import ApiDocs
+from penstock.gateway.apis.api_docs.routes import API_DOCS
 from penstock.gateway.apis.batches.routes import BATCHES
 from penstock.gateway.apis.files.routes import FILES
 from penstock.gateway.apis.jobs.routes import JOBS
@@ -37,15 +38,13 @@ from penstock.gateway.apis.message_batches.routes import MESSAGE_BATCHES
 from penstock.gateway.apis.openai.routes import OPENAI
 from penstock.gateway.apis.responses.routes import RESPONSES
 from penstock.gateway.apis.tasks.routes import TASKS
-from penstock.gateway.apis.usage import UsageRoutes
-from penstock.gateway.apis.web.routes import ASSET_PATHS, Dashboard, WebRoutes
-from penstock.gateway.apis.webhooks.deliverer import Deliverer
+from penstock.gateway.apis.usage.routes import USAGE
+from penstock.gateway.apis.web.routes import WEB
 from penstock.gateway.apis.webhooks.routes import WEBHOOKS
-from penstock.gateway.apis.webhooks.sender import Sender
-from penstock.gateway.apis.websocket.session import StreamSocket, socket_routes
+from penstock.gateway.apis.websocket.routes import WEBSOCKET
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import ErrorHandlers, ErrorShapes, soon
-from penstock.gateway.http.dialect import Services
+from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.http.entry import Entry, is_closed_without_keys, tell_without_keys
 from penstock.gateway.http.middleware import (
     END_GRACE_S,
@@ -61,10 +60,11 @@ from penstock.gateway.http.middleware import (
     check_origins,
     cut_off_after,
 )
-from penstock.gateway.http.protocol import BoundedHead
+from penstock.gateway.http.protocol import head_with_sockets
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
 from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes
 from penstock.gateway.open_feeds import OpenFeeds
+from penstock.gateway.redis_watch import REFUSING, RedisWatch
 from penstock.gateway.request.parser_process import BodySchemas
 from penstock.gateway.request.reading import BodyBudgets, Parser, RequestReader
 from penstock.gateway.route_doc import PROBE_METHODS
@@ -81,7 +81,6 @@ from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.producer.client.servers import QueueServer
 from penstock.producer.files.service import Files
 from penstock.producer.files.storage import FilesSettings
-from penstock.producer.stored_batches.holder import BatchHolder
 from penstock.queue.broker.producer import ServedPool
 from penstock.runtime.event_loop import LoopYielder, cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
@@ -103,8 +102,9 @@ READY = "ready"
 class HealthRoutes:
     """The routes of the health checks."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, watch: RedisWatch) -> None:
         self._client = client
+        self._watch = watch
         self.router = APIRouter()
         self.router.add_api_route("/health", self.health, methods=PROBE_METHODS)
         self.router.add_api_route("/health/nodes", self.nodes)
@@ -134,16 +134,20 @@ class HealthRoutes:
     async def ready(self) -> dict[str, Any]:
         """Return that a request would be served now, by one pool at least; otherwise raise UnavailableError (HTTP 503).
 
-        Of several Redis, it tells which pools are served.
+        A problem of Redis has its name in the answer. Of several Redis, it tells which pools are served.
         """
         if not self._client.is_alive:
             raise UnavailableError("this gateway no longer receives messages from the queue", code="inbox_ended")
+        problem = self._watch.problem
+        if problem in REFUSING and not self._client.servers.is_split:
+            raise UnavailableError(f"Redis is unreachable: {REDIS_STATES[problem]} ({problem})", code="redis_away")
         async with soon():
             # A gateway often starts a moment before its first node, so a copy without nodes is fetched anew.
             for renewed in (False, True):
                 states = await self._states(await self._client.pools(renewed=renewed))
                 if READY in states.values():
-                    return {"status": READY, **({"pools": states} if self._client.servers.is_split else {})}
+                    named = {"redis": problem} if problem else {}
+                    return {"status": READY, **named, **({"pools": states} if self._client.servers.is_split else {})}
         raise UnavailableError("no pool has a live node", code="no_node")
 
     async def _states(self, pools: Mapping[str, ServedPool]) -> dict[str, str]:
@@ -170,11 +174,22 @@ def _state_of(server: QueueServer) -> str:
     return "redis_away" if server.is_away else "ok"
 
 
-DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TASKS, FILES, BATCHES, MESSAGE_BATCHES, WEBHOOKS)
-"""The APIs of this gateway."""
-BODIES = tuple(schema for dialect in DIALECTS for schema in dialect.bodies)
-_SOCKET_BODIES = {path: schema for dialect in DIALECTS for path, schema in dialect.socket_bodies.items()}
-_ERROR_SHAPES = [dialect.errors for dialect in DIALECTS if dialect.errors is not None]
+DIALECTS: tuple[HttpDialect, ...] = (
+    JOBS,
+    OPENAI,
+    ANTHROPIC,
+    RESPONSES,
+    TASKS,
+    FILES,
+    BATCHES,
+    MESSAGE_BATCHES,
+    WEBHOOKS,
+    WEBSOCKET,
+    USAGE,
+    WEB,
+    API_DOCS,
+)
+"""The APIs of this gateway: a row for each folder in `apis/`."""
 MAX_RESULT_BYTES_HELD = 64 << 20
 """Bytes of large results and of records of responses that a gateway holds while it sends them. Others wait."""
 MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
@@ -197,11 +212,10 @@ def _client_of(settings: GatewaySettings) -> AsyncClient:
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """The app, and the parts of it whose endless streams the server process stops."""
+    """The app, and the event that ends its endless streams when the server process stops."""
 
     app: FastAPI
-    dashboard: Dashboard
-    open_feeds: OpenFeeds
+    stopping: asyncio.Event
 
 
 def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> FastAPI:
@@ -212,100 +226,97 @@ def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> 
 def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None) -> Gateway:
     """Build the gateway from its parts. Its only queue client connects in the app's lifespan."""
     client = client or _client_of(settings)
-    metrics, errors, yielder = GatewayMetrics(), ErrorShapes(_ERROR_SHAPES), LoopYielder()
-    dashboard, open_feeds = Dashboard(client, metrics), OpenFeeds()
-    parser = Parser(settings.unknown_fields, BodySchemas(BODIES, _SOCKET_BODIES))
+    metrics, yielder, open_feeds = GatewayMetrics(), LoopYielder(), OpenFeeds()
+    errors = ErrorShapes([api.errors for api in DIALECTS if api.errors is not None])
+    parser = Parser(settings.unknown_fields, schemas_of(DIALECTS))
     body_budgets = BodyBudgets(settings.max_body_bytes)
     result_budget = SharedBudget(
         MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT, max_wait_s=MAX_RESULT_WAIT_S, has_reserve=True
     )
-    reader = RequestReader(settings, parser, body_budgets)
     sender = WholeSender(settings, metrics, yielder, result_budget)
-    answers = Answers(client, settings, metrics, yielder, sender)
-    files = Files(FilesSettings.load(), client.files)
-    services = Services(client, settings, reader, answers, sender, result_budget, open_feeds, yielder, files)
+    services = Services(
+        client=client,
+        settings=settings,
+        metrics=metrics,
+        errors=errors,
+        parser=parser,
+        reader=RequestReader(settings, parser, body_budgets),
+        answers=Answers(client, settings, metrics, yielder, sender),
+        sender=sender,
+        result_budget=result_budget,
+        open_feeds=open_feeds,
+        yielder=yielder,
+        files=Files(FilesSettings.load(), client.files),
+        apis=DIALECTS,
+    )
     loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-gateway")
     budgets = [body_budgets.large, body_budgets.small]
-    own_routers = [
-        HealthRoutes(client).router,
-        MetricsRoutes(client, metrics, loop_watch, budgets, result_budget, open_feeds).router,
-        UsageRoutes(client, yielder).router,
-        WebRoutes(dashboard, settings).router,
+    watch = RedisWatch(client)
+    core = [
+        HealthRoutes(client, watch).router,
+        MetricsRoutes(client, metrics, loop_watch, budgets, result_budget, open_feeds, watch).router,
     ]
-    socket = StreamSocket(client, settings, metrics, errors, reader, parser)
 
     # FastAPI's own document would lack the routes that take a body.
-    lifespan = partial(
-        _lifespan,
-        settings=settings,
-        client=client,
-        files=files,
-        parser=parser,
-        loop_watch=loop_watch,
-        tracing=tracing,
-        deliverer=Deliverer(client, Sender(settings), settings),
-    )
+    lifespan = partial(_lifespan, services=services, loop_watch=loop_watch, tracing=tracing, watch=watch)
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     ErrorHandlers(errors, metrics.refused).install(app)
-    described = _add_routes(app, services, own_routers, socket)
-    _add_middleware(app, settings, client, metrics, errors, described)
+    routes = _add_routes(app, services, core)
+    _add_middleware(app, services, routes)
     if tracing is not None:
-        app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=_paths_of(described))
+        app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=_paths_of(routes))
     app.add_middleware(PlainPaths)
-    return Gateway(app, dashboard, open_feeds)
+    return Gateway(app, services.stopping)
+
+
+def schemas_of(apis: Sequence[HttpDialect]) -> BodySchemas:
+    """Return the schemas of all bodies of these APIs."""
+    return BodySchemas(
+        [schema for api in apis for schema in api.bodies],
+        {path: schema for api in apis for path, schema in api.socket_bodies.items()},
+        {url: held.schema for api in apis for url, held in api.job_bodies.items()},
+    )
 
 
 @contextlib.asynccontextmanager
 async def _lifespan(
-    _: FastAPI,
-    *,
-    settings: GatewaySettings,
-    client: AsyncClient,
-    files: Files,
-    parser: Parser,
-    loop_watch: LoopWatch,
-    tracing: Tracing | None,
-    deliverer: Deliverer,
+    _: FastAPI, *, services: Services, loop_watch: LoopWatch, tracing: Tracing | None, watch: RedisWatch
 ) -> AsyncIterator[None]:
+    client, settings = services.client, services.settings
     async with client:
         await tell_without_keys(client, settings)
         loop_watch.start()
         descriptors, guard = DescriptorWatch(), StallGuard(settings.loop_stall_s)
         descriptors.start()
         guard.start()
-        tasks = (
+        background = {name: run for api in services.apis for name, run in api.background.items()}
+        tasks = [
             asyncio.create_task(client.control.keep_continuing(), name="penstock bulk actions"),
-            asyncio.create_task(files.keep_clean(), name="penstock expired files"),
-            asyncio.create_task(BatchHolder(client, files, client.batches).run(), name="penstock batches"),
-            asyncio.create_task(deliverer.run(), name="penstock webhooks"),
-        )
+            asyncio.create_task(watch.run(), name="penstock looks at Redis"),
+            *(asyncio.create_task(run(services), name=name) for name, run in background.items()),
+        ]
         try:
             yield
         finally:
             await cancel_until_done(tasks)
-            files.close()
+            services.files.close()
             guard.stop()
             descriptors.stop()
             loop_watch.stop()
-            await parser.close()
+            await services.parser.close()
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
 
 
-def _add_routes(
-    app: FastAPI, services: Services, own_routers: Sequence[APIRouter], socket: StreamSocket
-) -> list[Route]:
-    """Add all routes, and those of their description. Return the described ones."""
-    of_dialects = [route for dialect in DIALECTS for route in dialect.routes(services)]
-    plain = [route for route in of_dialects if isinstance(route, Route)]
-    routers = [*(route for route in of_dialects if isinstance(route, APIRouter)), *own_routers]
-    docs = ApiDocs([*plain, *_routes_in(routers)], BODIES)
-    routers.append(docs.router)
-    of_routers = _routes_in(routers)
+def _add_routes(app: FastAPI, services: Services, core: Sequence[APIRouter]) -> list[Route]:
+    """Add all routes: those that take a body, WebSockets, and those of FastAPI. Return all but the WebSockets."""
+    found = [route for api in services.apis for route in api.routes(services)]
+    plain = [route for route in found if isinstance(route, BaseRoute)]
+    of_routers = _routes_in([*(route for route in found if isinstance(route, APIRouter)), *core])
     # `include_router` would build each route once more, during the first request.
-    app.router.routes.extend((*plain, *socket_routes(socket), *of_routers))
-    return [*plain, *of_routers]
+    app.router.routes.extend((*plain, *of_routers))
+    return [*(route for route in plain if isinstance(route, Route)), *of_routers]
 
 
 def _routes_in(routers: Sequence[APIRouter]) -> list[Route]:
@@ -314,32 +325,27 @@ def _routes_in(routers: Sequence[APIRouter]) -> list[Route]:
 
 def _paths_of(routes: Sequence[Route]) -> frozenset[str]:
     """Return the paths of the plain Starlette routes. FastAPI reports its own."""
-    return frozenset(route.path for route in routes if not isinstance(route, APIRoute))
+    return frozenset(route.path for route in routes if not isinstance(route, APIRoute) and route.include_in_schema)
 
 
-def _add_middleware(
-    app: FastAPI,
-    settings: GatewaySettings,
-    client: AsyncClient,
-    metrics: GatewayMetrics,
-    errors: ErrorShapes,
-    routes: Sequence[Route],
-) -> None:
+def _add_middleware(app: FastAPI, services: Services, routes: Sequence[Route]) -> None:
     """Add the middleware from the innermost to the outermost."""
+    settings, metrics, errors = services.settings, services.metrics, services.errors
     app.add_middleware(HeadRequests)
     app.add_middleware(
         Entry,
         settings=settings,
         pepper=KeySettings.load().key_pepper,
-        client=client,
+        client=services.client,
         metrics=metrics,
         errors=errors,
-        public_paths=ASSET_PATHS,
+        public_paths=services.public_paths,
     )
     app.add_middleware(SubprotocolKey)
-    app.add_middleware(Drain, errors=errors)
+    app.add_middleware(Drain, errors=errors, metrics=metrics)
     _add_cors(app, settings, errors, routes)
-    app.add_middleware(AccessLog, metrics=metrics, errors=errors, paths=_paths_of(routes))
+    paths = _paths_of(routes)
+    app.add_middleware(AccessLog, metrics=metrics, errors=errors, paths=paths, logs_starts=settings.log_starts)
 
 
 def _add_cors(app: FastAPI, settings: GatewaySettings, errors: ErrorShapes, routes: Sequence[Route]) -> None:
@@ -379,8 +385,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._manager.stopping()
-        self._gateway.dashboard.stop()
-        self._gateway.open_feeds.stop()
+        self._gateway.stopping.set()
         # uvicorn's own graceful-shutdown timeout would log a traceback for each open answer.
         end = asyncio.create_task(cut_off_after(self._drain_s, self.server_state.tasks))
         try:
@@ -416,7 +421,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         gateway.app,
         host=settings.host,
         port=settings.port,
-        http=BoundedHead,
+        http=head_with_sockets(route.path for route in gateway.app.routes if isinstance(route, WebSocketRoute)),
         ws=BoundedSocket,
         ws_max_size=settings.max_body_bytes,
         ws_ping_interval=PING_INTERVAL_S,

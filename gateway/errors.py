@@ -86,6 +86,11 @@ def retry_headers(error: PenstockError) -> dict[str, str]:
     return headers
 
 
+def _code_of(status: int) -> str:
+    """Return the code of an error of the web framework."""
+    return {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
+
+
 class ErrorShape:
     """How an API writes its errors. This is OpenAI's shape, for every path that no other shape claims."""
 
@@ -110,8 +115,7 @@ class ErrorShape:
 
     def framework_body(self, message: str, status: int, request_id: str | None) -> dict[str, Any]:
         """Return the body for an error of the web framework, such as an unknown path."""
-        code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
-        return _body(message, RequestError.type, code, None)
+        return _body(message, RequestError.type, _code_of(status), None)
 
     def bug_body(self, request_id: str | None) -> dict[str, Any]:
         """Return the body for a bug in penstock."""
@@ -172,6 +176,7 @@ class ErrorHandlers:
         message = f"{error.detail}: {request.method} {request.url.path[:MAX_NAME_CHARS]}"
         if error.status_code == HTTPStatus.NOT_FOUND:
             message += hint(request.scope, request.app.routes)
+        self._count(RequestError(message, code=_code_of(error.status_code)))
         shape, request_id = self._shapes.shape_of(request.scope), _request_id_of(request.scope)
         return JSONResponse(
             shape.framework_body(message, error.status_code, request_id), error.status_code, error.headers

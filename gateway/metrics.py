@@ -7,7 +7,6 @@ counts from a gateway's start.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import shutil
@@ -26,14 +25,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
-from penstock.contract.pool import EVENTS, PoolStats, QueueState, RedisState
+from penstock.contract.errors import JobFailedError, PenstockError
+from penstock.contract.output import Chunk
+from penstock.contract.pool import EVENTS, PoolStats, QueueState
 from penstock.contract.priority import class_of_level, is_background
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.open_feeds import OpenFeeds
+from penstock.gateway.redis_watch import MAX_TENANTS, RedisWatch
+from penstock.gateway.request_line import FAILED, line_of_request
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.settings import DECISIONS
-from penstock.queue.webhooks.deliveries import WebhookStats
 from penstock.runtime.loop_watch import LoopWatch, loop_metrics
 
 logger = logging.getLogger("penstock.gateway")
@@ -152,10 +153,6 @@ def pool_metrics(pools: Sequence[PoolStats]) -> Iterator[Metric]:
 
 # What a gateway counts itself, and the answer of `/metrics`.
 
-SCRAPE_TIMEOUT_S = 2.0
-"""Seconds that a scrape waits for Redis. After that it reports only the process's own metrics."""
-MAX_TENANTS = 100
-"""Tenants of a pool that are reported, largest first. The limit bounds the number of Prometheus series."""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 _OF_LEVEL = ("pool", "priority", "background")
@@ -171,13 +168,9 @@ CLIENT_COUNTERS = {
     "histories": "Times that Redis had a new history: after a restart, a fail-over or a restore.",
 }
 
+_OFFSET = "Seconds by which the clock of Redis is ahead of this machine's."
 _CODES_FROM_THE_START = ("no_node", "stream_diverged")
 """Errors that are counted from 0, because alerts watch for their first occurrence."""
-_OF_WEBHOOKS = {
-    "penstock_webhooks_delivered": "Webhooks that their receivers accepted.",
-    "penstock_webhooks_retried": "Attempts to deliver a webhook that failed and are repeated.",
-    "penstock_webhooks_dead": "Webhooks that were given up.",
-}
 
 
 class GatewayMetrics:
@@ -192,6 +185,8 @@ class GatewayMetrics:
             "penstock_http_requests", "Answered HTTP requests.", ("path", "status"), registry=registry
         )
         self._refusals = Counter("penstock_http_refusals", "Errors by OpenAI error code.", ("code",), registry=registry)
+        text = "Streams that ended with an error of the server, whose status was 200, by error code."
+        self._failed_streams = Counter("penstock_http_failed_streams", text, ("code",), registry=registry)
         for code in _CODES_FROM_THE_START:
             self._refusals.labels(code)
         self.open_streams = Gauge("penstock_http_open_streams", "Streams that are open.", registry=registry)
@@ -221,14 +216,22 @@ class GatewayMetrics:
         self.token_s.observe(seconds)
         self.recent_token.note(seconds)
 
-    def refused(self, error: PenstockError) -> None:
-        """Count an error by its code.
+    def refused(self, error: PenstockError, *, is_logged: bool = False) -> None:
+        """Count an error by its code, and note it in the line of the request.
 
-        An internal error, which no caller, job or outage explains, is logged as well.
+        An internal error, which no caller, job or outage explains, is logged as well, unless it `is_logged`.
         """
         self._refusals.labels(error.code).inc()
-        if error.status == HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, JobFailedError):
+        line_of_request().note_error(error)
+        if error.status == HTTPStatus.INTERNAL_SERVER_ERROR and not (is_logged or isinstance(error, JobFailedError)):
             logger.error("a request failed", exc_info=error)
+
+    def failed(self, error: PenstockError) -> None:
+        """Count an error that ended an answer after its status 200. The error budget counts those of the server."""
+        self.refused(error)
+        line_of_request().outcome = FAILED
+        if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self._failed_streams.labels(error.code).inc()
 
     @contextmanager
     def socket(self) -> Iterator[None]:
@@ -258,6 +261,7 @@ class StreamMeter:
     def __init__(self, metrics: GatewayMetrics, *, is_measured: bool = True) -> None:
         self._metrics = metrics
         self._is_measured = is_measured
+        self._line = line_of_request()
         self._began_s = time.monotonic()
         self._first_s: float | None = None
 
@@ -266,6 +270,19 @@ class StreamMeter:
         if self._first_s is None and self._is_measured:
             self._first_s = time.monotonic()
             self._metrics.first_token(self._first_s - self._began_s)
+            self._line.first_token_s = self._first_s - self._began_s
+
+    def used(self, batch: Sequence[Chunk]) -> None:
+        """Note the tokens of the job, if one of its chunks tells them."""
+        for chunk in batch:
+            self._line.note_usage(chunk.usage)
+
+    def failed(self, error: PenstockError, *, counts: bool = True) -> None:
+        """Note that the stream reports a failure. `counts`: whether no other stream has counted it."""
+        if counts:
+            self._metrics.failed(error)
+        self._line.note_error(error)
+        self._line.outcome = FAILED
 
     def ended(self, num_tokens: float) -> None:
         """Record the time per output token of a complete stream.
@@ -287,6 +304,7 @@ class MetricsRoutes:
         body_budgets: Sequence[SharedBudget],
         result_budget: SharedBudget,
         open_feeds: OpenFeeds,
+        watch: RedisWatch,
     ) -> None:
         """The budgets hold the memory of bodies that arrive, and of results that are sent."""
         self._client = client
@@ -295,7 +313,7 @@ class MetricsRoutes:
         self._body_budgets = body_budgets
         self._result_budget = result_budget
         self._open_feeds = open_feeds
-        self._redis = RedisMetrics()
+        self._watch = watch
         self.router = APIRouter()
         self.router.add_api_route("/metrics", self.metrics, response_class=PlainTextResponse)
 
@@ -306,39 +324,21 @@ class MetricsRoutes:
             *_of_client(self._client),
             *loop_metrics(*loop_names, self._loop_watch),
             *self._of_memory(),
-            *self._open_feeds.metrics(),
+            GaugeMetricFamily(
+                "penstock_gateway_clock_offset_seconds", _OFFSET, value=self._client.servers.clock.offset_s
+            ),
+            *self._open_feeds.metrics(self._client.servers.clock.now_s()),
             *process_metrics(self._metrics.rate, self._metrics.usage),
         ]
+        own += [*self._of_servers(), *await self._watch.scraped(_of_pools)]
         text = generate_latest(self._metrics.registry) + generate_latest(_registry_of(own))
-        text += generate_latest(_registry_of(await self._of_directory()))
-        text += generate_latest(_registry_of(await self._of_servers()))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    async def _of_directory(self) -> list[Metric]:
-        """Return what the Redis tells that has webhooks and batches, and that it does not answer if so."""
-        try:
-            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                if self._client.servers.has_no_directory:
-                    return [*self._redis.metrics(None)]
-                redis = await self._client.servers.directory.stats.redis_state()
-                webhooks = await self._client.webhooks.queue.stats()
-                num_rows = await self._client.batches.num_rows_left()
-        except (TimeoutError, UnavailableError):
-            return [*self._redis.metrics(None)]
-        rows_left = "Rows of open batches without a stored answer, those in the queue included. Redis knows it."
-        of_batches = GaugeMetricFamily("penstock_batch_rows_left", rows_left, value=num_rows)
-        return [*self._redis.metrics(redis), of_batches, *_of_webhooks(webhooks)]
-
-    async def _of_servers(self) -> list[Metric]:
-        """Return what each Redis tells of its pools. Those of one that does not answer are missing."""
-        servers, text = self._client.servers, "Whether the Redis answers that PENSTOCK_POOLS names for the pool."
-        up = GaugeMetricFamily("penstock_pool_redis_up", text, labels=("pool",))
-        own = [_per_pool(up, {pool: not one.is_away for pool, one in servers.named.items()})] if servers.named else []
-        try:
-            pools = await servers.stats(SCRAPE_TIMEOUT_S)
-        except UnavailableError:
-            return own
-        return [*_of_pools(pools), *pool_metrics(pools), *own]
+    def _of_servers(self) -> Iterator[Metric]:
+        if servers := self._client.servers.named:
+            text = "Whether the Redis answers that PENSTOCK_POOLS names for the pool."
+            up = GaugeMetricFamily("penstock_pool_redis_up", text, labels=("pool",))
+            yield _per_pool(up, {pool: not one.is_away for pool, one in servers.items()})
 
     def _of_memory(self) -> Iterator[Metric]:
         text = "Bytes of request bodies above 16 KiB that are held in memory until they are parsed."
@@ -390,6 +390,13 @@ def _of_pools(pools: list[PoolStats]) -> Iterator[Metric]:
     for event, text in EVENTS.items():
         family = CounterMetricFamily(f"penstock_pool_{event}", f"{text[0].upper()}{text[1:]}.", labels=("pool",))
         yield _per_pool(family, {p.pool: p.counts[event] for p in pools})
+    text = "Seconds since the oldest pause began that lasts: of the pool, a class or a tenant (what)."
+    paused = GaugeMetricFamily("penstock_pool_paused_seconds", text, labels=("pool", "what"))
+    for one in pools:
+        for what, paused_ms in one.paused_ms.items():
+            paused.add_metric((one.pool, what), paused_ms / 1000)
+    yield paused
+    yield from pool_metrics(pools)
 
 
 def _kept(pools: list[PoolStats]) -> Metric:
@@ -402,17 +409,6 @@ def _kept(pools: list[PoolStats]) -> Metric:
         for tenant in nlargest(MAX_TENANTS, pool.kept, key=lambda name: pool.kept[name]):
             family.add_metric((pool.pool, tenant), pool.kept[tenant])
     return family
-
-
-def _of_webhooks(stats: WebhookStats) -> Iterator[Metric]:
-    text = "Webhooks that wait for their next attempt, for the tenants with the most of them."
-    pending = GaugeMetricFamily("penstock_webhooks_pending", text, labels=("tenant",))
-    for tenant in nlargest(MAX_TENANTS, stats.pending, key=lambda name: stats.pending[name]):
-        pending.add_metric((tenant,), stats.pending[tenant])
-    yield pending
-    for name, text in _OF_WEBHOOKS.items():
-        count = stats.counts.get(name.rpartition("_")[2], 0)
-        yield CounterMetricFamily(name, text, value=count)
 
 
 def _of_queues(queues: Mapping[str, QueueState]) -> Iterator[Metric]:
@@ -451,42 +447,3 @@ def _per_pool(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[s
     for pool, value in values.items():
         family.add_metric((pool,), value)
     return family
-
-
-class RedisMetrics:
-    """Turns the state of Redis into metrics, and counts how often another process of Redis answered."""
-
-    def __init__(self) -> None:
-        self._run_id = ""
-        self._num_changes = 0
-
-    def metrics(self, state: RedisState | None) -> Iterator[Metric]:
-        """Yield the metrics of one scrape; `state` is None if Redis did not answer."""
-        if state is not None:
-            self._num_changes += self._run_id not in ("", state.run_id)
-            self._run_id = state.run_id
-        yield GaugeMetricFamily("penstock_redis_up", "Whether Redis answers.", value=state is not None)
-        text = "Times that a restarted or another Redis answered a scrape of this gateway, such as after a fail-over."
-        yield CounterMetricFamily("penstock_redis_changes", text, value=self._num_changes)
-        if state is not None:
-            yield from _of_redis(state)
-
-
-def _of_redis(state: RedisState) -> Iterator[Metric]:
-    yield GaugeMetricFamily("penstock_redis_used_bytes", "Memory that Redis uses.", value=state.used_bytes)
-    text = "Memory limit of Redis; 0 means no limit."
-    yield GaugeMetricFamily("penstock_redis_max_bytes", text, value=state.max_bytes)
-    text = "Whether the last write to the append-only file (aof), or the last snapshot, succeeded. No aof without one."
-    written = GaugeMetricFamily("penstock_redis_persistence_ok", text, labels=("kind",))
-    if state.is_aof_on:
-        written.add_metric(("aof",), state.is_aof_ok)
-    written.add_metric(("snapshot",), state.is_snapshot_ok)
-    yield written
-    text = "Writes to the append-only file that waited for a slow disk, since Redis started."
-    yield CounterMetricFamily("penstock_redis_delayed_fsyncs", text, value=state.delayed_fsyncs)
-    yield GaugeMetricFamily("penstock_redis_replicas", "Replicas that are connected.", value=state.num_replicas)
-    if state.replica_lag_s is not None and state.replica_lag_bytes is not None:
-        text = "Seconds since the slowest replica acknowledged anything. Absent without replicas."
-        yield GaugeMetricFamily("penstock_redis_replica_lag_seconds", text, value=state.replica_lag_s)
-        text = "Bytes that the slowest replica has not acknowledged. Absent without replicas."
-        yield GaugeMetricFamily("penstock_redis_replica_lag_bytes", text, value=state.replica_lag_bytes)

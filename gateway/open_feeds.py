@@ -1,8 +1,7 @@
-"""The open streams of completions (`GET /v1/jobs/events`): their limit, their end, and how far behind they are."""
+"""The open streams of completions (`GET /v1/jobs/events`): their limit, and how far behind they are."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ class OpenFeeds:
     def __init__(self) -> None:
         # Keyed by tenant; no text of a request.
         self._of_tenant: dict[str, set[FeedPlace]] = {}
-        self.is_stopped = False
 
     @contextmanager
     def counting(self, tenant: str) -> Iterator[FeedPlace]:
@@ -51,15 +49,11 @@ class OpenFeeds:
             if not places:
                 self._of_tenant.pop(tenant, None)
 
-    def stop(self) -> None:
-        """Let all streams end, because the gateway stops. Each has sent its cursor."""
-        self.is_stopped = True
-
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the number of open streams, and how far behind the slowest is."""
+    def metrics(self, now_s: float) -> Iterator[Metric]:
+        """Yield the number of open streams, and how far behind the slowest is. `now_s` is Redis's time."""
         places = [place for of_tenant in self._of_tenant.values() for place in of_tenant]
         yield GaugeMetricFamily("penstock_completion_feeds", "Open streams of completions.", value=len(places))
-        now = int(time.time() * 1000)
+        now = int(now_s * 1000)
         since = [place.unsent_since_ms for place in places if place.unsent_since_ms is not None]
         text = "Seconds since the end of the oldest job whose completion a reader has not taken yet; of all readers."
         lag_s = max(0, now - min(since, default=now)) / 1000

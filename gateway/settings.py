@@ -96,6 +96,8 @@ class GatewaySettings(Settings):
     """Milliseconds between two measurements of the event loop's delay."""
     loop_stall_s: float = Field(default=30.0, ge=0)
     """Seconds that the event loop may stand still before the process ends with a stack dump. 0: forever."""
+    log_starts: bool = False
+    """Log each request when it begins, too. Otherwise a request has one line, at its end."""
     loop_debug: bool = False
     """Log which code runs when it blocks the event loop for 50 ms or more."""
     otlp_traces_endpoint: str | None = None

@@ -21,7 +21,7 @@ from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOut
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
 from penstock.gpu_node.gpus import GpuDriver
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.ledger import JobReports, Ledger
+from penstock.gpu_node.jobs.held_jobs import HeldJobs, JobReports
 from penstock.gpu_node.jobs.times import MANY_OUTPUTS, MANY_SEQUENCES, PHASE_PROMPT_TOKENS, StepParts, phases
 from penstock.gpu_node.monitor.profile import NodeProfiler
 from penstock.gpu_node.publishing.outbox import EndedJobs, Outbox
@@ -31,15 +31,16 @@ from penstock.gpu_node.service.heartbeat import Heartbeat, heartbeat_interval_s,
 from penstock.gpu_node.service.liveness import answering
 from penstock.gpu_node.service.seats import NO_SEATS, Seats, declare_dead
 from penstock.gpu_node.settings import NodeSettings
-from penstock.gpu_node.taking.inbox import Bell, JobInbox, listen
 from penstock.gpu_node.taking.load_shedder import LoadShedder
 from penstock.gpu_node.taking.preparation import JobPreparation
+from penstock.gpu_node.taking.taker import Bell, JobTaker, listen
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect, warn_of_eviction, with_retries
 from penstock.queue.broker.history import HistoryWatch
 from penstock.queue.broker.jobs import past_leases_of
 from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
+from penstock.queue.broker.shared_connection import clock_of
 from penstock.queue.policy import LEAST_URGENT
 from penstock.runtime import crash_points
 from penstock.runtime.event_loop import Threads, cancel_until_done
@@ -73,7 +74,8 @@ class Node:
         self._redis = connect(settings.redis_url)
         self._tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-node")
         reports = self._new_reports()
-        self.ledger = Ledger(engine.max_model_len)
+        self.held_jobs = HeldJobs(engine.max_model_len)
+        self.held_jobs.counts.jobs.max_waits_s = settings.max_waits_s
         self._broker = NodeBroker(self._redis, settings.pool_name, self.node_id, engine.revision)
         self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
@@ -82,20 +84,20 @@ class Node:
         self.pace = new_pace(settings.stream_interval_ms / 1000, leaves_core_free=engine.leaves_core_free)
         self._outbox = Outbox(
             self._broker,
-            self.ledger,
+            self.held_jobs,
             self._worker,
             reports,
             self._bell.capacity_freed,
-            EndedJobs(self._broker, self.ledger.counts, keep_s=keep_s, max_bytes=max_bytes),
+            EndedJobs(self._broker, self.held_jobs.counts, keep_s=keep_s, max_bytes=max_bytes),
             max_unsent_bytes=settings.max_unsent_bytes,
             pace=self.pace,
         )
         sizes = {"kv_tokens": engine.num_kv_tokens, "max_num_seqs": settings.max_num_seqs}
-        self._load_shedder = LoadShedder(self._broker, self.ledger, self._worker, reports, self._outbox, **sizes)
+        self._load_shedder = LoadShedder(self._broker, self.held_jobs, self._worker, reports, self._outbox, **sizes)
         self._threads = Threads()
         self._preparation = JobPreparation(
             self._broker,
-            self.ledger,
+            self.held_jobs,
             self._worker,
             engine.tokenizer,
             reports,
@@ -105,8 +107,8 @@ class Node:
         )
         capacity = engine.num_kv_tokens, settings.max_num_seqs
         self._history = HistoryWatch(self._redis, self._outbox.compare, name=self.node_id)
-        parts = self._broker, self.ledger, self._bell, self._outbox, self._preparation, engine
-        self._inbox = JobInbox(*parts, capacity=capacity, may_take=lambda: self._history.is_settled)
+        parts = self._broker, self.held_jobs, self._bell, self._outbox, self._preparation, engine
+        self._taker = JobTaker(*parts, capacity=capacity, may_take=lambda: self._history.is_settled)
         interval_s = heartbeat_interval_s(settings.lease_ms)
         self._watch = EngineWatch(self._worker, interval_s=interval_s, stall_after_s=settings.stall_after_s)
         self._heartbeat = self._new_heartbeat(interval_s)
@@ -170,7 +172,7 @@ class Node:
                 prompt = [1 + (number >> 2 * (at % 8)) % 4 for at in range(length)]
                 request = EngineRequest(name, prompt, params, seed=0, level=LEAST_URGENT, background=True)
                 self._worker.add(request, refused.append)
-            while not len(self.ledger):
+            while not len(self.held_jobs):
                 after = await asyncio.wrap_future(self._worker.stats())
                 if refused:
                     raise refused[0]
@@ -223,7 +225,8 @@ class Node:
         """Return what a health check gets. Any thread may call this."""
         stalled_s = round(self._watch.stalled_s, 1)
         node = {"node_id": self.node_id, "pool": self._settings.pool_name, "engine_stalled_s": stalled_s}
-        return node | self._heartbeat.state()
+        clock = {"clock_offset_s": round(clock_of(self._redis).offset_s, 3)}
+        return node | self._heartbeat.state() | clock
 
     async def _join_unless_stopped(self) -> bool:
         """Join the pool, and return whether that was done before `stop`. Redis may be away for a while."""
@@ -277,7 +280,7 @@ class Node:
     async def _rejoin(self) -> None:
         """Drop all jobs and join again: the pool declared this node dead and gave its jobs to other nodes."""
         log.error("this node was declared dead; it drops all its jobs", extra={"node_id": self.node_id})
-        for job in self.ledger:
+        for job in self.held_jobs:
             self._outbox.drop(job)
         await with_retries(self._join, math.inf)
 
@@ -296,15 +299,15 @@ class Node:
         """Give back the jobs outside the stalled step, so that this node's end does not count as their loss."""
         if not (in_flight := self._worker.requests_in_flight()):
             return  # The engine hangs outside a step, so any job may be the cause.
-        hung = [job.job_id for job in self.ledger if job.taken.lease in in_flight]
+        hung = [job.job_id for job in self.held_jobs if job.taken.lease in in_flight]
         log.error("a step hangs", extra={"jobs": hung})
         with suppress(UnavailableError, LeaseLostError):
-            await self._give_back([job for job in self.ledger if job.taken.lease not in in_flight])
+            await self._give_back([job for job in self.held_jobs if job.taken.lease not in in_flight])
 
     async def _take_forever(self) -> None:
         while True:
             try:
-                await self._inbox.run()
+                await self._taker.run()
             except LeaseLostError:
                 # The heartbeat gets the same error and rejoins.
                 await asyncio.sleep(0.1)
@@ -333,7 +336,7 @@ class Node:
         await _first_of(self._stop.wait(), end())
         if died.done():
             # The engine's memory trace names jobs by their leases, so the log line maps leases to job ids.
-            held = {job.taken.lease: job.job_id for job in self.ledger}
+            held = {job.taken.lease: job.job_id for job in self.held_jobs}
             log.error("the engine died while it held jobs", extra={"jobs": held})
             died.result()
 
@@ -343,25 +346,25 @@ class Node:
         with suppress(UnavailableError, LeaseLostError):
             # Announce the drain first: if the node dies from here on, its jobs do not count it as a loss.
             await self._heartbeat.send()
-        log.info("draining", extra={"num_jobs": len(self.ledger)})
+        log.info("draining", extra={"num_jobs": len(self.held_jobs)})
         with suppress(UnavailableError, LeaseLostError):
-            await with_retries(self._inbox.close, LEAVE_PATIENCE_S)
-            await self._give_back([job for job in self.ledger if not job.is_in_engine])
+            await with_retries(self._taker.close, LEAVE_PATIENCE_S)
+            await self._give_back([job for job in self.held_jobs if not job.is_in_engine])
         await _first_of(self._outbox.until_empty(), self._end_grace.wait(), timeout_s=self._settings.drain_s)
         self._worker.stop()
         await asyncio.wait((asyncio.wrap_future(self._worker.stopped),), timeout=LEAVE_PATIENCE_S)
         with suppress(UnavailableError):
             await with_retries(self._outbox.flush, LEAVE_PATIENCE_S)
-            await self._give_back(list(self.ledger))
+            await self._give_back(list(self.held_jobs))
 
     async def _leave(self) -> None:
         try:
             num_kept = await with_retries(self._broker.leave, LEAVE_PATIENCE_S)
         except UnavailableError as error:
-            why = {"node_id": self.node_id, "reason": error.message}
+            why = {"node_id": self.node_id, "reason": error.reason}
             log.warning("the node could not tell the pool that it stops", extra=why)
         else:
-            facts = {"num_given_back": self.ledger.counts.given_back_drain, "num_kept": num_kept}
+            facts = {"num_given_back": self.held_jobs.counts.given_back_drain, "num_kept": num_kept}
             log.info("left", extra={"node_id": self.node_id, **facts})
 
     async def _give_back(self, jobs: list[HeldJob]) -> None:
@@ -398,13 +401,13 @@ class Node:
             max_model_len=self._engine.max_model_len,
             revision=self._engine.revision,
         )
-        snapshot = partial(take_snapshot, self._watch, self.ledger, self._inbox, self._outbox, GpuDriver())
+        snapshot = partial(take_snapshot, self._watch, self.held_jobs, self._taker, self._outbox, GpuDriver())
         return Heartbeat(
             self._broker,
             self._outbox,
             snapshot,
             base=base,
-            ledger=self.ledger,
+            held_jobs=self.held_jobs,
             interval_s=interval_s,
             pause=self._watch.pause,
             is_compared=lambda: self._history.is_compared,

@@ -85,7 +85,7 @@ def _report_end(error: BaseException | None, exit_code_of: Callable[[PenstockErr
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, PenstockError):
-        sys.stderr.write(f"penstock: {without_controls(error.message)}\n")
+        sys.stderr.write(f"penstock: {without_controls(error.reason)}\n")
         return exit_code_of(error)
     traceback.print_exception(error)
     return 1
@@ -153,7 +153,7 @@ async def _with_config_of_pool(settings: NodeSettings) -> NodeSettings:
         raise
     except PenstockError as error:
         # If the pool has another config, joining it says so.
-        log.warning("the pool's config cannot be read", extra={"reason": error.message})
+        log.warning("the pool's config cannot be read", extra={"reason": error.reason})
         return settings
     taken = settings.with_config(config)
     changed = {name: value for name, value in taken.pool_config.items() if settings.pool_config[name] != value}

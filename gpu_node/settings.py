@@ -146,6 +146,12 @@ class NodeSettings(Settings, EngineOptions):
         return bool(self.lora) or self.lora_dir is not None
 
     @property
+    def max_waits_s(self) -> tuple[float, ...]:
+        """The longest expected wait with which the queue admits a foreground job, by class."""
+        of_classes = self.max_wait_ms_interactive, self.max_wait_ms_standard, self.max_wait_ms_batch
+        return tuple((one or self.max_wait_ms) / 1000 for one in of_classes)
+
+    @property
     def pool_name(self) -> str:
         """The pool that this node serves."""
         return self.pool or pool_of_model(self.model)

@@ -35,6 +35,7 @@ ANSWERING = (
     "gpu_node",
     "producer.client",
     "producer.openai",
+    "producer.responses",
     "producer.files",
     "producer.stored_batches",
     "contract",

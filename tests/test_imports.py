@@ -53,7 +53,17 @@ MODEL_FLOORS = (
     {"loading"},
 )
 GATEWAY_FLOORS = (
-    {"settings", "budget", "metrics", "open_feeds", "route_doc", "other_servers", "errors"},
+    {
+        "settings",
+        "budget",
+        "metrics",
+        "open_feeds",
+        "route_doc",
+        "other_servers",
+        "errors",
+        "redis_watch",
+        "request_line",
+    },
     {"request"},
     {"stream"},
     {"http"},
@@ -61,7 +71,20 @@ GATEWAY_FLOORS = (
     {"app"},
 )
 """Packages of the gateway, and modules beside them, lowest first. Each imports from its own floor and those below."""
-FLOORS = {GATEWAY: GATEWAY_FLOORS, SERVICE: NODE_FLOORS, MODEL: MODEL_FLOORS}
+PRODUCER_FLOORS = (
+    {"parsing"},
+    {"client", "files"},
+    {"openai", "parsed_body"},
+    {"anthropic", "responses"},
+    {"batch"},
+    {"stored_batches"},
+)
+"""Packages of the client's side, lowest first. The client knows no API's bodies and answers."""
+FLOORS = {PRODUCER: PRODUCER_FLOORS, GATEWAY: GATEWAY_FLOORS, SERVICE: NODE_FLOORS, MODEL: MODEL_FLOORS}
+APIS = f"{GATEWAY}.apis"
+ENGINE_CORE = {f"{ENGINE}.{name}" for name in ("scheduler", "kv_cache", "sequence", "steps", "policy", "text")}
+"""Packages and modules of the engine that know none of its guests. `engine.py` composes both."""
+ENGINE_GUESTS = {f"{ENGINE}.{name}" for name in ("structured", "search", "speculative")}
 OWN_ROOMS = {GATEWAY, SERVICE, ENGINE}
 """Packages whose modules count as packages of their own."""
 WEB = {"fastapi", "starlette", "uvicorn", "websockets"}
@@ -202,6 +225,40 @@ def test_modules_import_only_from_their_floor_and_below(package: str) -> None:
         if (target := part_of(found.target)) in floor_of
         if floor_of[target] > floor_of[part]
     ]
+    assert wrong == []
+
+
+def test_no_api_of_the_gateway_imports_another_one() -> None:
+    def api_of(name: str) -> str:
+        return name.removeprefix(f"{APIS}.").partition(".")[0] if name.startswith(f"{APIS}.") else ""
+
+    apis = [(api, module) for module in modules().values() if (api := api_of(module.name))]
+    assert apis
+    wrong = [
+        at(module, found)
+        for api, module in apis
+        for found in imports_of(module)
+        if api_of(found.target) not in ("", api)
+    ]
+    assert wrong == []
+
+
+def test_only_the_app_names_an_api() -> None:
+    """So a new API is a folder and a row of `app.DIALECTS`."""
+    outside = [module for module in modules().values() if not module.name.startswith(APIS)]
+    named = [
+        at(module, found) for module in outside for found in imports_of(module) if found.target.startswith(f"{APIS}.")
+    ]
+    assert [one for one in named if f" {GATEWAY}.app " not in one] == []
+
+
+def test_the_core_of_the_engine_imports_no_guest() -> None:
+    def is_in(name: str, parts: set[str]) -> bool:
+        return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+    core = [module for module in modules().values() if is_in(module.name, ENGINE_CORE)]
+    assert len(core) > len(ENGINE_CORE)
+    wrong = [at(module, found) for module in core for found in imports_of(module) if is_in(found.target, ENGINE_GUESTS)]
     assert wrong == []
 
 

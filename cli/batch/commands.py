@@ -27,8 +27,8 @@ from penstock.cli.output import (
     write_line,
     write_text,
 )
+from penstock.contract.durability import Durability
 from penstock.contract.errors import ConfigError, RequestError
-from penstock.contract.job import Durability
 from penstock.producer.batch.records import DEFAULT_IN_FLIGHT, MAX_IN_FLIGHT, Batch, BatchProgress
 from penstock.queue.files.batch import MESSAGES_ENDPOINT, is_of_messages
 from penstock.runtime.settings import redis_url_of

@@ -21,8 +21,9 @@ from penstock.cli.batch.server import STDOUT, Server
 from penstock.cli.output import write_text
 from penstock.contract.errors import BusyError, RequestError
 from penstock.producer.batch import storage
-from penstock.producer.batch.request import MAX_LINE_BYTES
-from penstock.producer.batch.results import LOCKED_RETRY_MS, row_id_of
+from penstock.producer.batch.finished import row_id_of
+from penstock.producer.batch.lines import MAX_LINE_BYTES
+from penstock.producer.batch.results import LOCKED_RETRY_MS
 from penstock.queue.files.batch import is_of_messages
 
 _ANSWERED = "succeeded"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from penstock.producer.batch.request import InputLine
+    from penstock.producer.batch.lines import InputRow
 
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -239,7 +239,7 @@ def patiently(call: Callable[[], T], on_wait: Callable[[str], None], until_s: fl
         try:
             return call()
         except (UnavailableError, BusyError) as error:
-            on_wait(error.message)
+            on_wait(error.reason)
             wait(pause_s, until_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -332,7 +332,7 @@ def prepared(source: str, model: str | None, retry_of: str | None) -> Iterator[t
 
     Of requests of Anthropic's API, it is the body of a message batch.
     """
-    from penstock.producer.batch.request import lines_of, plain_copy, survey_of
+    from penstock.producer.batch.lines import check_file, plain_copy, rows_in
 
     name = STDIN if source == "-" else source
     with (
@@ -341,30 +341,30 @@ def prepared(source: str, model: str | None, retry_of: str | None) -> Iterator[t
     ):
         with storage.readable("input"):
             path = plain_copy(packed, Path(folder) / "plain")
-            survey_of(path)
+            check_file(path)
             if model is not None or retry_of is not None:
                 path = _changed(path, Path(folder) / "rows", model, retry_of)
-            first = next(lines_of(path))
+            first = next(rows_in(path))
             is_message = "params" in first.fields and "url" not in first.fields and "body" not in first.fields
             if is_message:
-                _write_body(lines_of(path), body := Path(folder) / "body", model)
+                _write_body(rows_in(path), body := Path(folder) / "body", model)
                 yield body, MESSAGES_ENDPOINT
                 return
         url = first.fields.get("url")
         if not isinstance(url, str):
-            raise RequestError(f"line {first.number}: url must be a text", param="input")
+            raise RequestError(f"line {first.line}: url must be a text", param="input")
         yield path, url
 
 
 def _changed(path: Path, target: Path, model: str | None, retry_of: str | None) -> Path:
     """Write the rows that an error file lists (None: all), with `model` in those that name none."""
-    from penstock.producer.batch.request import lines_of
+    from penstock.producer.batch.lines import rows_in
     from penstock.producer.openai.json_parts import json_line
 
     wanted = None if retry_of is None else _failed_in(retry_of)
     num_rows = 0
     with target.open("wb") as file:
-        for line in lines_of(path):
+        for line in rows_in(path):
             if wanted is None or line.custom_id in wanted:
                 file.write(json_line(_with_model(line, model)))
                 num_rows += 1
@@ -374,23 +374,23 @@ def _changed(path: Path, target: Path, model: str | None, retry_of: str | None) 
 
 
 def _failed_in(name: str) -> set[str]:
-    from penstock.producer.batch.request import lines_of
+    from penstock.producer.batch.lines import rows_in
 
     with storage.readable("retry_of"):
         try:
-            return {line.custom_id for line in lines_of(Path(name))}
+            return {line.custom_id for line in rows_in(Path(name))}
         except RequestError:
             raise RequestError(f"retry_of: {name} is no error file of a batch", param="retry_of") from None
 
 
-def _with_model(line: InputLine, model: str | None) -> dict[str, Any]:
+def _with_model(line: InputRow, model: str | None) -> Mapping[str, Any]:
     body = line.fields.get("body")
     if model is None or not isinstance(body, dict) or body.get("model") is not None:
         return line.fields
     return {**line.fields, "body": {**body, "model": model}}
 
 
-def _write_body(lines: Iterable[InputLine], target: Path, model: str | None) -> None:
+def _write_body(lines: Iterable[InputRow], target: Path, model: str | None) -> None:
     """Write the body of a message batch, with `model` in the requests that name none.
 
     Raises RequestError for a line that is no request.
@@ -401,7 +401,7 @@ def _write_body(lines: Iterable[InputLine], target: Path, model: str | None) -> 
             params = line.fields.get("params")
             if not isinstance(params, dict) or not line.fields.keys() <= _REQUEST_MEMBERS:
                 message = "a line of a message batch has custom_id and params, an object, and nothing else"
-                raise RequestError(f"line {line.number}: {message}", param="input")
+                raise RequestError(f"line {line.line}: {message}", param="input")
             if model is not None and params.get("model") is None:
                 params = {**params, "model": model}
             request = json.dumps({"custom_id": line.custom_id, "params": params}, ensure_ascii=False)

@@ -33,10 +33,12 @@ from penstock.kernels.cpu.probe import (
     best_isa,
     cores_of,
     cpu_flags,
+    cpu_vendor,
     numa_nodes,
     refuses_mbind,
     usable_cores,
 )
+from penstock.queue.broker.redis_clock import WARN_S
 from penstock.runtime.local_redis import running_url
 from penstock.runtime.settings import RedisSettings, pool_urls, redis_names_of, without_password
 
@@ -166,14 +168,23 @@ async def check_redis(url: str) -> list[Check]:
     try:
         async with connect(url) as redis:
             with translated():
-                info = await redis.info("everything")
+                info, (seconds, us) = await redis.info("everything"), await redis.time()
     except PenstockError as error:
         return [_unusable(url, error)]
-    return [Check("ok", "Redis", f"at {without_password(url)}"), *judge_redis(info)]
+    clock = judge_clock(seconds + us / 1e6 - time.time())
+    return [Check("ok", "Redis", f"at {without_password(url)}"), clock, *judge_redis(info)]
+
+
+def judge_clock(offset_s: float) -> Check:
+    """Return by how much this machine's clock differs from that of Redis."""
+    if abs(offset_s) < WARN_S:
+        return Check("ok", "clock", f"{abs(offset_s):.1f} s from that of Redis")
+    finding = f"{abs(offset_s):.0f} s {'behind' if offset_s > 0 else 'ahead of'} that of Redis"
+    return Check("warn", "clock", finding, "set the wrong one of the two right (NTP)")
 
 
 def _unusable(url: str, error: PenstockError) -> Check:
-    finding = f"{error.message} (at {without_password(url)})"
+    finding = f"{error.reason} (at {without_password(url)})"
     advice = "start it (`penstock serve` brings its own), or correct --redis-url, PENSTOCK_REDIS_URL or PENSTOCK_POOLS"
     return Check("fail", "Redis", finding, advice)
 
@@ -277,7 +288,9 @@ def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
             "a full Redis only refuses new jobs",
         )
     if int(info.get("aof_enabled", 0)):
-        yield Check("ok", "Redis", "append-only file is on")
+        now, base = (int(info.get(name, 0)) / 2**20 for name in ("aof_current_size", "aof_base_size"))
+        size = f"{now:.0f} MiB, of which {max(0, now - base):.0f} since its last rewrite"
+        yield Check("ok", "Redis", f"append-only file is on: {size}; by default the next is at {2 * base:.0f} MiB")
     else:
         advice = "redis-cli CONFIG SET appendonly yes (serve: --data-dir FOLDER); else a restart loses all jobs"
         yield Check("warn", "Redis", "append-only file is off", advice)
@@ -285,7 +298,7 @@ def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
 
 def check_machine() -> Iterator[Check]:
     """Yield checks of the CPU, the native kernels, the cores and the GPUs."""
-    isa = best_isa(cpu_flags())
+    isa = best_isa(cpu_flags(), cpu_vendor())
     yield judge_cpu(platform.machine(), isa)
     if isa is not None:
         yield check_kernels(isa)
@@ -370,7 +383,7 @@ def check_embedded() -> Check:
     try:
         binary = find_redis_server()
     except ConfigError as error:
-        return Check("fail", "Redis", "none", error.message)
+        return Check("fail", "Redis", "none", error.reason)
     output = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
     match = re.search(r"v=([0-9.]+)", output)
     server = "Valkey" if output.startswith("Valkey") else "Redis"

@@ -199,7 +199,7 @@ def _settings_of(kind: type[Settings], given: Mapping[str, Any]) -> dict[str, An
     try:
         settings = kind.load(**given)
     except ConfigError as error:
-        return {"error": error.message}
+        return {"error": error.reason}
     return {
         name: {
             "value": _shown(name, getattr(settings, name)),

@@ -326,7 +326,7 @@ class LiveView:
         try:
             self._frame, self._problem = await self.reader.read(), ""
         except UnavailableError as error:
-            self._problem = error.message
+            self._problem = error.reason
 
     def _press(self, key: str) -> None:
         if key in "qQ":

@@ -157,8 +157,8 @@ def _host_of(origin: str) -> str:
 # any, a gateway on a loopback address serves them with all scopes, unless a proxy passed their request on. On other
 # addresses it refuses them. With `allow_anonymous` it serves them in all of these cases, with the scope `infer` alone.
 
-PUBLIC_PATHS = frozenset(("/health", "/ready", "/", "/version", "/openapi.json", "/docs"))
-"""Paths that need no API key: probes, and the description of this release."""
+PUBLIC_PATHS = frozenset(("/health", "/ready"))
+"""Paths of probes, which need no API key. An API may add its own."""
 READING_SCOPES: Mapping[str, tuple[KeyScope, ...]] = {
     "/metrics": ("metrics", "admin"),
     "/health/nodes": ("admin",),
@@ -178,6 +178,8 @@ OTHER_SCOPES: tuple[KeyScope, ...] = ("infer",)
 OPERATOR_PATIENCE_S = 1.0
 """Seconds that a request of an operator waits for fresh keys from Redis. After that the last known keys apply, so that
 an operator can still see that Redis is unreachable."""
+SCRAPE_PATIENCE_S = 0.03
+"""The same for a scrape, which must be answered soon."""
 PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 """Headers that a proxy adds. Behind a proxy, a loopback address is no longer local."""
 _SCHEME = "bearer "
@@ -267,8 +269,10 @@ class Entry:
                 is_stream = scope["path"].endswith("/stream") or b"stream=" in scope["query_string"]
                 only_reads = scope.get("method") in ("GET", "HEAD") and not is_stream
                 async with soon() if only_reads else nullcontext():
-                    known = await self._client.api_keys(patience_s=None if "infer" in needed else OPERATOR_PATIENCE_S)
+                    patience_s = SCRAPE_PATIENCE_S if scope["path"] == "/metrics" else OPERATOR_PATIENCE_S
+                    known = await self._client.api_keys(patience_s=None if "infer" in needed else patience_s)
                 caller = self._identify(known, scope)
+                scope.setdefault("state", {})["caller"] = caller
                 caller.require(*needed)
             except PenstockError as error:
                 self._metrics.refused(error)
@@ -277,7 +281,6 @@ class Entry:
                     answer.headers["WWW-Authenticate"] = "Bearer"
                 await answer(scope, receive, send)
                 return
-            scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, send)
 
     def _identify(self, known: Mapping[str, ApiKey], scope: Scope) -> ApiKey:

@@ -9,15 +9,16 @@ import time
 import uuid
 from collections.abc import Awaitable, Iterable, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.contract.errors import ConfigError, UnavailableError
+from penstock.contract.errors import ConfigError, InvariantError, UnavailableError
 from penstock.gateway.errors import ID_HEADER, ErrorShapes
 from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.request_line import LINE, RequestLine
 from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.gateway.stream.writer import error_event, framing_of, has_broken_event
 from penstock.runtime.tracing.context import TRACER_KEY, carried_by, context_of
@@ -37,6 +38,8 @@ MAX_PATH_CHARS = 200
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 """A client's own request id: printable ASCII characters, at most 128."""
 _PROBES = ("/health", "/ready")
+SCRAPES = "/metrics"
+"""The path whose answered requests have no line."""
 
 
 class PlainPaths:
@@ -64,12 +67,24 @@ class AccessLog:
     It does not use Starlette's BaseHTTPMiddleware, which would add a task and a queue to every event of a stream.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics, errors: ErrorShapes, paths: frozenset[str]) -> None:
-        """`paths` are the paths of the plain Starlette routes; FastAPI reports its own."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        metrics: GatewayMetrics,
+        errors: ErrorShapes,
+        paths: frozenset[str],
+        logs_starts: bool = False,
+    ) -> None:
+        """`paths` are the paths of the plain Starlette routes; FastAPI reports its own.
+
+        `logs_starts`: write a line when a request begins, too.
+        """
         self._app = app
         self._metrics = metrics
         self._errors = errors
         self._paths = paths
+        self._logs_starts = logs_starts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, then log and count it."""
@@ -79,16 +94,21 @@ class AccessLog:
         started_s, state = time.monotonic(), scope.setdefault("state", {})
         given = Headers(scope=scope).get(ID_HEADER, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        status, jobs = NO_STATUS, {}
+        status = NO_STATUS
         state["request_id"] = request_id
+        said = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:MAX_PATH_CHARS]}
+        if self._logs_starts and scope["path"] != SCRAPES:
+            access_logger.info("request begins", extra=said)
+        line = RequestLine()
+        token = LINE.set(line)
 
         def noting_status(message: Message) -> Awaitable[None]:
-            nonlocal status, jobs
+            nonlocal status
             if message["type"] == "http.response.start":
                 status, headers = message["status"], MutableHeaders(scope=message)
                 for name in self._errors.id_headers(scope["path"]):
                     headers[name] = request_id
-                jobs = {"job": headers[JOB_HEADER]} if JOB_HEADER in headers else {}
+                line.job = headers.get(JOB_HEADER, line.job)
             return send(message)
 
         try:
@@ -97,25 +117,27 @@ class AccessLog:
             if status == NO_STATUS:
                 # An outer middleware turns the exception into an answer.
                 status = HTTPStatus.INTERNAL_SERVER_ERROR
+            self._metrics.refused(InvariantError("internal error"), is_logged=True)
             raise
         finally:
-            duration_ms = round((time.monotonic() - started_s) * 1000)
-            line: dict[str, Any] = {
-                "request_id": request_id,
-                "method": scope["method"],
-                "path": scope["path"][:MAX_PATH_CHARS],
-            }
-            line |= {"status": int(status), "duration_ms": duration_ms}
-            # Inner and outer parts noted the caller and the trace.
-            caller, trace_id = scope["state"].get("caller"), scope["state"].get("trace_id")
-            ids = {"key_id": caller.key_id if caller is not None else "", "trace_id": trace_id}
-            access_logger.info("request", extra={**line, **jobs, **{name: one for name, one in ids.items() if one}})
+            LINE.reset(token)
+            if scope["path"] != SCRAPES or status != HTTPStatus.OK:
+                ended = {"status": int(status), "duration_ms": round((time.monotonic() - started_s) * 1000)}
+                access_logger.info("request", extra=said | ended | line.facts() | _ids_of(scope))
             # The label is the path of the route. A raw path would create a Prometheus series for every URL.
             is_known = scope["path"] in self._paths
             route = scope["path"] if is_known else getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, int(status)).inc()
             if scope["method"] == "POST":
                 self._metrics.rate.note()
+
+
+def _ids_of(scope: Scope) -> dict[str, str]:
+    """Return what names the caller and the trace. Inner and outer parts noted them."""
+    caller, trace_id = scope["state"].get("caller"), scope["state"].get("trace_id")
+    key_id, tenant = ("", "") if caller is None else (caller.key_id, caller.tenant)
+    ids = {"tenant": tenant, "key_id": key_id, "trace_id": trace_id}
+    return {name: one for name, one in ids.items() if one}
 
 
 # HEAD on every route that has GET: the same status and headers, without the body (RFC 9110, 9.3.2).
@@ -242,9 +264,10 @@ class Drain:
     continue the stream at another gateway with its last event id.
     """
 
-    def __init__(self, app: ASGIApp, *, errors: ErrorShapes) -> None:
+    def __init__(self, app: ASGIApp, *, errors: ErrorShapes, metrics: GatewayMetrics) -> None:
         self._app = app
         self._errors = errors
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and send an error if its answer is canceled."""
@@ -265,12 +288,20 @@ class Drain:
         try:
             await self._app(scope, receive, noting)
         except asyncio.CancelledError:
+            if is_complete:
+                return
+            error = UnavailableError("this gateway was stopped before the answer was complete", code="gateway_stopped")
+            if started is None:
+                self._metrics.refused(error)
+            else:
+                self._metrics.failed(error)
             # Within an event nothing valid can follow, so the server closes the connection.
-            if not is_complete and not has_broken_event(scope):
-                await self._send_error(started, scope, receive, send)
+            if not has_broken_event(scope):
+                await self._send_error(error, started, scope, receive, send)
 
-    async def _send_error(self, started: Headers | None, scope: Scope, receive: Receive, send: Send) -> None:
-        error = UnavailableError("this gateway was stopped before the answer was complete", code="gateway_stopped")
+    async def _send_error(
+        self, error: UnavailableError, started: Headers | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         try:
             async with asyncio.timeout(SAY_TIMEOUT_S):
                 if started is None:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import socket
 import struct
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
@@ -72,8 +73,6 @@ class ReaderWatch:
             self._timer = None
 
 
-SOCKET_PATH = b"/v1/stream"
-"""The path of WebSockets."""
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 60.0
 """Seconds that a connection may take to send a whole head. Each open connection uses a file descriptor."""
@@ -93,11 +92,13 @@ class BoundedHead(HttpToolsProtocol):
 
     It answers 431 and closes the connection when the head, a chunk header or the trailers exceed MAX_HEAD_BYTES. It
     closes a connection that does not send a head in time. It ignores `Upgrade`, as RFC 9110 (7.8) allows, except that
-    of a WebSocket at SOCKET_PATH.
+    of a WebSocket at one of `socket_paths`.
 
     Invalid bytes behind a whole request end the connection after the answer to that request. Otherwise it answers 400.
     """
 
+    socket_paths: frozenset[bytes] = frozenset()
+    """The paths of WebSockets."""
     _num_head_bytes = 0
     """Bytes received outside of bodies. Each part of a body resets the count."""
     _head_error: tuple[PenstockError, HTTPStatus] | None = None
@@ -161,7 +162,7 @@ class BoundedHead(HttpToolsProtocol):
             rest = data[upgrade.args[0] :]
             # An answer that is due comes before a WebSocket.
             is_first = self._running is None or self._running.response_complete
-            opens_socket = self.url.partition(b"?")[0] == SOCKET_PATH and self._get_upgrade() == b"websocket"
+            opens_socket = self.url.partition(b"?")[0] in self.socket_paths and self._get_upgrade() == b"websocket"
             if is_first and opens_socket:
                 self._hand_over(rest)
                 return
@@ -273,6 +274,11 @@ class BoundedHead(HttpToolsProtocol):
             head += f"x-content-type-options: nosniff\r\n{headers}"
             self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
+
+
+def head_with_sockets(paths: Iterable[str]) -> type[BoundedHead]:
+    """Return the protocol of a gateway with WebSockets at these paths."""
+    return type("BoundedHead", (BoundedHead,), {"socket_paths": frozenset(path.encode() for path in paths)})
 
 
 def _too_large() -> tuple[PenstockError, HTTPStatus]:

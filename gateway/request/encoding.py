@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Unpack, cast
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError, from_json, to_json
@@ -16,8 +16,9 @@ from penstock.contract.job import MAX_CUSTOM_ID_CHARS, PackedPrompt, SamplingPar
 from penstock.contract.json_text import json_refusal
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.contract.tasks import Task
-from penstock.gateway.request.generation import ParsedBody, RequestBody, RequestContent, parse, with_packed_prompts
-from penstock.producer.openai.messages import ToolUse
+from penstock.contract.tools import ToolUse
+from penstock.gateway.request.generation import ParseRules, parse, with_packed_prompts
+from penstock.producer.parsed_body import ParsedBody, RequestBody
 from penstock.queue.wire import pack, unpack_all
 
 # Lists of bodies.
@@ -46,7 +47,7 @@ class ListItem:
         return decode_parsed_body(self.data)
 
 
-def parse_list(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool = False) -> list[ListItem]:
+def parse_list(schema: type[RequestBody], raw: bytes, **rules: Unpack[ParseRules]) -> list[ListItem]:
     """Parse each body of a list. An invalid one is refused alone. Raises RequestError for what is no list of bodies."""
     try:
         found = from_json(raw, allow_inf_nan=False, cache_strings="keys")
@@ -61,14 +62,14 @@ def parse_list(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool =
     if not isinstance(found, list) or not 1 <= len(found) <= MAX_LIST_ITEMS:
         message = f"{LIST_MEMBER}: must be a list of 1 to {MAX_LIST_ITEMS} items"
         raise RequestError(message, param=LIST_MEMBER)
-    return [_list_item(schema, one, ignores_unknown=ignores_unknown) for one in found]
+    return [_list_item(schema, one, rules) for one in found]
 
 
-def _list_item(schema: type[RequestBody], fields: object, *, ignores_unknown: bool) -> ListItem:
+def _list_item(schema: type[RequestBody], fields: object, rules: ParseRules) -> ListItem:
     custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
     shown = custom_id if isinstance(custom_id, str) and len(custom_id) <= MAX_CUSTOM_ID_CHARS else None
     try:
-        parsed = parse(schema, to_json(fields, inf_nan_mode="constants"), ignores_unknown=ignores_unknown)
+        parsed = parse(schema, to_json(fields, inf_nan_mode="constants"), **rules)
         return ListItem(encode_parsed_body(with_packed_prompts(parsed)), shown)
     except PenstockError as error:
         return ListItem(encode_refusal(error), shown)
@@ -84,22 +85,23 @@ _REFUSALS: dict[str, type[PenstockError]] = {
 
 def encode_parsed_body(body: ParsedBody) -> bytes:
     """Encode a body with packed prompts as bytes."""
-    content, use = body.content, body.content.tool_use
-    params = content.params.model_dump(exclude_unset=True)
+    use, params = body.tool_use, body.params.model_dump(exclude_unset=True)
     if "logit_bias" in params:
         params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
     small = {
-        "model": content.model,
-        "priority": body.priority,
-        "names": dict(content.names),
+        "model": body.model,
+        "names": dict(body.names),
         "tool_use": [use.tools, use.choice, use.parallel],
-        "flags": [content.echoes, body.stream],
+        "echoes": body.echoes,
+        "template_kwargs": body.template_kwargs,
+        "task": None if body.task is None else body.task.model_dump(),
+        "priority": body.priority,
+        "stream": body.stream,
+        "queueing": dict(body.queueing),
         "options": dict(body.options),
         "ignored": list(body.ignored),
-        "template_kwargs": content.template_kwargs,
-        "task": None if content.task is None else content.task.model_dump(),
     }
-    return pack({**small, "params": params, "prompts": [_fields_of(prompt) for prompt in content.prompts]})
+    return pack({**small, "params": params, "prompts": [_fields_of(prompt) for prompt in body.prompts]})
 
 
 def encode_list(items: Sequence[ListItem]) -> bytes:
@@ -130,19 +132,13 @@ def decode_parsed_body(data: bytes) -> ParsedBody:
     (fields,) = unpack_all(data)
     if "refusal" in fields:
         raise _refusal_in(fields)
-    echoes, stream = fields["flags"]
-    tools, choice, parallel = fields["tool_use"]
-    content = RequestContent(
-        fields["model"],
-        [PackedPrompt(*prompt) for prompt in fields["prompts"]],
-        SamplingParams(**fields["params"]),
-        fields["names"],
-        ToolUse(tools, choice, parallel),
-        echoes,
-        fields["template_kwargs"],
-        _TASKS.validate_python(fields["task"]),
-    )
-    return ParsedBody(content, fields["priority"], stream, fields["options"], fields["ignored"])
+    made = {
+        "prompts": [PackedPrompt(*prompt) for prompt in fields["prompts"]],
+        "params": SamplingParams(**fields["params"]),
+        "tool_use": ToolUse(*fields["tool_use"]),
+        "task": _TASKS.validate_python(fields["task"]),
+    }
+    return ParsedBody(**(fields | made))
 
 
 def _fields_of(prompt: Any) -> list[Any]:
@@ -239,7 +235,7 @@ class SocketMessage:
 
 
 def parse_socket_message(
-    raw: bytes, bodies: BodiesOfPaths, *, ignores_unknown: bool = False, packs: bool = False
+    raw: bytes, bodies: BodiesOfPaths, *, packs: bool = False, **rules: Unpack[ParseRules]
 ) -> SocketMessage:
     """Parse and check a message and its body. With `packs`, the prompts of the body are packed.
 
@@ -265,19 +261,19 @@ def parse_socket_message(
         return SocketMessage(tag, content)
     body, content = content.body, content.model_copy(update={"body": {}})
     try:
-        checked = _checked(bodies[content.path], body, ignores_unknown=ignores_unknown)
+        checked = _checked(bodies[content.path], body, rules)
         return SocketMessage(tag, content, with_packed_prompts(checked) if packs else checked)
     except PenstockError as error:
         return SocketMessage(tag, content, error=error)
 
 
-def _checked(schema: type[RequestBody], body: dict[str, Any], *, ignores_unknown: bool) -> ParsedBody:
+def _checked(schema: type[RequestBody], body: dict[str, Any], rules: ParseRules) -> ParsedBody:
     if "stream" in cast("type[Wire]", schema).model_fields:
         if body.get("stream") not in (None, True):
             raise RequestError("stream: must be true or absent; a WebSocket streams every answer", param="stream")
         body["stream"] = True
     # The schemas are those of JSON: checked as Python values, some fields would accept less.
-    return parse(schema, to_json(body, inf_nan_mode="constants"), ignores_unknown=ignores_unknown)
+    return parse(schema, to_json(body, inf_nan_mode="constants"), **rules)
 
 
 # The encoding of messages for the parser process.

@@ -9,20 +9,24 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from penstock.contract.errors import PenstockError, RequestError
-from penstock.contract.job import PackedPrompt, SamplingParams, SubmitOptions
+from penstock.contract.job import PackedPrompt, SamplingParams
 from penstock.contract.pool import PoolRecord
 from penstock.contract.problems import rename
 from penstock.contract.sampling import MAX_TOKENS_LIMIT
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.contract.tenant import NO_LIMIT, Terms
-from penstock.gateway.request.generation import GenerationRequest, RequestContent, naming_prompt
+from penstock.gateway.request.generation import GenerationRequest, naming_prompt
+from penstock.gateway.request_line import line_of_request
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt
 from penstock.producer.client.tasks import output_of
+from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.job_cost import REQUEST_BYTES_PER_TOKEN
 from penstock.runtime.event_loop import try_all
 
+MAX_JOBS_SHOWN = 64
+"""Most job ids in JOB_HEADER and in a line of the log. A longer header is too long for common HTTP clients."""
 LEAVE_TIMEOUT_S = 5.0
 """Seconds for canceling the jobs of a caller that is gone. If Redis is unreachable, the queue ends the jobs later."""
 
@@ -38,12 +42,13 @@ async def open_jobs(
     its events have ids. The queue ends such a job after its grace time without a reader, unless it needs none.
     """
     jobs: list[AsyncJob] = []
-    names, event_ids = generation.content.names, generation.event_ids
+    body, event_ids = generation.body, generation.event_ids
+    names = body.names
     is_shared = (
-        generation.idempotency_key is not None
+        generation.key is not None
         or generation.cut_at is not None
         or not generation.requires_reader
-        or generation.queueing.get("reader_grace_s") is not None
+        or body.queueing.get("reader_grace_s") is not None
     )
     try:
         if generation.cut_at is not None:
@@ -51,11 +56,12 @@ async def open_jobs(
                 await client.attach(generation.cut_at.job_id, after=generation.read_after, tenant=generation.tenant)
             )
         else:
-            for number, prompt in enumerate(generation.content.prompts):
-                with naming_prompt(generation.content, number):
-                    jobs.append(await _submit(client, generation, number, prompt))
+            for number, prompt in enumerate(body.prompts):
+                with naming_prompt(body, number):
+                    jobs.append(await client.submit(prompt, **generation.options_of(number)))
                 del prompt
-        del generation  # Its prompts may have megabytes, and the block lasts as long as the jobs.
+        line_of_request().job = ", ".join(job.id for job in jobs[:MAX_JOBS_SHOWN])
+        del body, generation  # Its prompts may have megabytes, and the block lasts as long as the jobs.
         yield jobs
     except BaseException as error:
         if isinstance(error, PenstockError):
@@ -68,40 +74,12 @@ async def open_jobs(
         raise
 
 
-def submit_options(generation: GenerationRequest) -> SubmitOptions:
-    """Return the options that all jobs of a request share."""
-    content, tool_use = generation.content, generation.content.tool_use
-    options = SubmitOptions(
-        model=content.model or None,
-        task=content.task,
-        params=content.params,
-        tools=tool_use.tools,
-        tool_choice=tool_use.choice,
-        parallel_tool_calls=tool_use.parallel,
-        chat_template_kwargs=content.template_kwargs,
-        priority=generation.priority,
-        tenant=generation.tenant,
-        terms=generation.terms,
-        lower_max_tokens=generation.lowers_max_tokens,
-        hides_models=generation.hides_models,
-    )
-    return {**options, **generation.queueing}
-
-
-async def _submit(client: AsyncClient, generation: GenerationRequest, index: int, prompt: Prompt) -> AsyncJob:
-    options = submit_options(generation)
-    options["background"], options["idempotency_key"] = generation.background, generation.key_of(index)
-    options["needs_reader"] = generation.requires_reader
-    options["job_id"], options["response"] = generation.job_id, generation.response
-    return await client.submit(prompt, **options)
-
-
 # Limits on the size of one answer, checked before its jobs are queued.
 
 
-def check_num_jobs(content: RequestContent, terms: Terms, record: ServedPool) -> None:
+def check_num_jobs(body: ParsedBody, terms: Terms, record: ServedPool) -> None:
     """Raise RequestError if a request has more prompts than jobs may be open at once. A retry could not help it."""
-    num_jobs = len(content.prompts)
+    num_jobs = len(body.prompts)
     for limit, owner in ((terms.max_open_jobs, "this tenant"), (record.max_open_jobs, "this model's pool")):
         if NO_LIMIT < limit < num_jobs:
             message = (
@@ -109,33 +87,33 @@ def check_num_jobs(content: RequestContent, terms: Terms, record: ServedPool) ->
                 "(max_open_jobs); send fewer prompts in one request"
             )
             error = RequestError(message, code="too_many_jobs", param="prompt")
-            rename(error, content.names)
+            rename(error, body.names)
             raise error
 
 
-def check_logprobs(content: RequestContent, record: PoolRecord, limit: int) -> None:
+def check_logprobs(body: ParsedBody, record: PoolRecord, limit: int) -> None:
     """Raise RequestError if the answer may hold more than `limit` log-probabilities.
 
     The count covers the tokens of all prompts and all tokens that may be generated. For a prompt given as text it
     estimates tokens from bytes, as the queue does; the node later checks each job with exact counts.
     """
-    params = content.params
+    params = body.params
     limit_of_prompt = params.truncate_prompt_tokens or math.inf
-    num_tokens = int(sum(min(num_prompt_tokens(prompt, record), limit_of_prompt) for prompt in content.prompts))
+    num_tokens = int(sum(min(num_prompt_tokens(prompt, record), limit_of_prompt) for prompt in body.prompts))
     of_prompts = num_tokens * (_per_token(params.prompt_logprobs) or params.return_token_ids)
     # Without max_tokens, the node ends a choice when the job reaches its limit of log-probabilities.
-    num_choices = len(content.prompts) * params.n
+    num_choices = len(body.prompts) * params.n
     max_tokens = min(params.max_tokens or 1, record.max_model_len or MAX_TOKENS_LIMIT)
     of_choices = num_choices * max_tokens * _per_token(params.logprobs)
     if of_prompts + of_choices > limit:
         of_prompt = "return_token_ids" if params.prompt_logprobs is None else "prompt_logprobs"
         name = of_prompt if of_prompts >= of_choices else "logprobs"
         message = (
-            f"{name}: {len(content.prompts)} prompts and {num_choices} choices ask for up to "
+            f"{name}: {len(body.prompts)} prompts and {num_choices} choices ask for up to "
             f"{of_prompts + of_choices} log-probabilities; a request may ask for at most {limit}"
         )
         error = RequestError(message, param=name)
-        rename(error, content.names)
+        rename(error, body.names)
         raise error
 
 
@@ -164,6 +142,6 @@ async def count_prompt_tokens(client: AsyncClient, generation: GenerationRequest
 
     A node's tokenizer counts them as a job without KV cache. Raises what a submission and its job raise.
     """
-    content = replace(generation.content, params=SamplingParams(), task=Tokenize(return_tokens=False))
-    async with open_jobs(client, replace(generation, content=content)) as (job,):
+    body = replace(generation.body, params=SamplingParams(), task=Tokenize(return_tokens=False))
+    async with open_jobs(client, replace(generation, body=body).with_options(background=False)) as (job,):
         return output_of(await job.result(), Tokenized).num_tokens

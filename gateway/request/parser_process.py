@@ -17,10 +17,10 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Self, cast
+from typing import Self, Unpack, cast
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
 from penstock.gateway.request.encoding import (
@@ -33,8 +33,9 @@ from penstock.gateway.request.encoding import (
     parse_list,
     parse_socket_message,
 )
-from penstock.gateway.request.generation import RequestBody, parse, with_packed_prompts
+from penstock.gateway.request.generation import ParseRules, parse, with_packed_prompts
 from penstock.gateway.request.structure import check_structure
+from penstock.producer.parsed_body import RequestBody
 from penstock.queue.wire import MAX_BYTES
 from penstock.runtime.process_memory import keep_large_blocks_apart, limit_growth
 
@@ -49,6 +50,9 @@ MAX_GROWTH_BYTES = 192 << 20
 """Bytes of data memory that this process may allocate after its start. A body that needs more kills the process."""
 
 
+_HELD = "held:"
+
+
 @dataclass(frozen=True, slots=True)
 class BodySchemas:
     """The schemas of all bodies that a gateway parses."""
@@ -56,19 +60,28 @@ class BodySchemas:
     bodies: Sequence[type[RequestBody]]
     of_paths: BodiesOfPaths
     """Those of the paths that a message of a WebSocket may name."""
+    held: Mapping[str, type[RequestBody]]
+    """Those of the bodies that a job may hold, by their `url`."""
 
     @property
     def arguments(self) -> list[str]:
-        """The schemas as `MODULE:CLASS`, and for the paths of messages as `PATH=MODULE:CLASS`."""
+        """The schemas as `MODULE:CLASS`: those of messages behind `PATH=`, those of held bodies behind `held:PATH=`."""
         of_paths = [f"{path}={_name_of(schema)}" for path, schema in self.of_paths.items()]
-        return [*map(_name_of, self.bodies), *of_paths]
+        held = [f"{_HELD}{path}={_name_of(schema)}" for path, schema in self.held.items()]
+        return [*map(_name_of, self.bodies), *of_paths, *held]
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> Self:
         """Import the schemas."""
-        of_paths = dict(argument.split("=") for argument in arguments if "=" in argument)
         bodies = [_schema_of(argument) for argument in arguments if "=" not in argument]
-        return cls(bodies, {path: _schema_of(name) for path, name in of_paths.items()})
+        named = dict(argument.split("=") for argument in arguments if "=" in argument)
+        of_paths = {path: _schema_of(name) for path, name in named.items() if not path.startswith(_HELD)}
+        held = {path.removeprefix(_HELD): _schema_of(name) for path, name in named.items() if path.startswith(_HELD)}
+        return cls(bodies, of_paths, held)
+
+    def rules(self, unknown_fields: str) -> ParseRules:
+        """Return how to read all bodies. `unknown_fields` is the gateway's setting."""
+        return {"ignores_unknown": unknown_fields == "ignore", "held_bodies": self.held}
 
 
 def _name_of(schema: type[RequestBody]) -> str:
@@ -82,7 +95,8 @@ def _schema_of(name: str) -> type[RequestBody]:
 
 def main() -> None:
     """Answer bodies until the gateway closes the socket."""
-    ignores_unknown, schemas = sys.argv[1] == "ignore", BodySchemas.of(sys.argv[2:])
+    schemas = BodySchemas.of(sys.argv[2:])
+    rules = schemas.rules(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the gateway, which ends this process.
     os.nice(10)  # Large bodies must not take the cores from token streams.
     gc.disable()  # A parsed body is a tree without cycles, so a collection would scan millions of values for nothing.
@@ -96,39 +110,39 @@ def main() -> None:
             if raw is None:
                 return
             if index == IS_MESSAGE:
-                answer = answer_to_message(bytes(raw), schemas.of_paths, ignores_unknown=ignores_unknown)
+                answer = answer_to_message(bytes(raw), schemas.of_paths, **rules)
             elif index & IS_LIST:
-                answer = answer_to_list(bytes(raw), schemas.bodies[index ^ IS_LIST], ignores_unknown=ignores_unknown)
+                answer = answer_to_list(bytes(raw), schemas.bodies[index ^ IS_LIST], **rules)
             else:
-                answer = answer_to_body(bytes(raw), schemas.bodies[index], ignores_unknown=ignores_unknown)
+                answer = answer_to_body(bytes(raw), schemas.bodies[index], **rules)
             line.sendall(HEAD.pack(0, len(answer)) + answer)
             del raw, answer
             gc.collect()
 
 
-def answer_to_body(raw: bytes, schema: type[RequestBody], *, ignores_unknown: bool = False) -> bytes:
+def answer_to_body(raw: bytes, schema: type[RequestBody], **rules: Unpack[ParseRules]) -> bytes:
     """Parse a body. Return it encoded, or the encoded refusal."""
 
     def encoded() -> bytes:
-        return encode_parsed_body(with_packed_prompts(parse(schema, raw, ignores_unknown=ignores_unknown)))
+        return encode_parsed_body(with_packed_prompts(parse(schema, raw, **rules)))
 
     return _answer(raw, encoded, encode_refusal)
 
 
-def answer_to_list(raw: bytes, schema: type[RequestBody], *, ignores_unknown: bool = False) -> bytes:
+def answer_to_list(raw: bytes, schema: type[RequestBody], **rules: Unpack[ParseRules]) -> bytes:
     """Parse a list of bodies. Return it encoded, or the encoded refusal of the list."""
 
     def encoded() -> bytes:
-        return encode_list(parse_list(schema, raw, ignores_unknown=ignores_unknown))
+        return encode_list(parse_list(schema, raw, **rules))
 
     return _answer(raw, encoded, encode_refusal)
 
 
-def answer_to_message(raw: bytes, bodies: BodiesOfPaths, *, ignores_unknown: bool = False) -> bytes:
+def answer_to_message(raw: bytes, bodies: BodiesOfPaths, **rules: Unpack[ParseRules]) -> bytes:
     """Parse a message of a WebSocket. Return it encoded, or the encoded refusal."""
 
     def encoded() -> bytes:
-        return encode_socket_message(parse_socket_message(raw, bodies, ignores_unknown=ignores_unknown, packs=True))
+        return encode_socket_message(parse_socket_message(raw, bodies, packs=True, **rules))
 
     return _answer(raw, encoded, lambda error: encode_socket_message(SocketMessage(error=error)))
 

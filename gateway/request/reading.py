@@ -33,17 +33,10 @@ from penstock.gateway.request.encoding import (
     parse_list,
     parse_socket_message,
 )
-from penstock.gateway.request.generation import (
-    FIRST_OF_TWO,
-    GenerationRequest,
-    ParsedBody,
-    RequestBody,
-    StreamPosition,
-    parse,
-    queueing_in,
-)
+from penstock.gateway.request.generation import FIRST_OF_TWO, GenerationRequest, StreamPosition, parse
 from penstock.gateway.request.parser_process import HEAD, IS_LIST, IS_MESSAGE, BodySchemas
 from penstock.gateway.settings import GatewaySettings, UnknownFields
+from penstock.producer.parsed_body import ParsedBody, RequestBody
 
 logger = logging.getLogger("penstock.gateway")
 
@@ -205,6 +198,7 @@ class Parser:
     def __init__(self, unknown_fields: UnknownFields, schemas: BodySchemas) -> None:
         self._unknown_fields = unknown_fields
         self._schemas = schemas
+        self._rules = schemas.rules(unknown_fields)
         self._parsing = SharedBudget(1, per_owner=1)
         self._child: _Child | None = None
         self._is_closed = False
@@ -216,7 +210,7 @@ class Parser:
         body and UnavailableError if the parser process cannot start.
         """
         if not is_heavy(raw):
-            return parse(schema, raw, ignores_unknown=self._unknown_fields == "ignore")
+            return parse(schema, raw, **self._rules)
         async with self._parsing.taken(owner, 1):
             return decode_parsed_body(await self._ask(self._schemas.bodies.index(schema), raw))
 
@@ -226,14 +220,14 @@ class Parser:
         Most lists have many objects, so the parser process parses all but the shortest.
         """
         if len(raw) <= _FEW_BYTES and raw.count(b"{") <= _MAX_OBJECTS_OF_LIST_ON_LOOP:
-            return parse_list(schema, raw, ignores_unknown=self._unknown_fields == "ignore")
+            return parse_list(schema, raw, **self._rules)
         async with self._parsing.taken(owner, 1):
             return decode_list(await self._ask(IS_LIST | self._schemas.bodies.index(schema), raw))
 
     async def parse_message(self, raw: bytes, owner: str) -> SocketMessage:
         """Return the parsed message of a WebSocket. Raises what `parse` raises where no message was parsed."""
         if not is_heavy(raw):
-            return parse_socket_message(raw, self._schemas.of_paths, ignores_unknown=self._unknown_fields == "ignore")
+            return parse_socket_message(raw, self._schemas.of_paths, **self._rules)
         async with self._parsing.taken(owner, 1):
             return decode_socket_message(await self._ask(IS_MESSAGE, raw))
 
@@ -434,20 +428,24 @@ class RequestReader:
         Raises RequestError for invalid headers and ForbiddenError for a priority class above the caller's.
         """
         caller = caller_of(request)
-        content = replace(body.content, model=caller.model_of(body.content.model)) if caller.models else body.content
+        if caller.models:
+            body = replace(body, model=caller.model_of(body.model))
         key, cut_at = idempotency_key_of(request), stream_position_of(request, body)
         owner = "this API key" if caller.key_id else "this gateway while it has no API keys (open_highest_class)"
         return GenerationRequest(
-            content,
-            allowed_class(body.priority, caller.highest_class, owner, default_class(body.in_background)),
-            tenant=caller.tenant,
-            terms=caller.metered_terms,
-            idempotency_key=key,
-            lowers_max_tokens=self._settings.max_tokens_beyond_context == "lower",
-            queueing=queueing_in(body.options),
-            cut_at=cut_at,
-            event_ids=_wants_event_ids(request, body, may_resume=key is not None or cut_at is not None),
-            hides_models=bool(caller.models),
+            body,
+            {
+                "priority": allowed_class(
+                    body.priority, caller.highest_class, owner, default_class(body.in_background)
+                ),
+                "tenant": caller.tenant,
+                "terms": caller.metered_terms,
+                "hides_models": bool(caller.models),
+                "lower_max_tokens": self._settings.max_tokens_beyond_context == "lower",
+                "idempotency_key": key,
+            },
+            cut_at,
+            _wants_event_ids(request, body, may_resume=key is not None or cut_at is not None),
         )
 
 
@@ -480,7 +478,7 @@ def stream_position_of(request: Request, body: ParsedBody) -> StreamPosition | N
         or not all(number.isdecimal() and len(number) <= MAX_NUMBER_DIGITS for number in numbers)
     ):
         raise RequestError("after: an event id has the form <job>:<chunk>:<tokens>", param=AFTER)
-    if not body.stream or len(body.content.prompts) != 1:
+    if not body.stream or len(body.prompts) != 1:
         raise RequestError("after: only a streaming request with one prompt can be resumed", param=AFTER)
     index, num_tokens = map(int, numbers)
     return StreamPosition(job_id, index, num_tokens, lacks_end=event_id.endswith(FIRST_OF_TWO))

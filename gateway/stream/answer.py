@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from urllib.parse import quote
 
 from fastapi import Request
@@ -23,17 +22,13 @@ from penstock.contract.errors import NotFoundError, PenstockError, UnavailableEr
 from penstock.contract.job import lowered_max_tokens, pool_of
 from penstock.contract.output import Usage
 from penstock.contract.pool import notice_of
+from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
-from penstock.gateway.request.generation import (
-    GenerationRequest,
-    ParsedBody,
-    RequestBody,
-    StreamPosition,
-    naming_prompt,
-)
-from penstock.gateway.request.jobs import check_logprobs, check_num_jobs, open_jobs
+from penstock.gateway.request.generation import GenerationRequest, StreamPosition, naming_prompt
+from penstock.gateway.request.jobs import MAX_JOBS_SHOWN, check_logprobs, check_num_jobs, open_jobs
 from penstock.gateway.request.reading import RequestReader
+from penstock.gateway.request_line import line_of_request
 from penstock.gateway.route_doc import RouteDoc
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, WholeEncoder
@@ -60,14 +55,13 @@ from penstock.gateway.stream.writer import (
 )
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import answer_format, choose_pool, require_tool_parser
-from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
+from penstock.producer.parsed_body import RequestBody
+from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.results import PackedResult
 from penstock.runtime.event_loop import LoopYielder
 
 JOB_HEADER = "X-Penstock-Job"
-MAX_JOBS_SHOWN = 64
-"""Most job ids in JOB_HEADER. A longer line is too long for common HTTP clients."""
 IGNORED_HEADER = "X-Penstock-Ignored-Fields"
 """Response header with the fields, and parts of them, that the gateway ignored, percent-encoded as in URLs."""
 MAX_IGNORED_CHARS = 2048
@@ -88,22 +82,12 @@ NOTICE_HEADER = "X-Penstock-Notice"
 class AnswerPlan:
     """One request for text: what its pool says about it, and what follows for its answer."""
 
-    def __init__(
-        self,
-        client: AsyncClient,
-        max_logprobs: int,
-        generation: GenerationRequest,
-        dialect: Dialect,
-        options: Mapping[str, Any],
-        ignored: Sequence[str] = (),
-    ) -> None:
-        """`options` and `ignored` are those of `ParsedBody`. `max_logprobs` limits the answer."""
+    def __init__(self, client: AsyncClient, max_logprobs: int, generation: GenerationRequest, dialect: Dialect) -> None:
+        """`max_logprobs` limits the answer."""
         self.client = client
         self.generation = generation
         self.dialect = dialect
         self._max_logprobs = max_logprobs
-        self._options = options
-        self._ignored = ignored
         self._pools: Mapping[str, ServedPool] = {}
         """The records of the pools by name, or empty if `check` did not need them."""
         self.max_total_tokens: int | None = None
@@ -115,35 +99,34 @@ class AnswerPlan:
 
     async def check(self) -> None:
         """Refuse too many jobs or log-probabilities, and tools that the model cannot call, before any job is queued."""
-        content = self.generation.content
-        has_tools = content.tool_use.tools is not None and content.task is None
-        needs_pool = has_tools or content.needs_token_details or len(content.prompts) > 1
+        body = self.generation.body
+        has_tools = body.tool_use.tools is not None and body.task is None
+        needs_pool = has_tools or body.needs_token_details or len(body.prompts) > 1
         if self.generation.cut_at is not None or not needs_pool:
             return
         self._pools = await self.client.pools()
         # If the model is unknown here, the submission looks it up again and raises the error.
         with contextlib.suppress(NotFoundError, UnavailableError):
             hides = self.generation.hides_models
-            record = choose_pool(self._pools.values(), content.model or None, hides_models=hides)
-            check_num_jobs(content, self.generation.terms, record)
-            check_logprobs(content, record, self._max_logprobs)
+            record = choose_pool(self._pools.values(), body.model or None, hides_models=hides)
+            check_num_jobs(body, self.generation.options.get("terms") or UNLIMITED, record)
+            check_logprobs(body, record, self._max_logprobs)
             if has_tools:
                 require_tool_parser(record)
 
     async def decide_replay(self, cut_at: StreamPosition) -> None:
         """Decide whether a resumed stream is read from its start, because later events depend on earlier chunks."""
-        content = self.generation.content
+        body = self.generation.body
         answer_format = await self._format_of(pool_of(cut_at.job_id))
         # With several choices, only the whole log tells which choices have begun.
-        needs_log = content.needs_token_details or self.dialect.needs_whole_log(self._options)
-        replay_from_start = answer_format != PLAIN or needs_log or content.params.n > 1
+        needs_log = body.needs_token_details or self.dialect.needs_whole_log(body.options)
+        replay_from_start = answer_format != PLAIN or needs_log or body.params.n > 1
         self.generation = replace(self.generation, replay_from_start=replay_from_start)
 
     def forget_prompts(self) -> None:
         """Keep only the number of the prompts. The client has those of open jobs, and drops them when the jobs end."""
-        content = self.generation.content
-        prompts = ("",) * len(content.prompts)
-        self.generation = replace(self.generation, content=replace(content, prompts=prompts))
+        body = self.generation.body
+        self.generation = replace(self.generation, body=replace(body, prompts=("",) * len(body.prompts)))
 
     async def _format_of(self, pool: str) -> AnswerFormat:
         """Return how to parse tool calls and reasoning from this answer's text.
@@ -152,8 +135,8 @@ class AnswerPlan:
         """
         if not self.dialect.parses_text:
             return PLAIN
-        content = self.generation.content
-        return answer_format(content.tool_use, content.params, content.template_kwargs, await self._record_of(pool))
+        body = self.generation.body
+        return answer_format(body.tool_use, body.params, body.template_kwargs, await self._record_of(pool))
 
     async def _record_of(self, pool: str) -> ServedPool | None:
         return self._pools.get(pool) or (await self.client.pools()).get(pool)
@@ -163,8 +146,8 @@ class AnswerPlan:
         known = None
         with contextlib.suppress(UnavailableError):
             known = await self._record_of(job.pool)
-        self._notice = notice_of(known, self.generation.content.task)
-        if not self.generation.lowers_max_tokens or self.generation.content.params.max_tokens is None:
+        self._notice = notice_of(known, self.generation.body.task)
+        if not self.generation.lowers_max_tokens or self.generation.body.params.max_tokens is None:
             return
         known = known or await self._record_of(job.pool)
         self.max_total_tokens = None if known is None else known.max_model_len or None
@@ -182,7 +165,7 @@ class AnswerPlan:
 
     def show_exact_limit(self, batch: Batch, writer: EventWriter) -> None:
         """Put into the head of a stream what the context leaves of `max_tokens`, if its first chunks tell it."""
-        if self.max_total_tokens is None or len(self.generation.content.prompts) != 1:
+        if self.max_total_tokens is None or len(self.generation.body.prompts) != 1:
             return
         num_prompt_tokens = next((c.num_prompt_tokens for c in batch if c.num_prompt_tokens is not None), None)
         if num_prompt_tokens is None:
@@ -192,25 +175,25 @@ class AnswerPlan:
             writer.headers[MAX_TOKENS_HEADER] = str(self._lowered_limit)
 
     def _lower_limit(self, num_prompt_tokens: int) -> None:
-        max_tokens = self.generation.content.params.max_tokens
+        max_tokens = self.generation.body.params.max_tokens
         self._lowered_limit = lowered_max_tokens(max_tokens, self.max_total_tokens, num_prompt_tokens)
 
     async def head_of(self, jobs: Sequence[AsyncJob]) -> AnswerHead:
         """Return what the encoder must know before the first token."""
-        generation, content, pool = self.generation, self.generation.content, jobs[0].pool
-        record = None if content.model else await self._record_of(pool)
+        generation, body, pool = self.generation, self.generation.body, jobs[0].pool
+        record = None if body.model else await self._record_of(pool)
         return AnswerHead(
             [job.id for job in jobs],
-            content.model or (pool if record is None else record.model),
+            body.model or (pool if record is None else record.model),
             int(time.time()),
-            content.params,
+            body.params,
             await self._format_of(pool),
-            content.echoes,
-            self._options,
+            body.echoes,
+            body.options,
             generation.cut_at,
             generation.replay_from_start,
             generation.event_ids,
-            content.prompts if self.dialect.shows_prompts else (),
+            body.prompts if self.dialect.shows_prompts else (),
             self.max_total_tokens,
         )
 
@@ -221,7 +204,8 @@ class AnswerPlan:
             headers[MAX_TOKENS_HEADER] = str(self._lowered_limit)
         if self._notice:
             headers[NOTICE_HEADER] = self._notice
-        return headers | {IGNORED_HEADER: _shown_names(self._ignored)} if self._ignored else headers
+        ignored = self.generation.body.ignored
+        return headers | {IGNORED_HEADER: _shown_names(ignored)} if ignored else headers
 
 
 def _shown_names(names: Sequence[str]) -> str:
@@ -285,13 +269,13 @@ class GenerationEvents(EventSource):
                         plan.show_exact_limit(batch, writer)
                     await chunks.write(batch)
                 if outcome is not None and failed:
-                    with naming_prompt(generation.content, numbers[batch[-1].job_id]):
+                    with naming_prompt(generation.body, numbers[batch[-1].job_id]):
                         raise error_of(outcome)
                 usages += [chunk.usage for chunk in batch if chunk.usage is not None]
         if not usages and generation.cut_at is not None:
             # The usage was in a chunk before the one at which the stream was cut.
             usages += [usage for job in jobs if (usage := (await job.status()).ledger.usage) is not None]
-        num_choices = len(jobs) * generation.content.params.n
+        num_choices = len(jobs) * generation.body.params.n
         meter.ended(sum(usage.completion_tokens for usage in usages) / num_choices)
         await writer.write(encoder.end(usages))
 
@@ -329,7 +313,7 @@ class WholeSender:
             if not writer.started:
                 raise
             # Leave the body incomplete: the server then closes the connection, and the caller sees that it was cut off.
-            self._metrics.refused(error)
+            self._metrics.failed(error)
 
     async def _parts(
         self,
@@ -344,6 +328,7 @@ class WholeSender:
         for index, (job, end) in enumerate(zip(jobs, ends, strict=True)):
             async with self._result_of(job, end, plan.generation.tenant, beside) as result:
                 usages.append(result.usage)
+                line_of_request().note_usage(result.usage)
                 for part in encoder.parts_of(index, result):
                     yield part
         yield encoder.tail(usages)
@@ -382,7 +367,7 @@ class WholeAnswer(Response):
             await plan.learn_pool(jobs[0])
             encoder = plan.dialect.whole(await plan.head_of(jobs))
             plan.forget_prompts()
-            ends = await ends_of(jobs, partial(naming_prompt, plan.generation.content))
+            ends = await ends_of(jobs, partial(naming_prompt, plan.generation.body))
         await plan.learn_exact_limit(jobs, ends)
         if sum(end.num_bytes for end in ends) > PIECE_BYTES:
             await self._yielder.wait()
@@ -406,11 +391,9 @@ class Answers:
         self._yielder = yielder
         self._sender = sender
 
-    def plan(
-        self, generation: GenerationRequest, dialect: Dialect, options: Mapping[str, Any], ignored: Sequence[str]
-    ) -> AnswerPlan:
-        """Return the plan of one answer. `options` and `ignored` are those of `ParsedBody`."""
-        return AnswerPlan(self._client, self._settings.max_logprobs, generation, dialect, options, ignored)
+    def plan(self, generation: GenerationRequest, dialect: Dialect) -> AnswerPlan:
+        """Return the plan of one answer."""
+        return AnswerPlan(self._client, self._settings.max_logprobs, generation, dialect)
 
     def stream(self, source: EventSource) -> EventStream:
         """Return an answer that streams the events of a source."""
@@ -420,10 +403,10 @@ class Answers:
         """Return an answer of one JSON object."""
         return WholeAnswer(plan, self._sender, self._yielder)
 
-    def answer(self, generation: GenerationRequest, body: ParsedBody, dialect: Dialect) -> Response:
+    def answer(self, generation: GenerationRequest, dialect: Dialect) -> Response:
         """Return the answer that a body asks for, streamed or whole."""
-        plan = self.plan(generation, dialect, body.options, body.ignored)
-        return self.stream(GenerationEvents(plan, self._yielder)) if body.stream else self.whole(plan)
+        plan = self.plan(generation, dialect)
+        return self.stream(GenerationEvents(plan, self._yielder)) if generation.body.stream else self.whole(plan)
 
 
 class Generate:
@@ -452,5 +435,5 @@ class Generate:
         request = Request(scope, receive, send)
         body = await self._reader.read(request, self.schema)
         generation = self._reader.generation_of(request, body)
-        answer = self._answers.answer(generation, body, self._dialect)
+        answer = self._answers.answer(generation, self._dialect)
         await answer(scope, receive, send)

@@ -14,7 +14,7 @@ from penstock.gateway.errors import error_body
 from penstock.gateway.request.generation import FIRST_OF_TWO, StreamPosition
 from penstock.gateway.stream.writer import PIECE_BYTES, event
 from penstock.producer.client.request import Prompt
-from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.producer.parsing.parsed_text import AnswerFormat
 from penstock.queue.results import PackedResult
 
 # What an API must provide for its answers.

@@ -9,7 +9,6 @@ errors as events.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
@@ -22,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import PenstockError
 from penstock.contract.output import Chunk, QueuePosition, WaitUpdate
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
+from penstock.gateway.request_line import CALLER_LEFT, COMPLETE, line_of_request
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.dialect import StreamEncoder
 from penstock.gateway.stream.writer import (
@@ -294,9 +294,13 @@ class EventStream(Response):
             interval_s=settings.keep_alive_s,
             send_timeout_s=settings.send_timeout_s,
         )
-        with contextlib.suppress(CallerGoneError), self._metrics.stream(is_measured=source.is_new) as meter:
+        line = line_of_request()
+        with self._metrics.stream(is_measured=source.is_new) as meter:
             try:
                 await while_connected(self._answer(writer, meter), until_disconnected(receive), watch)
+                line.outcome = line.outcome or COMPLETE
+            except CallerGoneError:
+                line.outcome = line.outcome or CALLER_LEFT
             except asyncio.CancelledError:
                 if writer.is_within_event:
                     note_broken_event(scope)
@@ -308,7 +312,7 @@ class EventStream(Response):
         except PenstockError as error:
             if not writer.started:
                 raise
-            self._metrics.refused(error)
+            meter.failed(error)
             if writer.is_within_event:
                 # No reader can tell an error from the rest of that event. The server closes the connection instead.
                 raise CallerGoneError from error
@@ -329,6 +333,7 @@ class ChunkWriter:
         """Write the events of one job's next chunks."""
         slows_others = is_large(batch)
         self._writer.keep_alive_source = None
+        self._meter.used(batch)
         if slows_others:
             await self._yielder.wait()
         for events in self._encoder.parts_of(batch):

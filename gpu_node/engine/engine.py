@@ -50,7 +50,7 @@ from penstock.gpu_node.engine.search.searches import Searches
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.sequence import salted_root
 from penstock.gpu_node.engine.served_model import ServedModel, check_request
-from penstock.gpu_node.engine.speculative.draft_budget import speculation_of
+from penstock.gpu_node.engine.speculative.drafts import speculation_of
 from penstock.gpu_node.engine.steps import InFlightSteps, Step
 from penstock.gpu_node.engine.structured.guide import late_rows
 from penstock.gpu_node.engine.timings import EngineProfiler, PrefillReports, RequestTimers, StepTimings, engine_stats
@@ -101,12 +101,12 @@ class Engine:
         self._memory = KvCacheManager(*pools, enable_prefix_caching=caches, eviction=config.prefix_eviction)
         self._block_size = config.block_size
         self._tenants_share_prefixes = config.prefix_cache_salt == "pool"
-        self._times = LearnedTimes(config.preemption, sizes.block_bytes, with_drafts=config.speculative != "off")
+        drafts = speculation_of(config, self._runner)
+        self._times = LearnedTimes(config.preemption, sizes.block_bytes, drafts.note_decoding)
         limits = StepLimits.of(config, self.max_model_len)
         self._adapter_slots = AdapterSlots(config.num_adapter_slots)
         self._policy = new_scheduling_policy(config, self._adapter_slots)
-        drafts = speculation_of(config, self._runner, self._times.draft_cost)
-        self._scheduler = Scheduler(self._memory, limits, self._times, policy=self._policy, speculation=drafts)
+        self._scheduler = Scheduler(self._memory, limits, self._times, policy=self._policy, drafts_of=drafts.drafts)
         self._memory_trace = MemoryTrace(self._scheduler, self._memory)
         self._requests: dict[str, LiveRequest] = {}  # Keyed by id: id of a request.
         self._finished_usage: dict[str, Usage] = {}  # Keyed by id: id of a request.

@@ -15,9 +15,10 @@ import numpy as np
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import JobFailedError, RequestError
-from penstock.contract.job import SamplingParams, prompts_of, seed_of
+from penstock.contract.job import SamplingParams, seed_of
 from penstock.contract.output import Choice, TokenLogprobs, Usage
 from penstock.contract.priority import Priority, level_of
+from penstock.contract.prompt import prompts_of
 from penstock.contract.tasks import Embed, Embedding
 from penstock.gpu_node.engine.records import EngineRequest, Generation, StepLostError, StepOutput
 from penstock.gpu_node.engine.served_model import truncated

@@ -123,6 +123,8 @@ class ClassMetrics:
     """Output tokens of each job's longest choice."""
     max_tokens: Histogram = field(default_factory=_tokens)
     num_choices: Histogram = field(default_factory=lambda: Histogram(CHOICES))
+    waits_beyond_limit: int = 0
+    """Foreground jobs that waited for longer than the limit with which the queue admits them."""
     ends: Counter[str] = field(default_factory=Counter)
     """Ended jobs by the reason: a finish reason, or the state of a job that is not done."""
 
@@ -137,6 +139,8 @@ class JobMetrics:
 
     def __init__(self) -> None:
         self.classes = [ClassMetrics() for _ in range(NUM_PRIORITIES)]
+        self.max_waits_s: Sequence[float] = (math.inf,) * NUM_PRIORITIES
+        """The longest expected wait with which the queue admits a foreground job, by class."""
         self._samples = deque[tuple[float, dict[str, list[int]]]]()
 
     def times_of_hour(self, now_s: float) -> dict[str, tuple[int, ...]]:
@@ -154,10 +158,12 @@ class JobMetrics:
             for name, values in counts.items()
         }
 
-    def taken(self, priority: int, times: JobTimes) -> None:
+    def taken(self, priority: int, times: JobTimes, *, is_background: bool = False) -> None:
         """Count a job that this node has just taken."""
         if times.is_new:
-            self.classes[priority].queue_s.note(max(0.0, times.taken_s - times.submitted_s))
+            wait_s, metrics = max(0.0, times.taken_s - times.submitted_s), self.classes[priority]
+            metrics.queue_s.note(wait_s)
+            metrics.waits_beyond_limit += not is_background and wait_s > self.max_waits_s[priority]
 
     def generated(self, priority: int, times: JobTimes, choice: int, at_s: float) -> None:
         """Count an output of a choice. On a job that another node began, the first one only starts the clock."""

@@ -73,6 +73,10 @@ class RunnerSettings(BaseModel):
     runner: Annotated[str, AfterValidator(runner_name)] = "auto"
     """What computes the model. gpu or cuda: a CUDA GPU, cuda:1: the second of those that the process sees; native: C++
     kernels on the CPU; torch: PyTorch on the CPU; cpu: native, else torch. auto: a GPU if there is one, else as cpu."""
+    cpu_isa: Literal["auto", "avx512", "avx512_vnni", "avx2"] = "auto"
+    """Instruction set of the native kernels. auto: the fastest that this CPU has. A weaker set gives products of bf16 the
+    bits of a weaker CPU, so that the nodes of a mixed pool continue each other's jobs: avx512_vnni and avx2 compute the
+    same bits. With integer weights and an integer or float16 KV cache, all sets do."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights, of the shape in the model folder's config.json or of a known one: llama-8b, llama-3b,
     llama-1b, qwen3-0.6b, tiny. Without a tokenizer in that folder, tokens are bytes. auto: the weights of the model's

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from penstock.contract.priority import class_of_level, is_background
 from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.held_jobs import HeldJobs
 from penstock.gpu_node.jobs.times import JobMetrics
 from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime.histogram import Histogram, sum_of
@@ -206,7 +206,7 @@ _REASONS = {"cancelled": "abort", "expired": "abort", "failed": "error"}
 """vLLM's finish reasons for the states of jobs that are not done. The finish reasons of done jobs have vLLM's names."""
 
 
-def vllm_metrics(ledger: Ledger, stats: EngineStats, settings: NodeSettings) -> Iterator[Metric]:
+def vllm_metrics(held_jobs: HeldJobs, stats: EngineStats, settings: NodeSettings) -> Iterator[Metric]:
     """Yield the metrics of a node under vLLM's names, which dashboards and autoscalers query.
 
     Each name has the meaning that vLLM gives it, with two differences. `vllm:num_requests_waiting` includes this node's
@@ -215,7 +215,7 @@ def vllm_metrics(ledger: Ledger, stats: EngineStats, settings: NodeSettings) -> 
     it includes tokenization and waiting inside the engine.
     """
     labels = (settings.model_name, _ENGINE)
-    for name, value in _gauges(ledger, stats).items():
+    for name, value in _gauges(held_jobs, stats).items():
         gauge = GaugeMetricFamily(f"vllm:{name}", _same_as_vllm(name), labels=LABELS)
         gauge.add_metric(labels, value)
         yield gauge
@@ -223,27 +223,27 @@ def vllm_metrics(ledger: Ledger, stats: EngineStats, settings: NodeSettings) -> 
         counter = CounterMetricFamily(f"vllm:{name}", _same_as_vllm(name), labels=LABELS)
         counter.add_metric(labels, value)
         yield counter
-    jobs = ledger.counts.jobs
+    jobs = held_jobs.counts.jobs
     for name, attribute in _JOB_HISTOGRAMS.items():
         yield _histogram(name, sum_of(getattr(metrics, attribute) for metrics in jobs.classes), labels)
     if stats.batch_tokens is not None:
         yield _histogram("iteration_tokens_total", stats.batch_tokens, labels)
     yield _ends(jobs, labels)
     yield _cache_config(stats, labels)
-    yield _adapters(ledger, settings.max_loras if settings.has_adapters else 0)
+    yield _adapters(held_jobs, settings.max_loras if settings.has_adapters else 0)
 
 
 def _same_as_vllm(name: str) -> str:
     return f"What vLLM reports as {name}."
 
 
-def _gauges(ledger: Ledger, stats: EngineStats) -> Mapping[str, float]:
-    num_waiting = sum(not job.is_in_engine and not job.is_task for job in ledger)
+def _gauges(held_jobs: HeldJobs, stats: EngineStats) -> Mapping[str, float]:
+    num_waiting = sum(not job.is_in_engine and not job.is_task for job in held_jobs)
     usage = kv_usage(stats)
     swap = stats.swap_blocks_total
     return {
         "num_requests_running": stats.num_running,
-        "num_requests_waiting": stats.num_waiting + num_waiting + ledger.counts.queue_share,
+        "num_requests_waiting": stats.num_waiting + num_waiting + held_jobs.counts.queue_share,
         "num_requests_swapped": stats.num_swapped,
         "kv_cache_usage_perc": usage,
         "gpu_cache_usage_perc": usage,
@@ -295,9 +295,9 @@ def _cache_config(stats: EngineStats, labels: tuple[str, str]) -> Metric:
     return family
 
 
-def _adapters(ledger: Ledger, num_slots: int) -> Metric:
-    running = {job.adapter for job in ledger if job.adapter and job.is_in_engine}
-    waiting = {job.adapter for job in ledger if job.adapter and not job.is_in_engine}
+def _adapters(held_jobs: HeldJobs, num_slots: int) -> Metric:
+    running = {job.adapter for job in held_jobs if job.adapter and job.is_in_engine}
+    waiting = {job.adapter for job in held_jobs if job.adapter and not job.is_in_engine}
     text = "The adapters of the jobs that this node holds, at most 8 of each kind. The value is the time of the scrape."
     names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
     family = GaugeMetricFamily("vllm:lora_requests_info", text, labels=names)

@@ -16,7 +16,7 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.job import Priority
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.gpus import GpuDriver, GpuLoad
-from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.held_jobs import HeldJobs
 from penstock.gpu_node.jobs.times import JobMetrics, NodeCounts, SendCounts
 from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram, vllm_metrics
 from penstock.gpu_node.publishing.sending import Pace
@@ -50,6 +50,11 @@ def job_metrics(jobs: JobMetrics, model: str) -> Iterator[Metric]:
             values = getattr(metrics, attribute)
             family.add_metric((model, priority.label), values.buckets, values.total)
         yield family
+    text = "Foreground jobs that waited in the queue for longer than the limit with which the queue admits jobs."
+    late = CounterMetricFamily("penstock_job_waits_beyond_limit", text, labels=LABELS)
+    for priority, metrics in zip(Priority, jobs.classes, strict=True):
+        late.add_metric((model, priority.label), metrics.waits_beyond_limit)
+    yield late
     text = "Ended jobs, by finish reason, or by state if they are not done."
     ends = CounterMetricFamily("penstock_job_ends", text, labels=(*LABELS, "reason"))
     for priority, metrics in zip(Priority, jobs.classes, strict=True):
@@ -92,7 +97,7 @@ class MeasuredNode(Protocol):
     """What the metrics read of a node."""
 
     @property
-    def ledger(self) -> Ledger:
+    def held_jobs(self) -> HeldJobs:
         """Its jobs and counters."""
 
     @property
@@ -122,30 +127,37 @@ class NodeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families."""
-        ledger, stats = self._node.ledger, self._node.engine_stats
-        yield gauge("penstock_node_jobs", "Jobs held.", len(ledger))
+        held_jobs, stats = self._node.held_jobs, self._node.engine_stats
+        yield gauge("penstock_node_jobs", "Jobs held.", len(held_jobs))
         yield gauge(
-            "penstock_node_unsent_bytes", "Bytes of chunks that Redis has not acknowledged.", ledger.unsent_bytes
+            "penstock_node_unsent_bytes", "Bytes of chunks that Redis has not acknowledged.", held_jobs.unsent_bytes
         )
-        yield from _of_counts(ledger.counts)
-        yield from _of_sending(ledger.counts.sending, self._node.pace)
-        yield from job_metrics(ledger.counts.jobs, self._settings.model_name)
+        state = self._node.state()
+        text = "Seconds since the node last tried to send a heartbeat; the engine's metrics are as old."
+        yield gauge("penstock_node_heartbeat_age_seconds", text, state["heartbeat_age_s"])
+        text = "Seconds by which the clock of Redis is ahead of this machine's."
+        yield gauge("penstock_node_clock_offset_seconds", text, state["clock_offset_s"])
+        text = "Seconds since Redis last acknowledged a heartbeat."
+        yield gauge("penstock_node_redis_silent_seconds", text, state["redis_silent_s"])
+        yield from _of_counts(held_jobs.counts)
+        yield from _of_sending(held_jobs.counts.sending, self._node.pace)
+        yield from job_metrics(held_jobs.counts.jobs, self._settings.model_name)
         if self._loop_watch is not None:
             yield from loop_metrics(
                 "penstock_node_loop_late_seconds", "penstock_node_loop_hold_seconds", self._loop_watch
             )
         if stats is not None:
-            yield _info(self._settings.name, stats)
+            yield _info(self._settings, stats)
             yield from engine_metrics(stats)
-            yield from vllm_metrics(ledger, stats, self._settings)
+            yield from vllm_metrics(held_jobs, stats, self._settings)
             if (load := self._gpu.read(stats.gpu_uuid)) is not None:
                 yield from gpu_metrics(load)
 
 
-def _info(name: str, stats: EngineStats) -> Metric:
-    text = "1, with the node's name, which tells the replicas of a host apart, and what it computes on."
-    found = GaugeMetricFamily("penstock_node_info", text, labels=("name", "device", "arithmetic"))
-    found.add_metric((name, stats.gpu_uuid or "cpu", stats.arithmetic), 1)
+def _info(settings: NodeSettings, stats: EngineStats) -> Metric:
+    text = "1, with the node's name, which tells the replicas of a host apart, its pool, and what it computes on."
+    found = GaugeMetricFamily("penstock_node_info", text, labels=("name", "pool", "device", "arithmetic"))
+    found.add_metric((settings.name, settings.pool_name, stats.gpu_uuid or "cpu", stats.arithmetic), 1)
     return found
 
 

@@ -180,7 +180,7 @@ class NodeProfiler:
                 if request is not None:
                     await self._answer(request)
             except PenstockError as error:
-                log.warning("profile.failed", extra={"reason": error.message})
+                log.warning("profile.failed", extra={"reason": error.reason})
 
     async def _answer(self, request: ProfileRequest) -> None:
         log.info("profile.started", extra={"profile": request.id, "seconds": request.seconds})

@@ -1,6 +1,6 @@
 """From the engine to Redis: one emit call for the whole batch, and one finish call for all jobs that ended.
 
-While Redis is unavailable or slow, outputs accumulate in the ledger; then each choice's output leaves as one chunk.
+While Redis is unavailable or slow, outputs accumulate in the held jobs; then each choice's output leaves as one chunk.
 Tokens also wait where sending would take too much CPU time (`Pace`); until they leave, steps do not wake the event
 loop. Most sends are one call without a task (`QuickEmit`); `flush` does the rest.
 """
@@ -21,7 +21,7 @@ from penstock.contract.output import Outcome
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import BY_ANSWER, HeldJob, outcome_of
-from penstock.gpu_node.jobs.ledger import JobReports, Ledger
+from penstock.gpu_node.jobs.held_jobs import HeldJobs, JobReports
 from penstock.gpu_node.jobs.times import NodeCounts
 from penstock.gpu_node.publishing.sending import Alarm, BatchSender, Pace, QuickEmit
 from penstock.queue.broker.connection import pauses
@@ -113,7 +113,7 @@ class Outbox:
     def __init__(
         self,
         broker: NodeBroker,
-        ledger: Ledger,
+        held_jobs: HeldJobs,
         worker: EngineWorker,
         reports: JobReports,
         capacity_freed: Callable[[], None],
@@ -122,7 +122,7 @@ class Outbox:
         max_unsent_bytes: int,
         pace: Pace,
     ) -> None:
-        self._ledger = ledger
+        self._held_jobs = held_jobs
         self._worker = worker
         self._reports = reports
         self.max_unsent_bytes = max_unsent_bytes
@@ -135,8 +135,8 @@ class Outbox:
         self._sleeping = False
         """Whether delivered outputs may wait for the alarm or the answers, unless a reader waits for one of them."""
         self._alarm = Alarm(self._send_due)
-        self._quick = QuickEmit(broker, ledger.counts, pace.cost, on_answers=self._receive, on_idle=self._send_due)
-        self._batch_sender = BatchSender(broker, ledger, self)
+        self._quick = QuickEmit(broker, held_jobs.counts, pace.cost, on_answers=self._receive, on_idle=self._send_due)
+        self._batch_sender = BatchSender(broker, held_jobs, self)
         self._needs_flush = asyncio.Event()
         self._is_flushing = self._has_failed = False
         """Whether `run` flushes or pauses after a failure; whether a quick call failed since the last flush."""
@@ -210,7 +210,7 @@ class Outbox:
     def _take_back(self, batch: Sequence[HeldJob]) -> None:
         """Mark jobs as unsent again, except those that are no longer held."""
         for job in batch:
-            if self._ledger.of_lease(job.taken.lease) is not None:
+            if self._held_jobs.of_lease(job.taken.lease) is not None:
                 self._dirty.setdefault(job.taken.lease, job)
 
     def _receive(self, batch: Sequence[HeldJob], emissions: Sequence[Emission], answers: Sequence[str] | None) -> None:
@@ -225,13 +225,13 @@ class Outbox:
 
     def _accept_step(self, at_s: float, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
-            job = self._ledger.of_lease(output.request_id)
+            job = self._held_jobs.of_lease(output.request_id)
             if job is None or job.outcome is not None:
                 continue
             try:
                 self._accept(job, output, at_s)
             except InvariantError as error:
-                log.exception("engine and ledger disagree", extra={"job_id": job.job_id})
+                log.exception("engine and held jobs disagree", extra={"job_id": job.job_id})
                 self.end(job, Outcome("failed", error.code, error.message))
             self._mark_dirty(job)
 
@@ -249,17 +249,17 @@ class Outbox:
             return
         job.add_tokens(output)
         if output.token_ids:
-            self._ledger.counts.jobs.generated(job.taken.priority, job.times, output.choice, at_s)
+            self._held_jobs.counts.jobs.generated(job.taken.priority, job.times, output.choice, at_s)
         if output.finish_reason is None:
             return
         if job.is_complete:
             job.outcome = outcome_of(job)
-            self._ledger.learn(job)
+            self._held_jobs.learn(job)
             self._capacity_freed()
 
     def end(self, job: HeldJob, outcome: Outcome) -> None:
         """End a job early, with the output so far; no effect if it is no longer held."""
-        if self._ledger.of_lease(job.taken.lease) is None:
+        if self._held_jobs.of_lease(job.taken.lease) is None:
             return
         if job.outcome is None:
             job.outcome = outcome
@@ -271,7 +271,7 @@ class Outbox:
 
     def end_as(self, job_id: str, answer: str) -> None:
         """End a job as Redis answered: CANCEL, EXPIRED or UNREAD."""
-        if (job := self._ledger.get(job_id)) is not None:
+        if (job := self._held_jobs.get(job_id)) is not None:
             self.end(job, BY_ANSWER[answer])
 
     def forget(self, job: HeldJob) -> None:
@@ -284,18 +284,18 @@ class Outbox:
         """Stop holding a job that belongs to another node now."""
         self._reports.lost(job)
         self.forget(job)
-        self._ledger.counts.dropped += 1
+        self._held_jobs.counts.dropped += 1
         log.warning("job belongs to another node", extra={"job_id": job.job_id, "lease": job.taken.lease})
 
     def end_expired(self, now_s: float) -> None:
         """End jobs past their deadline, including those without new tokens to publish."""
-        for job_id in self._ledger.expired(now_s):
+        for job_id in self._held_jobs.expired(now_s):
             self.end_as(job_id, "EXPIRED")
 
     def handle_heartbeat_answer(self, answer: HeartbeatAnswer) -> None:
         """Drop and end the jobs that the answer to a heartbeat names."""
         for job_id in answer.fenced:
-            if (job := self._ledger.get(job_id)) is not None and job.outcome is None:
+            if (job := self._held_jobs.get(job_id)) is not None and job.outcome is None:
                 self.drop(job)
         for job_id in answer.cancelled:
             self.end_as(job_id, "CANCEL")
@@ -304,12 +304,12 @@ class Outbox:
 
     async def until_removed(self, job: HeldJob) -> None:
         """Wait until the node does not hold a job any more. Only one caller may wait for a job."""
-        if self._ledger.of_lease(job.taken.lease) is not None:
+        if self._held_jobs.of_lease(job.taken.lease) is not None:
             await self._waiters.setdefault(job.taken.lease, self._loop.create_future())
 
     async def until_empty(self) -> None:
         """Wait until the node holds no job."""
-        while len(self._ledger):
+        while len(self._held_jobs):
             self._emptied.clear()
             await self._emptied.wait()
 
@@ -325,16 +325,16 @@ class Outbox:
             try:
                 await self.flush(only_awaited=is_early and not self._has_failed)
                 patience, self._has_failed = pauses(), False
-                self._ledger.round_done("emit")
+                self._held_jobs.round_done("emit")
             except DamagedDataError as error:
-                self._ledger.round_failed("emit", error)
+                self._held_jobs.round_failed("emit", error)
                 self._pause_engine_if_full()
                 self._needs_flush.set()
                 await asyncio.sleep(next(patience))
             except UnavailableError as error:
-                self._ledger.counts.outages += 1
+                self._held_jobs.counts.outages += 1
                 self._pause_engine_if_full()
-                log.warning("redis is unreachable", extra={"reason": error.message})
+                self._held_jobs.redis_failed("emit", error)
                 await asyncio.sleep(next(patience))
             self._pause_engine_if_full()
             self._is_flushing = False
@@ -357,7 +357,7 @@ class Outbox:
                 self._take_back([*part, *left])
                 raise
             # Other work runs between these calls, so their own CPU time is not known.
-            self._ledger.counts.sending.note(len(part), self._pace.cost.of(len(part)))
+            self._held_jobs.counts.sending.note(len(part), self._pace.cost.of(len(part)))
             if left:
                 self._collect()
                 left += self._take_awaited_foreground()
@@ -370,7 +370,7 @@ class Outbox:
 
     def handle_answer(self, emission: Emission, answer: str) -> None:
         """Handle Redis's answer to an emission, unless its job was lost meanwhile."""
-        if (job := self._ledger.of_lease(emission.lease)) is None or self.handle_loss(job, answer):
+        if (job := self._held_jobs.of_lease(emission.lease)) is None or self.handle_loss(job, answer):
             return
         kind, _, rest = answer.partition(" ")
         job.acknowledge(emission)
@@ -388,7 +388,7 @@ class Outbox:
         if kind in ("FENCED", "GONE"):
             self.drop(job)
         elif kind == "NEED":
-            self._ledger.counts.rewinds += 1
+            self._held_jobs.counts.rewinds += 1
             job.send_again_from(int(rest))
             self._schedule(job)
         else:
@@ -398,7 +398,7 @@ class Outbox:
     def ended(self, job: HeldJob, end: JobEnd) -> None:
         """Stop holding a job whose end Redis has stored, and keep the end for a while."""
         now_s = time.monotonic()
-        self._reports.ended(job, self._ledger.count_finished(job, end.outcome, now_s), now_s)
+        self._reports.ended(job, self._held_jobs.count_finished(job, end.outcome, now_s), now_s)
         if (log_of_job := job.whole_log()) is not None:
             self._ended_jobs.keep(replace(end, last=log_of_job))
         self._remove(job)
@@ -409,23 +409,23 @@ class Outbox:
         Lost ends are repeated. An emission of each held job, also of one without new tokens, tells what its log lacks.
         """
         await self._ended_jobs.repeat()
-        for job in self._ledger:
+        for job in self._held_jobs:
             self._mark_dirty(job)
         self._has_failed = True
         self._needs_flush.set()
 
     def _remove(self, job: HeldJob) -> None:
-        self._ledger.remove(job)
+        self._held_jobs.remove(job)
         if (waiter := self._waiters.pop(job.taken.lease, None)) is not None and not waiter.done():
             waiter.set_result(None)
         # An end that arrived during the finish call marked the job again.
         self._dirty.pop(job.taken.lease, None)
-        if not len(self._ledger):
+        if not len(self._held_jobs):
             self._emptied.set()
             self._capacity_freed()  # An isolated job may wait for a node that holds no other job.
 
     def _pause_engine_if_full(self) -> None:
-        self._worker.set_paused(self._ledger.unsent_bytes > self.max_unsent_bytes)
+        self._worker.set_paused(self._held_jobs.unsent_bytes > self.max_unsent_bytes)
 
 
 def _may_go_later(job: HeldJob) -> bool:

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.held_jobs import HeldJobs
 from penstock.gpu_node.jobs.times import NodeCounts
 from penstock.queue.broker.node import MAX_EMIT_BYTES, MAX_EMIT_JOBS, MAX_FINISH_JOBS, Emission, JobEnd, NodeBroker
 from penstock.queue.wire import new_pack
@@ -176,9 +176,9 @@ class BatchSender:
     Several calls may be in flight together.
     """
 
-    def __init__(self, broker: NodeBroker, ledger: Ledger, answers: AnswerHandler) -> None:
+    def __init__(self, broker: NodeBroker, held_jobs: HeldJobs, answers: AnswerHandler) -> None:
         self._broker = broker
-        self._ledger = ledger
+        self._held_jobs = held_jobs
         self._answers = answers
         self._pack = new_pack()
         self._yielder = LoopYielder()
@@ -231,10 +231,10 @@ class BatchSender:
         """Emit in one call. Return the jobs of which more chunks must follow."""
         began_s = time.monotonic()
         answers = await self._broker.emit(batch)
-        self._ledger.counts.emits.note(time.monotonic() - began_s)
+        self._held_jobs.counts.emits.note(time.monotonic() - began_s)
         unfinished = list[HeldJob]()
         for emission, answer in zip(batch, answers, strict=True):
-            if (job := self._ledger.of_lease(emission.lease)) is not None:
+            if (job := self._held_jobs.of_lease(emission.lease)) is not None:
                 self._answers.handle_answer(emission, answer)
                 if answer == "OK" and job.outcome is None and not job.is_rest(emission):
                     unfinished.append(job)

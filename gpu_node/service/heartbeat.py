@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -16,14 +15,12 @@ from penstock.contract.pool import EngineLoad, NodePressure
 from penstock.gpu_node.engine import RankStats
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.gpus import GpuDriver, GpuLoad
-from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.held_jobs import HeldJobs
 from penstock.gpu_node.jobs.times import DrainPace, StepParts
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.service.health import EngineWatch, Health, HealthSample
-from penstock.gpu_node.taking.inbox import JobInbox
+from penstock.gpu_node.taking.taker import JobTaker
 from penstock.queue.broker.node import NodeBroker
-
-log = logging.getLogger(__package__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +54,30 @@ class NodeSnapshot:
 
 
 async def take_snapshot(
-    watch: EngineWatch, ledger: Ledger, inbox: JobInbox, outbox: Outbox, gpu: GpuDriver
+    watch: EngineWatch, held_jobs: HeldJobs, taker: JobTaker, outbox: Outbox, gpu: GpuDriver
 ) -> NodeSnapshot:
     """Look at the engine, then return the state of all parts at that moment. Raises as `EngineWatch.look` does."""
     stats = await watch.look()
     load = await asyncio.to_thread(gpu.read, stats.gpu_uuid) if stats.gpu_uuid else None
-    ledger.look_at_work()
+    held_jobs.look_at_work()
     return NodeSnapshot(
         stats=stats,
         engine_stalled_s=watch.stalled_s,
         lost_ranks=watch.lost_ranks,
-        answered_call=inbox.answered_call,
-        job_ids=ledger.job_ids,
-        jobs_by_level=ledger.jobs_by_level,
-        jobs_by_tenant=ledger.jobs_by_tenant,
-        kv_tokens_available=inbox.kv_tokens_available,
-        sequences_available=inbox.sequences_available,
-        queued_kinds=inbox.queued_kinds,
-        hears_doorbell=inbox.hears_doorbell,
-        num_tokenizer_failures=inbox.num_tokenizer_failures,
-        predicted_outputs=ledger.predicted_outputs,
-        times_of_hour=ledger.counts.jobs.times_of_hour(time.monotonic()),
-        unsent_bytes=ledger.unsent_bytes,
+        answered_call=taker.answered_call,
+        job_ids=held_jobs.job_ids,
+        jobs_by_level=held_jobs.jobs_by_level,
+        jobs_by_tenant=held_jobs.jobs_by_tenant,
+        kv_tokens_available=taker.kv_tokens_available,
+        sequences_available=taker.sequences_available,
+        queued_kinds=taker.queued_kinds,
+        hears_doorbell=taker.hears_doorbell,
+        num_tokenizer_failures=taker.num_tokenizer_failures,
+        predicted_outputs=held_jobs.predicted_outputs,
+        times_of_hour=held_jobs.counts.jobs.times_of_hour(time.monotonic()),
+        unsent_bytes=held_jobs.unsent_bytes,
         max_unsent_bytes=outbox.max_unsent_bytes,
-        failing=ledger.failing,
+        failing=held_jobs.failing,
         gpu=load,
     )
 
@@ -176,7 +173,7 @@ class Heartbeat:
         snapshot: Callable[[], Awaitable[NodeSnapshot]],
         *,
         base: NodePressure,
-        ledger: Ledger,
+        held_jobs: HeldJobs,
         interval_s: float,
         pause: Callable[[float], Awaitable[None]],
         is_compared: Callable[[], bool],
@@ -184,7 +181,7 @@ class Heartbeat:
         """`base`: the part of the pressure that stays the same. `outbox` ends the jobs that Redis names.
 
         `pause` waits for an interval, or until something happens that a heartbeat should tell at once.
-        `ledger` knows what the jobs have computed when a snapshot has been taken. `is_compared`: whether the history of
+        `held_jobs` know what they have computed when a snapshot has been taken. `is_compared`: whether the history of
         Redis is the known one. In a new one, jobs that ended here may seem to run here, until their ends are repeated.
         """
         self._broker = broker
@@ -193,8 +190,8 @@ class Heartbeat:
         self._base = base
         self._interval_s = interval_s
         self._pause = pause
-        self._ledger = ledger
-        self._drain = ledger.drain
+        self._held_jobs = held_jobs
+        self._drain = held_jobs.drain
         self._prefill, self._decode, self._steps = (RateEstimator(time.monotonic()) for _ in range(3))
         self._preemptions = RateEstimator(time.monotonic(), keeps=False)
         self._engine_time, self._hits = (RecentGains(time.monotonic()) for _ in range(2))
@@ -214,11 +211,11 @@ class Heartbeat:
             try:
                 await self.send()
                 await self._broker.sweep()
-                self._ledger.round_done("heartbeat")
+                self._held_jobs.round_done("heartbeat")
             except UnavailableError as error:
-                log.warning("redis is unreachable", extra={"reason": error.message})
+                self._held_jobs.redis_failed("heartbeat", error)
             except DamagedDataError as error:
-                self._ledger.round_failed("heartbeat", error)
+                self._held_jobs.round_failed("heartbeat", error)
             self._attempted_s = time.monotonic()
             wake_s = self._attempted_s + self._interval_s
             await self._pause(self._interval_s)

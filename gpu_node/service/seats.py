@@ -96,7 +96,7 @@ async def declare_dead_before_loading(settings: NodeSettings, seats: Seats) -> N
             await declare_dead(NodeBroker(redis, settings.pool_name, "", ""), seats)
     except PenstockError as error:
         # Joining the pool raises the same error again, where it is reported.
-        log.info("the search for predecessors is repeated later", extra={"reason": error.message})
+        log.info("the search for predecessors is repeated later", extra={"reason": error.reason})
 
 
 def _digest(*parts: str) -> str:

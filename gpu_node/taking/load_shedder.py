@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from penstock.contract.errors import DamagedDataError, UnavailableError
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.ledger import JobReports, Ledger
+from penstock.gpu_node.jobs.held_jobs import HeldJobs, JobReports
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.queue.broker.node import GivenBackJob, LeaseLostError, NodeBroker, Why
 from penstock.queue.policy import preemption_order
@@ -31,7 +31,7 @@ class LoadShedder:
     def __init__(
         self,
         broker: NodeBroker,
-        ledger: Ledger,
+        held_jobs: HeldJobs,
         worker: EngineWorker,
         reports: JobReports,
         outbox: Outbox,
@@ -40,7 +40,7 @@ class LoadShedder:
         max_num_seqs: int,
     ) -> None:
         self._broker = broker
-        self._ledger = ledger
+        self._held_jobs = held_jobs
         self._worker = worker
         self._reports = reports
         self._outbox = outbox
@@ -63,7 +63,7 @@ class LoadShedder:
         """
         while True:
             lost = await self._lost.get()
-            jobs = [job for job in self._ledger if job.taken.lease in lost]
+            jobs = [job for job in self._held_jobs if job.taken.lease in lost]
             try:
                 await self.give_back(jobs, "lost")
             except (UnavailableError, DamagedDataError, LeaseLostError) as error:
@@ -75,11 +75,11 @@ class LoadShedder:
             await asyncio.sleep(LOOK_S)
             try:
                 await self.shed_load()
-                self._ledger.round_done("give_back")
+                self._held_jobs.round_done("give_back")
             except UnavailableError as error:
-                log.warning("redis is unreachable", extra={"reason": error.message})
+                self._held_jobs.redis_failed("give_back", error)
             except DamagedDataError as error:
-                self._ledger.round_failed("give_back", error)
+                self._held_jobs.round_failed("give_back", error)
 
     async def shed_load(self) -> None:
         """If sequences wait inside the engine, give back the jobs that exceed its capacity and fit on another node."""
@@ -106,7 +106,7 @@ class LoadShedder:
         for job in given:
             self._reports.gave_back(job, why)
             self._outbox.forget(job)
-        self._ledger.counts.gave_back(why, len(given))
+        self._held_jobs.counts.gave_back(why, len(given))
         if given and why != "drain":
             log.info("returned jobs to the queue", extra={"num_jobs": len(given), "why": why})
         return kept
@@ -116,9 +116,9 @@ class LoadShedder:
 
     def _surplus(self) -> list[HeldJob]:
         """Return the jobs to preempt so that the rest fits, in the order of preemption."""
-        (*_, tokens), (*_, sequences) = self._ledger.expected_usage()
+        (*_, tokens), (*_, sequences) = self._held_jobs.expected_usage()
         surplus = []
-        for job in preemption_order([job for job in self._ledger if job.is_in_engine and job.outcome is None]):
+        for job in preemption_order([job for job in self._held_jobs if job.is_in_engine and job.outcome is None]):
             if tokens <= self._kv_tokens and sequences <= self._max_num_seqs:
                 break
             surplus.append(job)

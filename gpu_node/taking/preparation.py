@@ -25,7 +25,7 @@ from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS, Tokeniz
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob, SealedChunk, outcome_of, seal
-from penstock.gpu_node.jobs.ledger import JobReports, Ledger
+from penstock.gpu_node.jobs.held_jobs import HeldJobs, JobReports
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.taking.load_shedder import LoadShedder
 from penstock.queue import wire
@@ -127,7 +127,7 @@ class JobPreparation:
     def __init__(
         self,
         broker: NodeBroker,
-        ledger: Ledger,
+        held_jobs: HeldJobs,
         worker: EngineWorker,
         tokenizer: Tokenizer,
         reports: JobReports,
@@ -136,7 +136,7 @@ class JobPreparation:
         threads: Threads,
     ) -> None:
         self._broker = broker
-        self._ledger = ledger
+        self._held_jobs = held_jobs
         self._worker = worker
         self._tokenizer = tokenizer
         self._reports = reports
@@ -168,7 +168,7 @@ class JobPreparation:
         """Prompts that the tokenizer failed at, not counting those that it refused as invalid."""
 
     def begin(self, job: HeldJob) -> None:
-        """Start the preparation of a job that the ledger has just begun to hold."""
+        """Start the preparation of a job that the node has just begun to hold."""
         if self._is_plain(job) and self._begin_at_once(job):
             return
         task = asyncio.create_task(self._run(job), name=f"penstock preparation {job.job_id}")
@@ -202,7 +202,7 @@ class JobPreparation:
         return True
 
     async def close(self) -> None:
-        """Cancel all preparations. The jobs stay in the ledger for the caller to give back."""
+        """Cancel all preparations. The node holds the jobs until the caller gives them back."""
         await cancel_until_done(self._running)
 
     def _on_end(self, job: HeldJob, task: asyncio.Task[None]) -> None:
@@ -235,7 +235,7 @@ class JobPreparation:
         crash_points.point("after", "preparation")
 
     async def _reject(self, job: HeldJob, error: Exception) -> None:
-        if self._ledger.get(job.job_id) is not job:
+        if self._held_jobs.get(job.job_id) is not job:
             return
         is_of_adapter = isinstance(error, PenstockError) and error.param == "adapter"
         if is_of_adapter or isinstance(error, UnsupportedKindError):
@@ -299,7 +299,7 @@ class JobPreparation:
             if request is None:
                 self._end_cancelled(job)
                 return
-            max_tokens, now = self._ledger.max_model_len, created_at(job.job_id)
+            max_tokens, now = self._held_jobs.max_model_len, created_at(job.job_id)
             run = partial(run_task, self._tokenizer, request, tenant, max_tokens, now)
             job.output = await self._tokenized(run, job, request, self._task_threads)
             del run, request  # They have the text, and the output may wait long for Redis.
@@ -315,7 +315,7 @@ class JobPreparation:
         return await self._tokenized(partial(self._encode_now, job, request), job, request, self._threads)
 
     def _encode_now(self, job: HeldJob, request: Request) -> list[int]:
-        max_tokens = self._ledger.max_model_len if request.params.truncate_prompt_tokens is None else None
+        max_tokens = self._held_jobs.max_model_len if request.params.truncate_prompt_tokens is None else None
         return _encode(self._tokenizer, request, job.taken.tenant, job.job_id, max_tokens)
 
     async def _tokenized(self, call: Callable[[], T], job: HeldJob, request: Request, threads: Threads) -> T:
@@ -337,11 +337,11 @@ class JobPreparation:
             raise
 
     def _start(self, job: HeldJob, request: Request, token_ids: list[int], prepared: Prepared | None) -> None:
-        self._ledger.open(job, len(token_ids))
+        self._held_jobs.open(job, len(token_ids))
         if job.is_complete:
             self._outbox.end(job, outcome_of(job))
             return
-        if self._ledger.get(job.job_id) is not job or job.outcome is not None:
+        if self._held_jobs.get(job.job_id) is not job or job.outcome is not None:
             return  # The job was lost or canceled during its preparation.
         params, taken = request.params, job.taken
         # The prompt may leave less of `max_total_tokens` than `max_tokens`.

@@ -31,7 +31,8 @@ PACKAGE = "penstock_kernels"
 """The package of the wheel with compiled libraries."""
 
 _ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
-    "avx512": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    "avx512": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-DPENSTOCK_AVX512", "-DPENSTOCK_BF16"),
+    "avx512_vnni": ("-march=x86-64-v4", "-mavx512vnni", "-DPENSTOCK_AVX512"),
     "avx2": ("-march=x86-64-v3",),
 }
 # -ffp-contract=off: each compiler would fuse other sums, and so round differently.

@@ -19,7 +19,9 @@ from penstock.kernels.cpu.structs import (
     KernelError,
     LowRankPart,
     LowRankRows,
+    NativeLayer,
     NativePlan,
+    NativeShapes,
     NativeSpec,
     RowLayout,
     Run,
@@ -87,16 +89,16 @@ _NO_MEMORY = b"std::bad_alloc"
 class NativeModel:
     """A decoder in native memory with threads of its own. Not safe for use by several threads at once."""
 
-    def __init__(self, library: Path, spec: NativeSpec, num_threads: int, cores: Sequence[int] = ()) -> None:
+    def __init__(self, library: Path, shapes: NativeShapes, num_threads: int, cores: Sequence[int] = ()) -> None:
         """Create the model. `cores`, one per thread, pins its threads; the first core is for the thread that waits."""
         self._library = open_library(library)
-        self._spec = spec
         self._kept: dict[tuple[Slot, int], NDArray[np.uint8]] = {}
         self._rows: dict[tuple[Slot, int], list[NDArray[Any]]] = {}
         """The rows of matrices that are packed on reading, and their orders."""
         self._handle = c.c_void_p()
         pinned_cores = (c.c_int32 * len(cores))(*cores) if cores else None
-        self._check(self._library.penstock_model_new(c.byref(spec), num_threads, pinned_cores, c.byref(self._handle)))
+        sizes, handle = (c.byref(shapes.spec), shapes.layers), c.byref(self._handle)
+        self._check(self._library.penstock_model_new(*sizes, num_threads, pinned_cores, handle))
         self._free = weakref.finalize(self, self._library.penstock_model_free, self._handle)
 
     def set_nodes(self, nodes: Sequence[int]) -> None:
@@ -196,13 +198,6 @@ class NativeModel:
         call = self._library.penstock_bias_fill
         self._check(call(self._handle, layer, slot, layout, first, values.ctypes.data, len(values)))
 
-    def set_layer_positions(self, layer: int, window: int, rope: int) -> None:
-        """Set how many tokens each token attends to in a layer, itself included; 0 for all.
-
-        rope: the index of the layer's RoPE table, or -1 for a layer without positions.
-        """
-        self._library.penstock_layer_positions_set(self._handle, layer, window, rope)
-
     def set_vector(self, vector: Vector, layer: int, values: NDArray[np.float32]) -> None:
         """Set the weights or biases of a norm, or a table. For COS and SIN, `layer` is the index of the RoPE table."""
         values = np.ascontiguousarray(values, dtype=np.float32)
@@ -258,11 +253,11 @@ class NativeModel:
         """Set the addresses of the group's `ExchangeState` and of its memory for steps. No step may be running."""
         self._library.penstock_group_use(self._handle, state, memory, num_bytes)
 
-    def rank_panels(self, slot: Slot) -> list[int]:
+    def rank_panels(self, slot: Slot, layer: int) -> list[int]:
         """Return the panels of a layer's matrix that this rank multiplies with, in the order of its threads' loop."""
         call = self._library.penstock_rank_panels
-        panels = (c.c_int32 * int(call(self._handle, slot, None)))()
-        call(self._handle, slot, panels)
+        panels = (c.c_int32 * int(call(self._handle, layer, slot, None)))()
+        call(self._handle, layer, slot, panels)
         return list(panels)
 
     def bind_thread(self) -> None:
@@ -292,7 +287,7 @@ def open_library(path: Path) -> Any:
     pointer, number = c.c_void_p, c.c_int
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "penstock_isa": (c.c_char_p, []),
-        "penstock_model_new": (c.c_char_p, [pointer, number, pointer, pointer]),
+        "penstock_model_new": (c.c_char_p, [pointer, pointer, number, pointer, pointer]),
         "penstock_bind_thread": (None, [pointer]),
         "penstock_nodes_set": (None, [pointer, pointer]),
         "penstock_model_free": (None, [pointer]),
@@ -303,13 +298,12 @@ def open_library(path: Path) -> Any:
         "penstock_vector_fill": (c.c_char_p, [pointer, number, number, pointer, c.c_size_t]),
         "penstock_vector_at": (c.c_char_p, [pointer, number, number, c.c_size_t, pointer]),
         "penstock_bias_fill": (c.c_char_p, [pointer, *[number] * 4, pointer, number]),
-        "penstock_layer_positions_set": (None, [pointer, number, number, number]),
         "penstock_adapter_set": (c.c_char_p, [pointer, *[number] * 3, pointer, number, pointer]),
         "penstock_step_start": (c.c_char_p, [pointer, pointer]),
         "penstock_step_wait": (number, [pointer]),
         "penstock_step_ending": (number, [pointer]),
         "penstock_step_shared_bytes": (c.c_char_p, [pointer, pointer, pointer]),
-        "penstock_rank_panels": (number, [pointer, number, pointer]),
+        "penstock_rank_panels": (number, [pointer, number, number, pointer]),
         "penstock_group_use": (None, [pointer, pointer, pointer, c.c_size_t]),
         "penstock_exchange_hand_out": (None, [pointer, c.c_uint32]),
         "penstock_exchange_await": (c.c_uint32, [pointer, c.c_uint32, c.c_int64]),
@@ -320,6 +314,6 @@ def open_library(path: Path) -> Any:
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    structs: dict[str, type[c.Structure]] = {"spec": NativeSpec, "plan": NativePlan, "low_rank_part": LowRankPart}
-    check_sizes(library, structs | {"exchange_state": ExchangeState})
+    structs: dict[str, type[c.Structure]] = {"spec": NativeSpec, "layer_spec": NativeLayer, "plan": NativePlan}
+    check_sizes(library, structs | {"low_rank_part": LowRankPart, "exchange_state": ExchangeState})
     return library

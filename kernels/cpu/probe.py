@@ -18,29 +18,55 @@ from math import ceil
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-Isa: TypeAlias = Literal["avx512", "avx2"]
+Isa: TypeAlias = Literal["avx512", "avx512_vnni", "avx2"]
+"""avx512 has the instructions of BF16 and VNNI; avx512_vnni computes products of bf16 in float32, with the bits of avx2."""
 
 _V3 = frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"))
 _V4 = frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
-REQUIRED_FLAGS: dict[Isa, frozenset[str]] = {"avx512": _V3 | _V4 | {"avx512_vnni", "avx512_bf16"}, "avx2": _V3}
+REQUIRED_FLAGS: dict[Isa, frozenset[str]] = {
+    "avx512": _V3 | _V4 | {"avx512_vnni", "avx512_bf16"},
+    "avx512_vnni": _V3 | _V4 | {"avx512_vnni"},
+    "avx2": _V3,
+}
 """CPU flags that compiled kernels need, best instruction set first; named as in /proc/cpuinfo. VMs may hide some."""
 
-NO_ISA = "the CPU has neither AVX2 nor AVX-512 with BF16 and VNNI"
+NO_ISA = "the CPU has neither AVX2 nor AVX-512 with VNNI"
 NO_ISA_REMEDY = "use a machine whose CPU has AVX2, or a GPU; a virtual machine may hide the CPU's instruction sets"
 
 
-def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+CPUINFO = Path("/proc/cpuinfo")
+_INTEL = "GenuineIntel"
+
+
+def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     """Return the flags that the CPU reports; empty if they cannot be read."""
+    return frozenset(_of_cpu("flags", cpuinfo).split())
+
+
+def cpu_vendor(cpuinfo: Path = CPUINFO) -> str:
+    """Return the vendor that the CPU reports; empty if it cannot be read."""
+    return _of_cpu("vendor_id", cpuinfo)
+
+
+def _of_cpu(name: str, cpuinfo: Path) -> str:
+    """Return what the first processor says under a name."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
-        return frozenset()
-    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
-def best_isa(flags: Iterable[str]) -> Isa | None:
-    """Return the best instruction set that has kernels and that `flags` cover; None if there is none."""
-    return next((isa for isa, required in REQUIRED_FLAGS.items() if required <= frozenset(flags)), None)
+def best_isa(flags: Iterable[str], vendor: str = "") -> Isa | None:
+    """Return the fastest instruction set that has kernels and that `flags` cover; None if there is none.
+
+    On Intel's CPUs two float32 operations are faster than their product of BF16: 97 against 66 billion operations a
+    second and core on Sapphire Rapids. On AMD's, the product is fast.
+    """
+    known = [isa for isa, required in REQUIRED_FLAGS.items() if required <= frozenset(flags)]
+    if vendor == _INTEL and "avx512_vnni" in known:
+        return "avx512_vnni"
+    return known[0] if known else None
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:

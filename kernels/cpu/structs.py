@@ -83,17 +83,34 @@ class NativeSpec(c.Structure):
     """Shapes and constants of a decoder. Mirrors Spec of src/weights/spec.h."""
 
     _fields_ = [
-        *((name, c.c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
-        *((name, c.c_int32) for name in ("head_dim", "vocab", "max_position")),
+        *((name, c.c_int32) for name in ("num_layers", "hidden", "vocab", "max_position")),
         ("norm_eps", c.c_float),
         *((name, c.c_int32) for name in ("block_size", "num_blocks", "kv_format", "hadamard_rotation")),
-        *((name, c.c_int32) for name in ("rotary_dim", "activation", "has_layer_norms", "is_gated", "is_parallel")),
-        *((name, c.c_int32) for name in ("has_input_norms", "has_output_norms", "joins_head_norms", "num_ropes")),
-        *((name, c.c_int32) for name in ("num_experts", "experts_per_token", "normalizes_experts")),
-        *((name, c.c_float) for name in ("embedding_scale", "residual_scale", "score_scale", "score_cap")),
-        *((name, c.c_float) for name in ("logit_scale", "logit_cap")),
+        *((name, c.c_int32) for name in ("has_layer_norms", "num_ropes")),
+        *((name, c.c_float) for name in ("embedding_scale", "residual_scale", "logit_scale", "logit_cap")),
         *((name, c.c_int32) for name in ("rank", "num_ranks")),
     ]
+
+
+class NativeLayer(c.Structure):
+    """Shapes and constants of a layer. Mirrors LayerSpec of src/weights/spec.h."""
+
+    _fields_ = [
+        *((name, c.c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "window", "rope", "rotary_dim")),
+        *((name, c.c_int32) for name in ("has_position_biases", "joins_head_norms")),
+        *((name, c.c_float) for name in ("score_scale", "score_cap")),
+        *((name, c.c_int32) for name in ("intermediate", "activation", "is_gated")),
+        *((name, c.c_int32) for name in ("num_experts", "experts_per_token", "normalizes_experts")),
+        *((name, c.c_int32) for name in ("is_parallel", "has_attention_norm", "has_mlp_norm")),
+        *((name, c.c_int32) for name in ("has_attention_output_norm", "has_mlp_output_norm")),
+    ]
+
+
+class NativeShapes(NamedTuple):
+    """A decoder's shapes and those of its layers."""
+
+    spec: NativeSpec
+    layers: c.Array[NativeLayer]
 
 
 SAMPLING_COLUMNS = (

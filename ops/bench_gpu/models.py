@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
+from penstock.gpu_node.model.architecture.spec import MATRICES, Attention, LayerSpec, Mlp, ModelSpec
 from penstock.gpu_node.model.checkpoint.dummy import SHAPES
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder, GpuWeights
@@ -44,10 +45,7 @@ class Model:
     @property
     def matrix_weights(self) -> int:
         """The number of weights in the layers' matrices."""
-        spec = self.spec
-        attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-        inner = (3 if spec.is_gated else 2) * spec.intermediate_size
-        return spec.num_layers * (attention + inner) * spec.hidden_size
+        return sum(map(self.spec.layer_weights, self.spec.layers))
 
     @property
     def weight_bytes(self) -> float:
@@ -62,6 +60,13 @@ class Model:
 def spec_of(name: str) -> ModelSpec:
     """Return the spec of a named shape."""
     return family_of(SHAPES[name]).spec_of(SHAPES[name])
+
+
+def parts_of(layer: LayerSpec) -> tuple[Attention, Mlp]:
+    """Return both parts of a layer, which all layers on a GPU have."""
+    if layer.attention is None or layer.mlp is None:
+        raise InvariantError("a layer on a GPU has attention and an MLP")
+    return layer.attention, layer.mlp
 
 
 @dataclass(frozen=True)
@@ -158,27 +163,26 @@ def random_weights(spec: ModelSpec, options: Options, device: torch.device) -> G
             spec.norm_offset,
         )
 
-    def layer() -> LayerWeights:
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        hidden, inner, names = spec.hidden_size, spec.intermediate_size, spec.names
-        is_layer_norm, is_joint = spec.norm == "layer", spec.joint_head_norms
-        before = NoNorm(dtype, device) if names.attention_norm is None else norm(hidden, centred=is_layer_norm)
-        widths = (queries, keys) if is_joint else (spec.head_dim, spec.head_dim)
+    def layer(of: LayerSpec) -> LayerWeights:
+        (attention, mlp), hidden, is_layer_norm = parts_of(of), spec.hidden_size, spec.norm == "layer"
+        queries, keys, inner, dim = attention.queries, attention.keys, mlp.intermediate_size, attention.head_dim
+        before = NoNorm(dtype, device) if of.attention_norm is None else norm(hidden, centred=is_layer_norm)
+        widths = (queries, keys) if attention.joint_head_norms else (dim, dim)
         return LayerWeights(
             attention_norm=before,
-            qkv=matrix(queries + 2 * keys, hidden, has_bias=spec.qkv_bias),
-            head_norms=None if names.q_norm is None else (norm(widths[0]), norm(widths[1])),
-            out=matrix(hidden, queries, has_bias=spec.out_bias),
-            mlp_norm=before if names.mlp_norm is None else norm(hidden, centred=is_layer_norm),
-            mlp_in=matrix((2 if spec.is_gated else 1) * inner, hidden, has_bias=spec.mlp_bias),
-            mlp_out=matrix(hidden, inner, has_bias=spec.mlp_bias),
-            post_attention_norm=None if names.post_attention_norm is None else norm(hidden),
-            post_mlp_norm=None if names.post_mlp_norm is None else norm(hidden),
+            qkv=matrix(queries + 2 * keys, hidden, has_bias=attention.qkv_bias),
+            head_norms=None if attention.q_norm is None else (norm(widths[0]), norm(widths[1])),
+            out=matrix(hidden, queries, has_bias=attention.out_bias),
+            mlp_norm=before if of.mlp_norm is None else norm(hidden, centred=is_layer_norm),
+            mlp_in=matrix((2 if mlp.is_gated else 1) * inner, hidden, has_bias=mlp.bias),
+            mlp_out=matrix(hidden, inner, has_bias=mlp.bias),
+            post_attention_norm=None if of.post_attention_norm is None else norm(hidden),
+            post_mlp_norm=None if of.post_mlp_norm is None else norm(hidden),
         )
 
     embedding = pad_rows(random(spec.vocab_size, spec.hidden_size, std=1.0))
     head = embedding if spec.tied_head else random(spec.vocab_size, spec.hidden_size, std=spec.hidden_size**-0.5)
-    layers = tuple(layer() for _ in range(spec.num_layers))
+    layers = tuple(map(layer, spec.layers))
     final = norm(spec.hidden_size, centred=spec.norm == "layer")
     return GpuWeights(
         EmbeddingTable(embedding), layers, final, padded_head(head, options.quantization, deterministic=is_fixed)

@@ -35,12 +35,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench_gpu.model_checks import BOUNDS, check_equal, check_graphs
-from bench_gpu.models import BLOCK_SIZE, Options, make_model, random_weights, spec_of
+from bench_gpu.models import BLOCK_SIZE, Options, make_model, parts_of, random_weights, spec_of
 from bench_gpu.plans import Ints, plan_of
 from bench_gpu.reference import reference_logits
 from bench_gpu.verdict import WrongResultError, judge, judge_equal
 from penstock.gpu_node.model.architecture.rank_part import RankPart
-from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
+from penstock.gpu_node.model.architecture.spec import MATRICES, LayerSpec, ModelSpec
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder, GpuWeights
 from penstock.gpu_node.model.gpu.device import Device
@@ -267,28 +267,25 @@ def _tokens(runner: GpuRunner, spec: ModelSpec) -> Iterator[Ints]:
 def cut(whole: GpuWeights, part: RankPart) -> GpuWeights:
     """Return a rank's part of unquantized weights."""
 
-    def matrix(name: MatrixName, kept: Any) -> PlainLinear:
-        firsts = accumulate((rows for _, rows in part.whole.parts_of(name)), initial=0)
-        rows = np.concatenate([first + own for first, own in zip(firsts, part.rows_of(name), strict=False)])
-        columns, at = part.columns_of(name), torch.from_numpy(rows).long().to(kept.weight.device)
+    def matrix(layer: LayerSpec, name: MatrixName, kept: Any) -> PlainLinear:
+        firsts = accumulate((rows for _, rows in part.whole.parts_of(layer, name)), initial=0)
+        rows = np.concatenate([first + own for first, own in zip(firsts, part.rows_of(layer, name), strict=False)])
+        columns, at = part.columns_of(layer, name), torch.from_numpy(rows).long().to(kept.weight.device)
         is_summed = len(columns) < kept.weight.shape[1]
         bias = None if kept.bias is None or (is_summed and part.rank) else kept.bias[at]
         return PlainLinear(kept.weight[at, columns.start : columns.stop].contiguous(), bias)
 
-    def norms(layer: LayerWeights) -> tuple[Norm, Norm] | None:
-        if layer.head_norms is None or not part.whole.joint_head_norms:
+    def norms(of: LayerSpec, layer: LayerWeights) -> tuple[Norm, Norm] | None:
+        attention, _ = parts_of(of)
+        if layer.head_norms is None or not attention.joint_head_norms:
             return layer.head_norms
-        q, k = (
-            replace(norm, weight=norm.weight[own.start : own.stop])
-            for norm, own in zip(
-                layer.head_norms, (part.channels(part.heads), part.channels(part.kv_heads)), strict=True
-            )
-        )
+        both = zip(layer.head_norms, (part.queries(attention), part.keys(attention)), strict=True)
+        q, k = (replace(norm, weight=norm.weight[own.start : own.stop]) for norm, own in both)
         return q, k
 
-    def layer_of(layer: LayerWeights) -> LayerWeights:
-        matrices: dict[str, Any] = {name: matrix(name, getattr(layer, name)) for name in MATRICES}
-        return replace(layer, head_norms=norms(layer), **matrices)
+    def layer_of(of: LayerSpec, layer: LayerWeights) -> LayerWeights:
+        matrices: dict[str, Any] = {name: matrix(of, name, getattr(layer, name)) for name in MATRICES}
+        return replace(layer, head_norms=norms(of, layer), **matrices)
 
     def table(weight: Tensor) -> Tensor:
         return pad_rows(weight[part.vocab.start : part.vocab.stop], part.vocab_width)
@@ -296,7 +293,7 @@ def cut(whole: GpuWeights, part: RankPart) -> GpuWeights:
     head: Any = whole.head
     return GpuWeights(
         EmbeddingTable(table(whole.embedding.weight)),
-        tuple(map(layer_of, whole.layers)),
+        tuple(map(layer_of, part.whole.layers, whole.layers)),
         whole.final_norm,
         PlainLinear(table(head.weight), None),
     )

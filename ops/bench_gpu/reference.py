@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from bench_gpu.models import parts_of
+from penstock.gpu_node.model.architecture.spec import Attention, Mlp, ModelSpec
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.kernels.reference.layers import ACTIVATIONS
@@ -21,23 +22,24 @@ def reference_logits(spec: ModelSpec, weights: DecoderWeights, token_ids: Tensor
     weights: unquantized (`PlainLinear`); token_ids: [num_tokens], on the device of the weights.
     """
     residual = weights.embedding(token_ids).double() * spec.embedding_scale
-    for at, layer in enumerate(weights.layers):
+    for kind, layer in zip(spec.layers, weights.layers, strict=True):
+        attention, mlp_spec = parts_of(kind)
         normed = _norm(residual, layer.attention_norm)
-        attended = _linear(_attention(spec, layer, _linear(normed, layer.qkv), at), layer.out)
+        attended = _linear(_attention(attention, layer, _linear(normed, layer.qkv)), layer.out)
         if layer.post_attention_norm is not None:
             attended = _norm(attended, layer.post_attention_norm)
         other, scale = residual, spec.residual_scale
         residual = residual + scale * attended
-        inner = other if spec.parallel_residual else residual
-        mlp = _mlp(spec, layer, _norm(inner, layer.mlp_norm))
+        inner = other if kind.parallel_residual else residual
+        mlp = _mlp(mlp_spec, layer, _norm(inner, layer.mlp_norm))
         residual = residual + scale * (mlp if layer.post_mlp_norm is None else _norm(mlp, layer.post_mlp_norm))
     logits = _linear(_norm(residual, weights.final_norm), weights.head)[:, : spec.vocab_size] * spec.logit_scale
     return _capped(logits, spec.logit_cap)
 
 
-def _attention(spec: ModelSpec, layer: LayerWeights, qkv: Tensor, layer_index: int) -> Tensor:
+def _attention(spec: Attention, layer: LayerWeights, qkv: Tensor) -> Tensor:
     num_tokens, device = len(qkv), qkv.device
-    rope, window = spec.ropes[layer_index], spec.windows[layer_index]
+    rope, window = spec.rope, spec.window
     heads = qkv.view(num_tokens, -1, spec.head_dim)
     q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
     if layer.head_norms is not None:
@@ -46,15 +48,14 @@ def _attention(spec: ModelSpec, layer: LayerWeights, qkv: Tensor, layer_index: i
         q, k = (_norm(x.flatten(first), norm).view(x.shape) for x, norm in both)
     at = torch.arange(num_tokens, device=device)
     scores_more = torch.zeros(spec.num_heads, 1, num_tokens, dtype=torch.float64, device=device)
-    if spec.rope is None:
+    if spec.has_position_biases:
         scores_more = torch.from_numpy(alibi_biases(spec, num_tokens)).to(device).double().unsqueeze(1)
     if rope is not None:
         cos, sin = (torch.from_numpy(table).to(device).double() for table in rope_angles(rope, num_tokens))
         q, k = (_rotated(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k))
     group = spec.num_heads // spec.num_kv_heads
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scale = spec.head_dim**-0.5 if spec.score_scale is None else spec.score_scale
-    scores = _capped(torch.einsum("qhd,khd->hqk", q, k) * scale, spec.score_cap) + scores_more
+    scores = _capped(torch.einsum("qhd,khd->hqk", q, k) * spec.scale, spec.score_cap) + scores_more
     hidden = at[None, :] > at[:, None]
     if window is not None:
         hidden |= at[None, :] <= at[:, None] - window
@@ -68,7 +69,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, kept), dim=-1)
 
 
-def _mlp(spec: ModelSpec, layer: LayerWeights, x: Tensor) -> Tensor:
+def _mlp(spec: Mlp, layer: LayerWeights, x: Tensor) -> Tensor:
     inner, activation = _linear(x, layer.mlp_in), ACTIVATIONS[spec.activation]
     if not spec.is_gated:
         return _linear(activation(inner), layer.mlp_out)

@@ -242,7 +242,7 @@ class Run:
         usual |= {"max_model_len": 96, "num_blocks": 80} if self._dry else {"max_model_len": 16_384}
         spec = spec_of(name)
         if num_layers is not None:
-            spec = replace(spec, num_layers=num_layers, windows=spec.windows[:1] * num_layers)
+            spec = replace(spec, layers=spec.layers[:1] * num_layers)
         torch.manual_seed(0)
         return make_model(name, spec, Device(self._device), Options(**usual | options))
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bench_gpu.measure import Clock, fraction
-from bench_gpu.models import Model
+from bench_gpu.models import Model, parts_of
 from bench_gpu.plans import decode_plan, plan_of, random_tables
 from penstock.gpu_node.model.protocol import StepPlan
 
@@ -75,7 +75,7 @@ def prefill(
             continue
         plan = plan_of([np.ones(tokens, np.int32)] * count, np.zeros(count, np.int64), tables, np.arange(count))
         ms = step_ms(model, _always(plan), 4 if clock.is_gpu else 1)
-        scores = 2 * spec.num_layers * spec.num_heads * spec.head_dim * count * tokens**2
+        scores = 2 * sum(parts_of(layer)[0].queries for layer in spec.layers) * count * tokens**2
         operations = 2 * model.matrix_weights * count * tokens + scores
         share = fraction(ceilings, ms, model.weight_bytes, operations, "bf16_tflop_s")
         yield {"count": count, "tokens": tokens, "ms": ms, "tokens_s": count * tokens / ms * 1e3, "fraction": share}

@@ -65,6 +65,7 @@ NAV: Nav = {
         "Metrics by name": "reference/metrics.md",
         "Traces": "ops/TRACING.md",
         "Capacity": "docs/CAPACITY.md",
+        "Clocks": "docs/CLOCKS.md",
         "States of the queue": "docs/QUEUE.md",
         "Ranks": "docs/RANKS.md",
         "Several Redis": "docs/POOLS.md",

@@ -60,6 +60,13 @@ FLEET = Board(
                     ("sum by (code) (rate(penstock_http_refusals_total[$__rate_interval]))", "{{code}}"),
                 ),
                 graph(
+                    "Streams that fail",
+                    "reqps",
+                    "Streams that ended with an error of the server after their status 200, by code.",
+                    ("sum by (code) (rate(penstock_http_failed_streams_total[$__rate_interval]))", "{{code}}"),
+                    needs="a stream that failed",
+                ),
+                graph(
                     "Admission",
                     "reqps",
                     "What gateways decided of submitted jobs.",
@@ -136,6 +143,27 @@ FLEET = Board(
                     "Background jobs are refused at 60 % of the limit, batch jobs at 80 %, all jobs at 90 %.",
                     ("max(penstock_redis_used_bytes)", "used"),
                     ("max(penstock_redis_max_bytes)", "limit"),
+                ),
+                graph(
+                    "Problem",
+                    "none",
+                    "1: Redis is in that state. The runbook has a row for each.",
+                    ("max by (redis, state) (penstock_redis_problem) > 0", "{{redis}}: {{state}}"),
+                    needs="a problem of Redis",
+                ),
+                graph(
+                    "Append-only file",
+                    "bytes",
+                    "By default Redis rewrites it at twice its size after the last rewrite.",
+                    ("max(penstock_redis_aof_bytes)", "now"),
+                    ("max(penstock_redis_aof_base_bytes)", "after the last rewrite"),
+                ),
+                graph(
+                    "Clocks",
+                    "s",
+                    "By how much Redis's clock is ahead of that of each gateway and node.",
+                    ("max by (instance) (penstock_gateway_clock_offset_seconds)", "{{instance}}"),
+                    ("max by (instance) (penstock_node_clock_offset_seconds)", "{{instance}}"),
                 ),
                 graph(
                     "Files on disk",

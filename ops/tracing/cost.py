@@ -22,7 +22,7 @@ from penstock.contract.output import Outcome, Usage
 from penstock.gateway.http.middleware import TracedRequests
 from penstock.gpu_node.engine import RankStats
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.ledger import JobReports
+from penstock.gpu_node.jobs.held_jobs import JobReports
 from penstock.gpu_node.jobs.times import EndedJob
 from penstock.gpu_node.monitor.job_spans import JobSpans
 from penstock.queue.broker.node import Taken

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,7 +26,7 @@ KERNELS = Path(__file__).resolve().parent / "kernels"
 GLIBC = (2, 28)
 TARGET = f"x86_64-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
 """Zig's name of the machine; the wheel's tag says the same (ops/wheels/kernels/setup.py)."""
-ISAS = ("avx512", "avx2")
+ISAS = ("avx512", "avx512_vnni", "avx2")
 _COMPILER = """#!/bin/sh
 # Zig writes the names of processors with underscores.
 for word; do
@@ -66,6 +67,7 @@ def build(out: Path, work: Path, isas: tuple[str, ...] = ISAS) -> list[Path]:
     _prepare_kernels(kernels, version)
     _compile(source, kernels / "penstock_kernels", isas, work, env)
     out.mkdir(parents=True, exist_ok=True)
+    _tell("packs both wheels")
     wheels = [_wheel(folder, out, env) for folder in (source, kernels)]
     check_glibc(wheels[1])
     return wheels
@@ -124,7 +126,8 @@ def _compile(source: Path, folder: Path, isas: tuple[str, ...], work: Path, env:
     compiler = work / "zig-c++"
     compiler.write_text(_COMPILER.format(python=sys.executable, target=TARGET))
     compiler.chmod(0o755)
-    for isa in isas:
+    for number, isa in enumerate(isas, 1):
+        _tell(f"compiles the kernels for {isa}, {number} of {len(isas)}; each takes some minutes")
         command = [sys.executable, "-c", _COMPILE, isa, str(folder)]
         _run(command, cwd=work, env=env | {"PYTHONPATH": str(source / "src"), "CXX": str(compiler)})
     for path in folder.iterdir():
@@ -136,6 +139,11 @@ def _wheel(folder: Path, out: Path, env: dict[str, str]) -> Path:
         _run([sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", made, str(folder)], env=env)
         (wheel,) = Path(made).iterdir()
         return wheel.replace(out / wheel.name)
+
+
+def _tell(step: str) -> None:
+    """Say on stderr which step begins: the whole takes up to a quarter of an hour."""
+    print(f"{time.strftime('%H:%M:%S')} {step}", file=sys.stderr, flush=True)
 
 
 def _git(*words: str) -> str:

@@ -26,7 +26,7 @@ from penstock.contract.fields import (
 from penstock.contract.job import MAX_MESSAGES, MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS, Metadata
 from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.contract.sampling import MAX_TOKENS_LIMIT, SamplingParams
-from penstock.contract.tools import CONTINUES, MAX_TOOLS, THINKING_VARIABLES, FunctionName, ToolChoice, closed
+from penstock.contract.tools import CONTINUES, MAX_TOOLS, THINKING_VARIABLES, FunctionName, ToolChoice, ToolUse, closed
 from penstock.producer.anthropic.conversation import (
     _MAX_SHOWN_CHARS,
     ConversationMessage,
@@ -36,7 +36,6 @@ from penstock.producer.anthropic.conversation import (
     system_text,
     tool_changes,
 )
-from penstock.producer.openai.messages import ToolUse
 
 # The tools of a request in Anthropic's shape, and their translation to OpenAI's, which penstock uses.
 
@@ -128,6 +127,8 @@ def dropped_tools(tools: Sequence[MessagesTool]) -> list[str]:
 
 # The bodies.
 
+SHOWS_THINKING = "shows_thinking"
+"""The option of an answer whose reasoning is returned as thinking blocks."""
 MAX_EDITS = 64
 """Most context edits of one request."""
 _APPLIED = "clear_thinking"
@@ -276,7 +277,6 @@ class MessageBody(_SampledConversation):
             given["structured_outputs"] = {"json_schema": closed(self.output_config.format.schema_)}
         return SamplingParams(**given)
 
-    @property
-    def shows_thinking(self) -> bool:
-        """Whether the answer has thinking blocks."""
-        return self.thinking is not None and self.thinking.is_shown
+    def options(self) -> dict[str, Any]:
+        """Return the options of the answer that no other API has."""
+        return {SHOWS_THINKING: self.thinking is not None and self.thinking.is_shown}

@@ -12,9 +12,9 @@ from penstock.contract.errors import BusyError, PenstockError, PromptTooLongErro
 from penstock.contract.output import FinishReason, Usage
 from penstock.contract.sampling import SamplingParams
 from penstock.producer.openai.json_parts import Text, json_parts
-from penstock.producer.openai.parsed_text import AnswerFormat, ParsedText, joined
 from penstock.producer.openai.render import AnyResult, is_cut, limit_member
-from penstock.producer.openai.tool_calls import Call, warning_of
+from penstock.producer.parsing.parsed_text import AnswerFormat, ParsedText, joined
+from penstock.producer.parsing.tool_calls import Call, warning_of
 
 OVERLOADED = 529
 """Anthropic's status for a busy service. A caller that reached its own limit gets 429 instead."""

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from penstock.contract.durability import Durability, checked_durability
 from penstock.contract.errors import RequestError
-from penstock.contract.job import MAX_DEADLINE_S, Durability, checked_durability
+from penstock.contract.job import MAX_DEADLINE_S
 
 DEFAULT_IN_FLIGHT = 64
 MAX_IN_FLIGHT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RowTerms:
+    """On what terms the rows of a batch are submitted, as far as the rows themselves do not say it."""
+
+    model: str | None = None
+    """The model for rows that name no model."""
+    not_before_s: float | None = None
+    """Unix time before which no node takes the rows. They are submitted at once."""
+    durability: Durability | None = None
+    """What the submission of each row waits for; None: the client's setting."""
+    in_feed: bool = True
+    """Whether the ends of the rows' jobs are among the tenant's completions."""
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds from now until the rows may be taken."""
+        return min(max(0.0, (self.not_before_s or 0.0) - time.time()), MAX_DEADLINE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +70,9 @@ class Batch:
         return self.errors or self.output.removesuffix(".jsonl") + ".errors.jsonl"
 
     @property
-    def delay_s(self) -> float | None:
-        """Seconds from now until the rows may be taken, or None if they may be taken now."""
-        delay_s = (self.not_before_s or 0.0) - time.time()
-        return min(delay_s, MAX_DEADLINE_S) if delay_s > 0 else None
+    def terms(self) -> RowTerms:
+        """On what terms its rows are submitted."""
+        return RowTerms(self.model, self.not_before_s, self.durability, self.in_feed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +94,12 @@ class BatchProgress:
         """The rows with an answer or an error."""
         return self.num_answered + self.num_failed
 
-    def after(self, row: dict[str, Any]) -> Self:
-        """Return the progress with one more row written."""
-        if row["error"] is not None:
-            error = row["error"]
-            first = self.first_failure or f"{row['custom_id']}: {error.get('message') or error.get('code')}"
+    def after(self, custom_id: str, usage: Mapping[str, Any], error: Mapping[str, Any] | None) -> Self:
+        """Return the progress with one more row written: one with a usage, or with an error."""
+        if error is not None:
+            first = self.first_failure or f"{custom_id}: {error.get('message') or error.get('code')}"
             return replace(self, num_failed=self.num_failed + 1, first_failure=first)
-        usage = row["response"]["body"]["usage"]  # Its names depend on the endpoint.
+        # The names depend on the endpoint.
         return replace(
             self,
             num_answered=self.num_answered + 1,

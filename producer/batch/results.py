@@ -9,31 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from penstock.contract.errors import BusyError, PenstockError, RequestError
+from penstock.contract.errors import BusyError, RequestError
 from penstock.contract.job import created_at, is_job_id
-from penstock.contract.output import Result
-from penstock.contract.pool import PoolRecord
-from penstock.producer.anthropic.message import WholeMessage
 from penstock.producer.batch import storage
+from penstock.producer.batch.finished import ERROR, FinishedRow, row_id_of
 from penstock.producer.batch.records import BatchProgress
-from penstock.producer.batch.request import CHAT_URL, BatchRequest
-from penstock.producer.batch.rows import response_body
 from penstock.producer.batch.storage import OnWait, outlast
-from penstock.producer.client.request import answer_format
-from penstock.producer.openai.json_parts import json_line
-from penstock.producer.openai.parsed_text import PLAIN
-from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
-from penstock.queue.files.batch import MESSAGES_ENDPOINT
 
 _KEPT = timedelta(days=8)
 """Longer than a job may wait for its deadline, and its result is kept by default."""
@@ -41,65 +31,8 @@ LOCKED_RETRY_MS = 10_000
 """Milliseconds after which to retry while another run has the file locked."""
 
 
-def row_id_of(batch_id: str, custom_id: str) -> str:
-    """Return a row's id, which is also the idempotency key of its job."""
-    return "batch_req_" + hashlib.blake2b(f"{batch_id}\0{custom_id}".encode(), digest_size=16).hexdigest()
-
-
-def answer_row(row_id: str, custom_id: str, body: dict[str, Any], job_id: str) -> dict[str, Any]:
-    """Return the row of an answered request."""
-    response = {"status_code": 200, "request_id": job_id, "body": body}
-    return {"id": row_id, "custom_id": custom_id, "response": response, "error": None}
-
-
-def job_ids_of(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the jobs whose results these rows have."""
-    return [row["response"]["request_id"] for row in rows if row["response"] is not None]
-
-
 def _is_recent(job_id: str) -> bool:
     return is_job_id(job_id) and datetime.now(UTC) - created_at(job_id) < _KEPT
-
-
-def error_row(row_id: str, custom_id: str, error: PenstockError) -> dict[str, Any]:
-    """Return the row of a request that failed permanently."""
-    details = {"code": error.code, "message": error.message, "param": error.param}
-    return {"id": row_id, "custom_id": custom_id, "response": None, "error": details}
-
-
-def body_of(request: BatchRequest, model: str, result: Result, record: PoolRecord | None = None) -> dict[str, Any]:
-    """Return the answer of the HTTP API for a result. The same result always gives the same object.
-
-    `record`: that of the pool. Its context is what `max_tokens` was lowered to.
-    """
-    max_total_tokens = record.max_model_len or None if record else None
-    form = answer_format(request.tool_use, request.params, request.template_kwargs, record)
-    if request.response_echo is not None:
-        sampling = {name: getattr(request.params, name) for name in ("temperature", "top_p")}
-        return response_body(model, request.response_echo, sampling, result, form)
-    if request.url == MESSAGES_ENDPOINT:
-        message = WholeMessage(
-            result.job_id,
-            model,
-            request.params,
-            form,
-            shows_thinking=request.shows_thinking,
-            max_total_tokens=max_total_tokens,
-        )
-        return message.object_of(result)
-    made = ChatRenderer if request.url == CHAT_URL else CompletionRenderer
-    renderer = made(
-        job_id=result.job_id,
-        model=model,
-        created_s=result.submitted_ms // 1000,
-        params=request.params,
-        include_usage=False,
-        form=form if request.url == CHAT_URL else PLAIN,
-        echoes=request.echoes,
-    )
-    renderer.max_total_tokens = max_total_tokens
-    renderer.echoes_alone = request.echoes_alone
-    return renderer.whole([result])
 
 
 class ResultsFile:
@@ -132,27 +65,28 @@ class ResultsFile:
                 if not raw.endswith(b"\n"):
                     break
                 row = _checked_row(raw, self._batch_id, path)
-                self._note(row)
-                self.recent_job_ids += [job_id for job_id in job_ids_of([row]) if _is_recent(job_id)]
+                response = row["response"]
+                self._note(row["custom_id"], response["body"]["usage"] if response else {}, None if response else row)
+                if response and _is_recent(response["request_id"]):
+                    self.recent_job_ids.append(response["request_id"])
                 end += len(raw)
         return end
 
-    async def append(self, rows: Iterable[dict[str, Any]]) -> None:
+    async def append(self, rows: Sequence[FinishedRow]) -> None:
         """Append rows and return when they are on disk."""
-        fresh = list(rows)
-        left = memoryview(b"".join(json_line(row) for row in fresh))
+        left = memoryview(b"".join(row.line for row in rows))
         with storage.readable("output", self._file.name):
             while left:
                 left = left[self._file.write(left) :]
             await asyncio.to_thread(os.fsync, self._file.fileno())
-        for row in fresh:
-            self._note(row)
+        for row in rows:
+            self._note(row.row.custom_id, row.usage, json.loads(row.line) if row.kind == ERROR else None)
 
-    def _note(self, row: dict[str, Any]) -> None:
-        self.custom_ids.add(row["custom_id"])
-        if row["error"] is not None:
-            self.failed[row["custom_id"]] = row
-        self.progress = self.progress.after(row)
+    def _note(self, custom_id: str, usage: Mapping[str, Any], failed: dict[str, Any] | None) -> None:
+        self.custom_ids.add(custom_id)
+        if failed is not None:
+            self.failed[custom_id] = failed
+        self.progress = self.progress.after(custom_id, usage, failed and failed["error"])
 
 
 @contextmanager

@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 from celery import Celery, Task
 from celery.exceptions import Reject
 
+from penstock.contract.durability import checked_durability
 from penstock.contract.errors import BusyError, RequestError, UnavailableError
-from penstock.contract.job import checked_durability
-from penstock.producer.batch.records import Batch, BatchProgress
-from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, request_of
-from penstock.producer.batch.runner import answer, answer_rows, opened
+from penstock.producer.batch.answer import answer
+from penstock.producer.batch.endpoints import CHAT_URL, COMPLETIONS_URL
+from penstock.producer.batch.records import Batch, BatchProgress, RowTerms
+from penstock.producer.batch.request import request_of
+from penstock.producer.batch.runner import answer_rows, opened
 from penstock.producer.batch.user_app import SERIALIZER, check_formats, declared_queue
 from penstock.producer.batch.worker_metrics import WorkerMetrics
 from penstock.producer.batch.worker_process import TaskTraces, WorkerClient
@@ -82,12 +84,13 @@ class _Worker:
     def generate(self, task: Task, body: Mapping[str, Any], durability: str | None) -> dict[str, Any]:
         """Return OpenAI's response object for a body."""
         request = request_of(COMPLETIONS_URL if body.get("messages") is None else CHAT_URL, body)
-        level = checked_durability(durability)
+        terms = RowTerms(durability=checked_durability(durability))
         # A task that Celery delivers again finds its job by this key.
         key = f"task:{task.request.id}"
 
         async def ask(client: AsyncClient) -> dict[str, Any]:
-            return (await answer(client, request, None, key, durability=level, on_submit=self._metrics.submitted))[1]
+            _, answered = await answer(client, request, key, terms, on_submit=lambda _: self._metrics.submitted())
+            return answered
 
         return self._run(task, lambda: self._client.run(ask))
 

@@ -18,7 +18,7 @@ from celery import Task, signals
 from celery.concurrency.thread import TaskPool as ThreadPool
 
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.sync import LoopThread
+from penstock.producer.client.loop_thread import LoopThread
 from penstock.runtime.service_manager import ServiceManager
 from penstock.runtime.tracing.context import TRACER_KEY, context_of
 from penstock.runtime.tracing.setup import tracing_of

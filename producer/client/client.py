@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Self, Unpack, cast
 
 from penstock.contract.channel import ChannelOption, checked_channel
 from penstock.contract.errors import NotFoundError, PenstockError, ProtocolVersionError, RequestError, UnavailableError
-from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id, prompts_of
+from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id
 from penstock.contract.job_actions import FilterOptions, JobFilter
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats, RedisState
 from penstock.contract.priority import Priority, class_not_allowed
+from penstock.contract.prompt import prompts_of
 from penstock.contract.tasks import Detokenized, Embedding, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
@@ -24,7 +24,7 @@ from penstock.producer.client.completions import CompletionFeed, as_completed, c
 from penstock.producer.client.control import DeadLetterBox, JobControl
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, embedded, submit_all
-from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted
+from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted, naming_pool
 from penstock.producer.client.request import Prompt, built_job, check_streamable, choose_pool, fitting_pools, job_key_of
 from penstock.producer.client.run import pairs_of, results_of
 from penstock.producer.client.servers import QueueServers
@@ -119,15 +119,12 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return await self.connect()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def __repr__(self) -> str:
-        state = (
-            "closed" if self._is_closed else "connected" if self.servers.directory.patience.is_open else "not connected"
-        )
+        is_open = self.servers.directory.patience.is_open
+        state = "closed" if self._is_closed else "connected" if is_open else "not connected"
         return f"<AsyncClient {self.servers.directory.shown_url} tenant={self._tenant} {state}>"
 
     @property
@@ -138,7 +135,13 @@ class AsyncClient:
         )
 
     async def served_pool(
-        self, *names: str | None, adapter: str | None = None, key: JobKey | None = None, hides_models: bool = False
+        self,
+        model: str | None = None,
+        job_id: str | None = None,
+        *,
+        adapter: str | None = None,
+        key: JobKey | None = None,
+        hides_models: bool = False,
     ) -> ServedPool:
         """Return the pool that `choose_pool` chooses for the names. Raises what `choose_pool` raises.
 
@@ -146,19 +149,19 @@ class AsyncClient:
         """
         known, chosen = list((await self.servers.pools(CachedState.recent)).values()), None
         with suppress(NotFoundError, UnavailableError, ProtocolVersionError):
-            chosen = choose_pool(known, *names, adapter=adapter, key=key)
+            chosen = choose_pool(known, model, job_id, adapter=adapter, key=key)
         if chosen is None:
             # The model's first node may have joined since.
             known = list((await self.pools(renewed=True)).values())
             try:
-                chosen = choose_pool(known, *names, adapter=adapter, key=key, hides_models=hides_models)
+                chosen = choose_pool(known, model, job_id, adapter=adapter, key=key, hides_models=hides_models)
             except NotFoundError:
                 self.servers.require_known_pools()
                 raise
         if key is None:
             return chosen
         # Pools may have joined or died since a job of this key was submitted, so the ranks may choose another pool now.
-        fitting = fitting_pools(known, *names, adapter=adapter, hides_models=hides_models)
+        fitting = fitting_pools(known, model, job_id, adapter=adapter, hides_models=hides_models)
         pools = {pool.pool: pool for pool in (chosen, *fitting) if pool.protocol_version == PROTOCOL_VERSION}
         return chosen if len(pools) == 1 else pools.get(await self.servers.pool_of(key, pools), chosen)
 
@@ -210,18 +213,19 @@ class AsyncClient:
     async def _admitted(self, prompt: Prompt, options: SubmitOptions) -> Submission:
         """Check and admit a job."""
         self.servers.directory.patience.require_open()
-        names, key = (options.get("model"), options.get("job_id")), job_key_of(options, self._tenant)
-        record = await self.served_pool(
-            *names, adapter=options.get("adapter"), key=key, hides_models=options.get("hides_models", False)
-        )
-        job = await built_job(prompt, options, record, self._tenant)
+        model, job_id, adapter = options.get("model"), options.get("job_id"), options.get("adapter")
+        key, hides = job_key_of(options, self._tenant), options.get("hides_models", False)
+        record = await self.served_pool(model, job_id, adapter=adapter, key=key, hides_models=hides)
+        with naming_pool(record.pool):
+            job = await built_job(prompt, options, record, self._tenant)
         if job.webhooks:
             await self.webhooks.check(job.webhooks, job.tenant)
         if job.priority < self._highest_class:
             raise class_not_allowed(job.priority, self._highest_class, "this client (highest_class)")
         server = self.servers.of(record.pool)
         admission = server.admissions.of(record.pool)
-        cost = estimate_cost(job, record, (await admission.recent()).nodes)
+        with naming_pool(record.pool):
+            cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await server.inbox.ensure_heartbeat(record.pool)
         queue_without_node = options.get("queue_without_node")
         if queue_without_node is None:
@@ -231,12 +235,12 @@ class AsyncClient:
                 await admission.require_node()
         except UnavailableError as refusal:
             # A repeated submission adds no job, so it needs no node.
-            has_name = job.idempotency_key or options.get("job_id")
+            has_name = job.idempotency_key or job_id
             if refusal.code == "redis_away" or not has_name or not await server.known_jobs.has(job):
                 raise
         terms = options.get("terms") or self._terms
         tokens = rate_tokens(job, record.max_model_len)
-        model = options.get("model") or options.get("adapter") or record.model
+        model = model or adapter or record.model
         # A job that is canceled without a reader would not outlive Redis's machine anyway.
         durability = job.durability or (MEMORY if job.requires_reader else self._durability)
         return Submission(job, cost, terms, options.get("response") or NO_RESPONSE, tokens, durability, model)

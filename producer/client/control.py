@@ -232,7 +232,7 @@ class JobControl:
         except UnavailableError:
             return  # it is tried again
         except PenstockError as error:
-            _LOG.warning("a bulk action cannot be continued", extra={"bulk_id": bulk_id, "reason": error.message})
+            _LOG.warning("a bulk action cannot be continued", extra={"bulk_id": bulk_id, "reason": error.reason})
         except Exception:
             # A defect. Other bulk actions go on, and this one is tried again.
             _LOG.exception("a step of a bulk action failed", extra={"bulk_id": bulk_id})

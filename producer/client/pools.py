@@ -148,8 +148,9 @@ class CachedState(Generic[T]):
 class PoolAdmission(CachedState[PoolPressure]):
     """The pressure of one pool. Redis decides about limits; a client only sees to it that there is a node."""
 
-    def __init__(self, fetch: Callable[[], Awaitable[PoolPressure]]) -> None:
+    def __init__(self, pool: str, fetch: Callable[[], Awaitable[PoolPressure]]) -> None:
         super().__init__(fetch, PRESSURE_TTL_S)
+        self._pool = pool
 
     async def require_node(self) -> None:
         """Return if a node takes jobs of the pool. Otherwise raise UnavailableError.
@@ -159,7 +160,9 @@ class PoolAdmission(CachedState[PoolPressure]):
         # If there was no node, the pool's first one may have joined since.
         if not _has_node(await self.recent()) and not _has_node(await self.renewed()):
             message = "no live node serves this pool; `queue_without_node` of submit and /v1/jobs lets a job wait"
-            raise UnavailableError(message, code="no_node")
+            error = UnavailableError(message, code="no_node")
+            error.pool = self._pool
+            raise error
 
 
 def _has_node(pressure: PoolPressure) -> bool:
@@ -179,7 +182,7 @@ class Admissions:
         """Return the admission to a pool."""
         admission = self._of.get(pool)
         if admission is None:
-            admission = self._of[pool] = PoolAdmission(lambda: self._fetch(pool))
+            admission = self._of[pool] = PoolAdmission(pool, lambda: self._fetch(pool))
         return admission
 
     async def close(self) -> None:
@@ -197,3 +200,13 @@ def counted(decisions: Counter[str]) -> Iterator[None]:
         decisions[decision_of(error)] += 1
         raise
     decisions[ADMITTED] += 1
+
+
+@contextmanager
+def naming_pool(pool: str) -> Iterator[None]:
+    """Name the pool in an error that refuses a submission in the block."""
+    try:
+        yield
+    except PenstockError as error:
+        error.pool = pool
+        raise

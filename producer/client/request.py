@@ -13,19 +13,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
 import uuid_utils
+from annotated_types import Ge, Gt, Le
 from pydantic import ValidationError
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
 from penstock.contract.job import (
-    MAX_DEADLINE_S,
-    MAX_READER_GRACE_S,
+    DURATIONS,
+    LATER_THAN_START,
     OPTIONS_OF_QUEUE,
     JobDef,
     JobKey,
     Message,
     PackedPrompt,
-    PromptField,
+    QueueFields,
     SamplingParams,
     SubmitOptions,
     pool_of,
@@ -33,12 +34,14 @@ from penstock.contract.job import (
 from penstock.contract.pool import PoolRecord
 from penstock.contract.priority import default_class
 from penstock.contract.problems import problem_of, request_error
+from penstock.contract.prompt import PromptField
 from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed
 from penstock.contract.tools import (
     CallFormName,
     ReasoningParserName,
     ToolChoice,
+    ToolUse,
     WantedCalls,
     WantedFunction,
     chosen_function,
@@ -46,9 +49,8 @@ from penstock.contract.tools import (
     narrowed,
     reasoning_parser_for,
 )
-from penstock.producer.openai.messages import ToolUse
-from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
-from penstock.producer.openai.tool_calls import CALL_FORMS
+from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
+from penstock.producer.parsing.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.broker.submitting import first_words
 from penstock.queue.job_cost import call_bytes, num_prompt_ids, prompt_bytes, tool_bytes
@@ -180,14 +182,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPro
 _OF_JOB = OPTIONS_OF_QUEUE & JobDef.model_fields.keys() - {"adapter", "params", "tenant"}
 """Options that become a field of the job as they are."""
 _ANY_ID = "any.00000000-0000-7000-8000-000000000000"
-_ARGUMENT_OF = {
-    "id": "job_id",
-    "prompt_token_ids": "prompt",
-    "deadline_ms": "deadline_s",
-    "ttl_ms": "ttl_s",
-    "max_wait_ms": "max_wait_s",
-    "reader_grace_ms": "reader_grace_s",
-}
+_ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", **{field: name for name, field in DURATIONS.items()}}
 """Fields of a job to the arguments that callers pass for them."""
 
 
@@ -296,6 +291,11 @@ async def built_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, 
     return build_job(prompt, options, record, tenant)
 
 
+def _new_id_in(record: PoolRecord) -> str:
+    """Return a job's id. Without Redis, such as for a plan, it has this machine's time."""
+    return record.new_job_id() if isinstance(record, ServedPool) else f"{record.pool}.{uuid_utils.uuid7()}"
+
+
 def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> JobDef:
     """Build and check a job for a pool. Raises RequestError with the name of the wrong argument."""
     of_job = {name: value for name, value in options.items() if name in _OF_JOB}
@@ -310,16 +310,12 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
             of_job["max_total_tokens"] = record.max_model_len or None
         form, value = _prompt_field(prompt)
         job = JobDef(
-            id=options.get("job_id") or f"{record.pool}.{uuid_utils.uuid7()}",
+            id=options.get("job_id") or _new_id_in(record),
             adapter=_adapter_of(options, record),
             tenant=options.get("tenant") or tenant,
             params=params,
-            deadline_ms=_duration_ms(options.get("deadline_s"), "deadline_s"),
-            ttl_ms=_duration_ms(options.get("ttl_s"), "ttl_s"),
-            not_before_ms=_not_before_ms(options),
-            max_wait_ms=_max_wait_ms(options),
-            reader_grace_ms=_reader_grace_ms(options),
             **{form: value},
+            **durations_of(options),
             **of_job,
         )
     except ValidationError as error:
@@ -422,43 +418,40 @@ def with_defaults(params: SamplingParams, record: PoolRecord) -> SamplingParams:
     return params.model_copy(update=missing) if missing else params
 
 
-def _not_before_ms(options: SubmitOptions) -> int | None:
-    not_before_s = options.get("not_before_s")
-    if not not_before_s:
-        return None
-    not_before_ms = _duration_ms(not_before_s, "not_before_s")
-    for name, end_s in (("deadline_s", options.get("deadline_s")), ("ttl_s", options.get("ttl_s"))):
-        if end_s is not None and not_before_s >= end_s:
-            message = f"not_before_s ({not_before_s}) must be less than {name} ({end_s})"
-            raise RequestError(message, param="not_before_s")
-    return not_before_ms
-
-
-def _max_wait_ms(options: SubmitOptions) -> int | None:
-    max_wait_s = options.get("max_wait_s")
-    if max_wait_s is not None and options.get("background", True):
+def durations_of(options: Mapping[str, Any]) -> dict[str, int]:
+    """Return the fields of a job for the options in seconds. Raises RequestError for one that is wrong."""
+    given = {name: seconds for name in DURATIONS if (seconds := options.get(name)) is not None}
+    if not given:
+        return {}
+    found = {DURATIONS[name]: _milliseconds(name, seconds) for name, seconds in given.items()}
+    if "max_wait_s" in given and options.get("background", True):
         message = "max_wait_s limits the wait of foreground work; a background job waits for as long as it takes"
         raise RequestError(message, param="max_wait_s")
-    return _duration_ms(max_wait_s, "max_wait_s")
-
-
-def _reader_grace_ms(options: SubmitOptions) -> int | None:
-    grace_s = options.get("reader_grace_s")
-    if grace_s is None:
-        return None
-    if options.get("needs_reader") is False:
+    if "reader_grace_s" in given and options.get("needs_reader") is False:
         raise RequestError("reader_grace_s: a job with needs_reader=False waits for no reader", param="reader_grace_s")
-    if not isinstance(grace_s, (int, float)) or not 1 <= grace_s <= MAX_READER_GRACE_S:
-        raise RequestError(f"reader_grace_s must be from 1 to {MAX_READER_GRACE_S} seconds", param="reader_grace_s")
-    return math.ceil(1000 * grace_s)
+    for name in LATER_THAN_START if (start_s := given.get("not_before_s")) else ():
+        if start_s >= given.get(name, math.inf):
+            message = f"not_before_s ({start_s}) must be less than {name} ({given[name]})"
+            raise RequestError(message, param="not_before_s")
+    return found
 
 
-def _duration_ms(duration_s: float | None, name: str) -> int | None:
-    if duration_s is None:
-        return None
-    if not isinstance(duration_s, (int, float)) or not 0 < duration_s <= MAX_DEADLINE_S:
-        raise RequestError(f"{name} must be above 0 and at most {MAX_DEADLINE_S} seconds", param=name)
-    return math.ceil(1000 * duration_s)
+def _range_of(name: str) -> tuple[float, bool, float]:
+    """Return the shortest duration in seconds, whether it must be longer than that, and the longest."""
+    marks: dict[type, Any] = {type(mark): mark for mark in QueueFields.model_fields[name].metadata}
+    above = marks.get(Gt)
+    return (marks[Ge].ge if above is None else above.gt), above is not None, marks[Le].le
+
+
+_RANGES = {name: _range_of(name) for name in DURATIONS}
+
+
+def _milliseconds(name: str, seconds: float) -> int:
+    low, is_open, high = _RANGES[name]
+    if isinstance(seconds, (int, float)) and low <= seconds <= high and not (is_open and seconds == low):
+        return math.ceil(1000 * seconds)
+    lowest = f"above {low} and at most" if is_open else f"from {low} to"
+    raise RequestError(f"{name} must be {lowest} {high} seconds", param=name)
 
 
 # How the text of an answer is parsed.

@@ -37,7 +37,8 @@ from penstock.queue.broker.job_lists import merged as merged_jobs
 from penstock.queue.broker.jobs import KnownJobs, QueuePositions, ResponseBroker
 from penstock.queue.broker.pools import ActivityBroker, StatsBroker
 from penstock.queue.broker.producer import ProducerBroker, ServedPool, Submission
-from penstock.queue.broker.shared_connection import SharedRedis
+from penstock.queue.broker.redis_clock import RedisClock
+from penstock.queue.broker.shared_connection import SharedRedis, clock_of
 from penstock.queue.broker.steering import Steering
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.broker.usage import merged as merged_usage
@@ -123,7 +124,7 @@ class Renewal:
         except UnavailableError:
             raise
         except PenstockError as error:
-            facts = {"job_id": submission.job.id, "reason": error.message}
+            facts = {"job_id": submission.job.id, "reason": error.reason}
             _LOG.warning("a lost job cannot be submitted again", extra=facts)
             raise
 
@@ -152,6 +153,8 @@ class QueueServer:
         self.lists = JobLists(redis, patience)
         self.usage = UsageBroker(redis, patience)
         self.stats = StatsBroker(redis, patience)
+        self.looks = StatsBroker(redis)
+        """The same without patience, for a process that looks again by itself."""
         self.activity = ActivityBroker(redis, patience)
         self.steering = Steering(redis, patience)
         self.dead_letters = DeadLetters(redis, patience)
@@ -253,6 +256,11 @@ class QueueServers:
                 raise ConfigError(message, param="pools") from None
         self._of = {pool: by_url[of_pool] for pool, of_pool in own.items()}
         self.all = (self.directory, *by_url.values())
+
+    @property
+    def clock(self) -> RedisClock:
+        """The directory's clock, as this process knows it."""
+        return clock_of(self.directory.redis)
 
     @property
     def is_split(self) -> bool:

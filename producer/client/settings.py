@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from penstock.contract.durability import MEMORY, Durability
 from penstock.contract.errors import ForbiddenError, PenstockError, PromptTooLongError, RequestError, UnavailableError
 from penstock.contract.fields import NAME_PATTERN
-from penstock.contract.job import MEMORY, Durability
 from penstock.contract.priority import ClassName
 from penstock.runtime.settings import Settings
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import os
-import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -13,15 +9,17 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
 from penstock.contract.channel import ChannelOption
-from penstock.contract.errors import InvariantError, PenstockError, UnavailableError, error_of
+from penstock.contract.errors import PenstockError, UnavailableError, error_of
 from penstock.contract.job import JobOptions, SubmitOptions
 from penstock.contract.job_actions import ActionName, BulkReport, FilterOptions, Pause
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.contract.priority import ClassName, Priority
 from penstock.contract.tasks import Embedding, Tokenized
+from penstock.contract.tenant import Terms
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.control import JobControl
 from penstock.producer.client.job import AsyncJob
+from penstock.producer.client.loop_thread import LoopThread
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, SubmitRequest, checked
 from penstock.producer.client.request import Prompt, check_streamable
 from penstock.producer.client.run import Answered, Run, RunStep, next_prompts
@@ -33,91 +31,7 @@ from penstock.queue.broker.completions import Completion
 from penstock.queue.broker.job_lists import JobPage
 from penstock.queue.broker.producer import JobStatus, ServedPool, Submitted
 
-# An event loop on a private thread, for synchronous callers.
-
-_STOP_TIMEOUT_S = 10.0
-
 T = TypeVar("T")
-
-
-class LoopThread:
-    """Run coroutines for any number of threads of one process.
-
-    The thread is a daemon, so that the interpreter exits even if the caller forgets to stop it.
-    """
-
-    def __init__(self) -> None:
-        # Reentrant: the garbage collector or a signal handler may call again in the middle of a call.
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
-        self._stopped = False
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="penstock-client", daemon=True)
-        self._thread.start()
-        self._started.wait()
-
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and return its result. An interrupted wait cancels it.
-
-        Raises UnavailableError if the loop was stopped, or belongs to another process.
-        """
-        future = self.post(coroutine)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise UnavailableError("the client was closed", code="client_closed") from None
-        except InvariantError:
-            raise
-        except PenstockError as error:
-            # The message suffices; the frames of the other thread would only lengthen the caller's traceback.
-            raise error.with_traceback(None) from None
-        except BaseException:
-            future.cancel()
-            raise
-
-    def post(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine without waiting for it."""
-        if not self._is_ours:
-            coroutine.close()
-            message = "the client belongs to the process that created it: create another client after a fork"
-            raise UnavailableError(message, code="client_closed")
-        with self._lock:
-            if self._stopped:
-                coroutine.close()
-                raise UnavailableError("the client is closed", code="client_closed")
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def stop(self, last: Coroutine[Any, Any, None]) -> None:
-        """Run `last`, cancel all other coroutines, and end the thread. Only the first call has an effect."""
-        if not self._is_ours:
-            last.close()
-            return
-        with self._lock:
-            if self._stopped:
-                last.close()
-                return
-            self._stopped = True
-            self._last = last
-            self._loop.call_soon_threadsafe(self._stopping.set)
-        # The garbage collector may call this on the loop's own thread.
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_STOP_TIMEOUT_S)
-
-    @property
-    def _is_ours(self) -> bool:
-        """Whether this process has the thread: a fork copies everything but threads."""
-        return os.getpid() == self._pid
-
-    def _run(self) -> None:
-        asyncio.run(self._main())
-
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stopping = asyncio.Event()
-        self._started.set()
-        await self._stopping.wait()
-        await self._last
-
 
 # The synchronous caller of a run: its prompts are read on the calling thread.
 
@@ -193,16 +107,18 @@ class Client:
         """The counters of this client."""
         return self._client.stats
 
-    def pools(self) -> dict[str, ServedPool]:
-        """Return every announced model by pool, at most a second old; pools with a live node come first."""
-        return self._loop.call(self._client.pools())
+    def pools(self, *, renewed: bool = False) -> dict[str, ServedPool]:
+        """Return every announced model by pool; see `AsyncClient.pools`."""
+        return self._loop.call(self._client.pools(renewed=renewed))
 
-    def served_pool(self, model: str | None = None) -> ServedPool:
+    def served_pool(
+        self, model: str | None = None, job_id: str | None = None, *, adapter: str | None = None
+    ) -> ServedPool:
         """Return the pool to which `submit` sends the jobs of a model; without one, that of the only served model.
 
         Raises RequestError if `model` is needed, NotFoundError for an unknown one, UnavailableError if none is served.
         """
-        return self._loop.call(self._client.served_pool(model))
+        return self._loop.call(self._client.served_pool(model, job_id, adapter=adapter))
 
     @with_options()
     def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Job:
@@ -365,25 +281,58 @@ class Control:
         """Give a job that no node runs another class, or make it background or foreground work."""
         self._loop.call(self._control.change_class(job_id, priority, background=background, tenant=tenant))
 
-    def retry(self, job_id: str, *, tenant: str | None = None) -> Submitted:
+    def retry(self, job_id: str, *, tenant: str | None = None, terms: Terms | None = None) -> Submitted:
         """Submit the request of a job that failed, expired or was canceled as a new job."""
-        return self._loop.call(self._control.retry(job_id, tenant=tenant))
+        return self._loop.call(self._control.retry(job_id, tenant=tenant, terms=terms))
 
-    def bulk(self, action: ActionName, **options: Any) -> BulkReport:
+    def bulk(
+        self,
+        action: ActionName,
+        *,
+        tenant: str | None = None,
+        not_before_s: float | None = None,
+        to_priority: Priority | ClassName | None = None,
+        to_background: bool | None = None,
+        dry_run: bool = False,
+        **jobs: Unpack[FilterOptions],
+    ) -> BulkReport:
         """Act on all jobs that a filter names, and return the report."""
-        return self._loop.call(self._control.bulk(action, **options))
+        done = self._control.bulk(
+            action,
+            tenant=tenant,
+            not_before_s=not_before_s,
+            to_priority=to_priority,
+            to_background=to_background,
+            dry_run=dry_run,
+            **jobs,
+        )
+        return self._loop.call(done)
 
     def report(self, bulk_id: str, *, tenant: str | None = None) -> BulkReport:
         """Return what a bulk action has done so far."""
         return self._loop.call(self._control.report(bulk_id, tenant=tenant))
 
-    def pause(self, pool: str, **what: Any) -> list[Pause]:
+    def pause(
+        self,
+        pool: str,
+        *,
+        tenant: str | None = None,
+        priority: Priority | ClassName | None = None,
+        background: bool | None = None,
+    ) -> list[Pause]:
         """Let nodes take no job of a pool, of a class or kind of work of it, or of a tenant in it."""
-        return self._loop.call(self._control.pause(pool, **what))
+        return self._loop.call(self._control.pause(pool, tenant=tenant, priority=priority, background=background))
 
-    def resume(self, pool: str, **what: Any) -> list[Pause]:
+    def resume(
+        self,
+        pool: str,
+        *,
+        tenant: str | None = None,
+        priority: Priority | ClassName | None = None,
+        background: bool | None = None,
+    ) -> list[Pause]:
         """End what `pause` began with the same arguments."""
-        return self._loop.call(self._control.resume(pool, **what))
+        return self._loop.call(self._control.resume(pool, tenant=tenant, priority=priority, background=background))
 
     def paused(self, pool: str | None = None) -> list[Pause]:
         """Return what is paused, of a pool or of all."""
@@ -403,6 +352,7 @@ class Job:
         self._job = job
         self.id = job.id
         self.pool = job.pool
+        self.tenant = job.tenant
         self.channel = job.channel
 
     def __repr__(self) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.job import SubmitOptions
+from penstock.contract.job import SubmitOptions, TaskQueueOptions
 from penstock.contract.output import Result
 from penstock.contract.priority import Priority
 from penstock.contract.problems import request_error
@@ -18,13 +18,11 @@ from penstock.contract.tenant import Terms
 AnyOutput = TypeVar("AnyOutput", bound=TaskOutput)
 
 
-class TaskCallOptions(TypedDict, total=False):
+class TaskCallOptions(TaskQueueOptions, total=False):
     """Keyword arguments of `detokenize`. `SubmitOptions` describes each of them."""
 
     model: str | None
     priority: Priority
-    deadline_s: float | None
-    ttl_s: float | None
     tenant: str | None
     terms: Terms | None
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from typing import ParamSpec, Self, TypeVar
@@ -185,9 +184,9 @@ class Files:
                         await self.delete_orphans()
                         next_orphans_s = clock() + ORPHAN_CHECK_S
             except UnavailableError as error:
-                _LOG.info("expired files wait until they can be deleted", extra={"reason": error.message})
+                _LOG.info("expired files wait until they can be deleted", extra={"reason": error.reason})
             except PenstockError as error:
-                _LOG.warning("expired files cannot be deleted", extra={"reason": error.message, "code": error.code})
+                _LOG.warning("expired files cannot be deleted", extra={"reason": error.reason, "code": error.code})
             except Exception:
                 # A defect, or records that nothing of ours has written. The next look goes on with the others.
                 _LOG.exception("a look for expired files failed")
@@ -364,7 +363,14 @@ async def _findings(redis: Redis, files: Files) -> list[Finding]:
         still = await contents_of(redis)
         there = still.files.keys() | still.parts.keys()
         differing = [one for one in differing if one.subject in there]
-    return sorted([*differing, *await _strays(redis, files, objects, parts)])
+    old = await files.on_thread(storage.older, objects, ORPHAN_AGE_S)
+    old_parts = await files.on_thread(storage.older, parts, ORPHAN_AGE_S)
+    changing = {_batch_of(name) for name in parts.keys() - old_parts.keys()}
+    return sorted([*differing, *await _strays(redis, files, old, {_batch_of(name) for name in old_parts} - changing)])
+
+
+def _batch_of(part: str) -> str:
+    return part.partition("/")[0]
 
 
 def _differing(wanted: Contents, objects: dict[str, Listed], parts: dict[str, Listed]) -> Iterator[Finding]:
@@ -377,17 +383,12 @@ def _differing(wanted: Contents, objects: dict[str, Listed], parts: dict[str, Li
             yield Finding("wrong_size", _KEY, name, f"{found.num_bytes} bytes instead of {num_bytes}")
 
 
-async def _strays(redis: Redis, files: Files, objects: dict[str, Listed], parts: dict[str, Listed]) -> list[Finding]:
-    before_s = time.time() - ORPHAN_AGE_S
-    old = [name for name, one in objects.items() if one.modified_s < before_s]
+async def _strays(redis: Redis, files: Files, old: Collection[str], parts: Collection[str]) -> list[Finding]:
+    """`old`, `parts`: the old objects of files, and the batches whose parts are all old."""
     ids = sorted({name.removesuffix(PARTIAL) for name in old})
     unknown = await files.records.unknown([one for one in ids if is_file_id(one)])
     # Uncommitted parts of an open batch go with it.
-    newest_s: dict[str, float] = {}
-    for name, one in parts.items():
-        batch_id = name.partition("/")[0]
-        newest_s[batch_id] = max(one.modified_s, newest_s.get(batch_id, 0.0))
     open_batches = (await contents_of(redis)).open_batches
-    ended = [name for name, at_s in newest_s.items() if name not in open_batches and at_s < before_s]
+    ended = [name for name in parts if name not in open_batches]
     strays = [object_of(one) for one in unknown] + [f"parts/{one}/" for one in ended]
     return [Finding("stray", _KEY, name, "no record of it") for name in strays]

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -179,6 +179,22 @@ class _FileWriter:
             self._partial.unlink(missing_ok=True)
 
 
+class ObjectLines:
+    """The lines of an object. Errors of the storage are translated."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._source = source
+
+    def readline(self, limit: int = -1, /) -> bytes:
+        """Return the next line, or its first `limit` bytes; nothing at the end."""
+        with storage_errors():
+            return self._source.readline(limit)
+
+    def close(self) -> None:
+        """Close the object."""
+        self._source.close()
+
+
 class _StoreWriter:
     """An object of a store. It appears when its upload is complete."""
 
@@ -264,6 +280,10 @@ class Storage:
             # A store's own file has no lines of a bounded length.
             return io.BufferedReader(self._fs.open(self._path(name), "rb"), BLOCK_BYTES)
 
+    def lines(self, name: str) -> ObjectLines:
+        """Open an object for reading line by line."""
+        return ObjectLines(self.reader(name))
+
     def append_to(self, writer: ObjectWriter, name: str) -> int:
         """Copy a whole object to the end of a new one. Return the number of its bytes."""
         num_bytes = 0
@@ -316,8 +336,31 @@ class Storage:
 
     def older_names(self, folder: str, age_s: float) -> list[str]:
         """Return the names in a folder, without the folder, of objects that are older than so many seconds."""
-        found = self.listing(folder).items()
-        return sorted({name.removesuffix(PARTIAL) for name, one in found if time.time() - one.modified_s > age_s})
+        found = self.older(self.listing(folder), age_s)
+        return sorted({name.removesuffix(PARTIAL) for name in found})
+
+    def older(self, listed: Mapping[str, Listed], age_s: float) -> dict[str, Listed]:
+        """Return those objects of a listing that are older than so many seconds.
+
+        The times of objects are those of the storage. So an object counts only if it is old by the storage's clock too.
+        """
+        found = {name: one for name, one in listed.items() if time.time() - one.modified_s > age_s}
+        if found:
+            now_s = self._clock_s()
+            found = {name: one for name, one in found.items() if now_s - one.modified_s > age_s}
+        return found
+
+    def _clock_s(self) -> float:
+        """Return the storage's time: that of an object written now."""
+        name = f"clock-{uuid.uuid4().hex}"
+        probe = self.writer(name)
+        probe.write(b"now")
+        probe.commit()
+        try:
+            with storage_errors():
+                return _modified_s(self._fs.info(self._path(name)))
+        finally:
+            self.delete(name)
 
 
 def _modified_s(entry: dict[str, Any]) -> float:

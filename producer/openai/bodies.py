@@ -40,16 +40,8 @@ from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import problem_of
 from penstock.contract.sampling import MAX_ALTERNATIVES, SamplingParams
-from penstock.contract.tools import CONTINUES, GENERATION_PROMPT, MAX_TOOLS, TemplateKwargs, closed
-from penstock.producer.openai.messages import (
-    NO_TOOLS,
-    ChatMessage,
-    GivenToolChoice,
-    OfferedTool,
-    ToolUse,
-    few_calls,
-    offers_of,
-)
+from penstock.contract.tools import CONTINUES, GENERATION_PROMPT, MAX_TOOLS, NO_TOOLS, TemplateKwargs, ToolUse, closed
+from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, few_calls, offers_of
 
 _GUIDED = {
     "guided_json": "json_schema",
@@ -59,6 +51,8 @@ _GUIDED = {
 }
 """Older names of vLLM → the members of `structured_outputs`."""
 
+ECHO_ALONE = "echo_alone"
+"""The option of an answer that is the prompt alone."""
 CLASS_OF_TIER: dict[str, ClassName] = {"flex": "batch", "priority": "interactive"}
 """OpenAI's service tiers that ask for a class. The other tiers ask for the caller's usual class."""
 
@@ -181,6 +175,10 @@ class GenerationBody(_SampledBody):
     def template_kwargs(self) -> str | None:
         """The variables for the chat template as JSON text, or None."""
         return None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the answer that no other API has."""
+        return {}
 
     def _given(self) -> dict[str, Any]:
         values = given_options(self, SamplingParams, OPENAI)
@@ -387,6 +385,10 @@ class CompletionBody(GenerationBody):
     def echoes_alone(self) -> bool:
         """Whether the answer is the prompt alone, with its log-probabilities."""
         return self.echoes and self._given().get("max_tokens") == 0
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the answer that no other API has."""
+        return super().options() | ({ECHO_ALONE: True} if self.echoes_alone else {})
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts. Each becomes one job."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -18,19 +16,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.errors import RequestError
 from penstock.contract.fields import OpenWire, only
-from penstock.contract.job import MAX_PARTICIPANT_NAME_CHARS
+from penstock.contract.prompt import MAX_PARTICIPANT_NAME_CHARS
 from penstock.contract.tools import (
     MAX_CALLS,
     MAX_CALLS_OF_CHAT,
     Arguments,
     CallId,
     FunctionName,
-    ToolChoice,
     chosen_function,
     count_calls,
-    narrowed,
 )
 
 _TEXT_OF_PART = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -146,41 +141,6 @@ def _valid_choice(value: object) -> object:
 
 GivenToolChoice = Annotated[Any, AfterValidator(_valid_choice)]
 """A valid `tool_choice`, or None. Only the submission checks that the tools have the function."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """The tools that a chat request offers and how the model may use them."""
-
-    tools: str | None = None
-    """The offered tools as JSON text, or None."""
-    choice: ToolChoice = "auto"
-    """OpenAI's `tool_choice`."""
-    parallel: bool = True
-    """Whether one answer may hold several calls."""
-
-    @classmethod
-    def of(cls, tools: Sequence[Mapping[str, Any]], choice: Any, parallel: bool | None) -> ToolUse:
-        """Return the use of a body's tools in the form of chats. `choice`: a valid one, or None.
-
-        Raises RequestError for an allowed tool that is not offered.
-        """
-        is_parallel = parallel is not False
-        if not tools or choice == "none":
-            return cls(None, "auto" if choice is None else choice, is_parallel)
-        try:
-            offered, chosen = narrowed(tools, choice)
-        except ValueError as error:
-            raise RequestError(f"tool_choice: {error}", param="tool_choice") from None
-        return cls(json.dumps(offered), chosen, is_parallel)
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the caller chose the function that the model must call."""
-        return not isinstance(self.choice, str)
-
-
-NO_TOOLS = ToolUse()
 
 
 class ChatMessage(OpenWire):

@@ -30,8 +30,8 @@ from penstock.producer.openai.json_parts import (
     whole_chat_logprobs,
     whole_completion_logprobs,
 )
-from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, ParsedText, joined
-from penstock.producer.openai.tool_calls import Call, warning_of
+from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat, ParsedText, joined
+from penstock.producer.parsing.tool_calls import Call, warning_of
 from penstock.queue.results import PackedChoice, PackedResult
 
 _FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length"}

@@ -121,11 +121,11 @@ class BatchHolder:
         except BatchTakenError:
             _LOG.info("another process goes on with a batch", extra=facts)
         except DamagedRecordError as error:
-            _LOG.warning("a batch is damaged", extra=facts | {"reason": error.message})
+            _LOG.warning("a batch is damaged", extra=facts | {"reason": error.reason})
             await self._fail(lease, error)
         except UnavailableError as error:
             _LOG.warning(
-                "a batch stands still until its storage or Redis is back", extra=facts | {"reason": error.message}
+                "a batch stands still until its storage or Redis is back", extra=facts | {"reason": error.reason}
             )
         except Exception as error:
             # Other batches go on. This one is taken again once the lease is over.

@@ -7,14 +7,15 @@ the present holder, and the script does not commit them.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
 from penstock.contract.errors import NotFoundError, UnavailableError
+from penstock.producer.batch.finished import KINDS, FinishedRow
 from penstock.producer.files.service import Files
-from penstock.producer.stored_batches.row_client import RowCounter
-from penstock.producer.stored_batches.rows import KINDS, FinishedRow
+from penstock.producer.stored_batches.row_client import BatchPatience, RowCounter
 from penstock.queue.files.batch import BatchLease, Part, PartCounts, RowProblem
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file_records import NewFile
@@ -24,31 +25,43 @@ MAX_PART_BYTES = 4 << 20
 FIRST_PART_S, LONGEST_PART_S, PARTS_OF_RUN = 1.0, 60.0, 500
 """Seconds that a finished row waits for its part: at first, at most, and so many parts of the time that the batch has
 run. So a batch of a day has some thousands of parts, and the first rows of any batch appear at once."""
+_RATE_S = 60.0
+"""Seconds over which the rows a second are counted."""
 
 
 class PartWriter:
     """The part that grows, and those that are committed, for one lease of a batch."""
 
-    def __init__(self, files: Files, batches: BatchRecords, lease: BatchLease, counter: RowCounter) -> None:
+    def __init__(
+        self, files: Files, batches: BatchRecords, lease: BatchLease, counter: RowCounter, patiently: BatchPatience
+    ) -> None:
         self._counter = counter
         self._files = files
         self._batches = batches
         self._lease = lease
+        self._patiently = patiently
         self._began_s = asyncio.get_running_loop().time()
         self._rows: list[FinishedRow] = []
         self._lines: dict[str, list[bytes]] = {kind: [] for kind in KINDS}
         self._num_bytes = 0
         self._oldest_s = 0.0
         self._number = 0
-        self.num_committed = 0
+        self._num_committed = 0
+        self._progress: deque[tuple[float, int]] = deque()
 
     def add(self, row: FinishedRow) -> None:
         """Add a finished row to the part that grows."""
+        self._lease.waiting = ""
         if not self._rows:
             self._oldest_s = asyncio.get_running_loop().time()
         self._rows.append(row)
         self._lines[row.kind].append(row.line)
         self._num_bytes += len(row.line)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the part may grow no more."""
+        return len(self._rows) >= MAX_PART_ROWS or self._num_bytes >= MAX_PART_BYTES
 
     @property
     def is_due(self) -> bool:
@@ -57,11 +70,27 @@ class PartWriter:
             return False
         now_s = asyncio.get_running_loop().time()
         wait_s = min(LONGEST_PART_S, max(FIRST_PART_S, (now_s - self._began_s) / PARTS_OF_RUN))
-        is_full = len(self._rows) >= MAX_PART_ROWS or self._num_bytes >= MAX_PART_BYTES
-        return is_full or now_s - self._oldest_s >= wait_s
+        return self.is_full or now_s - self._oldest_s >= wait_s
 
-    async def commit(self) -> list[str]:
-        """Write and commit the part that grows, and return the jobs whose results are stored then.
+    def report(self, waiting: str) -> None:
+        """Note why rows wait to be submitted."""
+        if waiting:
+            self._lease.waiting = waiting
+            self._counter.refused()
+
+    async def store(self) -> list[str]:
+        """Commit the part that grows, and return the jobs whose results are stored then. Raises BatchTakenError."""
+        jobs = await self._patiently(self._commit)
+        now_s = asyncio.get_running_loop().time()
+        self._progress.append((now_s, self._num_committed))
+        while len(self._progress) > 2 and now_s - self._progress[0][0] > _RATE_S:
+            self._progress.popleft()
+        (first_s, first), (_, last) = self._progress[0], self._progress[-1]
+        self._lease.rows_per_s = (last - first) / (now_s - first_s) if now_s > first_s else 0.0
+        return jobs
+
+    async def _commit(self) -> list[str]:
+        """Write and commit the part.
 
         After an error it may be called again: the part has the same name and content. Raises BatchTakenError, and
         UnavailableError or BusyError of the storage and of Redis.
@@ -96,10 +125,10 @@ class PartWriter:
             else:
                 counts.failed += 1
                 counts.stopped += one.outcome == "stopped"
-        await self._batches.commit(self._lease, part, written, [one.number for one in self._rows], counts)
+        await self._batches.commit(self._lease, part, written, [one.row.number for one in self._rows], counts)
         self._counter.stored(counts)
         jobs = [one.job_id for one in self._rows if one.job_id is not None]
-        self.num_committed += len(self._rows)
+        self._num_committed += len(self._rows)
         self._number += 1
         self._rows, self._lines, self._num_bytes = [], {kind: [] for kind in KINDS}, 0
         return jobs

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Protocol, Unpack
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol, TypeVar, Unpack
 
-from penstock.contract.errors import UnavailableError
+from penstock.contract.errors import BusyError, NotFoundError, UnavailableError
 from penstock.contract.job import SubmitOptions
 from penstock.contract.tenant import UNLIMITED, ApiKey
 from penstock.producer.client import AsyncClient, AsyncJob
@@ -15,6 +16,8 @@ from penstock.queue.broker.producer import ServedPool
 from penstock.queue.files.batch import BatchLease, BatchRecord, PartCounts
 from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
 
+_LOG = logging.getLogger(__package__)
+_RETRY_S = 2.0
 KEY_TTL_S = 2.0
 """Seconds for which the API key of a batch is remembered."""
 
@@ -48,19 +51,13 @@ class NoCounter:
 class RowClient:
     """The `Submitter` of a batch's rows."""
 
-    def __init__(
-        self, client: AsyncClient, batches: BatchRecords, batch: BatchRecord, lease: BatchLease, counter: RowCounter
-    ) -> None:
-        self._counter = counter
+    def __init__(self, client: AsyncClient, batches: BatchRecords, batch: BatchRecord, lease: BatchLease) -> None:
         self._client = client
         self._batches = batches
         self._batch = batch
         self._lease = lease
         self._key: ApiKey | None = None
         self._key_until_s = 0.0
-        # Of one request.
-        self.open_jobs: dict[str, list[AsyncJob]] = {}
-        """The jobs whose rows are not finished, by the key of the row. A row of embeddings has a job for each text."""
         self.pools_used: set[str] = set()
 
     async def submit(self, prompt: Prompt, /, **options: Unpack[SubmitOptions]) -> AsyncJob:
@@ -75,12 +72,12 @@ class RowClient:
         options["terms"] = UNLIMITED if key is None else key.metered_terms
         options["needs_reader"] = False
         job = await self._client.submit(prompt, **options)
-        self._counter.submitted()
-        # What runner.py appends tells jobs of one row apart.
-        row_key = (options.get("idempotency_key") or "").partition(":")[0]
-        self.open_jobs.setdefault(row_key, []).append(job)
         self.pools_used.add(job.pool)
         return job
+
+    async def ack(self, *job_ids: str) -> int:
+        """Free the results of jobs whose rows are stored."""
+        return await self._client.ack(*job_ids, tenant=self._batch.tenant)
 
     async def pools(self) -> Mapping[str, ServedPool]:
         """Return the served pools."""
@@ -101,7 +98,36 @@ class RowClient:
         return key
 
 
+class BatchStoppedError(Exception):
+    """The batch is canceled, or its window is over."""
+
+
 def require_lease(lease: BatchLease) -> None:
     """Raise BatchTakenError if another process may hold the batch by now."""
     if lease.is_lost or asyncio.get_running_loop().time() >= lease.valid_until_s:
         raise BatchTakenError(f"the lease of {lease.batch_id} is over")
+
+
+T = TypeVar("T")
+
+
+class BatchPatience:
+    """Repeats calls while the storage or Redis is away. The batch says why it waits."""
+
+    def __init__(self, lease: BatchLease) -> None:
+        self._lease = lease
+
+    async def __call__(self, call: Callable[[], Awaitable[T]], is_over: Callable[[], bool] = lambda: False) -> T:
+        """Return the answer of `call`. Raises BatchStoppedError once `is_over`, and BatchTakenError without a lease."""
+        while True:
+            require_lease(self._lease)
+            if is_over():
+                raise BatchStoppedError
+            try:
+                return await call()
+            except NotFoundError:
+                raise
+            except (UnavailableError, BusyError) as error:
+                self._lease.waiting = error.message
+                _LOG.warning("a batch waits", extra={"batch_id": self._lease.batch_id, "reason": error.reason})
+                await asyncio.sleep(_RETRY_S)

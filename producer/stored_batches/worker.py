@@ -15,7 +15,7 @@ from celery import bootsteps
 from penstock.contract.errors import PenstockError
 from penstock.producer.batch.installation import tasks_of
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.sync import LoopThread
+from penstock.producer.client.loop_thread import LoopThread
 from penstock.producer.files.service import Files
 from penstock.producer.files.storage import FilesSettings
 from penstock.producer.stored_batches.holder import BatchHolder
@@ -74,7 +74,7 @@ class RunsBatches(bootsteps.StartStopStep):  # type: ignore[misc]  # celery ship
                 client = await AsyncClient(redis_url).connect()
                 break
             except PenstockError as error:
-                _LOG.warning("this worker takes no batches at the moment", extra={"reason": error.message})
+                _LOG.warning("this worker takes no batches at the moment", extra={"reason": error.reason})
             await asyncio.sleep(CONNECT_PAUSE_S)
         files = Files(self._settings, client.files)
         try:

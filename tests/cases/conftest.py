@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fakes.served_model import served
+from fakes.served_model import TOOL_TEMPLATE, served
+from fixtures.dequantized import dequantized
 from fixtures.tiny_model import make_tiny_model
 
 from tests.journey.conftest import demo_file as demo_file
@@ -22,6 +23,19 @@ from tests.journey.conftest import demo_file as demo_file
 def door(demo_file: Path) -> Iterator[httpx.Client]:
     """A client of `penstock serve` with the demo model. Its `base_url` is the gateway's."""
     with served(demo_file) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tooled(demo_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """The demo model with a chat template that takes tools."""
+    folder = tmp_path_factory.mktemp("models") / "agent"
+    folder.mkdir()
+    for path in dequantized(str(demo_file)).iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    with served(folder) as url, httpx.Client(base_url=url, timeout=120) as client:
         yield client
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fakes.served_model import TOOL_TEMPLATE, served
-from fixtures.dequantized import dequantized
 
 pytestmark = pytest.mark.model
 
@@ -18,19 +14,6 @@ FUNCTIONS = [
     for name in ("weather", "time", "news")
 ]
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
-
-
-@pytest.fixture(scope="module")
-def tooled(demo_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """The demo model with a chat template that takes tools."""
-    folder = tmp_path_factory.mktemp("models") / "agent"
-    folder.mkdir()
-    for path in dequantized(str(demo_file)).iterdir():
-        (folder / path.name).symlink_to(path)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
-    with served(folder) as url, httpx.Client(base_url=url, timeout=120) as client:
-        yield client
 
 
 def chat(client: httpx.Client, messages: list[dict[str, Any]], **more: Any) -> httpx.Response:

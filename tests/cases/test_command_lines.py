@@ -225,12 +225,13 @@ def test_a_documented_line_is_refused_with_our_name(line: str, said: str) -> Non
 
 
 def test_what_has_no_effect_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    parsed("m --trust-remote-code --enable-lora -ngl 99 --jinja -fa on --quantization gptq")
+    parsed("m --trust-remote-code --enable-lora -ngl 99 --jinja -fa on --quantization gptq --schedule-policy lpm")
     said = capsys.readouterr().err
     assert said.startswith(
         "penstock: without effect: --trust-remote-code (code that comes with a checkpoint never runs), "
     )
     assert said.count("\n") == 1
+    assert "ours are fcfs" in said
     assert all(name in said for name in ("--enable-lora", "-ngl", "--jinja", "-fa", "--quantization gptq"))
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from penstock.contract.errors import RequestError
-from penstock.producer.batch.request import survey_of
+from penstock.producer.batch.lines import check_file
 from penstock.producer.openai.json_parts import json_line
 
 ENDS = "\u2028\u2029\x85"
@@ -35,7 +35,7 @@ FILES = {
 def test_a_file_of_any_editor_is_run(door: httpx.Client, tmp_path: Path, name: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(FILES[name])
-    assert survey_of(path).num_lines == 2
+    assert check_file(path).num_rows == 2
     file = door.post("/v1/files", files={"file": ("rows.jsonl", FILES[name])}, data={"purpose": "batch"}).json()
     asked = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     batch = door.post("/v1/batches", json=asked).json()
@@ -55,7 +55,7 @@ def test_a_file_in_another_encoding_is_refused_by_its_name(tmp_path: Path, encod
     path = tmp_path / "rows.jsonl"
     path.write_bytes(f"{row('a')}\n".encode(encoding))
     with pytest.raises(RequestError, match=f"line 1: the JSON is encoded as {encoding[:6].upper()}"):
-        survey_of(path)
+        check_file(path)
 
 
 @pytest.mark.parametrize("character", ENDS)

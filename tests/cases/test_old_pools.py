@@ -84,5 +84,5 @@ async def test_a_pool_that_has_a_node_again_is_shown(queue: Queue, redis_url: st
 async def test_the_dashboard_names_a_folded_pool(queue: Queue, redis_url: str) -> None:
     await an_hour_passes(queue)
     async with AsyncClient(redis_url) as client:
-        state = json.loads(await Dashboard(client, GatewayMetrics()).state())
+        state = json.loads(await Dashboard(client, GatewayMetrics(), asyncio.Event()).state())
     assert (state["pools"], state["folded"]) == ([], ["m"])

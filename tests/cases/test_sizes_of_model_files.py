@@ -79,6 +79,50 @@ def test_each_number_of_a_config_has_a_range_in_each_family(tiny: Path, tmp_path
     assert said_within(MIB, not_refused, cpu_s=60) == "[]"
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers is None but must be a whole number from 1 to 1,024"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5 but"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is None but"),
+        ({"num_attention_heads": 3, "head_dim": None}, "num_attention_heads is 3 but must be a multiple of num_key"),
+        (
+            {"num_attention_heads": 128, "head_dim": None},
+            "head_dim (without it hidden_size / num_attention_heads) is 0",
+        ),
+        ({"hidden_size": 60}, "metadata: vocab_size, hidden_size"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false' but must be true or false"),
+        ({"attention_bias": []}, "attention_bias is [] but must be true or false"),
+        ({"layer_types": ["full_attention"]}, "layer_types is ['full_attention'] but must have full_attention or"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types is ['chunked_attention', 'chunked_attention'] but"),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
+            "no_rope_layers is [1] but must have 0 or 1",
+        ),
+        ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0.0 but"),
+        ({"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 0}, "final_logit_softcapping is 0 but"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window is 0 but"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type is ['yarn'] but must be a text"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": None}}, "no 'factor'"),
+        ({"rope_parameters": {"full_attention": 3}}, "rope_parameters.full_attention is 3 but must be an object"),
+        ({"quantization_config": {"quant_method": {}}}, "quantization_config.quant_method is {} but must be a text"),
+    ],
+    ids=str,
+)
+def test_each_wrong_value_is_refused_by_the_name_of_its_field(folder: Path, fields: Any, named: str) -> None:
+    _edit(folder / "config.json", **fields)
+    with pytest.raises(ConfigError) as refused:
+        _find(folder)
+    assert named in refused.value.message
+    assert "config.json" in refused.value.message
+
+
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": 2.0}, {"rope_theta": None}, {"layer_types": None}], ids=str)
+def test_values_that_mean_what_others_do_are_taken(folder: Path, fields: Any) -> None:
+    _edit(folder / "config.json", **fields)
+    assert _find(folder)
+
+
 @pytest.mark.parametrize("fields", [{"rope_theta": 0}, {"rope_theta": math.inf}, {"rope_theta": 1}])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_a_base_of_positions_that_is_none_is_refused(folder: Path, fields: Any, load_format: str) -> None:
@@ -218,6 +262,34 @@ def test_a_gguf_file_of_an_absurd_context_is_refused_by_name(tiny: Path, tmp_pat
     path.write_bytes(content)
     said = said_within(MIB, partial(_find, path))
     assert "m.gguf: llama.context_length is 4294967295 but must be a whole number from 1 to 4,194,304" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("vocab_size", 9, "llama.vocab_size is 9, but token_embd.weight has the shape"),
+        ("embedding_length", 128, "llama.embedding_length is 128, but token_embd.weight has the shape"),
+        ("block_count", 1, "llama.block_count is 1, but the file has the tensors of 2 layers"),
+        (
+            "attention.head_count",
+            3,
+            "llama.attention.head_count is 3 but must be a multiple of llama.attention.head_count",
+        ),
+        ("attention.head_count_kv", 0, "llama.attention.head_count_kv is 0 but must be a whole number from 1 to 1,024"),
+        ("attention.head_count_kv", 64, "must be a multiple of llama.attention.head_count_kv, which is 64"),
+        ("feed_forward_length", 0, "llama.feed_forward_length is 0 but"),
+    ],
+)
+def test_each_wrong_size_of_a_gguf_file_is_named(tiny: Path, tmp_path: Path, key: str, value: int, named: str) -> None:
+    path = write_gguf(tiny, tmp_path / "m.gguf", "llama")
+    content, name = bytearray(path.read_bytes()), f"llama.{key}".encode()
+    at = content.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+    content[at : at + 8] = struct.pack("<II", 4, value)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        _find(path)
+    assert named in refused.value.message
+    assert "m.gguf" in refused.value.message
 
 
 def test_a_special_token_outside_of_a_gguf_vocabulary_is_named(tiny: Path, tmp_path: Path) -> None:

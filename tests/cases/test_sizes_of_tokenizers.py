@@ -257,3 +257,33 @@ def test_a_chat_template_of_megabytes_is_not_read(folder: Path) -> None:
         read_tokenizer_files(folder)
     said = said_within(MIB, partial(chat_template_of, "/dev/zero"))
     assert "chat_template: /dev/zero has more than 1,048,576 characters" in said
+
+
+# --- what is wrong is named
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokenizer_class", "named"),
+    [
+        ({"added_tokens": float("nan")}, "PreTrainedTokenizerFast", "tokenizer.json: the field added_tokens cannot be"),
+        ({"added_tokens": float("nan")}, "LlamaTokenizer", "the field added_tokens cannot be used"),
+        (
+            {"normalizer": {"type": "x"}},
+            "PreTrainedTokenizerFast",
+            "tokenizer.json: the field normalizer cannot be used",
+        ),
+        ({"model": 5}, "PreTrainedTokenizerFast", "tokenizer.json: the field model is '5' but must be an object"),
+        (
+            {"model": {"type": "BPE", "vocab": 3, "merges": []}},
+            "PreTrainedTokenizerFast",
+            "the field model (its vocab,",
+        ),
+    ],
+)
+def test_a_field_of_a_tokenizer_that_cannot_be_used_is_named(
+    folder: Path, fields: dict[str, Any], tokenizer_class: str, named: str
+) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class}))
+    with pytest.raises(ConfigError) as refused:
+        Tokenizer(_edit(folder, **fields), vocab_size=384)
+    assert named in refused.value.message

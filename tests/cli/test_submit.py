@@ -18,6 +18,9 @@ from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess, run_python
 
+from penstock.contract.fields import option_of
+from penstock.contract.job import QueueFields
+from penstock.contract.tasks import Embedding
 from penstock.producer.client import Client
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
@@ -142,6 +145,35 @@ def test_each_line_of_a_file_becomes_a_background_job(pool: str, tmp_path: Path)
             results = [client.result(one["id"]) for one in shown]
         assert [len(result.choices[0].token_ids) for result in results] == [5, 4]
         assert results[0].choices[0].text.startswith(results[1].choices[0].text)
+
+
+def test_a_line_with_a_url_keeps_what_its_body_says_of_the_queue(pool: str) -> None:
+    said = {"tags": ["of-body"], "metadata": {"a": "b"}, "not_before_s": 600, "deadline_s": 900}
+    line = {"url": "/v1/completions", "body": {"prompt": "hello", "max_tokens": 2, **said}}
+    done = submit(pool, "--jsonl", "-", "--tag", "of-flag", stdin=lines_of([line]))
+    assert json.loads(done.stdout)["state"] == "scheduled", done.stdout
+    with Client(pool) as client:
+        (job,) = client.jobs(tag="of-body").jobs
+        client.cancel(job.job_id)
+    assert (job.metadata, job.tags) == ({"a": "b"}, ("of-body",))
+
+
+def test_a_line_with_texts_to_embed_is_one_embedding(pool: str) -> None:
+    one, two = ({"url": "/v1/embeddings", "body": {"input": texts}} for texts in ("hello", ["hello", "there"]))
+    shown = [json.loads(line) for line in submit(pool, "--jsonl", "-", stdin=lines_of([one, two])).stdout.splitlines()]
+    with Client(pool) as client:
+        assert isinstance(client.result(shown[0]["id"]).output, Embedding)
+    assert shown[1]["error"]["param"] == "input"
+    assert "a line is one job and has one text, not 2" in shown[1]["error"]["message"]
+
+
+def test_every_option_of_the_queue_with_a_help_text_is_a_flag() -> None:
+    listed = run_command("submit", "--help").stdout
+    flagged = [name for name in QueueFields.model_fields if option_of(QueueFields, name).flag]
+    assert {"deadline_s", "ttl_s", "tags", "channel"} <= {*flagged}
+    for name in flagged:
+        flag = {"tags": "tag"}.get(name, name.removesuffix("_s")).replace("_", "-")
+        assert f"--{flag} " in listed
 
 
 def test_a_wrong_line_of_a_file_refuses_only_itself(pool: str) -> None:

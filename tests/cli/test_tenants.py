@@ -43,5 +43,5 @@ def test_a_tenant_is_shown_and_deleted(redis_url: str) -> None:
     left = json.loads(run_command(*command, "--dry-run", "--json").stdout)
     assert (left["num_keys"], left["pools"]) == (0, {})
     with sync_redis.Redis.from_url(redis_url) as redis:
-        assert redis.xlen(keys.outbox(POOL)) == 0
+        assert redis.xlen(keys.untold(POOL)) == 0
         assert [key for key in redis.scan_iter("penstock:*") if b"webhook" in key] == []

@@ -8,10 +8,21 @@ from typing import Any
 
 import msgpack
 import pytest
+from annotated_types import Le
 from fakes.queue.harness import new_id, new_job
 from pydantic import ValidationError
 
-from penstock.contract.job import JobDef, Message, Priority, created_at, is_job_id, pool_of, seed_of
+from penstock.contract.job import (
+    DURATIONS,
+    JobDef,
+    Message,
+    Priority,
+    QueueFields,
+    created_at,
+    is_job_id,
+    pool_of,
+    seed_of,
+)
 from penstock.contract.sampling import (
     MAX_ALTERNATIVE_CHARS,
     MAX_CHOICE_CHARS,
@@ -271,3 +282,12 @@ def test_tool_calls_of_all_messages_of_a_chat_have_one_limit() -> None:
 
 def test_the_time_in_a_job_id_is_in_utc() -> None:
     assert created_at(f"m~3.{UUID}") == datetime(2023, 6, 30, 3, 34, 18, 518000, UTC)
+
+
+@pytest.mark.parametrize(("option", "field"), DURATIONS.items())
+def test_a_duration_may_be_as_long_as_the_milliseconds_of_the_job(option: str, field: str) -> None:
+    longest_s: Any
+    (longest_s,) = (mark.le for mark in QueueFields.model_fields[option].metadata if isinstance(mark, Le))
+    assert getattr(new_job(**{field: 1000 * longest_s}), field) == 1000 * longest_s
+    with pytest.raises(ValidationError):
+        new_job(**{field: 1000 * longest_s + 1})

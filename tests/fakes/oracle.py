@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget, StepCost
+from penstock.gpu_node.engine.speculative.draft_cost import StepCost
 from penstock.gpu_node.engine.speculative.drafter import Drafter, common_odds
+from penstock.gpu_node.engine.speculative.drafts import DraftBudget
 
 
 class Foresight(Drafter):

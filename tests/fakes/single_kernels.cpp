@@ -153,7 +153,7 @@ void penstock_single_logprobs(const float* logits, int vocab, int32_t token, int
 }
 
 KvCache* penstock_single_cache_new(int format, int num_heads, int head_dim, int block_size, int num_blocks) {
-  return new KvCache({(KvFormat)format, 1, num_heads, head_dim, block_size, num_blocks});
+  return new KvCache(std::vector<KvShape>{{(KvFormat)format, num_heads, head_dim, block_size}}, num_blocks);
 }
 
 void penstock_single_cache_free(KvCache* cache) { delete cache; }
@@ -161,13 +161,13 @@ void penstock_single_cache_free(KvCache* cache) { delete cache; }
 // keys, values: [count, head_dim], one of each for a slot.
 void penstock_single_cache_set(KvCache* cache, const int* slots, int count, int head, const float* keys,
                                const float* values) {
-  const size_t dim = cache->shape().head_dim;
-  for (int i = 0; i < count; ++i) cache->set(0, slots[i], head, keys + i * dim, values + i * dim);
+  const size_t dim = cache->layer(0).shape().head_dim;
+  for (int i = 0; i < count; ++i) cache->layer(0).set(slots[i], head, keys + i * dim, values + i * dim);
 }
 
 void penstock_single_cache_get(KvCache* cache, const int* slots, int count, int head, float* keys, float* values) {
-  const size_t dim = cache->shape().head_dim;
-  for (int i = 0; i < count; ++i) cache->get(0, slots[i], head, keys + i * dim, values + i * dim);
+  const size_t dim = cache->layer(0).shape().head_dim;
+  for (int i = 0; i < count; ++i) cache->layer(0).get(slots[i], head, keys + i * dim, values + i * dim);
 }
 
 // queries, out: [count, head_dim]; limits, firsts: [count]; biases: [count] rows or null. `by_span`: computes the
@@ -175,18 +175,19 @@ void penstock_single_cache_get(KvCache* cache, const int* slots, int count, int 
 void penstock_single_attend(const KvCache* cache, const float* queries, const int* limits, const int* firsts,
                             const float* const* biases, int count, const int32_t* block_table, int head, float scale,
                             int by_span, float* out) {
-  const int dim = cache->shape().head_dim, end = *std::max_element(limits, limits + count);
+  const int dim = cache->layer(0).shape().head_dim, end = *std::max_element(limits, limits + count);
   const int first_chunk = *std::min_element(firsts, firsts + count) / kChunk * kChunk;
-  const QueryRows rows{queries, limits, firsts, biases, count, block_table, 0, head, scale, 0, first_chunk, {}};
+  const QueryRows rows{queries, limits, firsts, biases, count, block_table, head, scale, 0, first_chunk, {}};
   std::vector<RowState> states((size_t)num_spans(end) * count);
   if (by_span) {
     for (int span = num_spans(end) - 1; span >= 0; --span) {
-      attend_span(*cache, rows, span * kSpan, std::min(end, (span + 1) * kSpan), &states[(size_t)span * count]);
+      attend_span(cache->layer(0), rows, span * kSpan, std::min(end, (span + 1) * kSpan),
+                  &states[(size_t)span * count]);
     }
     for (int span = 1; span < num_spans(end); ++span)
       for (int r = 0; r < count; ++r) merge(states[r], states[(size_t)span * count + r], dim);
   } else {
-    attend(*cache, rows, end, states.data());
+    attend(cache->layer(0), rows, end, states.data());
   }
   for (int r = 0; r < count; ++r) finish(states[r], dim, out + (size_t)r * dim);
 }

@@ -268,7 +268,7 @@ class System:
                 "replicated submit": sum(one.num_replicated for one in rounds),
             }
         )
-        repeated = sum(node.ledger.counts.repeated_ends for node in self.nodes)
+        repeated = sum(node.held_jobs.counts.repeated_ends for node in self.nodes)
         numbers = repeated, self.client.stats.resubmits, len(self.http.readings), server
         return Outcome(rounds, counts, *numbers, max(told.pauses, default=0.0), problems)
 

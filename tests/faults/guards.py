@@ -118,7 +118,7 @@ MUTANTS = (
         "    answers[at] = same_or(known, job, conflict)",
         "many.py",
     ),
-    Mutant("an end that fails", "finish", "pcall(finish_job, row", "true, finish_job(row", "many.py"),
+    Mutant("an end that fails", "finish", "pcall(finish_job, one", "true, finish_job(one", "many.py"),
     Mutant("tenant check", "attach", " or job.tenant ~= tenant", "", "readers.py"),
     Mutant("terminal once", "cancel", "if is_terminal(job.state) then return job.state end", "", "end.py"),
     Mutant("each asked once", "take", "= may_be_elsewhere(job, lacks)", "= false", "adapters.py"),
@@ -256,8 +256,8 @@ MUTANTS = (
     Mutant(
         "a webhook of each job that asks", "queue", "if job.webhooks ~= '' then note_", "if false then note_", WEBHOOKS
     ),
-    Mutant("bound of the outbox", "queue", "finite(size) >= MAX_OUTBOX", "false", WEBHOOKS),
-    Mutant("size of the outbox", "outbox", "count_now(P .. ':outbox_sizes', ARGV[at + 1], -1)", "", WEBHOOKS),
+    Mutant("bound of the untold ends", "queue", "finite(size) >= MAX_UNTOLD", "false", WEBHOOKS),
+    Mutant("size of the untold ends", "untold", "count_now(P .. ':untold_sizes', ARGV[at + 1], -1)", "", WEBHOOKS),
     Mutant(
         "an event is one delivery",
         "webhooks",
@@ -288,7 +288,7 @@ MUTANTS = (
         "RECORD_BYTES",
         "stored_bytes.py",
     ),
-    Mutant("life of hourly usage", "queue", "USAGE_HOURS * HOUR_MS, job", "USAGE_DAYS * DAY_MS, job", "usage.py"),
+    Mutant("life of hourly usage", "queue", "USAGE_HOURS * HOUR_MS, what", "USAGE_DAYS * DAY_MS, what", "usage.py"),
     Mutant("positions of delayed jobs", "positions", " or DELAYED_JOB end", " or 0 end", "positions.py"),
     Mutant("positions of begun jobs", "positions", " and first == '' and", " and", "positions.py"),
     Mutant(
@@ -304,7 +304,7 @@ MUTANTS = (
     Mutant("open jobs of a tenant", "submit", "own_open >= tenant_open", "false", "limits.py"),
     Mutant("a tenant's part of a limit", "submit", "own >= limit / math.max(1, num_tenants)", "true", "waits.py"),
     Mutant("a tenant's own wait", "submit", "math.min(sum, own_ahead / share)", "sum", "waits.py"),
-    Mutant("a retry counts once", "submit", "if not is_known then", "if true then", "waits.py"),
+    Mutant("a retry counts once", "submit", "if is_known then", "if false then", "waits.py"),
     Mutant(
         "a tenant's tasks are counted down",
         "queue",
@@ -345,7 +345,7 @@ MUTANTS = (
     Mutant(
         "capacity for a tenant below its share",
         "take",
-        "or held_by_tenant == '' or tonumber",
+        "or not held_by_tenant or tonumber",
         "or true or tonumber",
         "tests/queue/test_fair_shares.py",
     ),
@@ -430,9 +430,9 @@ MUTANTS = (
     ),
     # Idempotency and identity
     Mutant("tenant of an id", "submit", " or known.tenant ~= job.tenant then", " then", "submit.py"),
-    Mutant("tenant of an idempotency key", "submit", "tenant .. ':' .. idem)", "idem)", "submit.py"),
+    Mutant("tenant of an idempotency key", "submit", "(job.tenant .. ':' .. job", "(job", "submit.py"),
     Mutant("ids older than records", "submit", "record_life - MAX_AHEAD_MS", "MAX_AGE_MS", "submit.py"),
-    Mutant("ids older than responses", "submit", "response ~= '' and tonumber(keep) or config", "config", "submit.py"),
+    Mutant("ids older than responses", "submit", "job.response ~= '' and job.keep_ms or config", "config", "submit.py"),
     Mutant("ids of a later time", "submit", " or minted - later > MAX_AHEAD_MS", "", "submit.py"),
     Mutant("tenant of a canceled job", "cancel", " or job.tenant ~= tenant", "", "readers.py"),
     Mutant("readers of a job", "prelude", "if count >= MAX_INBOXES then", "if false then", "readers.py"),

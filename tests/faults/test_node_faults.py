@@ -93,7 +93,7 @@ async def test_a_partitioned_node_rejoins_and_serves(redis_server: str, redis: R
                 await asyncio.sleep(0.05)
             again = new_work(POOL, 20)
             await read(client, again)
-            while len(first.ledger):
+            while len(first.held_jobs):
                 await asyncio.sleep(0.01)
         for work in (*works, again):
             work.check()

@@ -20,6 +20,8 @@ import uvicorn
 from fakes.processes.child_process import ChildProcess
 from fakes.processes.fork_client import PARSER, command_of
 from fakes.processes.reference_engine import packed_fake_embedding
+from fastapi import FastAPI
+from starlette.routing import Route
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError, RequestError
@@ -389,3 +391,8 @@ def http(url: str, engine: EchoEngine) -> Iterator[httpx.Client]:
     """A plain HTTP client, for requests that OpenAI's client would not send."""
     with httpx.Client(base_url=url, timeout=60) as client:
         yield client
+
+
+def routes_of(app: FastAPI) -> list[Route]:
+    """The routes that OpenAPI can describe. WebSockets are none."""
+    return [route for route in app.routes if isinstance(route, Route) and route.include_in_schema]

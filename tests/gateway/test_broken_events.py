@@ -51,7 +51,7 @@ async def sent_by(source: TwoEvents) -> tuple[list[bytes], bool]:
 
     scope = {"type": "http", "path": "/v1/responses", "headers": [], "extensions": {}}
     stream = EventStream(source, GatewaySettings(), GatewayMetrics())
-    answering = asyncio.create_task(Drain(stream, errors=ErrorShapes())(scope, receive, send))
+    answering = asyncio.create_task(Drain(stream, errors=ErrorShapes(), metrics=GatewayMetrics())(scope, receive, send))
     await source.has_sent.wait()
     await asyncio.sleep(0)
     answering.cancel()

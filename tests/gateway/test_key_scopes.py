@@ -13,16 +13,17 @@ import redis as sync_redis
 from starlette.testclient import TestClient, WebSocketDenialResponse
 
 from penstock.contract.tenant import UNLIMITED, Scope
-from penstock.gateway.app import create_app
-from penstock.gateway.http.entry import PUBLIC_PATHS, READING_SCOPES, scopes_for
+from penstock.gateway.app import DIALECTS, create_app
+from penstock.gateway.http import entry
+from penstock.gateway.http.entry import READING_SCOPES, scopes_for
 from penstock.gateway.settings import GatewaySettings
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.tenants.key_store import KeyStore
-from tests.gateway.apis.api_docs.test_api_docs import routes_of
-from tests.gateway.conftest import EchoEngine, Stack, clients_with
+from tests.gateway.conftest import EchoEngine, Stack, clients_with, routes_of
 from tests.source_tree import ROOT
 
+PUBLIC_PATHS = entry.PUBLIC_PATHS.union(*(api.public_paths for api in DIALECTS))
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 Callers = dict[Scope, httpx.Client]
 

@@ -14,8 +14,8 @@ from starlette.routing import Route
 from penstock.contract.errors import ForbiddenError, NotFoundError
 from penstock.contract.job import Priority
 from penstock.contract.tenant import UNLIMITED, ApiKey, Terms
-from penstock.gateway.app import create_app
-from penstock.gateway.http.entry import PUBLIC_PATHS
+from penstock.gateway.app import DIALECTS, create_app
+from penstock.gateway.http import entry
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.producer.client.pools import KEYS_TTL_S
@@ -26,6 +26,7 @@ from penstock.queue.tenants.key_store import KeyStore
 MODEL = "acme/echo"
 BODY = {"model": MODEL, "prompt": "hi"}
 PEPPER = "of the tests"
+PUBLIC_PATHS = entry.PUBLIC_PATHS.union(*(api.public_paths for api in DIALECTS))
 
 
 async def add(redis_url, tenant, scopes=("infer",), terms=UNLIMITED, **rights):

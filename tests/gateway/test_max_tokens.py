@@ -15,8 +15,8 @@ from penstock.contract.errors import PromptTooLongError
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.producer.batch.records import Batch
 from penstock.producer.batch.runner import run_batch
-from tests.gateway.apis.websocket.socket_client import socket_to
 from tests.gateway.conftest import EchoEngine, Stack
+from tests.gateway.socket_client import socket_to
 
 MODEL = "acme/strict"
 MAX_MODEL_LEN = 256

@@ -26,7 +26,8 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import Priority
 from penstock.contract.pool import EVENTS, RedisState
-from penstock.gateway.metrics import GatewayMetrics, RedisMetrics
+from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.redis_watch import RedisMetrics
 from penstock.producer.client import ClientStats
 from penstock.producer.client.settings import DECISIONS, decision_of
 from penstock.queue import keys
@@ -200,6 +201,15 @@ def test_metrics_of_pools_are_those_of_redis(fresh, redis_url, engine):
     meanings = re.findall(r"# HELP penstock_client_\w+ (.+)", httpx.get(f"{fresh}/metrics").text)
     # The decisions have a metric of their own, with a label.
     assert len(set(meanings)) == len(fields(ClientStats)) - 1, "each says what it counts"
+
+
+def test_pauses_are_measured_by_what_they_pause(fresh, engine):
+    with httpx.Client(base_url=fresh, timeout=60) as http:
+        assert http.post("/v1/jobs/pause", json={"pool": "echo", "tenant": "acme"}).status_code == 200
+        found = scrape_until(fresh, lambda found: ("penstock_pool_paused_seconds", "echo", "tenant") in found)
+        assert 0 <= found["penstock_pool_paused_seconds", "echo", "tenant"] < 60
+        assert http.post("/v1/jobs/resume", json={"pool": "echo", "tenant": "acme"}).status_code == 200
+        scrape_until(fresh, lambda found: ("penstock_pool_paused_seconds", "echo", "tenant") not in found)
 
 
 def test_own_metrics_are_served_while_redis_is_unreachable(stack, monkeypatch):

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from penstock.gateway.stream.writer import NDJSON, events_in, framing_of
-from tests.gateway.apis.websocket.socket_client import data_of, socket_to
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
+from tests.gateway.socket_client import data_of, socket_to
 
 ACCEPT = {"Accept": "application/x-ndjson"}
 IDS = {**ACCEPT, "X-Penstock-Event-Ids": "true"}

@@ -21,15 +21,16 @@ from penstock.contract.output import Chunk
 from penstock.gateway.apis.openai.encoder import SseEncoder
 from penstock.gateway.app import create_app
 from penstock.gateway.errors import ErrorShape
-from penstock.gateway.request.generation import GenerationRequest, RequestContent
+from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import open_jobs
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.dialect import AnswerHead
 from penstock.gateway.stream.event_stream import batches_of, until_disconnected, while_connected
 from penstock.gateway.stream.writer import KEEP_ALIVE, CallerGoneError, EventWriter, event
 from penstock.producer.client import AsyncClient
-from penstock.producer.openai.parsed_text import PLAIN, ParsedText
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
+from penstock.producer.parsed_body import ParsedBody
+from penstock.producer.parsing.parsed_text import PLAIN, ParsedText
 
 
 class Ticks:
@@ -243,7 +244,7 @@ class FakeClient:
 @pytest.mark.parametrize(("key", "call"), [(None, "cancel"), ("again", "detach")])
 async def test_jobs_with_an_idempotency_key_are_released_and_not_canceled(error, key, call):
     client = FakeClient(error)
-    order = GenerationRequest(RequestContent("m", ["a", "b"], SamplingParams()), idempotency_key=key)
+    order = GenerationRequest(ParsedBody("m", ["a", "b"]), {"idempotency_key": key})
     with pytest.raises(type(error)):
         async with open_jobs(client, order):
             pass
@@ -255,6 +256,7 @@ async def test_a_bug_is_a_500_without_details(caplog):
 
     class Broken:
         feed = control = files = batches = None
+        servers = SimpleNamespace(clock=SimpleNamespace(now_s=None))
         webhooks = SimpleNamespace(queue=None)
 
         async def pools(self) -> None:

@@ -112,7 +112,7 @@ async def test_gateway_whose_inbox_has_ended_is_not_ready():
         is_alive = False
         feed = control = files = batches = None
         webhooks = SimpleNamespace(queue=None)
-        servers = SimpleNamespace(is_split=False)
+        servers = SimpleNamespace(clock=SimpleNamespace(now_s=None), is_split=False)
 
     app = create_app(GatewaySettings(), cast("AsyncClient", Deaf()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
@@ -127,7 +127,7 @@ async def test_gateway_is_not_ready_while_the_only_node_waits_for_its_ranks(trou
         is_alive = True
         feed = control = files = batches = None
         webhooks = SimpleNamespace(queue=None)
-        servers = SimpleNamespace(is_split=False, named={})
+        servers = SimpleNamespace(clock=SimpleNamespace(now_s=None), is_split=False, named={})
 
         async def pools(self, *, renewed: bool = False):
             return {"m": SimpleNamespace(is_alive=True)}

@@ -17,8 +17,8 @@ from fakes.waiting import wait_until
 from penstock.contract.output import PrefillProgress
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.producer.client import AsyncClient
-from tests.gateway.apis.websocket.socket_client import data_of, socket_to
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
+from tests.gateway.socket_client import data_of, socket_to
 
 JOB = "x-penstock-job"
 PROMPT_TOKENS = 8

@@ -25,9 +25,10 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.contract.errors import ConfigError, InvariantError, ProtocolVersionError
-from penstock.contract.job import MAX_PARTICIPANT_NAME_CHARS, JobDef, Message, SamplingParams
+from penstock.contract.job import JobDef, Message, SamplingParams
 from penstock.contract.output import Chunk, Result
 from penstock.contract.pool import PoolRecord
+from penstock.contract.prompt import MAX_PARTICIPANT_NAME_CHARS
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.contract.tools import ToolCall
 from penstock.contract.usage import UsageQuery
@@ -38,7 +39,7 @@ from penstock.gpu_node.engine.text.output import BadWords
 from penstock.gpu_node.engine.worker import EngineLike
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.service import heartbeat
-from penstock.gpu_node.taking import inbox
+from penstock.gpu_node.taking import taker
 from penstock.gpu_node.taking.preparation import MAX_CHARS_ON_LOOP, MAX_LONG_PROMPTS_OF_TENANT
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
@@ -95,7 +96,7 @@ async def test_jobs_are_token_exact_and_leave_nothing_behind(
             log = await broker.log(job.id, 0)
             assert [c.index for c in log] == list(range(len(log)))
             assert [c for c in log if c.outcome] == log[-1:]
-        assert len(node.ledger) == 0
+        assert len(node.held_jobs) == 0
     left = [
         key
         async for key in redis.scan_iter(match="*")
@@ -112,12 +113,12 @@ async def test_a_node_takes_only_what_its_kv_cache_can_hold(redis_url: str, brok
         for job in jobs:
             await broker.submit(Submission(job, 40))
         async with asyncio.timeout(PATIENCE_S):
-            while (largest := node.ledger.expected_usage()[0][-1]) < 80:
+            while (largest := node.held_jobs.expected_usage()[0][-1]) < 80:
                 await asyncio.sleep(0.001)
         engine.holds_at = None
         for job in jobs:
             while (await broker.status(job.id, "default")).outcome is None:
-                largest = max(largest, node.ledger.expected_usage()[0][-1])
+                largest = max(largest, node.held_jobs.expected_usage()[0][-1])
                 await asyncio.sleep(0.001)
         assert largest <= 160
         assert max(engine.batches) <= 4
@@ -280,7 +281,7 @@ async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(
         vars(record)["jobs"] for record in caplog.records if record.message == "the engine died while it held jobs"
     )
     ((lease, job_id),) = held.items()
-    of_lease = node.ledger.of_lease(lease)
+    of_lease = node.held_jobs.of_lease(lease)
     assert of_lease is not None and of_lease.job_id == job_id == job.id
     async with running(redis_url, ReferenceEngine(), lease_ms=3000):
         result = await ended(broker, job)
@@ -292,7 +293,7 @@ async def test_job_that_kills_nodes_is_isolated_and_other_jobs_stay_token_exact(
     redis_url: str, redis: Redis, broker: ProducerBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes are restarted until all jobs have ended; a job that lost two nodes runs alone. No clock helps."""
-    monkeypatch.setattr(inbox, "IDLE_TAKE_S", 3600.0)
+    monkeypatch.setattr(taker, "IDLE_TAKE_S", 3600.0)
 
     class DeadError(BaseException):
         pass
@@ -368,7 +369,7 @@ async def test_a_job_in_whose_steps_ranks_are_lost_becomes_a_dead_letter_and_no_
             assert (result.outcome.state, list(result.choices[0].token_ids)) == ("succeeded", expected(job))
         await broker.submit(Submission(after, 50))
         await ended(broker, after)
-        assert node.ledger.counts.given_back_lost >= 3
+        assert node.held_jobs.counts.given_back_lost >= 3
     assert {(await broker.status(job.id, "default")).losses for job in (before, after)} == {0}
     assert {(await broker.status(job.id, "default")).losses for job in others} <= {0, 1, 2}
     assert await audit(AdminBroker(redis), POOL) == []
@@ -497,7 +498,7 @@ async def test_an_engine_that_hangs_ends_the_node_and_its_jobs_move(redis_url: s
             await broker.submit(Submission(job, 50))
             await until(broker, job, lambda status: status.num_chunks >= 2)
             await asyncio.sleep(1.5)
-            assert node.ledger.job_ids == [job.id]
+            assert node.held_jobs.job_ids == [job.id]
     assert caught.group_contains(InvariantError, match="has made no step")
     release.set()
     async with running(redis_url, ReferenceEngine()):
@@ -525,7 +526,7 @@ async def test_a_hang_counts_as_a_loss_of_the_jobs_in_the_hung_step_alone(
             await until(broker, hung, lambda status: status.num_chunks >= 1)
             await broker.submit(Submission(bystander, 50))
             await asyncio.sleep(1.5)
-            assert set(node.ledger.job_ids) == {hung.id, bystander.id}
+            assert set(node.held_jobs.job_ids) == {hung.id, bystander.id}
     release.set()
     assert (await broker.status(bystander.id, "default")).state == "queued"
     async with running(redis_url, ReferenceEngine()):

@@ -22,7 +22,7 @@ from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.worker import EngineLike
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.held_jobs import HeldJobs
 from penstock.gpu_node.node import Node
 from penstock.queue import keys
 from penstock.queue.broker.node import Taken
@@ -120,7 +120,7 @@ async def test_full_engine_serves_an_interactive_job_at_once_and_no_tokens_chang
         pace.step_s = 0.0
         for job in batch:
             await until(broker, job, "succeeded")
-        assert len(node.ledger) == 0
+        assert len(node.held_jobs) == 0
     assert engine.stats().num_preemptions > 0
     alone = make_engine(**NATIVE)
     for job in (*batch, urgent):
@@ -154,10 +154,10 @@ async def test_preempted_job_moves_to_a_node_with_capacity_and_no_tokens_change(
             await broker.submit(Submission(job, 60))
             await until(broker, job, "running", 1)
         async with running(redis_url, roomy, lease_ms=15_000) as other:
-            while not len(other.ledger):
+            while not len(other.held_jobs):
                 await node.shed_load()
                 await asyncio.sleep(0.005)
-            assert other.ledger.job_ids == [patient.id]
+            assert other.held_jobs.job_ids == [patient.id]
             pace.step_s = 0.0
             for job in (patient, *urgent):
                 await until(broker, job, "succeeded")
@@ -194,7 +194,7 @@ async def test_no_job_is_given_back_without_a_node_with_capacity(redis_url: str,
     async with running(redis_url, engine, drain_s=0) as node:
         for job in batch:
             await until(broker, job, "running", 1)
-        assert sum(job.expected_kv_tokens for job in node.ledger) > 160
+        assert sum(job.expected_kv_tokens for job in node.held_jobs) > 160
         await node.shed_load()
         engine.may_end = True
         for job in batch:
@@ -248,7 +248,7 @@ async def test_node_reports_the_lengths_of_outputs(redis_url: str, broker: Produ
         wanted = (len(job.prompt or "").bit_length(), (20).bit_length(), 20)
         while wanted not in (await broker.pressure(POOL)).nodes[0].predicted_outputs:
             await asyncio.sleep(0.01)
-        assert node.ledger.predicted_outputs == (wanted,)
+        assert node.held_jobs.predicted_outputs == (wanted,)
 
 
 def held(tenant: str = "t", urgency: int = 1, cost: int = 100, max_tokens: int = 200, n: int = 1) -> HeldJob:
@@ -257,54 +257,54 @@ def held(tenant: str = "t", urgency: int = 1, cost: int = 100, max_tokens: int =
     return job
 
 
-def ended(ledger: Ledger, num_tokens: int, kv_token_ms: float) -> None:
+def ended(held_jobs: HeldJobs, num_tokens: int, kv_token_ms: float) -> None:
     job = held()
-    ledger.open(job, 50)
+    held_jobs.open(job, 50)
     job.add_tokens(StepOutput("", 0, 0, tuple(range(num_tokens)), "", "stop"))
     job.kv_token_ms = kv_token_ms
-    ledger.learn(job)
+    held_jobs.learn(job)
 
 
 def test_expected_kv_tokens_use_the_learned_output_length() -> None:
-    ledger = Ledger()
+    held_jobs = HeldJobs()
     before = held()
-    ledger.open(before, 50)
+    held_jobs.open(before, 50)
     assert before.expected_kv_tokens == 50 + 200, "worst case"
     for _ in range(30):
-        ended(ledger, 20, 0)
+        ended(held_jobs, 20, 0)
     after, other_kind = held(), held(max_tokens=1000)
-    ledger.open(after, 50)
-    ledger.open(other_kind, 50)
+    held_jobs.open(after, 50)
+    held_jobs.open(other_kind, 50)
     assert after.expected_kv_tokens == 50 + 20
     assert other_kind.expected_kv_tokens == 50 + 256
 
 
 def test_often_moved_job_reserves_its_longest_possible_output() -> None:
-    ledger = Ledger(max_model_len=120)
+    held_jobs = HeldJobs(max_model_len=120)
     moved = held(max_tokens=1000)
     moved.taken = replace(moved.taken, preemptions=3)
-    ledger.open(moved, 50)
+    held_jobs.open(moved, 50)
     assert moved.expected_kv_tokens == moved.max_kv_tokens == 50 + 70
     fresh = held(max_tokens=60)
-    ledger.open(fresh, 50)
+    held_jobs.open(fresh, 50)
     assert (fresh.expected_kv_tokens, fresh.max_kv_tokens) == (50 + 60, 50 + 60)
 
 
 def test_hold_time_is_learned_from_ended_jobs() -> None:
-    ledger = Ledger()
-    assert ledger.hold_ms == HOLD_MS
+    held_jobs = HeldJobs()
+    assert held_jobs.hold_ms == HOLD_MS
     for _ in range(200):
-        ended(ledger, 20, kv_token_ms=100 * 70.0)
-    assert ledger.hold_ms == pytest.approx(70, rel=0.01)
+        ended(held_jobs, 20, kv_token_ms=100 * 70.0)
+    assert held_jobs.hold_ms == pytest.approx(70, rel=0.01)
 
 
 def test_expected_usage_of_a_level_includes_more_urgent_levels() -> None:
-    ledger = Ledger()
+    held_jobs = HeldJobs()
     for urgency, n in ((0, 1), (2, 3)):
         job = held(urgency=urgency, n=n)
-        ledger.add(job)
-        ledger.open(job, 10)
-    assert ledger.expected_usage() == ((210, 210, *(210 + 610,) * 4), (1, 1, *(4,) * 4))
+        held_jobs.add(job)
+        held_jobs.open(job, 10)
+    assert held_jobs.expected_usage() == ((210, 210, *(210 + 610,) * 4), (1, 1, *(4,) * 4))
 
 
 def test_interrupted_job_is_charged_as_predicted_and_a_job_that_never_ran_is_not_charged() -> None:

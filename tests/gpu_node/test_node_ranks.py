@@ -140,5 +140,7 @@ async def test_a_node_of_another_shape_continues_a_job_to_the_bit(
             is_stopped.set()
             async for chunk in chunks:
                 tokens += chunk.token_ids
-            assert len(first.ledger) == 0 and engine.stats().decode_tokens < len(tokens), "the other one made the rest"
+            assert len(first.held_jobs) == 0 and engine.stats().decode_tokens < len(tokens), (
+                "the other one made the rest"
+            )
     assert tuple(tokens) == wanted

@@ -38,7 +38,7 @@ async def test_a_cold_pool_refuses_foreground_work_that_would_wait_too_long(
                 await asyncio.sleep(0.02)
         assert pressure.background_cost_per_s == pressure.drain_cost_per_s
         assert not engine.has_work()
-        assert len(node.ledger) == 0
+        assert len(node.held_jobs) == 0
         cost = round(100 * pressure.drain_cost_per_s)
         # Each of these jobs fills the node, so the second one is queued, and the third one would wait for it.
         submissions = (broker.submit(Submission(new_job(background=False), cost)) for _ in range(20))
@@ -57,7 +57,7 @@ async def test_a_job_ends_the_measurement(redis_url: str, make_engine: MakeEngin
         job = new_job(max_tokens=400)
         await broker.submit(Submission(job, 400))
         async with asyncio.timeout(PATIENCE_S):
-            while not len(node.ledger):
+            while not len(node.held_jobs):
                 await asyncio.sleep(0.005)
             await node.measure_steps()
             while (await broker.status(job.id, "default")).outcome is None:

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from penstock.contract import job, sampling, tools
+from penstock.contract import job, prompt, sampling, tools
 from penstock.contract.channel import MAX_CHANNEL_NAME_CHARS
 from penstock.contract.job import MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS
 from penstock.contract.output import MAX_LOGPROBS
 from penstock.gateway.http.protocol import MAX_HEAD_BYTES
-from penstock.gateway.request.generation import MAX_CHOICES_OF_REQUEST
 from penstock.gateway.request.reading import MAX_KEY_CHARS
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.openai.bodies import MAX_PROMPTS
+from penstock.producer.parsed_body import MAX_CHOICES_OF_REQUEST
 
 MAX_BODY_BYTES: int = GatewaySettings.model_fields["max_body_bytes"].default
 MAX_MODEL_CHARS = 256
@@ -108,7 +108,7 @@ LIMITS: dict[str, tuple[int, Limited]] = {
         lambda v: {"structured_outputs": {"json": '{"type": "null"}'.ljust(v)}},
     ),
     "name of a participant": (
-        job.MAX_PARTICIPANT_NAME_CHARS,
+        prompt.MAX_PARTICIPANT_NAME_CHARS,
         lambda v: {"messages": [{"role": "user", "content": "x", "name": "n" * v}]},
     ),
     "template variables": (

@@ -25,8 +25,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
 
+from penstock.contract.durability import FSYNC
 from penstock.contract.errors import ConfigError, UnsupportedDurabilityError
-from penstock.contract.job import FSYNC
 from penstock.contract.job_actions import JobFilter
 from penstock.contract.tenant import UNLIMITED
 from penstock.contract.usage import UsageQuery
@@ -64,7 +64,7 @@ RUNS = {
         "positions",
         "ack",
         "delete_response",
-        "outbox",
+        "untold",
         "webhooks",
         "files",
     ),

@@ -11,7 +11,7 @@ from typer.main import get_command
 
 from penstock.cli.main import app
 from penstock.gateway.settings import GatewaySettings
-from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.held_jobs import HeldJobs
 from penstock.gpu_node.monitor.engine_metrics import vllm_metrics
 from penstock.gpu_node.settings import NodeSettings
 from tests.ops.known_metrics import STATS, known_metrics, sources
@@ -38,7 +38,7 @@ def test_the_page_of_metrics_names_only_metrics_that_exist() -> None:
 
 
 def test_the_page_of_metrics_names_vllms_metrics() -> None:
-    told = {metric.name for metric in vllm_metrics(Ledger(), STATS, NodeSettings(model="m", redis_url="unix://x"))}
+    told = {metric.name for metric in vllm_metrics(HeldJobs(), STATS, NodeSettings(model="m", redis_url="unix://x"))}
     named = set(re.findall(r"(vllm:\w+?)(?:_total)?`", METRICS))
     assert len(named) > 10
     assert named - told - {"vllm:healthy_pods", "vllm:num_incoming_requests", "vllm:current_qps"} == set()

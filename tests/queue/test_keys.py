@@ -65,7 +65,7 @@ def _writes(text: str) -> set[str]:
         variables |= {name: key for name, value in found if (key := _key(value, {}))}
     text = re.sub(r"\bpcall\((\w+), ", r"\1(", text)
     written = set()
-    for command, rest in re.findall(r"redis\.p?call\('(\w+)', (?=(.+))", text):
+    for command, rest in re.findall(r"(?:redis\.p?call|\bsure)\('(\w+)', (?=(.+))", text):
         key, *values = _split(rest)
         if not READS.fullmatch(command) and command not in OTHER_READS and values != ["''"]:
             written.add(_key(key, variables) or key)

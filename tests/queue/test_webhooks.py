@@ -1,4 +1,4 @@
-"""The ends of jobs in the outbox of a pool, and the deliveries that come of them: bounded, leased and told once."""
+"""The untold ends of the jobs of a pool, and the deliveries that come of them: bounded, leased and told once."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ async def test_every_end_of_a_job_is_noted_in_the_step_that_ends_it(queue: Queue
     dead = await queue.running(node, **named)
     await queue.kill(node)
 
-    assert await queue.redis.hgetall(f"{P}:outbox_sizes") == {TENANT.encode(): b"5"}
+    assert await queue.redis.hgetall(f"{P}:untold_sizes") == {TENANT.encode(): b"5"}
     assert await DeliveryQueue(queue.redis).collect([POOL, "another"]) == 5
-    assert not await queue.redis.exists(f"{P}:outbox_sizes")
+    assert not await queue.redis.exists(f"{P}:untold_sizes")
     assert await DeliveryQueue(queue.redis).collect([POOL]) == 0
     taken = await take(queue.redis)
     assert {one.object_id: one.type for one in taken} == {
@@ -112,7 +112,7 @@ async def test_death_between_recording_and_removing_an_end_delivers_it_once(
     original = scripts.call
 
     async def dying(redis: Redis, name: str, *arguments: Any) -> Any:
-        if name == "outbox":
+        if name == "untold":
             raise UnavailableError("killed", code="killed")
         return await original(redis, name, *arguments)
 
@@ -127,15 +127,15 @@ async def test_death_between_recording_and_removing_an_end_delivers_it_once(
     assert not await queue.redis.exists(f"{keys.WEBHOOKS}:pending")
 
 
-async def test_full_or_damaged_outbox_keeps_no_job_from_ending(queue: Queue) -> None:
+async def test_full_or_damaged_list_of_untold_ends_keeps_no_job_from_ending(queue: Queue) -> None:
     endpoint, node = await create(queue.redis), await queue.node()
-    await queue.redis.hset(f"{P}:outbox_sizes", mapping={TENANT: 100_000})
+    await queue.redis.hset(f"{P}:untold_sizes", mapping={TENANT: 100_000})
     await end(queue, node, endpoint)
-    assert not await queue.redis.exists(f"{P}:outbox")
+    assert not await queue.redis.exists(f"{P}:untold")
     assert await queue.redis.hget(f"{P}:counts", "webhooks_dropped") == b"1"
     await end(queue, node, endpoint, tenant="another")
-    assert await queue.redis.xlen(f"{P}:outbox") == 1
-    for key in (f"{P}:outbox", f"{P}:outbox_sizes"):
+    assert await queue.redis.xlen(f"{P}:untold") == 1
+    for key in (f"{P}:untold", f"{P}:untold_sizes"):
         await queue.redis.delete(key)
         await queue.redis.set(key, "damaged")
         await end(queue, node, endpoint)
@@ -246,12 +246,12 @@ async def test_deliveries_of_a_deleted_endpoint_are_dropped(redis: Redis) -> Non
 
 async def test_ends_of_one_tenant_are_dropped(queue: Queue) -> None:
     endpoint, node = await create(queue.redis), await queue.node()
-    for number in range(deliveries.OUTBOX_PAGE + 2):
+    for number in range(deliveries.UNTOLD_PAGE + 2):
         await end(queue, node, endpoint, tenant=("zeta", TENANT)[number % 2])
     await DeliveryQueue(queue.redis).drop_ends("zeta", POOL)
-    left = deliveries.OUTBOX_PAGE // 2 + 1
-    assert await queue.redis.hgetall(f"{P}:outbox_sizes") == {TENANT.encode(): str(left).encode()}
-    assert await queue.redis.xlen(f"{P}:outbox") == left
+    left = deliveries.UNTOLD_PAGE // 2 + 1
+    assert await queue.redis.hgetall(f"{P}:untold_sizes") == {TENANT.encode(): str(left).encode()}
+    assert await queue.redis.xlen(f"{P}:untold") == left
 
 
 async def test_a_tenant_has_few_endpoints(redis: Redis) -> None:

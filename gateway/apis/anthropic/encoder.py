@@ -13,11 +13,11 @@ from starlette.types import Scope
 
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.output import Chunk, FinishReason, Usage
-from penstock.gateway.apis.anthropic.schemas import SHOWS_THINKING
 from penstock.gateway.errors import ID_HEADER as COMMON_ID_HEADER
 from penstock.gateway.errors import ErrorShape, retry_headers
 from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.writer import error_event
+from penstock.producer.anthropic.bodies import SHOWS_THINKING
 from penstock.producer.anthropic.message import (
     WholeMessage,
     error_body,
@@ -31,9 +31,9 @@ from penstock.producer.anthropic.message import (
     whole_usage_of,
     without_stop,
 )
-from penstock.producer.openai.parsed_text import PLAIN, AnswerReader, ParsedText
 from penstock.producer.openai.render import is_cut
-from penstock.producer.openai.tool_calls import Call
+from penstock.producer.parsing.parsed_text import PLAIN, AnswerReader, ParsedText
+from penstock.producer.parsing.tool_calls import Call
 from penstock.queue.results import PackedResult
 
 # Errors in Anthropic's shape, with its types and status codes.

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.errors import RequestError
-from penstock.gateway.apis.anthropic.encoder import AnthropicErrors, MessagesDialect
+from penstock.gateway.apis.anthropic.encoder import AnthropicErrors, MessagesDialect, names_version
 from penstock.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
-from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.http.dialect import HttpDialect, RouteIf, Services
+from penstock.gateway.http.models import model_for, models_for
+from penstock.gateway.http.pages import ids_of_page, list_of
 from penstock.gateway.request.jobs import count_prompt_tokens
 from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.route_doc import RouteDoc
@@ -51,9 +52,6 @@ class CountTokens:
 
 # Anthropic's shape of the list of models, and its pages.
 
-DEFAULT_LIMIT = 20
-MAX_LIMIT = 1000
-
 
 def model_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model in Anthropic's shape. `model` is one in OpenAI's shape."""
@@ -66,39 +64,24 @@ def model_of(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def ids_of_page(ids: Sequence[str], query: Mapping[str, str], what: str) -> tuple[Sequence[str], bool]:
-    """Return the ids that `limit`, `after_id` and `before_id` of the query choose, and whether there are more.
-
-    Raises RequestError. `what` names an object in the error for an unknown id.
-    """
-    limit, after, before = query.get("limit", str(DEFAULT_LIMIT)), query.get("after_id"), query.get("before_id")
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LIMIT:
-        raise RequestError(f"limit: must be a number from 1 to {MAX_LIMIT}", param="limit")
-    if after is not None and before is not None:
-        raise RequestError("before_id: conflicts with after_id; send one of them", param="before_id")
-    for name, given in (("after_id", after), ("before_id", before)):
-        if given is not None and given not in ids:
-            raise RequestError(f"{name}: there is no {what} {given[:256]!r}", param=name)
-    if before is not None:
-        rest = ids[: ids.index(before)]
-        page = rest[-int(limit) :]
-    else:
-        rest = ids if after is None else ids[ids.index(after) + 1 :]
-        page = rest[: int(limit)]
-    return page, len(page) < len(rest)
-
-
-def list_of(objects: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """Return Anthropic's list object of a page."""
-    ends = (objects[0]["id"], objects[-1]["id"]) if objects else (None, None)
-    return {"data": objects, "has_more": has_more, "first_id": ends[0], "last_id": ends[1]}
-
-
 def page_of(models: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """Return the page of models that `limit`, `after_id` and `before_id` of the query choose."""
     by_id = {model["id"]: model for model in models}
     ids, has_more = ids_of_page([*by_id], query, "model")
     return list_of([model_of(by_id[one]) for one in ids], has_more=has_more)
+
+
+def _model_routes(client: AsyncClient) -> list[Route]:
+    """Return the routes of the list of models, for requests with Anthropic's header."""
+
+    async def list_models(request: Request) -> Response:
+        return JSONResponse(page_of(await models_for(client, request), request.query_params))
+
+    async def retrieve_model(request: Request) -> Response:
+        return JSONResponse(model_of(await model_for(client, request, request.path_params["model"])))
+
+    path = "/v1/models"
+    return [RouteIf(path, list_models, names_version), RouteIf(f"{path}/{{model:path}}", retrieve_model, names_version)]
 
 
 # `POST /v1/messages` and `POST /v1/messages/count_tokens`.
@@ -111,6 +94,7 @@ def _routes(services: Services) -> list[Route]:
     return [
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        *_model_routes(services.client),
     ]
 
 

@@ -10,9 +10,6 @@ from penstock.contract.sampling import SamplingParams
 from penstock.gateway.request.generation import QueuedBody
 from penstock.producer.anthropic.bodies import ConversationBody, MessageBody, OutputConfig
 
-SHOWS_THINKING = "shows_thinking"
-"""The option of an answer whose reasoning is returned as thinking blocks."""
-
 if TYPE_CHECKING:
     _Queued = QueuedBody
 else:
@@ -23,10 +20,6 @@ class MessagesRequest(MessageBody, _Queued):
     """Body of `POST /v1/messages`."""
 
     endpoint: ClassVar[Endpoint] = MESSAGES
-
-    def options(self) -> dict[str, Any]:
-        """Return the options of the answer that no other API has."""
-        return {SHOWS_THINKING: self.shows_thinking}
 
 
 class CountTokensRequest(ConversationBody, QueuedBody):

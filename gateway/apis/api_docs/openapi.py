@@ -1,4 +1,4 @@
-"""The OpenAPI document, built from the app's routes, and what shows it: `/`, `/version`, `/openapi.json`, `/docs`.
+"""The OpenAPI document, built from the app's routes, and the page that shows it.
 
 FastAPI describes its own routes. A plain route is described by the `schema` of its body and by its `RouteDoc`. So a new
 route or field is in the document without further work.
@@ -6,7 +6,6 @@ route or field is in the document without further work.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import warnings
@@ -16,18 +15,15 @@ from html import escape
 from importlib.metadata import version
 from typing import Any, cast
 
-from fastapi import APIRouter, Request, Response
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse
 from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
-from penstock.gateway.apis.web.routes import PAGE, asset_response, wants_page
-from penstock.gateway.http.entry import PUBLIC_PATHS, scopes_for
-from penstock.gateway.request.generation import RequestBody
-from penstock.gateway.route_doc import EXAMPLE_MODEL, PROBE_METHODS, TEXT, RouteDoc, object_of
+from penstock.gateway.http.entry import scopes_for
+from penstock.gateway.route_doc import EXAMPLE_MODEL, TEXT, RouteDoc, object_of
 from penstock.gateway.stream.writer import EVENT_STREAM, NDJSON
+from penstock.producer.parsed_body import RequestBody
 
 VERSION = version("penstock-llm")
 """The release of this gateway."""
@@ -59,7 +55,9 @@ _UNUSED = ("HTTPValidationError", "ValidationError")
 """Schemas of FastAPI's own validation errors, which this gateway answers in the form of `Error`."""
 
 
-def document_of(routes: Sequence[Route], bodies: tuple[type[RequestBody], ...]) -> dict[str, Any]:
+def document_of(
+    routes: Sequence[Route], bodies: tuple[type[RequestBody], ...], public_paths: frozenset[str]
+) -> dict[str, Any]:
     """Return the OpenAPI document of these routes, which take these bodies."""
     own = [route for route in routes if isinstance(route, APIRoute)]
     with warnings.catch_warnings():
@@ -77,7 +75,7 @@ def document_of(routes: Sequence[Route], bodies: tuple[type[RequestBody], ...]) 
             paths.setdefault(route.path_format, {}).update(_operations_of(route, refs, definitions))
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, method, operation in operations_in(document):
-        _finish(path, method, operation)
+        _finish(path, method, operation, is_public=path in public_paths)
     document["paths"] = dict(sorted(paths.items()))
     return document
 
@@ -125,7 +123,7 @@ def _operations_of(route: Route, refs: dict[type[RequestBody], Any], definitions
     return {method.lower(): dict(operation) for method in sorted(route.methods or ())}
 
 
-def _finish(path: str, method: str, operation: dict[str, Any]) -> None:
+def _finish(path: str, method: str, operation: dict[str, Any], *, is_public: bool) -> None:
     """Add what all operations share."""
     operation["operationId"] = "_".join([method, *re.findall(r"\w+", path)]) if path != "/" else f"{method}_index"
     operation["responses"].pop("422", None)
@@ -134,7 +132,7 @@ def _finish(path: str, method: str, operation: dict[str, Any]) -> None:
     operation["summary"] = summary or operation.get("summary") or path
     if rest.strip():
         operation["description"] = rest.strip()
-    if path not in PUBLIC_PATHS:
+    if not is_public:
         # The key needs one of these scopes. The empty requirement stands for a gateway without API keys.
         operation["security"] = [*({"key": [scope]} for scope in scopes_for(method.upper(), path)), {}]
 
@@ -265,65 +263,3 @@ def _marked(text: str) -> str:
     """Escape a text; what stands in backticks becomes code."""
     parts = escape(text).split("`")
     return "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
-
-
-# `GET /`, `/version`, `/openapi.json` and `/docs`.
-#
-# They are public: they describe the release, and reveal nothing about its models, tenants and settings.
-
-_PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-
-
-class ApiDocs:
-    """The description of the API, and its routes. It is rendered once, for the first request that asks for it.
-
-    That takes a tenth of a second. So a thread does it, and no gateway's start waits for it.
-    """
-
-    def __init__(self, others: Sequence[Route], bodies: Sequence[type[RequestBody]]) -> None:
-        """`others` are the gateway's routes beside these, and `bodies` the schemas of all bodies."""
-        self.router = APIRouter()
-        self.router.add_api_route("/", self.index, methods=PROBE_METHODS)
-        self.router.add_api_route("/version", self.version, methods=PROBE_METHODS)
-        self.router.add_api_route("/openapi.json", self.openapi, methods=PROBE_METHODS)
-        self.router.add_api_route("/docs", self.docs, methods=PROBE_METHODS, response_class=HTMLResponse)
-        own = [route for route in self.router.routes if isinstance(route, Route)]
-        self._routes, self._bodies = [*others, *own], tuple(bodies)
-        described = [route for route in self._routes if route.include_in_schema]
-        operations = sorted((route.path_format, method) for route in described for method in route.methods or ())
-        self._endpoints = [f"{method} {path}" for path, method in operations if method != "HEAD"]
-        self._rendering = asyncio.Lock()
-        self._rendered: tuple[bytes, str] | None = None
-
-    async def index(self, request: Request, response: Response) -> Any:
-        """Return what this server is, and its endpoints. A browser gets the web page instead."""
-        if wants_page(request):
-            return asset_response(request, PAGE)
-        response.headers["Vary"] = "Accept"
-        links = {"docs": "/docs", "openapi": "/openapi.json"}
-        return {"name": "penstock", "version": VERSION, **links, "endpoints": self._endpoints}
-
-    async def version(self) -> dict[str, str]:
-        """Return the release of this gateway."""
-        return {"version": VERSION}
-
-    async def openapi(self) -> Response:
-        """Return the OpenAPI document of this gateway."""
-        document, _ = await self._texts()
-        return Response(document, media_type="application/json")
-
-    async def docs(self) -> Response:
-        """Return the API's documentation as a page."""
-        _, page = await self._texts()
-        return HTMLResponse(page, headers=_PAGE_HEADERS)
-
-    async def _texts(self) -> tuple[bytes, str]:
-        async with self._rendering:
-            if self._rendered is None:
-                self._rendered = await asyncio.to_thread(self._render)
-            return self._rendered
-
-    def _render(self) -> tuple[bytes, str]:
-        """Return the document as JSON, and the page."""
-        document = document_of(self._routes, self._bodies)
-        return json.dumps(document, ensure_ascii=False).encode(), page_of(document)

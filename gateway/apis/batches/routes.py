@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -14,18 +13,20 @@ from starlette.routing import Route
 from penstock.contract.errors import RequestError
 from penstock.contract.fields import Named
 from penstock.contract.problems import request_error
-from penstock.gateway.apis.files.routes import FileContent, content_of, ids_after, limit_of, page_of, query_of
-from penstock.gateway.apis.files.upload import MAX_LIFE_S
 from penstock.gateway.errors import soon
 from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.http.file_content import FileContent, content_of
+from penstock.gateway.http.pages import ids_after, limit_of, page_of, query_of
+from penstock.gateway.http.stored_batches import RUN_BATCHES, progress_of
 from penstock.gateway.request.reading import RequestReader, caller_of, idempotency_key_of
-from penstock.producer.batch.request import ROWS
+from penstock.producer.batch.endpoints import ENDPOINTS
+from penstock.producer.batch.finished import ERROR, OUTPUT
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
 from penstock.producer.stored_batches.parts import parts_content
-from penstock.producer.stored_batches.rows import ERROR, OUTPUT
 from penstock.queue.files.batch import BatchRecord, BatchSpec, is_batch_id, is_of_messages, new_batch_id, window_s
 from penstock.queue.files.batch_records import no_batch
+from penstock.queue.files.file_records import MAX_LIFE_S
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 _TIMES = (*("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"),)
@@ -85,18 +86,6 @@ def batch_object(batch: BatchRecord, now_s: float) -> dict[str, Any]:
     }
 
 
-def progress_of(batch: BatchRecord, now_s: float) -> dict[str, Any]:
-    """Return our own fields of a batch: whether it is paused, why it waits, its speed and its expected end."""
-    left = batch.num_rows - batch.num_completed - batch.num_failed
-    is_measured = batch.status == "in_progress" and batch.rows_per_s > 0 and not batch.is_paused
-    return {
-        "paused": batch.is_paused,
-        "waiting": batch.waiting or None,
-        "rows_per_second": batch.rows_per_s if is_measured else None,
-        "expected_end_at": int(now_s + left / batch.rows_per_s) if is_measured else None,
-    }
-
-
 class BatchRoutes:
     """The routes of batches."""
 
@@ -125,8 +114,8 @@ class BatchRoutes:
             body = CreateBatch.model_validate_json(await self._reader.small_json(request))
         except ValidationError as error:
             raise request_error(error) from None
-        if body.endpoint not in ROWS:
-            raise RequestError(f"endpoint must be one of {', '.join(sorted(ROWS))}", param="endpoint")
+        if body.endpoint not in ENDPOINTS:
+            raise RequestError(f"endpoint must be one of {', '.join(sorted(ENDPOINTS))}", param="endpoint")
         caller, key = caller_of(request), idempotency_key_of(request)
         life_s = None if body.output_expires_after is None else body.output_expires_after.seconds
         spec = BatchSpec(
@@ -152,7 +141,7 @@ class BatchRoutes:
             all_ids = await self._records.ids(caller_of(request).tenant)
             ids = ids_after([one for one in all_ids if not is_of_messages(one)], query.get("after"))
             batches = await self._records.several(ids[: limit + 1])
-        return page_of([batch_object(batch, time.time()) for batch in batches], limit)
+        return page_of([batch_object(batch, self._records.now_s()) for batch in batches], limit)
 
     async def retrieve_batch(self, request: Request, batch_id: str) -> dict[str, Any]:
         """Return a batch: its state, counts, usage and files."""
@@ -205,7 +194,7 @@ class BatchRoutes:
         return await self._shown(batch_id, tenant)
 
     async def _shown(self, batch_id: str, tenant: str) -> dict[str, Any]:
-        return batch_object(await self._records.find(_checked_id(batch_id), tenant), time.time())
+        return batch_object(await self._records.find(_checked_id(batch_id), tenant), self._records.now_s())
 
 
 def _checked_id(batch_id: str) -> str:
@@ -219,4 +208,4 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     return [BatchRoutes(services.client, services.reader, services.files).router]
 
 
-BATCHES = HttpDialect(_routes, bodies=())
+BATCHES = HttpDialect(_routes, background=RUN_BATCHES)

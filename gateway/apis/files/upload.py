@@ -5,23 +5,21 @@ The multipart form is read as it arrives: its file goes on in pieces, and its fi
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
-from penstock.contract.errors import BusyError, RequestError, TooLargeError
+from penstock.contract.errors import RequestError, TooLargeError
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.request.reading import caller_of, idempotency_key_of
+from penstock.gateway.request.uploads import UploadSlots, UploadTime, timed_upload
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.files.service import Files, Upload
-from penstock.producer.files.storage import FilesSettings
-from penstock.queue.files.file_records import MAX_NAME_CHARS, PURPOSES
+from penstock.queue.files.file_records import MAX_LIFE_S, MAX_NAME_CHARS, PURPOSES
 from penstock.runtime.event_loop import LoopYielder
 
 # The form.
@@ -170,74 +168,6 @@ class FormReader:
 
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = ("purpose", "file", _ANCHOR, _SECONDS)
-MAX_LIFE_S = 10 * 365 * 86_400
-_RETRY_MS = 5_000
-
-
-class UploadTime:
-    """The time that a client has to send a form: as much as any body, and more with each KiB that has arrived."""
-
-    def __init__(self, limit: asyncio.Timeout, *, first_s: float, bytes_per_s: float) -> None:
-        self._limit = limit
-        self._bytes_per_s = bytes_per_s
-        self._due_s = asyncio.get_running_loop().time() + first_s
-        limit.reschedule(self._due_s)
-
-    def received(self, num_bytes: int) -> None:
-        """Note received bytes."""
-        self._due_s += num_bytes / self._bytes_per_s
-        self._limit.reschedule(self._due_s)
-
-    @contextmanager
-    def standing_still(self) -> Iterator[None]:
-        """Let the block take no time: the storage is slow, not the client."""
-        clock = asyncio.get_running_loop().time
-        began_s = clock()
-        self._limit.reschedule(None)
-        try:
-            yield
-        finally:
-            self._due_s += clock() - began_s
-            self._limit.reschedule(self._due_s)
-
-
-@asynccontextmanager
-async def timed_upload(settings: FilesSettings, first_s: float, what: str) -> AsyncIterator[UploadTime]:
-    """Limit the time of an upload in the block: no least rate holds for its first seconds.
-
-    Raises RequestError for a client that is too slow or disconnects.
-    """
-    rate = settings.min_upload_kib_per_s
-    try:
-        async with asyncio.timeout(None) as limit:
-            yield UploadTime(limit, first_s=first_s, bytes_per_s=rate * 1024)
-    except TimeoutError:
-        message = f"the {what} arrives too slowly: beyond {first_s:g} s, at least {rate:g} KiB per second must arrive"
-        raise RequestError(message, code="body_timeout") from None
-    except ClientDisconnect:
-        raise RequestError("the body ends early", code="body_incomplete") from None
-
-
-class UploadSlots:
-    """How many uploads of one kind a gateway receives at once: `limit` of a tenant, and four times as many in all."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._num_open: Counter[str] = Counter()
-
-    @contextmanager
-    def taken(self, tenant: str) -> Iterator[None]:
-        """Take a slot for the block. Raises BusyError if none is free."""
-        limit = self._limit
-        if self._num_open[tenant] >= limit or self._num_open.total() >= 4 * limit:
-            message = f"too many uploads at once: {limit} of a tenant and {4 * limit} in all are received at a time"
-            raise BusyError(message, code="uploads_busy", retry_after_ms=_RETRY_MS)
-        self._num_open[tenant] += 1
-        try:
-            yield
-        finally:
-            self._num_open[tenant] -= 1
-            self._num_open += Counter()  # drops tenants with 0
 
 
 class Uploads:

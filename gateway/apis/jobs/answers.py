@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.errors import NotFoundError, PenstockError, RequestError, StreamDivergedError
+from penstock.contract.errors import NotFoundError, PenstockError, RequestError, StreamDivergedError, error_of
 from penstock.contract.output import Chunk, Usage
 from penstock.contract.tasks import Embed
 from penstock.gateway.budget import SharedBudget
@@ -241,5 +241,8 @@ class JobEvents(EventSource):
             async for batch in batches:
                 if isinstance(batch, Waiting):
                     await writer.write(encoder.waiting(job.id, batch.update))
-                else:
-                    await chunks.write(batch)
+                    continue
+                await chunks.write(batch)
+                outcome = batch[-1].outcome
+                if outcome is not None and outcome.state != "succeeded":
+                    meter.failed(error_of(outcome), counts=False)

@@ -5,10 +5,10 @@ A caller sees only the jobs of its own tenant; others do not exist for it.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,16 +23,15 @@ from penstock.contract.pool import notice_of
 from penstock.contract.problems import rename
 from penstock.gateway.apis.jobs.answers import JobAnswer, JobEvents, links_of, stream_start_of
 from penstock.gateway.apis.jobs.control import ALL_TENANTS, ControlRoutes
-from penstock.gateway.apis.jobs.schemas import RESPONSES_URL, JobRequest
-from penstock.gateway.apis.responses.create import ConversationReader
+from penstock.gateway.apis.jobs.schemas import JobRequest
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body, soon
-from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.http.dialect import Complete, HttpDialect, Services
 from penstock.gateway.metrics import StreamMeter
 from penstock.gateway.open_feeds import FeedPlace, OpenFeeds
 from penstock.gateway.request.encoding import JOBS_PATH, MAX_LIST_ITEMS, ListItem
-from penstock.gateway.request.generation import GenerationRequest, ParsedBody
-from penstock.gateway.request.jobs import check_logprobs, submit_options
+from penstock.gateway.request.generation import GenerationRequest
+from penstock.gateway.request.jobs import check_logprobs
 from penstock.gateway.request.reading import (
     AFTER,
     LAST_EVENT_HEADER,
@@ -51,6 +50,7 @@ from penstock.producer.client.completions import Completion, CompletionCursor, C
 from penstock.producer.client.job_objects import completion_object, job_object, queue_members
 from penstock.producer.client.many import SubmitRequest
 from penstock.producer.client.request import Prompt, choose_pool
+from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.broker.producer import Submitted
 from penstock.runtime.event_loop import LoopYielder
 
@@ -73,9 +73,12 @@ class CompletionEvents(EventSource):
         start: CompletionCursor,
         tag: str | None,
         yielder: LoopYielder,
+        stopping: asyncio.Event,
     ) -> None:
+        """`stopping` ends the stream, because the gateway stops. Its cursor has been sent."""
         self._feed = feed
         self._open_feeds = open_feeds
+        self._stopping = stopping
         self._start = start
         self._tag = tag
         self._yielder = yielder
@@ -94,7 +97,7 @@ class CompletionEvents(EventSource):
         await writer.write(_cursor_event(sent))
         sent_s = time.monotonic()
         async for page in self._feed.pages(sent, self._tag):
-            if self._open_feeds.is_stopped:
+            if self._stopping.is_set():
                 return
             for at in range(0, len(page.events), _EVENTS_AT_ONCE):
                 part = page.events[at : at + _EVENTS_AT_ONCE]
@@ -130,11 +133,20 @@ def _cursor_object(cursor: CompletionCursor) -> dict[str, Any]:
 class FeedRoutes:
     """The routes of the completions of a caller's tenant."""
 
-    def __init__(self, client: AsyncClient, answers: Answers, open_feeds: OpenFeeds, yielder: LoopYielder) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        answers: Answers,
+        open_feeds: OpenFeeds,
+        yielder: LoopYielder,
+        stopping: asyncio.Event,
+    ) -> None:
+        """`stopping` ends all streams, because the gateway stops."""
         self._feed = client.feed
         self._answers = answers
         self._yielder = yielder
         self._open_feeds = open_feeds
+        self._stopping = stopping
         self.router = APIRouter()
         self.router.add_api_route("/v1/jobs/events", self.events)
         self.router.add_api_route("/v1/jobs/events/cursor", self.cursor)
@@ -152,7 +164,7 @@ class FeedRoutes:
         after, pool = request.headers.get(LAST_EVENT_HEADER) or params.get(AFTER), params.get("pool")
         tag = checked_tag(params.get("tag"))
         start = CompletionCursor.parse(after, tenant, pool) if after else await self._end(tenant, pool)
-        source = CompletionEvents(self._feed, self._open_feeds, start, tag, self._yielder)
+        source = CompletionEvents(self._feed, self._open_feeds, start, tag, self._yielder, self._stopping)
         return self._answers.stream(source)
 
     async def cursor(self, request: Request) -> dict[str, Any]:
@@ -209,11 +221,12 @@ class SubmitJob:
     )
 
     def __init__(
-        self, client: AsyncClient, reader: RequestReader, conversations: ConversationReader, max_logprobs: int
+        self, client: AsyncClient, reader: RequestReader, complete: Mapping[str, Complete], max_logprobs: int
     ) -> None:
+        """`complete`: by the `url` of a held body, what completes its request."""
         self._client = client
         self._reader = reader
-        self._conversations = conversations
+        self._complete = complete
         self._max_logprobs = max_logprobs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -229,10 +242,10 @@ class SubmitJob:
     async def _answer_to(self, request: Request, body: ParsedBody) -> Response:
         try:
             generation = self._reader.generation_of(request, body)
-            prompt, options = await self._prepared(generation, body)
+            prompt, options = await self._prepared(generation)
             submitted = await self._client.submit_unread(prompt, **options)
         except PenstockError as error:
-            rename(error, body.content.names)
+            rename(error, body.names)
             raise
         answer = _accepted_object(submitted, body)
         if generation.shows_waiting:
@@ -242,7 +255,7 @@ class SubmitJob:
             headers[MAX_TOKENS_HEADER] = str(limit)
         with suppress(UnavailableError):
             record = (await self._client.pools()).get(pool_of(submitted.job_id))
-            if notice := notice_of(record, generation.content.task):
+            if notice := notice_of(record, generation.body.task):
                 headers[NOTICE_HEADER] = notice
         return JSONResponse(answer, self.doc.status, headers)
 
@@ -264,10 +277,10 @@ class SubmitJob:
             body = None
             try:
                 body = item.parsed()
-                has_own_key = key is None or body.options.get("idempotency_key") is not None
+                has_own_key = key is None or body.queueing.get("idempotency_key") is not None
                 own_key = None if has_own_key else f"{key}:{number}"
-                generation = replace(self._reader.generation_of(request, body), idempotency_key=own_key)
-                prompt, options = await self._prepared(generation, body)
+                generation = self._reader.generation_of(request, body).with_options(idempotency_key=own_key)
+                prompt, options = await self._prepared(generation)
                 prepared.append({"prompt": prompt, **options})
             except PenstockError as error:
                 prepared.append(error)
@@ -280,25 +293,23 @@ class SubmitJob:
             return {"status": self.doc.status, **_accepted_object(found, body)}
         error = found if isinstance(found, PenstockError) else InvariantError("a job without a body was submitted")
         if body is not None:
-            rename(error, body.content.names)
+            rename(error, body.names)
         named = {} if item.custom_id is None else {"custom_id": item.custom_id}
         return {"status": error.status, **named, **error_body(error)}
 
-    async def _prepared(self, generation: GenerationRequest, body: ParsedBody) -> tuple[Prompt, SubmitOptions]:
+    async def _prepared(self, generation: GenerationRequest) -> tuple[Prompt, SubmitOptions]:
         """Return the prompt of a job and the options of its submission."""
-        if body.options.get("url") == RESPONSES_URL:
-            conversations = self._conversations.conversations_of(generation.tenant)
-            _, whole = await self._conversations.conversation_of(generation, body, conversations)
-            generation = replace(generation, content=replace(generation.content, prompts=[whole]))
-        content = generation.content
-        if content.needs_token_details:
+        if (complete := self._complete.get(generation.body.options.get("url", ""))) is not None:
+            generation = await complete(generation)
+        body = generation.body
+        if body.needs_token_details:
             pools = (await self._client.pools()).values()
-            record = choose_pool(pools, content.model or None, hides_models=generation.hides_models)
-            check_logprobs(content, record, self._max_logprobs)
-        options = submit_options(generation)
+            record = choose_pool(pools, body.model or None, hides_models=generation.hides_models)
+            check_logprobs(body, record, self._max_logprobs)
+        options = generation.options_of(0)
         options["idempotency_key"] = _idempotency_key_of(generation)
         options["custom_id"] = body.options.get("custom_id")
-        return content.prompts[0], options
+        return body.prompts[0], options
 
     async def _waiting(self, submitted: Submitted, tenant: str) -> dict[str, int | None]:
         """Return the members of a queued job. If they cannot be read, there are none: the job is accepted."""
@@ -310,7 +321,7 @@ class SubmitJob:
 
     async def _lowered_limit(self, generation: GenerationRequest, pool: str) -> int | None:
         """Return what the pool's context leaves of `max_tokens` at most, or None if it may leave all."""
-        max_tokens = generation.content.params.max_tokens
+        max_tokens = generation.body.params.max_tokens
         if not generation.lowers_max_tokens or max_tokens is None:
             return None
         record = (await self._client.pools()).get(pool)
@@ -329,7 +340,7 @@ def _accepted_object(submitted: Submitted, body: ParsedBody) -> dict[str, Any]:
 
 def _idempotency_key_of(generation: GenerationRequest) -> str | None:
     """Return the key of the header or of the body. Raises RequestError if they differ, or for a wrong length."""
-    in_header, in_body = generation.idempotency_key, generation.queueing.get("idempotency_key")
+    in_header, in_body = generation.options.get("idempotency_key"), generation.body.queueing.get("idempotency_key")
     if in_body is not None and not 1 <= len(in_body) <= MAX_KEY_CHARS:
         message = f"idempotency_key must have 1 to {MAX_KEY_CHARS} characters"
         raise RequestError(message, param="idempotency_key")
@@ -440,11 +451,12 @@ def _truth_of(request: Request, name: str) -> bool:
 
 
 def _routes(services: Services) -> list[Route | APIRouter]:
-    conversations = ConversationReader(services.client, services.result_budget, services.settings.max_body_bytes)
-    submit = SubmitJob(services.client, services.reader, conversations, services.settings.max_logprobs)
     jobs = JobRoutes(services.client, services.settings, services.answers, services.yielder, services.result_budget)
-    feed = FeedRoutes(services.client, services.answers, services.open_feeds, services.yielder)
+    feed = FeedRoutes(services.client, services.answers, services.open_feeds, services.yielder, services.stopping)
     control = ControlRoutes(services.client, services.reader)
+    held = {url: body for api in services.apis for url, body in api.job_bodies.items()}
+    complete = {url: body.complete(services) for url, body in held.items() if body.complete is not None}
+    submit = SubmitJob(services.client, services.reader, complete, services.settings.max_logprobs)
     # Their fixed paths go before the ids of jobs.
     return [Route("/v1/jobs", submit, methods=["POST"]), feed.router, control.router, jobs.router]
 

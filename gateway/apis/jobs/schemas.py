@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    create_model,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.fields import (
@@ -23,64 +14,20 @@ from penstock.contract.fields import (
     Endpoint,
     given_options,
     max_items,
-    only,
     with_option_fields,
 )
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS, MAX_MESSAGES, QueueFields, QueueOptions
 from penstock.contract.sampling import SamplingParams, TokenId
-from penstock.contract.tools import MAX_TOOLS
-from penstock.gateway.apis.openai.schemas import ChatRequest, CompletionRequest
-from penstock.gateway.apis.responses.body import ResponseBody
-from penstock.gateway.apis.tasks.schemas import EmbeddingRequest
-from penstock.gateway.request.generation import HeldBody, QueuedBody, RequestBody
+from penstock.contract.tools import MAX_TOOLS, ToolUse
+from penstock.gateway.request.generation import HeldBody, QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
-from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL
-from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls, offers_of
+from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, few_calls, offers_of
 
 _FORMS = ("prompt", "tokens", "messages")
 _MAX_ITEMS = {name: limit for name, field in SamplingParams.model_fields.items() if (limit := max_items(field))}
 """Lengths are checked first, because pydantic would validate a million items before it refuses the list."""
 _MAX_TOKEN_DIGITS = 10
 """Digits of the largest token id. Python refuses to convert texts of thousands of digits."""
-
-
-# The bodies of other endpoints that a job may have.
-
-
-class _UnstoredResponse(ResponseBody):
-    """The body of a response that is not stored: the job alone keeps its result."""
-
-    def options(self) -> dict[str, Any]:
-        """Return what is needed to build the conversation. `background` is an option of the job."""
-        return {name: value for name, value in super().options().items() if name != "background"}
-
-
-_OF_JOB: dict[str, Any] = {
-    "model": (Annotated[str, Field(min_length=1, max_length=256)] | None, None),
-    "stream": (Annotated[Any, only(None, False)], None),
-    "stream_options": (Annotated[Any, only(None)], None),
-}
-"""Fields of other endpoints that are restricted: a job's stream has a path of its own."""
-_OF_RESPONSE: dict[str, Any] = {
-    "background": (Annotated[Any, only(None, False)], None),
-    "store": (Annotated[Any, only(None, False)], None),
-    "previous_response_id": (Annotated[Any, only(None)], None),
-}
-
-
-def _of_job(base: type[BaseModel], fields: dict[str, Any]) -> type[RequestBody]:
-    made = create_model(f"{base.__name__}OfJob", __base__=base, __module__=__name__, **fields)
-    return cast("type[RequestBody]", made)
-
-
-RESPONSES_URL = "/v1/responses"
-BODIES_OF_URLS: dict[str, type[RequestBody]] = {
-    CHAT_URL: _of_job(ChatRequest, _OF_JOB),
-    COMPLETIONS_URL: _of_job(CompletionRequest, _OF_JOB),
-    "/v1/embeddings": EmbeddingRequest,
-    RESPONSES_URL: _of_job(_UnstoredResponse, _OF_JOB | _OF_RESPONSE),
-}
-"""The schema of `body` for each `url`."""
 
 
 if TYPE_CHECKING:
@@ -217,7 +164,7 @@ class JobRequest(_QueuedBody):
         beside = {**super().queueing(), **({} if self.priority is None else {"priority": self.priority})}
         if self.model is not None:
             beside["model"] = self.model
-        return HeldBody("body", BODIES_OF_URLS[self.url], self.body, beside)
+        return HeldBody("body", self.url, self.body, beside)
 
     def options(self) -> dict[str, Any]:
         """Return what the answer repeats of the body."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from penstock.contract.errors import RequestError, TooLargeError, UnavailableError
-from penstock.gateway.apis.files.upload import UploadSlots, UploadTime, timed_upload
 from penstock.gateway.apis.message_batches.splitting import COUNT, END, HEAD, REFUSAL, RequestSplitter
 from penstock.gateway.request.reading import BodyProcess, caller_of, check_kind, is_heavy, spawn_on
+from penstock.gateway.request.uploads import UploadSlots, UploadTime, timed_upload
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.files.service import Files, Upload
 from penstock.runtime.event_loop import cancel_until_done

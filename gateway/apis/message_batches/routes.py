@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,13 +11,14 @@ from fastapi.responses import Response
 from starlette.routing import Route
 
 from penstock.contract.errors import NotFoundError
-from penstock.gateway.apis.anthropic.routes import ids_of_page, list_of
-from penstock.gateway.apis.batches.routes import progress_of
-from penstock.gateway.apis.files.routes import content_of, query_of
 from penstock.gateway.apis.message_batches.bodies import BatchBodies
 from penstock.gateway.errors import soon
 from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.http.file_content import content_of
+from penstock.gateway.http.pages import ids_of_page, list_of, query_of
+from penstock.gateway.http.stored_batches import RUN_BATCHES, progress_of
 from penstock.gateway.request.reading import caller_of, idempotency_key_of
+from penstock.gateway.route_doc import object_of as schema_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
@@ -28,30 +29,21 @@ from penstock.queue.files.file_records import MESSAGE_BATCH, object_of
 
 _PATH = "/v1/messages/batches"
 _WINDOW = "24h"
-_REQUEST = {
-    "type": "object",
-    "required": ["custom_id", "params"],
-    "additionalProperties": False,
-    "properties": {
-        "custom_id": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
-        "params": {"$ref": "#/components/schemas/MessagesRequest"},
-    },
-}
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["requests"],
-                    "additionalProperties": False,
-                    "properties": {"requests": {"type": "array", "minItems": 1, "items": _REQUEST}},
-                }
-            }
-        },
-    }
-}
+
+
+def _body(apis: Sequence[HttpDialect]) -> dict[str, Any]:
+    """Return what the document says of the body. Its requests are bodies of `/v1/messages`, if an API has these."""
+    of_paths = {path: schema for api in apis for path, schema in api.socket_bodies.items()}
+    schema = of_paths.get(MESSAGES_ENDPOINT)
+    params = {"type": "object"} if schema is None else {"$ref": f"#/components/schemas/{schema.__name__}"}
+    custom_id = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+    request = _closed(custom_id=custom_id, params=params)
+    body = _closed(requests={"type": "array", "minItems": 1, "items": request})
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
+
+
+def _closed(**properties: Any) -> dict[str, Any]:
+    return {**schema_of(**properties), "additionalProperties": False}
 
 
 def batch_object(batch: BatchRecord, base_url: str, now_s: float) -> dict[str, Any]:
@@ -96,14 +88,16 @@ def _shown(time_ms: int | None) -> str | None:
 class MessageBatchRoutes:
     """The routes of message batches."""
 
-    def __init__(self, client: AsyncClient, settings: GatewaySettings, files: Files) -> None:
+    def __init__(
+        self, client: AsyncClient, settings: GatewaySettings, files: Files, apis: Sequence[HttpDialect]
+    ) -> None:
         self._records = client.batches
         self._files = files
         self._bodies = BatchBodies(files, settings)
         self._ignores_unknown = settings.unknown_fields == "ignore"
         self.router = APIRouter()
         one = f"{_PATH}/{{batch_id}}"
-        self.router.add_api_route(_PATH, self.create_message_batch, methods=["POST"], openapi_extra=_BODY)
+        self.router.add_api_route(_PATH, self.create_message_batch, methods=["POST"], openapi_extra=_body(apis))
         self.router.add_api_route(_PATH, self.list_message_batches)
         self.router.add_api_route(one, self.retrieve_message_batch)
         self.router.add_api_route(one, self.delete_message_batch, methods=["DELETE"])
@@ -152,7 +146,7 @@ class MessageBatchRoutes:
             ids = [one for one in await self._records.ids(caller_of(request).tenant) if is_of_messages(one)]
             page, has_more = ids_of_page(ids, query, "message batch")
             batches = await self._records.several(page)
-        now_s, base_url = time.time(), base_url_of(request)
+        now_s, base_url = self._records.now_s(), base_url_of(request)
         return list_of([batch_object(batch, base_url, now_s) for batch in batches], has_more=has_more)
 
     async def retrieve_message_batch(self, request: Request, batch_id: str) -> dict[str, Any]:
@@ -204,7 +198,7 @@ class MessageBatchRoutes:
             return await self._records.find(_checked_id(batch_id), caller_of(request).tenant)
 
     async def _object_of(self, request: Request, batch_id: str) -> dict[str, Any]:
-        return batch_object(await self._find(request, batch_id), base_url_of(request), time.time())
+        return batch_object(await self._find(request, batch_id), base_url_of(request), self._records.now_s())
 
 
 def _checked_id(batch_id: str) -> str:
@@ -225,7 +219,7 @@ def base_url_of(request: Request) -> str:
 
 
 def _routes(services: Services) -> list[Route | APIRouter]:
-    return [MessageBatchRoutes(services.client, services.settings, services.files).router]
+    return [MessageBatchRoutes(services.client, services.settings, services.files, services.apis).router]
 
 
-MESSAGE_BATCHES = HttpDialect(_routes, bodies=())
+MESSAGE_BATCHES = HttpDialect(_routes, background=RUN_BATCHES)

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from penstock.contract.output import Chunk, Usage, WaitUpdate
-from penstock.gateway.apis.openai.schemas import ECHO_ALONE
 from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder, event_id
 from penstock.gateway.stream.writer import DONE, event
+from penstock.producer.openai.bodies import ECHO_ALONE
 from penstock.producer.openai.json_parts import TokenIds, json_parts
-from penstock.producer.openai.parsed_text import PLAIN, AnswerReader, ParsedText
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer, Renderer, finish_reason_of, is_cut
+from penstock.producer.parsing.parsed_text import PLAIN, AnswerReader, ParsedText
 from penstock.queue.results import PackedResult
 
 # Encoding of OpenAI's answers: token chunks as server-sent events, and whole answers as JSON in parts.

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.routing import Route
 
-from penstock.contract.errors import NotFoundError
-from penstock.gateway.apis.anthropic import routes as anthropic_models
-from penstock.gateway.apis.anthropic.encoder import names_version
 from penstock.gateway.apis.openai.encoder import ChatDialect, CompletionDialect
-from penstock.gateway.apis.openai.schemas import ChatRequest, CompletionRequest
-from penstock.gateway.errors import soon
-from penstock.gateway.http.dialect import HttpDialect, Services
-from penstock.gateway.request.reading import caller_of
+from penstock.gateway.apis.openai.schemas import ChatOfJob, ChatRequest, CompletionOfJob, CompletionRequest
+from penstock.gateway.http.dialect import HttpDialect, JobBody, Services
+from penstock.gateway.http.models import model_for, models_for
 from penstock.gateway.route_doc import NUMBER, PROBE_METHODS, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.stream.answer import Generate
 from penstock.producer.client import AsyncClient
-from penstock.queue.broker.producer import ServedPool
 
 # JSON schemas of the answers of chats and completions, for the OpenAPI document.
 #
@@ -88,7 +82,7 @@ COMPLETION_DOC = RouteDoc(
 )
 
 
-# `GET /v1/models` and `GET /v1/models/{id}`, which Anthropic's API has too.
+# `GET /v1/models` and `GET /v1/models/{id}`. Anthropic's API takes the requests that have its header.
 
 
 class ModelRoutes:
@@ -105,53 +99,11 @@ class ModelRoutes:
 
         With the header `anthropic-version`, the list has Anthropic's shape.
         """
-        async with soon():
-            models = _models(await self._client.pools())
-        seen = [one for name, one in models.items() if caller_of(request).sees(name)]
-        if names_version(request.scope):
-            return anthropic_models.page_of(seen, request.query_params)
-        return {"object": "list", "data": seen}
+        return {"object": "list", "data": await models_for(self._client, request)}
 
     async def retrieve_model(self, request: Request, model: str) -> dict[str, Any]:
         """Return one model. Its name may contain slashes."""
-        async with soon():
-            models = _models(await self._client.pools())
-            if model not in models:
-                # The model's first node may have joined after the pools were cached.
-                models = _models(await self._client.pools(renewed=True))
-        if model not in models or not caller_of(request).sees(model):
-            raise NotFoundError(f"no model {model[:256]!r} is served", code="model_not_found", param="model")
-        found = models[model]
-        return anthropic_models.model_of(found) if names_version(request.scope) else found
-
-
-def _models(pools: Mapping[str, ServedPool]) -> dict[str, dict[str, Any]]:
-    """Return the models by name, then the adapters, because many programs take the first one."""
-    models: dict[str, dict[str, Any]] = {}
-    for record in pools.values():
-        if not record.is_alive:
-            continue
-        models |= {name: _model(name, record) for name in (record.model, *record.aliases)}
-    adapters = {
-        name: _model(name, record) | {"parent": record.model}
-        for record in pools.values()
-        if record.is_alive
-        for name in record.adapters
-        if name not in models
-    }
-    return models | adapters
-
-
-def _model(name: str, record: ServedPool) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": record.created_s,
-        "owned_by": "penstock",
-        "root": record.model,
-        "max_model_len": record.max_model_len,
-        "capabilities": record.capabilities,
-    }
+        return await model_for(self._client, request, model)
 
 
 # `POST /v1/completions` and `POST /v1/chat/completions`.
@@ -172,4 +124,5 @@ OPENAI = HttpDialect(
     _routes,
     bodies=(ChatRequest, CompletionRequest),
     socket_bodies={"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest},
+    job_bodies={"/v1/chat/completions": JobBody(ChatOfJob), "/v1/completions": JobBody(CompletionOfJob)},
 )

@@ -11,21 +11,10 @@ from pydantic_core import PydanticCustomError
 from penstock.contract.fields import NO_EFFECT, OPENAI, WRONG_MEMBER, Endpoint, Wire, with_option_fields
 from penstock.contract.job import QueueFields
 from penstock.contract.priority import ClassName
+from penstock.gateway.request.bodies import BodyOfJob, class_of
 from penstock.gateway.request.generation import QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.openai.bodies import CLASS_OF_TIER, ChatBody, CompletionBody, GenerationBody
-
-
-def class_of(value: object) -> object:
-    """Return the class for vLLM's integer priority, of which a lower one is more urgent and 0 is the default."""
-    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if not isinstance(value, int | float) or isinstance(value, bool) or not is_whole:
-        return value
-    return "interactive" if value < 0 else "batch" if value > 0 else "standard"
-
-
-ECHO_ALONE = "echo_alone"
-"""The option of an answer that is the prompt alone."""
 
 _CHAT_EXAMPLE: JsonDict = {
     "model": EXAMPLE_MODEL,
@@ -102,6 +91,10 @@ class CompletionRequest(CompletionBody, _HttpFields):
 
     model_config = ConfigDict(json_schema_extra={"examples": [_COMPLETION_EXAMPLE]})
 
-    def options(self) -> dict[str, Any]:
-        """Return the options of the answer that no other API has."""
-        return super().options() | ({ECHO_ALONE: True} if self.echoes_alone else {})
+
+class ChatOfJob(BodyOfJob, ChatRequest):
+    """A chat that a job holds."""
+
+
+class CompletionOfJob(BodyOfJob, CompletionRequest):
+    """A completion that a job holds."""

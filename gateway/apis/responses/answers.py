@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
 
 from fastapi import Response
@@ -10,17 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.contract.errors import ConflictError, NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.output import Usage
-from penstock.gateway.apis.responses.encoder import (
-    ResponseDialect,
-    ResponseEncoder,
-    Status,
-    answer_options,
-    end_of,
-    open_members,
-    output_parts,
-    response_parts,
-)
-from penstock.gateway.apis.responses.output import CHUNKS_PER_ROUND, OutputReader, read_chunk
+from penstock.gateway.apis.responses.encoder import ResponseDialect, ResponseEncoder, answer_options
 from penstock.gateway.apis.responses.record import RecordSource, StoredResponse, stored_record
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import StreamMeter
@@ -40,6 +30,8 @@ from penstock.gateway.stream.event_stream import (
 )
 from penstock.gateway.stream.writer import PIECE_BYTES, CallerGoneError, EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.responses.answer import Status, end_of, open_members, output_parts, response_parts
+from penstock.producer.responses.output import CHUNKS_PER_ROUND, OutputReader, read_chunk
 from penstock.queue.broker.producer import JobStatus
 from penstock.runtime.event_loop import LoopYielder
 
@@ -73,7 +65,7 @@ class HeldRecord:
 
         Raises ConflictError if one of both requests stores its response and the other does not.
         """
-        if job.id == self._generation.job_id:
+        if job.id == self._generation.options.get("job_id"):
             return
         client, tenant = self._client, self._generation.tenant
         if not self.record.stored:
@@ -91,9 +83,9 @@ class HeldRecord:
 
     def head_at(self, job: AsyncJob, *, starting_after: int = -1, finished_s: int = 0) -> AnswerHead:
         """Return what the encoder must know. `starting_after`: the number of the last event that the caller has."""
-        record, content = self.record, self._generation.content
+        record, body = self.record, self._generation.body
         options = answer_options(record, starting_after=starting_after, finished_s=finished_s)
-        return AnswerHead([job.id], content.model, record.created_s, content.params, record.format, options=options)
+        return AnswerHead([job.id], body.model, record.created_s, body.params, record.format, options=options)
 
 
 def _other_store(reason: str) -> ConflictError:
@@ -155,6 +147,8 @@ class ResponseEvents(EventSource):
                     await chunks.write(part)
                 num_tokens += sum(len(chunk.token_ids) for chunk in batch)
                 if outcome is not None:
+                    if failed:
+                        meter.failed(error_of(outcome), counts=generation.cut_at is None)
                     meter.ended(num_tokens)
                     status = await job.status()
                     await self._send_all(encoder.closing(outcome, status.finished_ms // 1000), writer)
@@ -293,28 +287,21 @@ class ResponseAnswers:
         claim: Claim | None = None,
         *,
         starting_after: int = -1,
-        ignored: Sequence[str] = (),
     ) -> ResponseAnswer:
         """Return the stream of a response.
 
-        `claim`: the memory that the source's record takes already. `ignored` is that of `ParsedBody`. `starting_after`:
-        the number of the last event that the caller has.
+        `claim`: the memory that the source's record takes already. `starting_after`: the number of the last event that
+        the caller has.
         """
-        plan, held = self._answers.plan(generation, DIALECT, {}, ignored), HeldRecord(self._client, generation, source)
+        plan, held = self._answers.plan(generation, DIALECT), HeldRecord(self._client, generation, source)
         events = ResponseEvents(plan, held, self._yielder, starting_after=starting_after)
         return ResponseAnswer(self._memory(generation, claim), held, self._answers.stream(events))
 
     def body(
-        self,
-        generation: GenerationRequest,
-        source: RecordSource,
-        claim: Claim | None = None,
-        *,
-        waits: bool,
-        ignored: Sequence[str] = (),
+        self, generation: GenerationRequest, source: RecordSource, claim: Claim | None = None, *, waits: bool
     ) -> ResponseAnswer:
         """Return a response as one JSON object. `waits` is that of ResponseObject, the rest as for `stream`."""
-        plan, held = self._answers.plan(generation, DIALECT, {}, ignored), HeldRecord(self._client, generation, source)
+        plan, held = self._answers.plan(generation, DIALECT), HeldRecord(self._client, generation, source)
         shown = ResponseObject(plan, held, self._sender, self._yielder, waits=waits)
         return ResponseAnswer(self._memory(generation, claim), held, shown)
 

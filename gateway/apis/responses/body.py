@@ -1,316 +1,63 @@
-"""Schemas of the bodies of `POST /v1/responses` and of `POST /v1/responses/compact`.
-
-Unknown and unsupported fields are refused by name.
-"""
+"""Schemas of the bodies of `POST /v1/responses` and of `POST /v1/responses/compact`."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    PlainValidator,
-    StringConstraints,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.fields import (
-    COMPACT,
-    NO_EFFECT,
-    RESPONSES,
-    Endpoint,
-    Wire,
-    given_options,
-    only,
-    renamed_options,
-    with_option_fields,
-)
-from penstock.contract.job import MAX_METADATA, Metadata, QueueFields
-from penstock.contract.output import MAX_LOGPROBS
+from penstock.contract.fields import COMPACT, NO_EFFECT, RESPONSES, Endpoint, only, with_option_fields
+from penstock.contract.job import QueueFields
 from penstock.contract.priority import ClassName
 from penstock.contract.sampling import SamplingParams
-from penstock.contract.tools import CONTINUES, MAX_TOOLS, closed
-from penstock.gateway.apis.responses.compaction import MAX_SUMMARY_TOKENS, asking
-from penstock.gateway.apis.responses.items import AnyItem, Messages, items_of, items_or_none, messages_of, tools_in
-from penstock.gateway.apis.responses.tools import (
-    AnyTool,
-    Choice,
-    OfferedTools,
-    dropped_names,
-    shown_choice,
-    shown_tools,
-    tool_of,
-)
+from penstock.contract.tools import NO_TOOLS, ToolUse
+from penstock.gateway.request.bodies import BodyOfJob
 from penstock.gateway.request.generation import QueuedBody
 from penstock.producer.openai.bodies import CLASS_OF_TIER, effort_variables
-from penstock.producer.openai.messages import NO_TOOLS, ToolUse
-
-MAX_RESPONSE_ID_CHARS = 256
-MAX_EFFORT_CHARS = 64
-LOGPROBS = "message.output_text.logprobs"
-INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
-"""What `include` may name. Reasoning is never encrypted: its text is in the item's content."""
-SHOWN_SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-"""Sampling options that a response shows."""
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-_EFFORTS: tuple[str, ...] = get_args(Effort)
+from penstock.producer.responses.body import AnyResponseFields, ResponseFields, conversation_options
+from penstock.producer.responses.compaction import MAX_SUMMARY_TOKENS, asking
+from penstock.producer.responses.items import AnyItem, items_or_none, messages_of
 
 
-def _includable(value: object) -> object:
-    for name in value if isinstance(value, list) else ():
-        if name not in INCLUDABLE:
-            context = {"name": repr(name)[:80], "known": ", ".join(INCLUDABLE)}
-            raise PydanticCustomError("unsupported_value", "{name} is not supported; supported: {known}", context)
-    return value
-
-
-class TextFormat(Wire):
-    """The format of the text: plain text, any JSON object, or JSON that matches a schema."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _schema_where_it_belongs(self) -> Self:
-        if (self.type == "json_schema") != (self.schema_ is not None):
-            raise PydanticCustomError("unsupported_value", "schema is required with type json_schema and only there")
-        return self
-
-    def structured_outputs(self) -> dict[str, Any] | None:
-        """Return the equivalent value of penstock's `structured_outputs`."""
-        if self.schema_ is not None:
-            return {"json_schema": self.schema_ if self.strict is False else closed(self.schema_)}
-        return {"json_object": True} if self.type == "json_object" else None
-
-    def shown(self) -> dict[str, Any]:
-        """Return the format as the response shows it."""
-        if self.schema_ is None:
-            return {"type": self.type}
-        members = {"name": self.name or "", "description": self.description, "schema": self.schema_}
-        return {"type": self.type, **members, "strict": bool(self.strict)}
-
-
-class _Options(Wire):
-    """Options of a part of the answer. Unknown ones are ignored, because new models bring new ones."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @property
-    def ignored(self) -> list[str]:
-        """The names of the unknown options."""
-        return list(self.model_extra or ())
-
-
-class TextConfig(_Options):
-    """Options of the text. `verbosity` is accepted without effect."""
-
-    format: TextFormat = TextFormat()
-    verbosity: Literal["low", "medium", "high"] | None = None
-
-
-class Reasoning(_Options):
-    """Options of the reasoning. The effort sets variables of the chat template; a summary is never made."""
-
-    effort: Annotated[str, StringConstraints(max_length=MAX_EFFORT_CHARS)] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-
-    @property
-    def known_effort(self) -> str | None:
-        """The effort. An unknown one is one that only newer models have, and stands for the highest known."""
-        return self.effort if self.effort is None or self.effort in _EFFORTS else _EFFORTS[-1]
-
-    @property
-    def ignored(self) -> list[str]:
-        """The names of the unknown options, and the unknown effort."""
-        return [*super().ignored, *(["effort"] if self.effort != self.known_effort else ())]
-
-
-class ResponseStreamOptions(_Options):
-    """Options of the stream."""
-
-    include_obfuscation: Annotated[Any, only(None, False)] = None
-
-
-class _AnyBody(QueuedBody):
-    """The fields that `/v1/responses` and `/v1/responses/compact` share. Fields without a comment are OpenAI's."""
-
-    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    instructions: str | None = None
-    previous_response_id: Annotated[str, Field(max_length=MAX_RESPONSE_ID_CHARS)] | None = None
-    cache_salt: str | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    prompt_cache_key: Annotated[str | None, NO_EFFECT] = None
-    prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, NO_EFFECT] = None
-    prompt_cache_options: Annotated[Any, only(None)] = None
-    image: Annotated[Any, only(None)] = None
-
-    @property
-    def echoes(self) -> bool:
-        """Whether the answer begins with the prompt, which a response never does."""
-        return False
+class _QueuedBody(AnyResponseFields, QueuedBody):
+    """What both bodies say of the queue."""
 
     @property
     def asked_class(self) -> ClassName | None:
         """The class that the body asks for: the one that it names, or else the one that the tier stands for."""
         return self.priority or CLASS_OF_TIER.get(self.service_tier or "")
 
-    def names(self) -> dict[str, str]:
-        """Map penstock's field names to the names in this body where they differ."""
-        return {"prompt": "input", "messages": "input", **renamed_options(SamplingParams, RESPONSES)}
-
 
 if TYPE_CHECKING:
-    _SampledBody = _AnyBody
-    _CompactedBody = _AnyBody
+    _QueuedResponse = _QueuedBody
+    _QueuedCompact = _QueuedBody
 else:
-    _SampledBody = with_option_fields(_AnyBody, RESPONSES, SamplingParams, QueueFields)
-    _CompactedBody = with_option_fields(_AnyBody, COMPACT, QueueFields)
+    _QueuedResponse = with_option_fields(_QueuedBody, RESPONSES, QueueFields)
+    _QueuedCompact = with_option_fields(_QueuedBody, COMPACT, QueueFields)
 
 
-class ResponseBody(_SampledBody):
-    """Body of `POST /v1/responses`. Fields without a comment are those of OpenAI's API."""
+class ResponseBody(ResponseFields, _QueuedResponse):
+    """Body of `POST /v1/responses`."""
 
     endpoint: ClassVar[Endpoint] = RESPONSES
     progress_needs: ClassVar[tuple[str, ...]] = ("stream", "background")
 
-    input: Annotated[list[AnyItem], PlainValidator(items_of)]
-    background: bool | None = None
-    store: bool | None = None
-    stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
 
-    max_output_tokens: int | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    include: Annotated[list[str] | None, BeforeValidator(_includable)] = None
-    text: TextConfig | None = None
-    tools: Annotated[
-        list[Annotated[AnyTool, PlainValidator(tool_of)]] | None,
-        FailFast(),
-        Field(max_length=MAX_TOOLS, validate_default=True),
-    ] = None
-    tool_choice: Choice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
-    # As in chats: the answer goes on where the last message ended.
-    continue_final_message: bool | None = None
-    truncation: Annotated[Any, only(None, "disabled")] = None
+class ResponseOfJob(BodyOfJob, ResponseBody):
+    """A response that a job holds. It is not stored: the job alone keeps its result."""
 
-    metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA)] = None
-    user: Annotated[str | None, NO_EFFECT] = None
-    safety_identifier: Annotated[str | None, NO_EFFECT] = None
-    client_metadata: Annotated[dict[str, Any] | None, NO_EFFECT] = None
-    # Limits the calls of hosted tools, of which there are none.
-    max_tool_calls: Annotated[int | None, Field(ge=1), NO_EFFECT] = None
-
-    conversation: Annotated[Any, only(None)] = None
-    prompt: Annotated[Any, only(None)] = None
-    context_management: Annotated[Any, only(None)] = None
-    moderation: Annotated[Any, only(None)] = None
-    access_programs: Annotated[Any, only(None)] = None
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.background and self.store is False:
-            raise PydanticCustomError("unsupported_value", "background requires store to be true")
-        if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("unsupported_value", "stream_options are allowed only when stream is true")
-        return self
-
-    @field_validator("tools")
-    @classmethod
-    def _can_be_offered(cls, value: list[AnyTool] | None, info: ValidationInfo) -> list[AnyTool] | None:
-        OfferedTools.of([*(value or ()), *tools_in(info.data.get("input", ()))])
-        return value
-
-    @property
-    def _given_tools(self) -> list[AnyTool]:
-        return [*(self.tools or ()), *tools_in(self.input)]
-
-    @property
-    def dropped(self) -> list[str]:
-        """The names of the parts that are ignored under every setting, for a header of the answer."""
-        options = {"text": self.text, "reasoning": self.reasoning, "stream_options": self.stream_options}
-        names = [f"{name}.{one}" for name, part in options.items() if part is not None for one in part.ignored]
-        names += [] if self.client_metadata is None else ["client_metadata"]
-        names += dropped_names(self._given_tools)
-        return list(dict.fromkeys([*names, *(name for item in self.input for name in item.ignored)]))
-
-    @property
-    def template_kwargs(self) -> str | None:
-        """The variables for the chat template as JSON text, or None: the reasoning effort's, and what begins it."""
-        variables = effort_variables(None if self.reasoning is None else self.reasoning.known_effort)
-        if self.continue_final_message:
-            variables[CONTINUES] = True
-        return json.dumps(variables) if variables else None
-
-    def prompts(self) -> list[list[dict[str, Any]]]:
-        """Return a list with the messages of the input, without instructions and earlier responses."""
-        return [messages_of(self.input).messages]
-
-    def tool_use(self) -> ToolUse:
-        """Return the tools that the model may or must call."""
-        return OfferedTools.of(self._given_tools).use(self.tool_choice, parallel=self.parallel_tool_calls is not False)
-
-    def params(self) -> SamplingParams:
-        """Return the sampling options. Raises pydantic's ValidationError."""
-        given = given_options(self, SamplingParams, RESPONSES)
-        if self.text is not None and (wanted := self.text.format.structured_outputs()) is not None:
-            given["structured_outputs"] = wanted
-        # Without include, a top_logprobs of 0 asks for nothing.
-        given["logprobs"] = self.top_logprobs or (0 if LOGPROBS in (self.include or ()) else None)
-        return SamplingParams(**given)
+    background: Annotated[Any, only(None, False)] = None
+    store: Annotated[Any, only(None, False)] = None
+    previous_response_id: Annotated[Any, only(None)] = None
 
     def options(self) -> dict[str, Any]:
-        """Return what only this API needs: how to run, store and show the response."""
-        found = messages_of(self.input)
-        return {
-            "background": bool(self.background),
-            "store": self.store is not False,
-            "echo": json.dumps(self._echo()).encode(),
-            "items": [[item.id or "", json.dumps(item.stored(), ensure_ascii=False)] for item in self.input],
-            **_conversation_options(self, found),
-            "called": OfferedTools.of(self._given_tools).called(),
-        }
-
-    def _echo(self) -> dict[str, Any]:
-        """Return the members of the response that repeat the request, as plain values, without the sampling."""
-        tier = self.service_tier
-        text, reasoning = self.text or TextConfig(), self.reasoning or Reasoning()
-        return {
-            "instructions": self.instructions,
-            "previous_response_id": self.previous_response_id,
-            "background": bool(self.background),
-            "store": self.store is not False,
-            "max_output_tokens": self.max_output_tokens,
-            "max_tool_calls": self.max_tool_calls,
-            "top_logprobs": self.top_logprobs or 0,
-            "text": {"format": text.format.shown(), "verbosity": text.verbosity or "medium"},
-            "tools": shown_tools(self.tools or ()),
-            "tool_choice": shown_choice(self.tool_choice),
-            "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "reasoning": {"effort": reasoning.known_effort, "summary": reasoning.summary or reasoning.generate_summary},
-            "truncation": "disabled",
-            "service_tier": "default" if tier in (None, "auto") else tier,
-            "metadata": self.metadata or {},
-            "user": self.user,
-            "safety_identifier": self.safety_identifier,
-            "prompt_cache_key": self.prompt_cache_key,
-        }
+        """Return what is needed to build the conversation. `background` is an option of the job."""
+        return {name: value for name, value in super().options().items() if name != "background"}
 
 
-class CompactBody(_CompactedBody):
+class CompactBody(_QueuedCompact):
     """Body of `POST /v1/responses/compact`. Fields without a comment are those of OpenAI's API and of Codex CLI."""
 
     endpoint: ClassVar[Endpoint] = COMPACT
@@ -356,17 +103,6 @@ class CompactBody(_CompactedBody):
         """Return what only this API needs: the rest of the conversation, and the messages that the answer keeps."""
         kept = [item for item in self.input if item.is_of_user]
         return {
-            **_conversation_options(self, messages_of(self.input)),
+            **conversation_options(self, messages_of(self.input)),
             "kept": [[item.id or "", json.dumps(item.stored(), ensure_ascii=False)] for item in kept],
         }
-
-
-def _conversation_options(body: ResponseBody | CompactBody, found: Messages) -> dict[str, Any]:
-    """Return what a gateway needs, beside the messages of the input, to build the conversation. As plain values."""
-    return {
-        "instructions": body.instructions,
-        "previous": body.previous_response_id,
-        "references": [[at, item_ids] for at, item_ids in found.references],
-        "seals": [[at, *seal] for at, seal in found.seals],
-        "num_calls": found.num_calls,
-    }

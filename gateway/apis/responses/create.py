@@ -14,10 +14,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-import uuid_utils
 from fastapi import Request
 from fastapi.responses import JSONResponse
-from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import NotFoundError, PenstockError, RequestError, TooLargeError
@@ -26,9 +24,7 @@ from penstock.contract.problems import rename
 from penstock.contract.tools import MAX_CALLS_OF_CHAT
 from penstock.contract.webhook import EVENT_TYPES, MAX_WEBHOOKS
 from penstock.gateway.apis.responses.answers import ResponseAnswer, ResponseAnswers
-from penstock.gateway.apis.responses.body import SHOWN_SAMPLING, ResponseBody
-from penstock.gateway.apis.responses.compaction import Seal, is_genuine
-from penstock.gateway.apis.responses.output import OutputItem, OutputReader, message_of, reading_of
+from penstock.gateway.apis.responses.body import ResponseBody
 from penstock.gateway.apis.responses.record import (
     MAX_BYTES_ON_LOOP,
     MAX_SHOWN_CHARS,
@@ -41,9 +37,8 @@ from penstock.gateway.apis.responses.record import (
     new_record,
     place_of,
 )
-from penstock.gateway.apis.responses.tools import CalledTool
 from penstock.gateway.budget import Claim, SharedBudget
-from penstock.gateway.request.generation import GenerationRequest, ParsedBody, RequestContent
+from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import check_logprobs, count_prompt_tokens
 from penstock.gateway.request.reading import RequestReader, caller_of
 from penstock.gateway.route_doc import NUMBER, RouteDoc, object_of
@@ -52,6 +47,11 @@ from penstock.gateway.stream.event_stream import until_disconnected, while_conne
 from penstock.gateway.stream.writer import CallerGoneError
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import answer_format, names_of, pack_prompt_of, with_defaults
+from penstock.producer.parsed_body import ParsedBody
+from penstock.producer.responses.answer import SHOWN_SAMPLING, echo_of
+from penstock.producer.responses.compaction import Seal, is_genuine
+from penstock.producer.responses.output import OutputItem, OutputReader, message_of, reading_of
+from penstock.producer.responses.tools import CalledTool
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.results import PackedResult
 from penstock.queue.wire import MAX_BYTES, array_header
@@ -272,7 +272,7 @@ def naming_fields(body: ParsedBody) -> Iterator[None]:
     try:
         yield
     except PenstockError as error:
-        rename(error, body.content.names)
+        rename(error, body.names)
         raise
 
 
@@ -290,13 +290,13 @@ class ConversationReader:
         return Conversations(self._client, tenant, self._max_bytes, self._budget, keeps_user=keeps_user)
 
     async def conversation_of(
-        self, generation: GenerationRequest, body: ParsedBody, conversations: Conversations
+        self, generation: GenerationRequest, conversations: Conversations
     ) -> tuple[PackedMessages, PackedPrompt]:
         """Return the messages of a body's own input, and the whole conversation. The seals of summaries are checked."""
-        options = body.options
+        options = generation.body.options
         if options["seals"]:
             await self._check_seals(generation, options["seals"])
-        prompt = generation.content.prompts[0]
+        prompt = generation.body.prompts[0]
         packed = prompt if isinstance(prompt, PackedPrompt) else pack_prompt_of(prompt)
         own = await conversations.resolved(packed, options["num_calls"], options["references"])
         whole = await conversations.prompt_of(own, options["instructions"], options["previous"])
@@ -304,7 +304,7 @@ class ConversationReader:
 
     async def seal_of(self, generation: GenerationRequest) -> tuple[bytes, str]:
         """Return the secret of the seals, and the model that this request's summaries are bound to, without aliases."""
-        asked = generation.content.model or None
+        asked = generation.body.model or None
         pool = await self._client.served_pool(asked, key=generation.key, hides_models=generation.hides_models)
         model = pool.model if not asked or asked in names_of(pool) else asked
         return await self._client.servers.directory.responses.seal_key(), model
@@ -361,49 +361,45 @@ class CreateResponse:
             message = "after: continue a response with GET /v1/responses/{id}?stream=true&starting_after=<number>"
             raise RequestError(message, param="after")
         with naming_fields(body):
-            generation, record = await self._with_record(generation, body)
+            generation, record = await self._with_record(generation)
         source = await new_record(record, claim)
         if body.stream:
-            return self._answers.stream(generation, source, claim, ignored=body.ignored)
-        return self._answers.body(generation, source, claim, waits=not generation.background, ignored=body.ignored)
+            return self._answers.stream(generation, source, claim)
+        return self._answers.body(generation, source, claim, waits=not generation.options.get("background"))
 
-    async def _with_record(
-        self, generation: GenerationRequest, body: ParsedBody
-    ) -> tuple[GenerationRequest, StoredResponse]:
+    async def _with_record(self, generation: GenerationRequest) -> tuple[GenerationRequest, StoredResponse]:
         """Return the request with its whole conversation and its job's id, and the record of the response."""
         conversations = self._conversations.conversations_of(generation.tenant)
-        own, prompt = await self._conversations.conversation_of(generation, body, conversations)
-        asked, hides = generation.content.model or None, generation.hides_models
+        own, prompt = await self._conversations.conversation_of(generation, conversations)
+        asked, hides = generation.body.model or None, generation.hides_models
         pool = await self._client.served_pool(asked, key=generation.key, hides_models=hides)
-        content = replace(generation.content, prompts=[prompt], model=asked or pool.model)
-        check_logprobs(content, pool, self._settings.max_logprobs)
-        record = _record_of(content, body.options, own, pool)
-        max_tokens = content.params.max_tokens
+        body = replace(generation.body, prompts=[prompt], model=asked or pool.model)
+        check_logprobs(body, pool, self._settings.max_logprobs)
+        record = _record_of(body, own, pool)
+        max_tokens = body.params.max_tokens
         if generation.lowers_max_tokens and max_tokens is not None and pool.max_model_len:
             record = replace(record, limits=(max_tokens, pool.max_model_len))
         stored = ResponseRecord(record.encode(), round(1000 * self._settings.response_retention_s))
         if len(stored.data) > MAX_BYTES:
             message = f"input: the stored response would have more than {MAX_BYTES} bytes"
             raise TooLargeError(message, param="input")
-        generation = replace(
-            generation,
-            content=content,
-            queueing={**generation.queueing, "webhooks": await self._webhooks_of(generation, record)},
-            job_id=f"{pool.pool}.{uuid_utils.uuid7()}",
-            event_ids=record.stored,
+        # The record has what the options say, which may be megabytes.
+        made = replace(generation, body=replace(body, options={}), event_ids=record.stored).with_options(
+            webhooks=await self._webhooks_of(generation, record),
+            job_id=pool.new_job_id(),
             # A caller waits for a response whose stream is read from its start.
             background=record.background and not body.stream,
-            needs_reader=not record.background or generation.queueing.get("reader_grace_s") is not None,
+            needs_reader=not record.background or body.queueing.get("reader_grace_s") is not None,
             response=stored if record.stored else None,
         )
-        return generation, record
+        return made, record
 
     async def _webhooks_of(self, generation: GenerationRequest, record: StoredResponse) -> Sequence[str]:
         """Return the endpoints that are told of the end: those of the body, or those that wait for such an event.
 
         As at OpenAI, the end of a background response is told to the endpoints that subscribed to it.
         """
-        given = generation.queueing.get("webhooks")
+        given = generation.body.queueing.get("webhooks")
         if given and not record.stored:
             message = "webhooks: only a stored response can be told of; set store to true"
             raise RequestError(message, param="webhooks")
@@ -412,15 +408,16 @@ class CreateResponse:
         return (await self._client.webhooks.subscribed(generation.tenant, RESPONSE_EVENTS))[:MAX_WEBHOOKS]
 
 
-def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool: ServedPool) -> StoredResponse:
+def _record_of(body: ParsedBody, own: PackedMessages, pool: ServedPool) -> StoredResponse:
+    options = body.options
     # What the caller did not set is as the pool's model recommends it.
-    params = with_defaults(content.params, pool)
-    learned = {"model": content.model} | {name: getattr(params, name) for name in SHOWN_SAMPLING}
+    params = with_defaults(body.params, pool)
+    learned = {"model": body.model} | {name: getattr(params, name) for name in SHOWN_SAMPLING}
     return StoredResponse(
         created_s=int(time.time()),
         background=options["background"],
-        format=answer_format(content.tool_use, content.params, content.template_kwargs, pool),
-        echo=options["echo"][:-1] + b"," + to_json(learned)[1:],
+        format=answer_format(body.tool_use, body.params, body.template_kwargs, pool),
+        echo=echo_of(options["echo"], learned),
         items=[(item_id, text.encode()) for item_id, text in options["items"]],
         messages=own,
         previous=options["previous"] or "",
@@ -449,11 +446,11 @@ class CountInputTokens:
         request = Request(scope, receive, send)
         body = await self._reader.read(request, self.schema)
         # The key belongs to the response that the caller may create with it.
-        generation = replace(self._reader.generation_of(request, body), idempotency_key=None, cut_at=None)
+        generation = replace(self._reader.generation_of(request, body), cut_at=None).with_options(idempotency_key=None)
         with naming_fields(body):
             conversations = self._conversations.conversations_of(generation.tenant)
-            _, prompt = await self._conversations.conversation_of(generation, body, conversations)
-        generation = replace(generation, content=replace(generation.content, prompts=[prompt]))
+            _, prompt = await self._conversations.conversation_of(generation, conversations)
+        generation = replace(generation, body=replace(generation.body, prompts=[prompt]))
 
         async def answer() -> None:
             num_tokens = await count_prompt_tokens(self._client, generation)

@@ -12,35 +12,24 @@ import msgpack
 
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import PackedPrompt, is_job_id
-from penstock.gateway.apis.responses.tools import CalledTool
 from penstock.gateway.budget import Claim
 from penstock.producer.client import AsyncClient
-from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.producer.parsing.parsed_text import AnswerFormat
+from penstock.producer.responses.answer import RESPONSE_PREFIX, response_id_of
+from penstock.producer.responses.output import ITEM_PREFIXES
+from penstock.producer.responses.tools import CalledTool
 from penstock.queue.wire import WireError, pack, unpack_utf8
 
 # Ids of responses and of their items. Each contains the id of the response's job, so any gateway can resolve it.
 
-_RESPONSE_PREFIX = "resp_"
-ITEM_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "custom_tool_call": "ctc",
-    "tool_search_call": "tsc",
-}
 _ITEM_ID = re.compile(rf"(?:{'|'.join(ITEM_PREFIXES.values())})_(\d{{1,6}})_(.+)")
 MAX_SHOWN_CHARS = 128
 
 
-def response_id_of(job_id: str) -> str:
-    """Return the id of a job's response."""
-    return _RESPONSE_PREFIX + job_id
-
-
 def job_id_of(response_id: str) -> str:
     """Return the id of a response's job. Raises NotFoundError for what is not the id of a response."""
-    job_id = response_id.removeprefix(_RESPONSE_PREFIX)
-    if not response_id.startswith(_RESPONSE_PREFIX) or not is_job_id(job_id):
+    job_id = response_id.removeprefix(RESPONSE_PREFIX)
+    if not response_id.startswith(RESPONSE_PREFIX) or not is_job_id(job_id):
         raise no_response(response_id)
     return job_id
 
@@ -49,11 +38,6 @@ def no_response(response_id: str) -> NotFoundError:
     """Return the error for a response that is unknown, deleted, expired, or of another tenant."""
     message = f"Response with id {response_id[:MAX_SHOWN_CHARS]!r} not found."
     return NotFoundError(message, code="response_not_found", param="response_id")
-
-
-def output_item_id(kind: str, index: int, job_id: str) -> str:
-    """Return the id of an item of a response's output."""
-    return f"{ITEM_PREFIXES[kind]}_{index}_{job_id}"
 
 
 def input_item_id(index: int, job_id: str) -> str:

@@ -17,14 +17,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import InvariantError, JobFailedError, NotFoundError, PromptTooLongError, RequestError
-from penstock.contract.job import RETURN_PROGRESS, SamplingParams, checked_durability
+from penstock.contract.job import RETURN_PROGRESS, checked_durability
 from penstock.contract.output import Usage
 from penstock.gateway.apis.responses.answers import ResponseAnswers, leave
-from penstock.gateway.apis.responses.body import INCLUDABLE, CompactBody, ResponseBody
-from penstock.gateway.apis.responses.compaction import MIN_SUMMARY_TOKENS, sealed, summary_limit
+from penstock.gateway.apis.responses.body import CompactBody, ResponseBody, ResponseOfJob
 from penstock.gateway.apis.responses.create import ConversationReader, CountInputTokens, CreateResponse, naming_fields
-from penstock.gateway.apis.responses.encoder import usage_of
-from penstock.gateway.apis.responses.output import OutputReader, reading_of
 from penstock.gateway.apis.responses.record import (
     MAX_SHOWN_CHARS,
     bytes_to_claim,
@@ -33,12 +30,11 @@ from penstock.gateway.apis.responses.record import (
     job_id_of,
     no_response,
     record_of,
-    response_id_of,
     stored_record,
 )
 from penstock.gateway.budget import SharedBudget
-from penstock.gateway.http.dialect import HttpDialect, Services
-from penstock.gateway.request.generation import GenerationRequest, ParsedBody, RequestContent, StreamPosition
+from penstock.gateway.http.dialect import Complete, HttpDialect, JobBody, Services
+from penstock.gateway.request.generation import GenerationRequest, StreamPosition
 from penstock.gateway.request.reading import MAX_NUMBER_DIGITS, RequestReader, caller_of
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.settings import GatewaySettings
@@ -46,6 +42,11 @@ from penstock.gateway.stream.answer import Answers, WholeAnswer
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter, CallerGoneError
 from penstock.producer.client import AsyncClient
+from penstock.producer.parsed_body import ParsedBody
+from penstock.producer.responses.answer import response_id_of, usage_of
+from penstock.producer.responses.body import INCLUDABLE
+from penstock.producer.responses.compaction import MIN_SUMMARY_TOKENS, sealed, summary_limit
+from penstock.producer.responses.output import OutputReader, reading_of
 from penstock.queue.results import PackedResult
 from penstock.runtime.event_loop import LoopYielder
 
@@ -80,19 +81,18 @@ class Compact:
         await answer(scope, receive, send)
 
     async def _answer_to(self, request: Request, body: ParsedBody) -> WholeAnswer:
-        generation = replace(self._reader.generation_of(request, body), lowers_max_tokens=True)
+        generation = self._reader.generation_of(request, body).with_options(lower_max_tokens=True)
         with naming_fields(body):
             conversations = self._conversations.conversations_of(generation.tenant, keeps_user=True)
-            _, prompt = await self._conversations.conversation_of(generation, body, conversations)
+            _, prompt = await self._conversations.conversation_of(generation, conversations)
             key, model = await self._conversations.seal_of(generation)
         max_tokens = summary_limit(prompt.num_text_bytes + prompt.num_tool_bytes)
-        params = generation.content.params.model_copy(update={"max_tokens": max_tokens})
-        content = replace(generation.content, prompts=[prompt], params=params)
+        params = body.params.model_copy(update={"max_tokens": max_tokens})
         kept = [(item_id, text.encode()) for item_id, text in body.options["kept"]]
         seal = {"key": key, "tenant": generation.tenant, "model": model}
         options = {"kept": [*conversations.user_items, *kept], "seal": seal}
-        plan = self._answers.plan(replace(generation, content=content), CompactionDialect(), options, body.ignored)
-        return self._answers.whole(plan)
+        asked = replace(generation.body, prompts=[prompt], params=params, options=options)
+        return self._answers.whole(self._answers.plan(replace(generation, body=asked), CompactionDialect()))
 
 
 class CompactionDialect(Dialect):
@@ -283,7 +283,7 @@ class ResponseRoutes:
         job_id, tenant = job_id_of(response_id), caller_of(request).tenant
         record = stored_record(self._client, job_id, tenant)
         if is_stream:
-            reading = replace(_reading(job_id, tenant), queueing={RETURN_PROGRESS: with_progress})
+            reading = _reading(job_id, tenant, return_progress=with_progress)
             return self._answers.stream(reading, record, starting_after=int(starting_after))
         return self._answers.body(_reading(job_id, tenant), record, waits=False)
 
@@ -328,11 +328,11 @@ class ResponseRoutes:
         )
 
 
-def _reading(job_id: str, tenant: str) -> GenerationRequest:
+def _reading(job_id: str, tenant: str, *, return_progress: bool = False) -> GenerationRequest:
     """Return the request that reads a job from its first chunk on."""
-    content = RequestContent(model="", prompts=(), params=SamplingParams())
+    body = ParsedBody(queueing={"return_progress": return_progress})
     cut_at = StreamPosition(job_id, 0, 0)
-    return GenerationRequest(content, tenant=tenant, cut_at=cut_at, replay_from_start=True, job_id=job_id)
+    return GenerationRequest(body, {"tenant": tenant, "job_id": job_id}, cut_at, replay_from_start=True)
 
 
 def _query_of(request: Request, *known: str) -> Mapping[str, str]:
@@ -376,4 +376,20 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     ]
 
 
-RESPONSES = HttpDialect(_routes, bodies=(ResponseBody, CompactBody), socket_bodies={"/v1/responses": ResponseBody})
+def _with_conversation(services: Services) -> Complete:
+    """Return what adds the whole conversation to the request of a job that holds a response."""
+    reader = ConversationReader(services.client, services.result_budget, services.settings.max_body_bytes)
+
+    async def complete(generation: GenerationRequest) -> GenerationRequest:
+        _, prompt = await reader.conversation_of(generation, reader.conversations_of(generation.tenant))
+        return replace(generation, body=replace(generation.body, prompts=[prompt]))
+
+    return complete
+
+
+RESPONSES = HttpDialect(
+    _routes,
+    bodies=(ResponseBody, CompactBody),
+    socket_bodies={"/v1/responses": ResponseBody},
+    job_bodies={"/v1/responses": JobBody(ResponseOfJob, _with_conversation)},
+)

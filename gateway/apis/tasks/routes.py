@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
@@ -23,11 +22,12 @@ from penstock.gateway.apis.tasks.schemas import (
     ScoreRequest,
     TokenizeRequest,
 )
-from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.http.dialect import HttpDialect, JobBody, Services
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.stream.answer import Generate
 from penstock.gateway.stream.dialect import AnswerHead, TaskDialect, WholeEncoder
 from penstock.producer.client.request import Prompt
+from penstock.producer.openai.embeddings import embedding_parts, embeddings_head, list_tail
 from penstock.producer.openai.json_parts import Text, json_parts
 from penstock.queue.results import PackedOutput, PackedResult
 from penstock.queue.wire import unpack_all
@@ -105,9 +105,6 @@ _DETOKENIZE = RouteDoc("Return the text of tokens, special tokens included.", ob
 
 # Answers of `/v1/embeddings`, `/rerank` and `/score`, rendered in parts.
 
-NUMBERS_PER_PART = 512
-"""Numbers of a vector that are rendered at once, which takes 0.2 ms."""
-
 
 class _Encoder(WholeEncoder):
     """The base of encoders for requests whose jobs return one embedding each."""
@@ -123,8 +120,7 @@ class _Encoder(WholeEncoder):
 
     def tail(self, usages: Sequence[Usage | None]) -> bytes:
         """Return the end of the list, and the usage of all jobs."""
-        num_tokens = sum(usage.prompt_tokens for usage in usages if usage is not None)
-        return b'],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (num_tokens, num_tokens)
+        return list_tail(usages)
 
     @property
     def _model(self) -> bytes:
@@ -145,15 +141,10 @@ class EmbeddingEncoder(_Encoder):
 
     def head(self) -> bytes:
         """Return the part before the embeddings."""
-        return b'{"object":"list","model":%b,"data":[' % self._model
+        return embeddings_head(self._head.model)
 
     def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:
-        yield b'%b{"object":"embedding","index":%d,"embedding":' % (b"," if index else b"", index)
-        if self._head.options["base64"]:
-            yield b'"%b"' % base64.b64encode(output.vector)
-        else:
-            yield from _numbers(output.floats())
-        yield b"}"
+        yield from embedding_parts(index, output.floats(), as_base64=self._head.options["base64"])
 
 
 class ScoreEncoder(_Encoder):
@@ -238,14 +229,6 @@ def _text_of(prompt: Prompt) -> str:
     return str(text)
 
 
-def _numbers(values: array[float]) -> Iterator[bytes]:
-    """Yield a JSON array of numbers in parts. Nine digits identify a float32."""
-    for start in range(0, len(values), NUMBERS_PER_PART):
-        part = b",".join([b"%.9g" % value for value in values[start : start + NUMBERS_PER_PART]])
-        yield (b"," if start else b"[") + part
-    yield b"]"
-
-
 # `POST /v1/embeddings`, `POST /rerank` and `POST /score`.
 
 _FLOAT = {"type": "number"}
@@ -288,4 +271,8 @@ def _routes(services: Services) -> list[Route]:
     ]
 
 
-TASKS = HttpDialect(_routes, bodies=(TokenizeRequest, DetokenizeRequest, EmbeddingRequest, RerankRequest, ScoreRequest))
+TASKS = HttpDialect(
+    _routes,
+    bodies=(TokenizeRequest, DetokenizeRequest, EmbeddingRequest, RerankRequest, ScoreRequest),
+    job_bodies={"/v1/embeddings": JobBody(EmbeddingRequest)},
+)

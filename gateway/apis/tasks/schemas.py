@@ -4,52 +4,28 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import (
-    AliasChoices,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    PlainValidator,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.fields import EMBEDDINGS, WHOLE_NUMBER, Endpoint, Hint, Whole, Wire, only, with_option_fields
-from penstock.contract.job import MAX_MESSAGES, QueueFields, QueueOptions, SamplingParams, TokenId
+from penstock.contract.fields import EMBEDDINGS, Endpoint, Whole, Wire, only, with_option_fields
+from penstock.contract.job import MAX_MESSAGES, QueueFields, QueueOptions, TokenId
 from penstock.contract.priority import ClassName
-from penstock.contract.tasks import (
-    MAX_DIMENSIONS,
-    MAX_TASK_TOKENS,
-    Detokenize,
-    Embed,
-    Pooling,
-    Task,
-    Tokenize,
-    TruncatedTokens,
-)
-from penstock.contract.tools import MAX_TOOLS
-from penstock.gateway.apis.openai.schemas import class_of
+from penstock.contract.tasks import MAX_TASK_TOKENS, Detokenize, Task, Tokenize
+from penstock.contract.tools import MAX_TOOLS, NO_TOOLS, ToolUse
+from penstock.gateway.request.bodies import class_of
 from penstock.gateway.request.generation import FIRST_PROMPT, PAIRED_PROMPT, QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.client.request import Prompt
-from penstock.producer.openai.bodies import prompts_of
-from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool, ToolUse, few_calls
+from penstock.producer.openai.embeddings import MAX_INPUTS, EmbeddingFields, EmbedFields, TaskFields
+from penstock.producer.openai.messages import ChatMessage, OfferedTool, few_calls
 
 
-class TaskBody(Wire):
-    """The base of bodies that ask for a task."""
+class TaskBody(TaskFields):
+    """The base of bodies whose jobs need no engine."""
 
-    template_kwargs: ClassVar[None] = None
     stream: ClassVar[bool] = False
-    echoes: ClassVar[bool] = False
-
-    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """The served model. It may be omitted if only one model is served."""
-    cache_salt: Annotated[Any, only(None)] = None
 
     @property
     def asked_class(self) -> ClassName | None:
@@ -68,20 +44,8 @@ class TaskBody(Wire):
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
 
-    def params(self) -> SamplingParams:
-        """Return the default sampling options, because a task samples nothing."""
-        return SamplingParams()
-
-    def tool_use(self) -> ToolUse:
-        """Return the tools that a chat offers."""
-        return NO_TOOLS
-
     def queueing(self) -> QueueOptions:
         """Return that the jobs are queued as the caller's usually are."""
-        return {}
-
-    def options(self) -> dict[str, Any]:
-        """Return that the answer has no options."""
         return {}
 
 
@@ -160,74 +124,27 @@ class DetokenizeRequest(TaskBody):
         return Detokenize()
 
 
-_Input: TypeAlias = str | list[str] | list[int] | list[list[int]]
-MAX_INPUTS = 2048
-"""Most texts of one request, as in OpenAI's API. Each text is a job."""
-
-
 if TYPE_CHECKING:
     _QueuedBody = QueuedBody
 else:
     _QueuedBody = with_option_fields(QueuedBody, EMBEDDINGS, QueueFields)
 
 
-class _EmbeddingBody(_QueuedBody, TaskBody):
-    """The fields that all bodies with texts to embed share."""
+class _EmbeddingBody(_QueuedBody, EmbedFields):
+    """What all bodies with texts to embed say over HTTP."""
 
     endpoint: ClassVar[Endpoint] = EMBEDDINGS
+    stream: ClassVar[bool] = False
 
-    pooling: Pooling | None = None
-    """How the hidden states of a text become one vector: `mean` of all tokens, `last` token or `cls` (first token).
-    Default: what the model's files say, or else `mean`."""
-    truncate_prompt_tokens: Annotated[TruncatedTokens, WHOLE_NUMBER] | None = None
-    """Keep only that many of a text's last tokens; -1: as many as the model's context takes. Default: a longer text is
-    refused."""
     priority: Annotated[ClassName | None, BeforeValidator(class_of)] = None
-    user: Hint = None
-    truncation_side: Annotated[Any, only(None, "left")] = None
-    add_special_tokens: Annotated[Any, only(None, True)] = None
-    mm_processor_kwargs: Annotated[Any, only(None, {})] = None
-
-    def task(self) -> Task:
-        """Return the task."""
-        return Embed(pooling=self.pooling, truncate_prompt_tokens=self.truncate_prompt_tokens)
 
 
-def _inputs_of(value: object) -> list[str | list[int]]:
-    return prompts_of(value, MAX_INPUTS)
-
-
-class EmbeddingRequest(_EmbeddingBody):
+class EmbeddingRequest(_EmbeddingBody, EmbeddingFields):
     """Body of `POST /v1/embeddings`."""
 
     model_config = ConfigDict(
-        json_schema_extra={"examples": [{"model": EXAMPLE_MODEL, "input": ["Once upon a time", "Long ago"]}]},
-        use_attribute_docstrings=True,
+        json_schema_extra={"examples": [{"model": EXAMPLE_MODEL, "input": ["Once upon a time", "Long ago"]}]}
     )
-
-    input: Annotated[list[str | list[int]], PlainValidator(_inputs_of, json_schema_input_type=_Input)]
-    """A text, a list of token ids, or a list of either."""
-    encoding_format: Literal["float", "base64"] | None = None
-    """`base64` stands for the bytes of the numbers: float32, little-endian. Default: `float`."""
-    dimensions: Annotated[Whole, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
-    """Keep only the first dimensions, and normalize again. Useful only if the model was trained for it."""
-    normalize: Annotated[Any, only(None, True)] = None
-
-    def names(self) -> dict[str, str]:
-        """Map penstock's field names to the names in this body where they differ."""
-        return {"prompt": "input"}
-
-    def prompts(self) -> list[Prompt]:
-        """Return the texts. Each becomes one job."""
-        return [*self.input]
-
-    def task(self) -> Task:
-        """Return the task."""
-        return super().task().model_copy(update={"dimensions": self.dimensions})
-
-    def options(self) -> dict[str, Any]:
-        """Return the encoding of the answer."""
-        return {"base64": self.encoding_format == "base64"}
 
 
 class RerankDocument(Wire):

@@ -1,4 +1,4 @@
-"""`GET /web/FILE`, the files of the web page, and `GET /dashboard`, the state that its dashboard shows."""
+"""The web page at `/`, its files at `/web/FILE`, and `GET /dashboard`, the state that its dashboard shows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.contract.pool import JOB_TIMES, LiveNode, PoolActivity, QueueState
 from penstock.contract.priority import NUM_LEVELS, is_background, level_label
+from penstock.gateway.http.dialect import HttpDialect, RouteIf, Services
 from penstock.gateway.metrics import TIMES_WINDOW_S, GatewayMetrics, RecentTimes
 from penstock.gateway.route_doc import PROBE_METHODS
 from penstock.gateway.settings import GatewaySettings
@@ -88,11 +91,6 @@ def pool_of(record: ServedPool, activity: PoolActivity) -> dict[str, Any]:
             for event in activity.events
         ],
     }
-
-
-def now_ms() -> int:
-    """Return the Unix time in ms by this machine's clock."""
-    return time.time_ns() // 1_000_000
 
 
 def _times(recent: RecentTimes) -> dict[str, Any]:
@@ -175,12 +173,13 @@ MAX_STREAM_S = 600.0
 class Dashboard:
     """The states of this gateway's dashboard, shared by its viewers."""
 
-    def __init__(self, client: AsyncClient, metrics: GatewayMetrics) -> None:
+    def __init__(self, client: AsyncClient, metrics: GatewayMetrics, stopping: asyncio.Event) -> None:
+        """`stopping` ends all streams of states, because the gateway stops."""
         self._client = client
         self._metrics = metrics
         self._states = CachedState(self._read, STATE_INTERVAL_S)
         self._num_viewers = 0
-        self._stopped = asyncio.Event()
+        self._stopping = stopping
 
     async def state(self) -> bytes:
         """Return the state as JSON, at most a second old."""
@@ -201,15 +200,11 @@ class Dashboard:
     async def states(self) -> AsyncIterator[bytes]:
         """Yield each new state as JSON, until the gateway stops or the stream is old."""
         ends_s = time.monotonic() + MAX_STREAM_S
-        while not self._stopped.is_set() and time.monotonic() < ends_s:
+        while not self._stopping.is_set() and time.monotonic() < ends_s:
             yield await self.state()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STATE_INTERVAL_S):
-                    await self._stopped.wait()
-
-    def stop(self) -> None:
-        """End all streams of states, because the gateway stops."""
-        self._stopped.set()
+                    await self._stopping.wait()
 
     async def _read(self) -> bytes:
         client = self._client
@@ -219,10 +214,22 @@ class Dashboard:
                 away = sorted(pool for pool, server in client.servers.named.items() if server.is_away)
                 activities = await client.activity([*records])
         except (TimeoutError, UnavailableError):
-            return to_json({"at_ms": now_ms(), "redis_up": False, "gateway": gateway_of(self._metrics), "pools": []})
+            return to_json(
+                {
+                    "at_ms": int(1000 * client.servers.clock.now_s()),
+                    "redis_up": False,
+                    "gateway": gateway_of(self._metrics),
+                    "pools": [],
+                }
+            )
         folded = [one.pool for one in activities if records[one.pool].is_folded(one.queue.num_waiting)]
         pools = [pool_of(records[one.pool], one) for one in activities if one.pool not in folded]
-        state = {"at_ms": now_ms(), "redis_up": True, "gateway": gateway_of(self._metrics), "pools": pools}
+        state = {
+            "at_ms": int(1000 * client.servers.clock.now_s()),
+            "redis_up": True,
+            "gateway": gateway_of(self._metrics),
+            "pools": pools,
+        }
         state |= {"folded": folded} if folded else {}
         return to_json(state | {"away": away} if away else state)
 
@@ -258,20 +265,21 @@ _HEADERS = {
 }
 
 
-def wants_page(request: Request) -> bool:
-    """Return whether a request accepts HTML, as those of browsers do."""
-    return "text/html" in request.headers.get("accept", "").lower()
+def wants_page(scope: Scope) -> bool:
+    """Return whether a request accepts HTML, as those of browsers do. Others get what another API has at `/`."""
+    return "text/html" in Headers(scope=scope).get("accept", "").lower()
 
 
-def asset_response(request: Request, name: str) -> Response | None:
-    """Return the answer with one of the page's files, or None if the page has no such file."""
-    content = _FILES.get(name)
-    if content is None:
-        return None
+async def _page(request: Request) -> Response:
+    return asset_response(request, PAGE)
+
+
+def asset_response(request: Request, name: str) -> Response:
+    """Return the answer with one of the page's files."""
     headers = _HEADERS | {"ETag": _ETAGS[name]} | ({"Vary": "Accept"} if name == PAGE else {})
     if request.headers.get("if-none-match") == _ETAGS[name]:
         return Response(status_code=304, headers=headers)
-    return Response(content, media_type=_TYPES[name.rpartition(".")[2]], headers=headers)
+    return Response(_FILES[name], media_type=_TYPES[name.rpartition(".")[2]], headers=headers)
 
 
 _DASHBOARD_DOC = (
@@ -291,10 +299,9 @@ class WebRoutes:
 
     async def asset(self, request: Request, name: str) -> Response:
         """Return a file of the web page."""
-        answer = asset_response(request, name)
-        if answer is None:
+        if name not in _FILES:
             raise HTTPException(404, "the web page has no such file")
-        return answer
+        return asset_response(request, name)
 
     async def dashboard(self, request: Request) -> Response:
         if EVENT_STREAM in request.headers.get("accept", ""):
@@ -324,3 +331,11 @@ class _StateStream(Response):
         async for state in self._feed.states():
             await writer.write(b"data: " + state + b"\n\n")
         await writer.end()
+
+
+def _routes(services: Services) -> list[BaseRoute | APIRouter]:
+    feed = Dashboard(services.client, services.metrics, services.stopping)
+    return [RouteIf("/", _page, wants_page), WebRoutes(feed, services.settings).router]
+
+
+WEB = HttpDialect(_routes, public_paths={"/", *ASSET_PATHS})

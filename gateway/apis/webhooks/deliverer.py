@@ -63,7 +63,7 @@ class Deliverer:
                 except UnavailableError:
                     pass
                 except PenstockError as error:
-                    logger.error("webhooks cannot be delivered now", extra={"reason": error.message})
+                    logger.error("webhooks cannot be delivered now", extra={"reason": error.reason})
                 except Exception:
                     # A defect, or records that nothing of ours has written. The next look goes on with the others.
                     logger.exception("a look for webhooks failed")
@@ -98,7 +98,7 @@ class Deliverer:
         reachable, number = servers.reachable, 0
         for server, some in servers.grouped(pools):
             if server in reachable:
-                with suppress(TimeoutError, UnavailableError):  # Its ends stay in its outboxes.
+                with suppress(TimeoutError, UnavailableError):  # Its untold ends stay.
                     async with asyncio.timeout(COLLECT_PATIENCE_S):
                         number += await self._queue.collect(some, server.redis)
         return number

@@ -27,6 +27,7 @@ from penstock.contract.webhook import (
     endpoint_object,
     event_id_of,
 )
+from penstock.gateway.apis.webhooks.deliverer import Deliverer
 from penstock.gateway.apis.webhooks.sender import Sender, SendError
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.request.reading import AFTER, RequestReader, caller_of
@@ -253,7 +254,16 @@ def _page(shown: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
 
 
 def _routes(services: Services) -> list[Route | APIRouter]:
-    return [WebhookRoutes(services.client, services.reader, Sender(services.settings)).router]
+    return [
+        WebhookRoutes(
+            services.client, services.reader, Sender(services.settings, services.client.servers.clock.now_s)
+        ).router
+    ]
 
 
-WEBHOOKS = HttpDialect(_routes, bodies=())
+async def _deliver(services: Services) -> None:
+    client = services.client
+    await Deliverer(client, Sender(services.settings, client.servers.clock.now_s), services.settings).run()
+
+
+WEBHOOKS = HttpDialect(_routes, background={"penstock webhooks": _deliver})

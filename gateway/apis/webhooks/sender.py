@@ -12,7 +12,7 @@ import ipaddress
 import socket
 import ssl
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
@@ -191,7 +191,9 @@ class Sender:
     which may have 100 KiB.
     """
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, now_s: Callable[[], float] = time.time) -> None:
+        """`now_s` returns the Unix time with which events are signed. Receivers refuse one of another time."""
+        self._now_s = now_s
         self._allows_http = settings.webhook_allow_http
         self._timeout_s = settings.webhook_timeout_s
         self._guard = AddressGuard(settings.webhook_allowed_networks)
@@ -214,7 +216,7 @@ class Sender:
         if not secrets:
             raise SendError("the endpoint has no secret: rotate it")
         body = payload_of(event_id, event_type, object_id, created_s)
-        signed = signed_headers(event_id, body, secrets, int(time.time()))
+        signed = signed_headers(event_id, body, secrets, int(self._now_s()))
         headers = {"content-type": "application/json", "user-agent": USER_AGENT, "connection": "close", **signed}
         pool = await self._opened_pool()
         try:

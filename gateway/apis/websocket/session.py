@@ -1,20 +1,12 @@
-"""The WebSocket `/v1/stream`: the checks before it is accepted, and its session, which owns the streams."""
+"""The session of an accepted WebSocket, which owns its streams."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
-from fastapi.responses import JSONResponse
-from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import (
@@ -23,14 +15,10 @@ from penstock.contract.errors import (
     InvariantError,
     NotFoundError,
     PenstockError,
-    RequestError,
     UnavailableError,
 )
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.apis.websocket.stream import SocketChannel, SocketStream, error_message
-from penstock.gateway.errors import ErrorShapes, error_body
-from penstock.gateway.http.entry import check_page
-from penstock.gateway.http.protocol import SOCKET_PATH
 from penstock.gateway.http.socket_protocol import EXTENSION, BoundedSocket
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.request.encoding import Attach, Cancel, SocketMessage, Submit
@@ -194,105 +182,3 @@ class SocketSession:
         await self._connection.draining.wait()
         await self._is_idle.wait()
         await self._channel.close(RESTART, "this gateway is stopping")
-
-
-access_log = logging.getLogger("penstock.gateway.access")
-
-# Checks before a WebSocket is accepted: the page that opens it, and the number of WebSockets. `SubprotocolKey` in
-# `http/middleware.py` takes its key.
-
-SUBPROTOCOL = "penstock"
-_RETRY_AFTER_MS = 5_000
-
-
-class SocketCounter:
-    """Counts the open WebSockets of a gateway, all of them and those of each API key."""
-
-    def __init__(self, max_sockets: int, max_sockets_of_key: int) -> None:
-        self._max_sockets = max_sockets
-        self._max_sockets_of_key = max_sockets_of_key
-        self._of_keys = Counter[str]()
-        self._num_open = 0
-
-    @contextmanager
-    def counted(self, caller: ApiKey) -> Iterator[None]:
-        """Count one WebSocket in the block. Raises BusyError at a limit. Without API keys, only the total counts."""
-        if self._num_open >= self._max_sockets:
-            message = f"this gateway has {self._max_sockets} WebSockets, its limit (max_sockets)"
-            raise BusyError(message, retry_after_ms=_RETRY_AFTER_MS, code="too_many_sockets")
-        if caller.key_id and self._of_keys[caller.key_id] >= self._max_sockets_of_key:
-            message = f"this API key has {self._max_sockets_of_key} WebSockets at this gateway, its limit"
-            raise BusyError(message, retry_after_ms=_RETRY_AFTER_MS, code="too_many_sockets")
-        self._num_open += 1
-        self._of_keys[caller.key_id] += 1
-        try:
-            yield
-        finally:
-            self._num_open -= 1
-            self._of_keys[caller.key_id] -= 1
-            if not self._of_keys[caller.key_id]:
-                del self._of_keys[caller.key_id]
-
-
-# The route `/v1/stream`: a WebSocket, or for a plain HTTP request the advice to open one.
-
-
-class StreamSocket:
-    """The ASGI app of the WebSocket."""
-
-    def __init__(
-        self,
-        client: AsyncClient,
-        settings: GatewaySettings,
-        metrics: GatewayMetrics,
-        errors: ErrorShapes,
-        reader: RequestReader,
-        parser: Parser,
-    ) -> None:
-        self._client = client
-        self._settings = settings
-        self._metrics = metrics
-        self._errors = errors
-        self._reader = reader
-        self._parser = parser
-        self._counter = SocketCounter(settings.max_sockets, settings.max_key_sockets)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Accept a WebSocket and serve it to its end, or answer why not."""
-        caller = scope["state"]["caller"]
-        started_s, session = time.monotonic(), None
-        try:
-            check_page(Headers(scope=scope), self._settings.cors_origins)
-            with self._counter.counted(caller), self._metrics.socket():
-                subprotocol = SUBPROTOCOL if SUBPROTOCOL in scope["subprotocols"] else None
-                await send({"type": "websocket.accept", "subprotocol": subprotocol, "headers": []})
-                session = SocketSession(
-                    scope,
-                    receive,
-                    send,
-                    client=self._client,
-                    settings=self._settings,
-                    metrics=self._metrics,
-                    reader=self._reader,
-                    parser=self._parser,
-                )
-                await session.run()
-        except PenstockError as error:
-            self._metrics.refused(error)
-            await self._errors.response(error, scope)(scope, receive, send)
-        finally:
-            key = {"key_id": caller.key_id} if caller.key_id else {}
-            facts = {"path": scope["path"], "num_streams": session.num_streams if session else 0, **key}
-            access_log.info("socket", extra={**facts, "duration_ms": round((time.monotonic() - started_s) * 1000)})
-
-
-def _advise(request: Request) -> Response:
-    """Answer a request that opens no WebSocket."""
-    error = RequestError("/v1/stream is a WebSocket: send Connection: Upgrade and Upgrade: websocket")
-    return JSONResponse(error_body(error), 426, {"Upgrade": "websocket", "Connection": "Upgrade"})
-
-
-def socket_routes(socket: StreamSocket) -> list[BaseRoute]:
-    """Return the routes of `/v1/stream`."""
-    path = SOCKET_PATH.decode()
-    return [WebSocketRoute(path, socket), Route(path, _advise, methods=["GET"], include_in_schema=False)]

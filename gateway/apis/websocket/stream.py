@@ -23,11 +23,11 @@ from penstock.contract.errors import InvariantError, JobCancelledError, NotFound
 from penstock.contract.job import RETURN_PROGRESS
 from penstock.gateway.errors import ID_HEADER, error_body
 from penstock.gateway.request.encoding import JOBS_PATH, Attach, Submit
-from penstock.gateway.request.generation import ParsedBody
 from penstock.gateway.request.reading import AFTER, EVENT_IDS_HEADER, KEY_HEADER, PARSED_BODY
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER, NOTICE_HEADER
 from penstock.gateway.stream.writer import LineFraming, framing_extension
 from penstock.producer.client import AsyncClient
+from penstock.producer.parsed_body import ParsedBody
 
 logger = logging.getLogger("penstock.gateway")
 
@@ -173,9 +173,9 @@ class SocketStream:
         headers = [(EVENT_IDS_HEADER.encode(), b"true" if request.event_ids else b"false")]
         if request.idempotency_key is not None:
             headers.append((KEY_HEADER.encode(), request.idempotency_key.encode()))
-        self._is_background = isinstance(body, ParsedBody) and bool(body.options.get("background"))
+        self._is_background = isinstance(body, ParsedBody) and bool(body.queueing.get("background"))
         query = _position(request.after)
-        returns_progress = isinstance(body, ParsedBody) and bool(body.options.get(RETURN_PROGRESS))
+        returns_progress = isinstance(body, ParsedBody) and bool(body.queueing.get(RETURN_PROGRESS))
         extensions = {PARSED_BODY: body}
         del body  # The request takes it out of the extensions, and keeps what it needs.
         await self._ask("POST", request.path, query, headers, extensions)

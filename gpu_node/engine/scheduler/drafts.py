@@ -1,9 +1,4 @@
-"""Speculative decoding: compute probable next tokens together with the newest token of a sequence.
-
-After each drafted token a token is sampled with the random number of its position, as without drafts. A draft is
-accepted as far as it equals the sampled tokens, so the output is exactly the same as without drafts. (Leviathan et al.,
-arXiv:2211.17192, accept at random; that keeps the distribution, not the tokens.)
-"""
+"""What the scheduler asks of drafts: tokens that a step computes behind the newest token of a sequence."""
 
 from __future__ import annotations
 
@@ -12,18 +7,8 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
-from penstock.gpu_node.engine.scheduler.running import RunningBatch
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget
-from penstock.gpu_node.engine.speculative.drafter import Drafter
 from penstock.gpu_node.engine.steps import Ints, Step
-from penstock.gpu_node.model.protocol import FAILED_TOKEN
-
-_SEQS_PER_PAUSE = 4
-"""Fewer sequences than this look for drafts at every step. This many look at every second step, twice as many at every
-third.
-"""
 
 
 class AcceptedDrafts(NamedTuple):
@@ -36,98 +21,11 @@ class AcceptedDrafts(NamedTuple):
     poisoned: list[Sequence]
     """Sequences with a rejected draft that wrote non-finite values to their blocks."""
 
-
-class Drafts:
-    """Drafts tokens for running sequences before a step, and drops rejected ones after it."""
-
-    def __init__(self, batch: RunningBatch, memory: KvCacheManager, speculation: DraftBudget, block_size: int) -> None:
-        self._speculation = speculation
-        self.num_drafted = self.num_accepted = 0
-        self.num_written = 0
-        """Drafted tokens that the next step may compute."""
-        self._num_writes = 0
-        self._has_matches = False
-        """Whether any sequence found a draft at the last look."""
-        self._drafters: dict[Sequence, Drafter] = {}
-        self._batch = batch
-        self._table = batch.table
-        self._memory = memory
-        self._block_size = block_size
-
-    def write(self, max_step_tokens: int, *, only_foreground: bool = False) -> None:
-        """Draft tokens for the sequences that decode, for a step of at most `max_step_tokens` tokens.
-
-        A sequence with a grammar drafts nothing, because its token mask is known for the newest token only. Drafts
-        never take blocks that other sequences may need.
-        """
-        if not self._speculation.max_draft_tokens:
-            return
-        table, seqs, rows = self._table, self._batch.seqs, self._batch.rows
-        if self.num_written:
-            table.num_drafted[rows] = self.num_written = 0
-        self._num_writes += 1
-        all_look = self._num_writes % (1 + len(seqs) // _SEQS_PER_PAUSE) == 0
-        if not all_look and not self._has_matches:
-            return
-        to_compute = table.num_tokens[rows] - table.num_computed[rows]
-        drafting = to_compute == 1
-        if only_foreground:
-            drafting &= ~table.is_background[rows]
-        decoding = drafting.nonzero()[0].tolist()
-        max_drafted = (max_step_tokens - int(to_compute.sum())) // 2
-        if max_drafted <= 0 or not decoding:
-            return
-        if needs := self._speculation.needs(len(decoding), max_drafted):
-            self._choose([seqs[i] for i in decoding], needs, all_look=all_look)
-
-    def _choose(self, decoding: list[Sequence], needs: list[float], *, all_look: bool) -> None:
-        """Draft for the sequences where a draft saves time. Drafts that are too unlikely to do so are not computed.
-
-        With more sequences a draft saves less and looking for drafts takes longer. So in most steps only sequences that
-        found a draft last time look again.
-        """
-        min_odds = min(need / num for num, need in enumerate(needs, 1))
-        found = []
-        for seq in decoding:
-            known = self._drafters.get(seq)
-            if all_look or (known is not None and known.has_match):
-                drafter = self._look(seq, known, min_odds)
-                if drafter is not None:
-                    found.append((seq, drafter))
-        self._has_matches = bool(found)
-        if not found:
-            return
-        limit = self._speculation.max_draft_tokens
-        chances = [drafter.chances(min(self._max_draft(seq), limit)) for seq, drafter in found]
-        for (seq, drafter), count in zip(found, self._speculation.choose(chances, needs), strict=True):
-            if count:
-                draft, end_ids = drafter.draft(count), seq.end_rule.end_ids
-                # Nothing follows a token that would end the choice.
-                end = next((at for at, token_id in enumerate(draft) if token_id in end_ids), len(draft))
-                self.num_written += self._table.put_draft(seq, draft[:end])
-
-    def _look(self, seq: Sequence, drafter: Drafter | None, min_odds: float) -> Drafter | None:
-        """Look for a draft. Return the drafter if the first token is right with odds above `min_odds`."""
-        if seq in self._table.guides or seq.beams is not None:
-            return None
-        if drafter is None:
-            drafter = self._drafters[seq] = self._speculation.drafter(seq.max_num_tokens)
-        return drafter if drafter.look(self._table.tokens_of(seq)[len(drafter.lookup) :], min_odds) else None
-
-    def forget(self, seq: Sequence) -> None:
-        """Drop the drafter of a sequence that ends."""
-        self._drafters.pop(seq, None)
-
-    def accept_drafts(self, step: Step, tokens: Ints, late: Collection[int] = ()) -> AcceptedDrafts:
-        """Separate the accepted samples of a step from the rejected ones. Samples in `late` were not drawn."""
-        if not step.num_drafted and not late:
-            return AcceptedDrafts(step, tokens, range(len(tokens)), [])
-        kept, poisoned = self._check(step, tokens)
-        self.num_drafted += step.num_drafted
-        self.num_accepted += step.num_drafted - (len(tokens) - len(kept))
-        kept = [i for i in kept if i not in late]
+    @classmethod
+    def of(cls, step: Step, tokens: Ints, kept: list[int], poisoned: Items[Sequence] = ()) -> AcceptedDrafts:
+        """Return what is left with the samples `kept`."""
         if len(kept) == len(tokens):
-            return AcceptedDrafts(step, tokens, range(len(tokens)), [])
+            return cls(step, tokens, range(len(tokens)), [])
         accepted = replace(
             step,
             sampled=step.sampled[kept],
@@ -135,27 +33,24 @@ class Drafts:
             sampled_rows=step.sampled_rows[kept],
             sampled_ends=step.sampled_ends[kept],
         )
-        return AcceptedDrafts(accepted, tokens[kept], kept, [seq for seq in poisoned if seq.row >= 0])
+        return cls(accepted, tokens[kept], kept, [seq for seq in poisoned if seq.row >= 0])
 
-    def _check(self, step: Step, tokens: Ints) -> tuple[list[int], list[Sequence]]:
-        """Return the samples drawn after accepted tokens, and the sequences with other samples that are not finite."""
-        kept, poisoned = [], []
-        drawn, drafted, owners = tokens.tolist(), self._table.last_tokens(step).tolist(), step.sampled.tolist()
-        is_accepted, previous = True, -1
-        for i, owner in enumerate(owners):
-            is_accepted = owner != previous or (is_accepted and drawn[i - 1] == drafted[i])
-            previous = owner
-            if is_accepted:
-                kept.append(i)
-            elif drawn[i] == FAILED_TOKEN and step.sampled_seqs[i] not in poisoned:
-                poisoned.append(step.sampled_seqs[i])
-        return kept, poisoned
 
-    def _max_draft(self, seq: Sequence) -> int:
-        """Return how many tokens a sequence may draft."""
-        table, num_tokens = self._table, int(self._table.num_tokens[seq.row])
-        limit = int(table.limit[seq.row]) - num_tokens - 1
-        max_blocks = 2 + self._speculation.max_draft_tokens // self._block_size
-        if self._memory.device.num_free < len(self._batch.seqs) * max_blocks:
-            limit = min(limit, int(table.capacity[seq.row]) - num_tokens)
-        return max(0, limit)
+class Drafts:
+    """Drafts no tokens. Those of an engine are in `speculative/drafts.py`."""
+
+    num_drafted = num_accepted = 0
+    num_written = 0
+    """Drafted tokens that the next step may compute."""
+
+    def write(self, max_step_tokens: int, *, only_foreground: bool = False) -> None:
+        """Draft tokens for the sequences that decode, for a step of at most `max_step_tokens` tokens."""
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what is known of a sequence that ends."""
+
+    def accept_drafts(self, step: Step, tokens: Ints, late: Collection[int] = ()) -> AcceptedDrafts:
+        """Separate the accepted samples of a step from the rejected ones. Samples in `late` were not drawn."""
+        if not late:
+            return AcceptedDrafts(step, tokens, range(len(tokens)), [])
+        return AcceptedDrafts.of(step, tokens, [i for i in range(len(tokens)) if i not in late])

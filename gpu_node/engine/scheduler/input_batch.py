@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +13,27 @@ from numpy.typing import NDArray
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
-from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
-from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
+from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan, TokenMasks
 
-NO_GUIDES: Mapping[Sequence, Guide] = {}
+
+class TokenGuide(Protocol):
+    """What decides which tokens may continue a choice, such as a grammar."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its mask is requested and has not arrived."""
+
+    def new_tokens_of(self, output: Ints) -> list[int]:
+        """Return the tokens at the end of a choice's output that earlier calls did not return, for `take`."""
+
+    def take(self, token_ids: Items[int]) -> None:
+        """Append tokens."""
+
+    def masks_of(self, guided: Items[Self | None]) -> TokenMasks:
+        """Return the masks of a step: `guided` has, by sampling row, its guide or None."""
+
+
+NO_GUIDES: Mapping[Sequence, TokenGuide] = {}
 _NOT_OF_PARAMS = ("position", "seed", "choice", "num_seen_prompt")
 """Columns of SamplingRows that are no sampling option: `position` changes in each step, the others do not."""
 
@@ -59,7 +77,7 @@ class InputBatch:
     """
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
-        self.guides: dict[Sequence, Guide] = {}
+        self.guides: dict[Sequence, TokenGuide] = {}
         """The guides of the sequences with a grammar, whether or not they run."""
         self._unused = list(range(max_rows - 1, -1, -1))
         self._block_size = block_size
@@ -226,12 +244,13 @@ class InputBatch:
             num_logprobs=settings.num_logprobs,
         )
 
-    def _masks_of(self, seqs: list[Sequence]) -> GuidedMasks:
+    def _masks_of(self, seqs: list[Sequence]) -> TokenMasks | None:
         guides = [self.guides.get(seq) for seq in seqs]
         for seq, guide in zip(seqs, guides, strict=True):
             if guide is not None:
                 guide.take(guide.new_tokens_of(self.tokens_of(seq)[seq.num_prompt_tokens :]))
-        return GuidedMasks(guides)
+        first = next((guide for guide in guides if guide is not None), None)
+        return None if first is None else first.masks_of(guides)
 
     def _settings_for(self, seqs: list[Sequence], rows: Rows) -> _Settings:
         # The running batch seldom changes; until it does, the scheduler passes the same array.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
@@ -22,15 +22,13 @@ from penstock.gpu_node.engine.scheduler.budget import (
 )
 from penstock.gpu_node.engine.scheduler.drafts import Drafts
 from penstock.gpu_node.engine.scheduler.faults import FaultIsolator
-from penstock.gpu_node.engine.scheduler.input_batch import NO_GUIDES, InputBatch
+from penstock.gpu_node.engine.scheduler.input_batch import NO_GUIDES, InputBatch, TokenGuide
 from penstock.gpu_node.engine.scheduler.preemption import Preemptor, SwapCost
 from penstock.gpu_node.engine.scheduler.queues import Admission, PrefixHits, WaitingQueues, leave_group
 from penstock.gpu_node.engine.scheduler.running import RunningBatch, StepOutcome, StepProgress
 from penstock.gpu_node.engine.scheduler.turns import RequestTurns
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget, StepCost
 from penstock.gpu_node.engine.steps import Ints, Step, step_of
-from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ class DelayedRows:
     They keep rows and blocks, and compute nothing meanwhile.
     """
 
-    def __init__(self, guides: Mapping[Sequence, Guide]) -> None:
+    def __init__(self, guides: Mapping[Sequence, TokenGuide]) -> None:
         self._guides = guides
         self._seqs: set[Sequence] = set()
         self._parked: set[Sequence] = set()
@@ -73,14 +71,22 @@ class DelayedRows:
 
 
 class LearnedTimes:
-    """The three models of step times: one each for prefill, swapping and drafts. Every computed step teaches them."""
+    """The models of step times: one each for prefill, swapping and drafts. Every computed step teaches them."""
 
-    def __init__(self, preemption: PreemptionName, block_bytes: int, *, with_drafts: bool = False) -> None:
-        """`with_drafts` says whether sequences may draft; otherwise the cost of drafts is not learned."""
+    def __init__(
+        self,
+        preemption: PreemptionName,
+        block_bytes: int,
+        note_decoding: Callable[[int, int, float, float], None] | None = None,
+    ) -> None:
+        """`note_decoding` learns what drafts cost, where sequences may draft.
+
+        It takes the numbers of sequences and of drafted tokens of a step that only decodes, the milliseconds that the
+        runner took, and those until the next step could begin.
+        """
         self.step_time = StepTime()
         self.swap_cost = SwapCost(preemption, block_bytes)
-        self.draft_cost = StepCost()
-        self._with_drafts = with_drafts
+        self._note_decoding = note_decoding
 
     def note_step(self, step: Step, result: StepResult, *, num_scored: int, whole_ms: float) -> None:
         """Learn from a step that scored `num_scored` prompt tokens.
@@ -91,8 +97,8 @@ class LearnedTimes:
         self.swap_cost.note_copies(len(step.copies), result.copy_ms)
         self.swap_cost.note_forward(step.num_prefill_tokens, result.forward_ms)
         self.step_time.note(StepWork.of(step, num_scored), runner_ms)
-        if self._with_drafts and not step.num_prefill_tokens:
-            self.draft_cost.note(len(step.seqs), step.num_drafted, runner_ms, whole_ms - runner_ms)
+        if self._note_decoding is not None and not step.num_prefill_tokens:
+            self._note_decoding(len(step.seqs), step.num_drafted, runner_ms, whole_ms - runner_ms)
 
 
 class Scheduler:
@@ -113,8 +119,9 @@ class Scheduler:
         times: LearnedTimes,
         *,
         policy: SchedulingPolicy | None = None,
-        speculation: DraftBudget | None = None,
+        drafts_of: Callable[[RunningBatch, KvCacheManager, int], Drafts] | None = None,
     ) -> None:
+        """`drafts_of` makes the drafts of the running sequences, for blocks of a size. By default there are none."""
         self.queues, policy = WaitingQueues(), policy or FirstComeFirstServed()
         self._in_flight: Step | None = None
         """The newest step, until its tokens are counted."""
@@ -124,7 +131,7 @@ class Scheduler:
         self._guides = self._table.guides
         self._batch = RunningBatch(memory, self._table, limits.block_size)
         self._isolator, self._delayed = FaultIsolator(), DelayedRows(self._guides)
-        self.drafts = Drafts(self._batch, memory, speculation or DraftBudget(0, times.draft_cost), limits.block_size)
+        self.drafts = Drafts() if drafts_of is None else drafts_of(self._batch, memory, limits.block_size)
         self._step_size = StepSize(limits.max_num_batched_tokens)
         self._prefill_budget = PrefillBudget(limits, self._batch, self.queues, times.step_time)
         self._small_steps = SmallSteps(self._batch, times.step_time)
@@ -184,7 +191,7 @@ class Scheduler:
         """Return the prompt and output of a sequence. Only the last token may still be unknown; it is then negative."""
         return self._table.tokens_of(seq) if seq.row >= 0 else seq.token_ids
 
-    def add(self, *choices: Sequence, guides: Mapping[Sequence, Guide] = NO_GUIDES) -> None:
+    def add(self, *choices: Sequence, guides: Mapping[Sequence, TokenGuide] = NO_GUIDES) -> None:
         """Queue a request's choices and their guides; the first computes the prompt. Too many form several groups."""
         self._guides.update(guides)
         self.background.add(choices)

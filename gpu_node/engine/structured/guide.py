@@ -69,6 +69,10 @@ class Guide:
         """Append tokens. Tokens that do not fit fail the choice when its next mask is due."""
         self.tokens.extend(token_ids)
 
+    def masks_of(self, guided: Sequence[Guide | None]) -> GuidedMasks:
+        """Return the masks of a step in which this guide takes part."""
+        return GuidedMasks(guided)
+
 
 class GuidedMasks(TokenMasks):
     """The masks of a step's constrained rows, and which of them are late."""

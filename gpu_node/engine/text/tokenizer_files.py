@@ -11,11 +11,12 @@ import tokenizers
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.engine.text.encoder import check_growth
-from penstock.runtime.reading import reading, reason_of
+from penstock.runtime.reading import is_of_content, reading, reason_of
 
 OF_TOOLS = "tool_use"
 """The name of the chat template for chats with tools, in a model with several."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_NAMED = frozenset(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
 _SHOWN_CHARS = 200
 _Token = str | Mapping[str, Any]
 
@@ -47,7 +48,10 @@ def read_tokenizer_files(folder: Path, read: tokenizers.Tokenizer | None = None)
     backend.no_truncation()
     backend.no_padding()
     with reading(folder / "tokenizer_config.json"):
-        backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+        splits = config.get("split_special_tokens", False)
+        if not isinstance(splits, bool | None):
+            raise ConfigError(f"split_special_tokens is {_shown(splits)} but must be true or false")
+        backend.encode_special_tokens = bool(splits)
         named = dict(_named_tokens(config))
         _check_listed(config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
         _check_ids(backend, folder)
@@ -58,9 +62,15 @@ def read_tokenizer_files(folder: Path, read: tokenizers.Tokenizer | None = None)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    from penstock.gpu_node.model.checkpoint.tokenizer_export import tokenizer_content
+    from penstock.gpu_node.model.checkpoint.tokenizer_export import tokenizer_content, why_unreadable
 
-    backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_content(path))
+    content = tokenizer_content(path)
+    try:
+        backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except BaseException as error:
+        if not is_of_content(error):
+            raise
+        raise ConfigError(f"{path}: {why_unreadable(path, error)}") from error
     return backend
 
 
@@ -75,7 +85,7 @@ def _check_listed(listed: object, path: Path) -> None:
         )
         wrong = next(ids, None)
     if wrong is not None:
-        found = f"added_tokens_decoder has {repr(wrong)[:_SHOWN_CHARS]}"
+        found = f"added_tokens_decoder has {_shown(wrong)}"
         raise ConfigError(f"{path}: {found}, but must have tokens by their ids, below {MAX_VOCAB:,}")
 
 
@@ -108,6 +118,8 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, _Token]]:
         is_token = isinstance(token, str) or (isinstance(token, dict) and "content" in token)
         if name.endswith("_token") and is_token:
             yield name, token
+        elif name in _NAMED and token is not None:
+            raise ConfigError(f"{name} is {_shown(token)} but must be a text or an object with its content")
 
 
 def _added_token(token: _Token, field: str, **flags: bool) -> tokenizers.AddedToken:
@@ -118,8 +130,12 @@ def _added_token(token: _Token, field: str, **flags: bool) -> tokenizers.AddedTo
         its = {flag: token[flag] for flag in _FLAGS if flag in token}
         return tokenizers.AddedToken(token["content"], **(its | flags))
     except (TypeError, KeyError, ValueError) as error:
-        found = repr(token)[:_SHOWN_CHARS]
-        raise ConfigError(f"tokenizer_config.json: {field} has the token {found}: {reason_of(error)}") from error
+        reason = reason_of(error)
+        raise ConfigError(f"tokenizer_config.json: {field} has the token {_shown(token)}: {reason}") from error
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:_SHOWN_CHARS]
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -139,7 +155,9 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(found, list):
         # An entry without a name or a template is of no use.
         entries = [entry for entry in found if isinstance(entry, dict) and {"name", "template"} <= entry.keys()]
-        found = {entry["name"]: entry["template"] for entry in entries}
+        found = {str(entry["name"]): entry["template"] for entry in entries}
+    if not isinstance(found, str | dict | None):
+        raise ConfigError(f"{folder}/tokenizer_config.json: chat_template is {_shown(found)} but must be a text")
     named = found if isinstance(found, dict) else {"default": found}
     templates = {str(name): template for name, template in named.items() if isinstance(template, str)}
     if (most := max(map(len, templates.values()), default=0)) > MAX_TEMPLATE_BYTES:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import log, sqrt
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import (
     Activation,
+    Attention,
     DynamicScaling,
     FactorsScaling,
+    LayerSpec,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
-    NameMap,
+    Mlp,
+    ModelSpec,
     Rope,
     Scaling,
     YarnScaling,
@@ -143,44 +145,86 @@ def sliding_windows(config: Config) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+Kind = TypeVar("Kind", bound=Hashable)
+
+
+def layers_of(
+    config: Config, kinds: Sequence[Kind], layer_of: Callable[[Kind], LayerSpec], name: str = "layer_types"
+) -> tuple[LayerSpec, ...]:
+    """Return the layers of a model by their kinds; those of one kind are one record.
+
+    name: the field that the kinds are from. Raises ConfigError unless there is a kind for each layer.
+    """
+    if len(kinds) != config["num_hidden_layers"]:
+        raise ConfigError(f"{name} has {len(kinds)} entries for {config['num_hidden_layers']} layers")
+    made = {kind: layer_of(kind) for kind in dict.fromkeys(kinds)}
+    return tuple(made[kind] for kind in kinds)
+
+
 LAYER = "model.layers.{layer}."
 ATTENTION = LAYER + "self_attn."
-
-LLAMA_NAMES = NameMap(
-    embedding="model.embed_tokens",
-    final_norm="model.norm",
-    head="lm_head",
-    attention_norm=LAYER + "input_layernorm",
-    qkv=(ATTENTION + "q_proj", ATTENTION + "k_proj", ATTENTION + "v_proj"),
-    out=ATTENTION + "o_proj",
-    mlp_norm=LAYER + "post_attention_layernorm",
-    mlp_in=(LAYER + "mlp.gate_proj", LAYER + "mlp.up_proj"),
-    mlp_out=LAYER + "mlp.down_proj",
-)
-"""The tensor names of Llama and the families derived from it."""
+MLP = LAYER + "mlp."
 HEAD_NORMS: dict[str, Any] = {"q_norm": ATTENTION + "q_norm", "k_norm": ATTENTION + "k_norm"}
 """The norms of queries and keys in families that have them."""
 
+# What follows is what Llama and the families derived from it read from a config in the same way. `changes` are fields
+# that a family has otherwise.
 
-def llama_shapes(config: Config) -> dict[str, Any]:
-    """Return the spec fields that Llama and the families derived from it read from a config in the same way."""
+
+def llama_attention(config: Config, **changes: Any) -> Attention:
+    """Return the attention of Llama's layers."""
     num_heads, head_dim = config["num_attention_heads"], head_dim_of(config)
-    rope = rope_of(config, head_dim)
-    return {
-        "vocab_size": config["vocab_size"],
-        "hidden_size": config["hidden_size"],
-        "intermediate_size": config["intermediate_size"],
-        "num_layers": config["num_hidden_layers"],
+    fields: dict[str, Any] = {
         "num_heads": num_heads,
         "num_kv_heads": config.get("num_key_value_heads") or num_heads,
         "head_dim": head_dim,
-        "max_position": max_position_of(config, rope),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope": rope,
-        "activation": activation_of(config, "hidden_act", "silu"),
-        "tied_head": bool(config.get("tie_word_embeddings", False)),
-        "names": LLAMA_NAMES,
+        "qkv": (ATTENTION + "q_proj", ATTENTION + "k_proj", ATTENTION + "v_proj"),
+        "out": ATTENTION + "o_proj",
     }
+    if "rope" not in changes:
+        fields["rope"] = rope_of(config, head_dim)
+    return Attention(**fields | changes)
+
+
+def biased_attention(config: Config, **changes: Any) -> Attention:
+    """Return Llama's attention, whose projections have biases if the config says so."""
+    has_bias = bool(config.get("attention_bias"))
+    return llama_attention(config, **{"qkv_bias": has_bias, "out_bias": has_bias} | changes)
+
+
+def llama_mlp(config: Config, **changes: Any) -> Mlp:
+    """Return the MLP of Llama's layers."""
+    fields: dict[str, Any] = {
+        "activation": activation_of(config, "hidden_act", "silu"),
+        "mlp_in": (MLP + "gate_proj", MLP + "up_proj"),
+        "mlp_out": MLP + "down_proj",
+    }
+    if "intermediate_size" not in changes:
+        fields["intermediate_size"] = config["intermediate_size"]
+    return Mlp(**fields | changes)
+
+
+def llama_layer(attention: Attention, mlp: Mlp, **changes: Any) -> LayerSpec:
+    """Return a layer of Llama."""
+    norms = {"attention_norm": LAYER + "input_layernorm", "mlp_norm": LAYER + "post_attention_layernorm"}
+    return LayerSpec(attention=attention, mlp=mlp, **norms | changes)
+
+
+def llama_model(config: Config, layers: tuple[LayerSpec, ...], **changes: Any) -> ModelSpec:
+    """Return a model of these layers."""
+    fields: dict[str, Any] = {
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "layers": layers,
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "tied_head": bool(config.get("tie_word_embeddings", False)),
+        "embedding": "model.embed_tokens",
+        "final_norm": "model.norm",
+        "head": "lm_head",
+    }
+    if "max_position" not in changes:
+        fields["max_position"] = max_position_of(config, rope_of(config, head_dim_of(config)))
+    return ModelSpec(**fields | changes)
 
 
 def windows_of_kinds(config: Config, *, period: int) -> tuple[int | None, ...]:
@@ -191,26 +235,3 @@ def windows_of_kinds(config: Config, *, period: int) -> tuple[int | None, ...]:
     ]
     window = config.get("sliding_window", 4096)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def gemma_shapes(config: Config) -> dict[str, Any]:
-    """Return the spec fields that Gemma 2 and Gemma 3 read from a config in the same way."""
-    if config.get("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention is not supported")
-    attention_bias = bool(config.get("attention_bias"))
-    names = replace(
-        LLAMA_NAMES,
-        post_attention_norm=LAYER + "post_attention_layernorm",
-        mlp_norm=LAYER + "pre_feedforward_layernorm",
-        post_mlp_norm=LAYER + "post_feedforward_layernorm",
-    )
-    shapes = llama_shapes({"head_dim": 256, "tie_word_embeddings": True, **config})
-    return shapes | {
-        "names": names,
-        "norm_offset": 1.0,
-        "activation": activation_of(config, "hidden_activation", "gelu_pytorch_tanh"),
-        "score_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
-        "embedding_scale": config["hidden_size"] ** 0.5,
-        "qkv_bias": attention_bias,
-        "out_bias": attention_bias,
-    }

@@ -6,8 +6,8 @@ docs/MODELS.md has the table for readers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,33 @@ class Limit:
         return not self.is_whole or value == int(value)
 
 
+@dataclass(frozen=True, slots=True)
+class ValueKind:
+    """The type of a value in a model's file that is no number."""
+
+    name: str
+    types: tuple[type, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def allows(self, value: object) -> bool:
+        """Return whether a value is of this type."""
+        return isinstance(value, self.types) or (bool in self.types and value in (0, 1))
+
+
 _POSITIONS, _WIDTH, _HEADS, _EXPERTS = Limit(1, 1 << 22), Limit(0, 1 << 18), Limit(1, 1024), Limit(0, 1024)
+_ORIGINAL = Limit(2, 1 << 22)
+"""LongRoPE divides by its logarithm."""
 _COUNT, _WINDOW, _GROUP = Limit(0, 1 << 20), Limit(0, (1 << 31) - 1), Limit(-1, 1 << 20)
 _BASE, _SHARE, _EPSILON = (Limit(low, high, is_whole=False) for low, high in ((2, 1e15), (0, 1), (0, 1)))
-_SCALE, _CAP, _FACTOR = (Limit(low, high, is_whole=False) for low, high in ((1e-6, 1e6), (0, 1e6), (1e-3, 1e6)))
+_SCALE, _FACTOR = (Limit(low, high, is_whole=False) for low, high in ((1e-6, 1e6), (1e-3, 1e6)))
 _DIVISOR, _MAGNITUDE = Limit(1e-3, 1e31, is_whole=False), Limit(0, 1e3, is_whole=False)
+_FLAG, _TEXT, _OBJECT = (
+    ValueKind("true or false", (bool,)),
+    ValueKind("a text", (str,)),
+    ValueKind("an object", (dict,)),
+)
 _LISTS = frozenset(("eos_token_id", "short_factor", "long_factor", "factors", "weight_block_size"))
 """Fields that may be lists of such numbers."""
 
@@ -87,34 +109,66 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     "num_attention_heads": _HEADS,
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "head_dim"), Limit(0, 1024)),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), _EXPERTS),
-    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), _POSITIONS),
+    "max_position_embeddings": _POSITIONS,
+    "original_max_position_embeddings": _ORIGINAL,
     "sliding_window": _WINDOW,
     **dict.fromkeys(("max_window_layers", "sliding_window_pattern", "no_rope_layer_interval"), _COUNT),
     "num_ln_in_parallel_attn": Limit(1, 2),
+    "decoder_sparse_step": Limit(0, 1 << 20),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _EPSILON),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), _BASE),
     **dict.fromkeys(("rotary_pct", "partial_rotary_factor"), _SHARE),
     **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), _SCALE),
     **dict.fromkeys(("logits_scaling", "query_pre_attn_scalar"), _SCALE),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _CAP),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _SCALE),
     "eos_token_id": Limit(-1, (1 << 31) - 1),
 }
 """Fields of config.json. Zero stands for an absent value in some of them, and the record `ModelSpec` refuses it in
 others."""
+_NEVER_NULL = frozenset(
+    ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+) | {
+    *("max_position_embeddings", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar"),
+    *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+}
+_NULL_IS_A_VALUE = frozenset(("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")) | {
+    *("head_dim", "num_key_value_heads", "num_kv_heads")
+}
+"""Fields in which null is something else than an absent field, whose default is the family's."""
+CONFIG_KINDS: Mapping[str, ValueKind] = {
+    **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "tie_word_embeddings", "use_sliding_window"), _FLAG),
+    **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "alibi", "norm_topk_prob"), _FLAG),
+    **dict.fromkeys(("use_parallel_residual", "use_bidirectional_attention"), _FLAG),
+}
+_LAYER_LISTS: Mapping[str, tuple[object, ...]] = {
+    "layer_types": ("full_attention", "sliding_attention"),
+    "no_rope_layers": (0, 1),
+}
+"""Fields with a value for each layer, and the values that they may have."""
 ROPE_LIMITS: Mapping[str, Limit] = {
     **{name: CONFIG_LIMITS[name] for name in ("rope_theta", "partial_rotary_factor")},
-    "original_max_position_embeddings": _POSITIONS,
+    "original_max_position_embeddings": _ORIGINAL,
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), _FACTOR),
     "attention_factor": _FACTOR,
     **dict.fromkeys(("mscale", "mscale_all_dim"), _MAGNITUDE),
     **dict.fromkeys(("short_factor", "long_factor", "factors"), _DIVISOR),
 }
 """Fields of `rope_parameters` and `rope_scaling`, and of those for one kind of layer."""
+ROPE_KINDS: Mapping[str, ValueKind] = {
+    **dict.fromkeys(("rope_type", "type"), _TEXT),
+    "truncate": _FLAG,
+    **dict.fromkeys(("full_attention", "sliding_attention"), _OBJECT),
+}
 QUANTIZATION_LIMITS: Mapping[str, Limit] = {
     **dict.fromkeys(("group_size", "q_group_size"), _GROUP),
     "weight_block_size": Limit(1, 1 << 20),
+    **dict.fromkeys(("bits", "w_bit"), Limit(1, 64)),
 }
 """Fields of `quantization_config`."""
+QUANTIZATION_KINDS: Mapping[str, ValueKind] = {
+    **dict.fromkeys(("quant_method", "format", "version", "checkpoint_format"), _TEXT),
+    **dict.fromkeys(("config_groups", "sparsity_config", "transform_config"), _OBJECT),
+}
 GGUF_FIELDS: Mapping[str, str] = {
     "vocab_size": "vocab_size",
     "embedding_length": "hidden_size",
@@ -127,12 +181,29 @@ GGUF_FIELDS: Mapping[str, str] = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "context_length": "max_position_embeddings",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
     "attention.sliding_window": "sliding_window",
     **dict.fromkeys(("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"), "rms_norm_eps"),
     "rope.freq_base": "rope_theta",
+    **{name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }
-"""Metadata of a GGUF file, without the architecture's name, and the fields of config.json whose limits they have. The
-others are checked when they are fields of a config."""
+"""Metadata of a GGUF file, without the architecture's name, and the fields of config.json whose limits they have."""
+GGUF_ROPE_FIELDS: Mapping[str, str] = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+"""The same of `rope_parameters`."""
+_ZERO_IS_NONE = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length")) | {
+    *("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
+}
+"""Metadata that may be 0. llama.cpp takes a limit of 0 for none."""
 GGUF_LIST_LIMITS: Mapping[str, int] = dict.fromkeys(
     ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores"), MAX_VOCAB
 )
@@ -141,28 +212,63 @@ ADAPTER_LIMITS: Mapping[str, Limit] = {"r": Limit(1, 512), "lora_alpha": Limit(-
 """Fields of adapter_config.json."""
 
 
-def check_config(config: Mapping[str, Any], path: Path) -> None:
-    """Check the numbers of a config.json. Raises ConfigError that names file, field and range."""
-    _check_fields(config, CONFIG_LIMITS, f"{path}: ")
+def checked_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the content of a config.json without fields that are null, which is as if they were absent.
+
+    Each number, type and list of layers is checked here, so that no family does it again. Whole numbers that are
+    written as 2.0 become 2. Raises ConfigError that names file, field and range.
+    """
+    found = _checked(config, {**CONFIG_LIMITS, **CONFIG_KINDS}, f"{path}: ")
+    of_rope: Mapping[str, Limit | ValueKind] = {**ROPE_LIMITS, **ROPE_KINDS}
+    of_numbers: Mapping[str, Limit | ValueKind] = {**QUANTIZATION_LIMITS, **QUANTIZATION_KINDS}
     for field in ("rope_parameters", "rope_scaling"):
-        for name, rope in _objects(config, field, path):
-            _check_fields(rope, ROPE_LIMITS, f"{path}: {name}.")
+        if rope := _object(found, field, path):
+            found[field] = _checked(rope, of_rope, f"{path}: {field}.")
             for kind, inner in rope.items():
                 if isinstance(inner, dict):
-                    _check_fields(inner, ROPE_LIMITS, f"{path}: {name}.{kind}.")
+                    found[field][kind] = _checked(inner, of_rope, f"{path}: {field}.{kind}.")
     for field in ("quantization_config", "compression_config"):
-        for name, settings in _objects(config, field, path):
-            _check_fields(settings, QUANTIZATION_LIMITS, f"{path}: {name}.")
+        if settings := _object(found, field, path):
+            found[field] = _checked(settings, of_numbers, f"{path}: {field}.")
             size = settings.get("weight_block_size")
             if size is not None and (not isinstance(size, list) or len(size) != _BLOCK_DIMS):
-                raise ConfigError(f"{path}: {name}.weight_block_size is {_shown(size)} but must be two whole numbers")
+                raise ConfigError(f"{path}: {field}.weight_block_size is {_shown(size)} but must be two whole numbers")
+    _check_layers(found, path)
+    return found
+
+
+def _check_layers(config: Mapping[str, Any], path: Path) -> None:
+    num_layers = config.get("num_hidden_layers")
+    for field, allowed in _LAYER_LISTS.items():
+        values = config.get(field) or []
+        is_list = isinstance(values, list) and all(value in allowed for value in values)
+        if not is_list or (values and len(values) != num_layers):
+            must = f"must have {' or '.join(map(str, allowed))} for each layer; num_hidden_layers is {num_layers}"
+            raise ConfigError(f"{path}: {field} is {_shown(values)} but {must}")
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> None:
-    """Check the sizes in the metadata of a GGUF file. Raises ConfigError that names key and range."""
-    architecture = metadata.get("general.architecture")
-    limits = {f"{architecture}.{key}": CONFIG_LIMITS[field] for key, field in GGUF_FIELDS.items()}
-    _check_fields(metadata, limits, "")
+    """Check the numbers in the metadata of a GGUF file. Raises ConfigError that names key and range."""
+    name = metadata.get("general.architecture")
+    limits = {key: CONFIG_LIMITS[field] for key, field in GGUF_FIELDS.items()}
+    limits |= {key: ROPE_LIMITS[field] for key, field in GGUF_ROPE_FIELDS.items()}
+    lows = {key: 0 if key in _ZERO_IS_NONE else max(limit.low, int(limit.is_whole)) for key, limit in limits.items()}
+    # A list, as some files have it for their layers, is None here. It is refused where it is read.
+    _checked(metadata, {f"{name}.{key}": replace(limits[key], low=low) for key, low in lows.items()}, "")
+    count = "attention.head_count"
+    _require_multiple(metadata, f"{name}.{count}", f"{name}.{count}_kv")
+    if metadata.get(f"{name}.attention.key_length") is None:
+        _require_multiple(metadata, f"{name}.embedding_length", f"{name}.{count}")
+    keys, values = (metadata.get(f"{name}.attention.{which}_length") for which in ("key", "value"))
+    if keys is not None and values is not None and keys != values:
+        said = f"{name}.attention.key_length is {keys} and {name}.attention.value_length is {values}"
+        raise ConfigError(f"{said}, but keys and values must have one length")
+
+
+def _require_multiple(metadata: Mapping[str, Any], key: str, divisor: str) -> None:
+    number, by = metadata.get(key), metadata.get(divisor)
+    if number is not None and by is not None and number % by:
+        raise ConfigError(f"{key} is {number} but must be a multiple of {divisor}, which is {by}")
 
 
 def check_adapter(config: Mapping[str, Any], name: str) -> None:
@@ -170,25 +276,33 @@ def check_adapter(config: Mapping[str, Any], name: str) -> None:
     for field, limit in ADAPTER_LIMITS.items():
         if config.get(field) is None:
             raise ConfigError(f"{name}: {field} is missing; it must be {limit}")
-    _check_fields(config, ADAPTER_LIMITS, f"{name}: ")
+    _checked(config, {**ADAPTER_LIMITS, "use_rslora": _FLAG}, f"{name}: ")
 
 
-def _objects(config: Mapping[str, Any], field: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a field's name and value, unless it is absent. Raises ConfigError for a value that is no object."""
+def _object(config: Mapping[str, Any], field: str, path: Path) -> Mapping[str, Any] | None:
+    """Return a field's value, None for an absent or empty one. Raises ConfigError for a value that is no object."""
     value = config.get(field)
     if value and not isinstance(value, dict):
         raise ConfigError(f"{path}: {field} is {_shown(value)} but must be an object")
-    if value:
-        yield field, value
+    return value or None
 
 
-def _check_fields(config: Mapping[str, Any], limits: Mapping[str, Limit], where: str) -> None:
+def _checked(config: Mapping[str, Any], limits: Mapping[str, Limit | ValueKind], where: str) -> dict[str, Any]:
+    found = dict(config)
     for name, limit in limits.items():
-        found = config.get(name)
-        values = found if isinstance(found, list) and name in _LISTS else [found]
-        for value in values:
-            if value is not None and not limit.allows(value):
-                raise ConfigError(f"{where}{name} is {_shown(value)} but must be {limit}")
+        value = found.get(name)
+        if value is None and name not in _NULL_IS_A_VALUE and name not in _NEVER_NULL:
+            found.pop(name, None)
+        if name not in found or (value is None and name in _NULL_IS_A_VALUE):
+            continue
+        values: list[Any] = value if isinstance(value, list) and name in _LISTS else [value]
+        for one in values:
+            if not limit.allows(one):
+                raise ConfigError(f"{where}{name} is {_shown(one)} but must be {limit}")
+        if isinstance(limit, Limit) and limit.is_whole:
+            whole = [int(one) for one in values]
+            found[name] = whole if value is values else whole[0]
+    return found
 
 
 def _shown(value: object) -> str:

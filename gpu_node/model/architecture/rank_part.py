@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
+from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, Mlp, ModelSpec
 from penstock.gpu_node.model.protocol import Adapter, LowRank, MatrixName
 
 CutRunner: TypeAlias = Literal["native", "torch", "gpu"]
@@ -71,21 +71,26 @@ def cut_problems(
 
 
 def _native_problems(spec: ModelSpec, size: int) -> Iterator[str]:
-    if size > spec.num_kv_heads:
-        yield f"the native runner cuts by KV head, and the model has {spec.num_kv_heads} (num_kv_heads)"
+    fewest = min((one.num_kv_heads for one in spec.attentions), default=size)
+    if size > fewest:
+        yield f"the native runner cuts by KV head, and the model has {fewest} (num_kv_heads)"
 
 
 def _even_problems(spec: ModelSpec, size: int) -> Iterator[str]:
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        yield f"num_kv_heads {spec.num_kv_heads} is neither a multiple nor a divisor of it"
-    for name, number in {"num_heads": spec.num_heads, "intermediate_size": spec.intermediate_size}.items():
+    for number in dict.fromkeys(one.num_kv_heads for one in spec.attentions):
+        if number % size and size % number:
+            yield f"num_kv_heads {number} is neither a multiple nor a divisor of it"
+    numbers = [("num_heads", one.num_heads) for one in spec.attentions]
+    numbers += [("intermediate_size", one.intermediate_size) for one in spec.mlps]
+    for name, number in dict.fromkeys(numbers):
         if number % size:
             yield f"{name} {number} is not a multiple of it"
 
 
 def _group_problems(spec: ModelSpec, size: int, column_group: int) -> Iterator[str]:
-    columns = {"num_heads x head_dim": spec.num_heads * spec.head_dim, "intermediate_size": spec.intermediate_size}
-    for name, number in columns.items():
+    columns = [("num_heads x head_dim", one.queries) for one in spec.attentions]
+    columns += [("intermediate_size", one.intermediate_size) for one in spec.mlps]
+    for name, number in dict.fromkeys(columns):
         if column_group > 1 and number % size == 0 and (number // size) % column_group:
             yield f"{name} {number} leaves {number // size} columns for a rank, no whole groups of {column_group}"
 
@@ -115,23 +120,23 @@ def panel_spans(num_rows: int, parts: int, *, panel: int = PANEL_ROWS) -> tuple[
     return tuple(range(span.start * panel, min(span.stop * panel, num_rows)) for span in panels)
 
 
-def kv_head_spans(spec: ModelSpec, size: int) -> tuple[range, ...]:
-    """Return the KV heads of each rank. With more ranks than KV heads, consecutive ranks hold the same one.
+def kv_head_spans(attention: Attention, size: int) -> tuple[range, ...]:
+    """Return the KV heads of each rank in a layer. With more ranks than KV heads, consecutive ranks hold the same one.
 
     The spans are uneven where `size` does not divide the KV heads, which only the native runner allows.
     """
-    if size > spec.num_kv_heads:
-        copies = size // spec.num_kv_heads
+    if size > attention.num_kv_heads:
+        copies = size // attention.num_kv_heads
         return tuple(range(rank // copies, rank // copies + 1) for rank in range(size))
-    return even_spans(spec.num_kv_heads, size)
+    return even_spans(attention.num_kv_heads, size)
 
 
-def head_spans(spec: ModelSpec, size: int) -> tuple[range, ...]:
+def head_spans(attention: Attention, size: int) -> tuple[range, ...]:
     """Return the query heads of each rank: those of its KV heads, or a part of them if several ranks hold the same."""
-    if size > spec.num_kv_heads:
-        return even_spans(spec.num_heads, size)
-    queries = spec.num_heads // spec.num_kv_heads
-    return tuple(range(span.start * queries, span.stop * queries) for span in kv_head_spans(spec, size))
+    if size > attention.num_kv_heads:
+        return even_spans(attention.num_heads, size)
+    queries = attention.num_heads // attention.num_kv_heads
+    return tuple(range(span.start * queries, span.stop * queries) for span in kv_head_spans(attention, size))
 
 
 def stage_layers(
@@ -192,16 +197,17 @@ class RankPart:
     @cached_property
     def spec(self) -> ModelSpec:
         """The spec of this part alone. Its vocabulary is the whole one."""
-        whole, layers = self.whole, slice(self.layers.start, self.layers.stop)
-        return replace(
-            whole,
-            num_layers=len(self.layers),
-            windows=whole.windows[layers],
-            layer_ropes=whole.layer_ropes[layers],
-            num_heads=len(self.heads),
-            num_kv_heads=len(self.kv_heads),
-            intermediate_size=len(self.inner),
-        )
+        own = {layer: self._part_of(layer) for layer in self.whole.kinds}
+        return replace(self.whole, layers=tuple(own[self.whole.layers[at]] for at in self.layers))
+
+    def _part_of(self, layer: LayerSpec) -> LayerSpec:
+        attention, mlp = layer.attention, layer.mlp
+        if attention is not None:
+            heads, kv_heads = len(self.heads(attention)), len(self.kv_heads(attention))
+            attention = replace(attention, num_heads=heads, num_kv_heads=kv_heads)
+        if mlp is not None:
+            mlp = replace(mlp, intermediate_size=len(self.inner(mlp)))
+        return replace(layer, attention=attention, mlp=mlp)
 
     @cached_property
     def layers(self) -> range:
@@ -209,11 +215,9 @@ class RankPart:
         whole = self.whole
         if self.num_stages == 1:
             return range(whole.num_layers)
-        attention = 2 * (whole.num_heads + whole.num_kv_heads) * whole.head_dim
-        mlps = (3 if whole.is_gated else 2) * whole.intermediate_size * (whole.experts.count if whole.experts else 1)
-        of_layers = [(attention + mlps) * whole.hidden_size] * whole.num_layers
+        sizes = {layer: whole.layer_weights(layer) for layer in whole.kinds}
         of_head = whole.vocab_size * whole.hidden_size
-        return stage_layers(of_layers, self.num_stages, last_bytes=of_head)[self.stage]
+        return stage_layers([sizes[layer] for layer in whole.layers], self.num_stages, last_bytes=of_head)[self.stage]
 
     @property
     def is_first(self) -> bool:
@@ -225,20 +229,25 @@ class RankPart:
         """Whether it ends with the head."""
         return self.stage == self.num_stages - 1
 
-    @property
-    def heads(self) -> range:
-        """The query heads."""
-        return head_spans(self.whole, self.size)[self.rank]
+    def heads(self, attention: Attention) -> range:
+        """Return its query heads in a layer of the whole model."""
+        return head_spans(attention, self.size)[self.rank]
 
-    @property
-    def kv_heads(self) -> range:
-        """The KV heads that its query heads read."""
-        return kv_head_spans(self.whole, self.size)[self.rank]
+    def kv_heads(self, attention: Attention) -> range:
+        """Return the KV heads that its query heads read."""
+        return kv_head_spans(attention, self.size)[self.rank]
 
-    @property
-    def inner(self) -> range:
-        """The channels inside each MLP."""
-        return even_spans(self.whole.intermediate_size, self.size)[self.rank]
+    def queries(self, attention: Attention) -> range:
+        """Return the channels of its query heads."""
+        return _channels(self.heads(attention), attention)
+
+    def keys(self, attention: Attention) -> range:
+        """Return the channels of its KV heads."""
+        return _channels(self.kv_heads(attention), attention)
+
+    def inner(self, mlp: Mlp) -> range:
+        """Return its channels inside an MLP of the whole model."""
+        return even_spans(mlp.intermediate_size, self.size)[self.rank]
 
     @property
     def vocab_width(self) -> int:
@@ -255,42 +264,36 @@ class RankPart:
     def num_weights(self) -> int:
         """The numbers in its matrices, embedding and head included. If these are one matrix, it counts once."""
         spec, tables = self.spec, 0
-        num_experts = 1 if spec.experts is None else spec.experts.count
-        layer = 0 if spec.experts is None else num_experts * spec.hidden_size
-        for name in MATRICES:
-            rows = sum(count for _, count in spec.parts_of(name))
-            layer += rows * len(self.columns_of(name)) * (num_experts if "mlp" in name else 1)
+        routers = sum(layer.mlp.num_experts for layer in spec.layers if layer.mlp and layer.mlp.experts)
         if self.is_last:
             tables += self.vocab_width
         if self.is_first and not (self.is_last and spec.tied_head):
             tables += len(self.vocab)
-        return len(self.layers) * layer + tables * spec.hidden_size
+        return sum(map(spec.layer_weights, spec.layers)) + (routers + tables) * spec.hidden_size
 
-    def channels(self, heads: range) -> range:
-        """Return the channels of heads."""
-        return range(heads.start * self.whole.head_dim, heads.stop * self.whole.head_dim)
+    def columns_of(self, layer: LayerSpec, matrix: MatrixName) -> range:
+        """Return the columns of a matrix in a layer of the whole model: all of them where it is cut by rows."""
+        if matrix == "out" and layer.attention is not None:
+            return self.queries(layer.attention)
+        if matrix == "mlp_out" and layer.mlp is not None:
+            return self.inner(layer.mlp)
+        return range(self.whole.columns_of(layer, matrix))
 
-    def columns_of(self, matrix: MatrixName) -> range:
-        """Return the columns of a layer's matrix: all of them where the matrix is cut by rows."""
-        if matrix == "out":
-            return self.channels(self.heads)
-        return self.inner if matrix == "mlp_out" else range(self.whole.hidden_size)
-
-    def rows_of(self, matrix: MatrixName) -> tuple[Rows, ...]:
-        """Return the rows of each part of a layer's matrix, in the parts of `ModelSpec.parts_of`."""
-        whole = self.whole
-        if matrix in ("out", "mlp_out"):
-            return (_indices(range(whole.hidden_size)),)
-        if matrix == "mlp_in":
-            inner = _indices(self.inner)
-            if whole.fused_gate:
-                return (np.concatenate((inner, inner + whole.intermediate_size)),)
-            return (inner,) * len(whole.names.mlp_in)
-        queries, keys = _indices(self.channels(self.heads)), _indices(self.channels(self.kv_heads))
-        if len(whole.names.qkv) > 1:
-            return queries, keys, keys
-        first_key, num_keys = whole.num_heads * whole.head_dim, whole.num_kv_heads * whole.head_dim
-        return (np.concatenate((queries, first_key + keys, first_key + num_keys + keys)),)
+    def rows_of(self, layer: LayerSpec, matrix: MatrixName) -> tuple[Rows, ...]:
+        """Return the rows of each part of a matrix in a layer of the whole model (`ModelSpec.parts_of`)."""
+        attention, mlp = layer.attention, layer.mlp
+        if matrix == "mlp_in" and mlp is not None:
+            inner = _indices(self.inner(mlp))
+            if mlp.fused_gate:
+                return (np.concatenate((inner, inner + mlp.intermediate_size)),)
+            return (inner,) * len(mlp.mlp_in)
+        if matrix == "qkv" and attention is not None:
+            queries, keys = _indices(self.queries(attention)), _indices(self.keys(attention))
+            if len(attention.qkv) > 1:
+                return queries, keys, keys
+            first_key = attention.queries
+            return (np.concatenate((queries, first_key + keys, first_key + attention.keys + keys)),)
+        return tuple(_indices(range(rows)) for _, rows in self.whole.parts_of(layer, matrix))
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,11 +315,17 @@ class RankAdapter:
 
     def low_ranks(self, layer: int, matrix: MatrixName) -> tuple[LowRank, ...]:
         """Return the low-rank terms added to the rank's part of the matrix of one of its layers."""
-        columns, rows = self._part.columns_of(matrix), self._part.rows_of(matrix)
+        part, at = self._part, self._part.layers[layer]
+        spec = part.whole.layers[at]
+        columns, rows = part.columns_of(spec, matrix), part.rows_of(spec, matrix)
         return tuple(
             LowRank(term.part, term.down[:, columns.start : columns.stop], term.up[rows[term.part]])
-            for term in self._whole.low_ranks(self._part.layers[layer], matrix)
+            for term in self._whole.low_ranks(at, matrix)
         )
+
+
+def _channels(heads: range, attention: Attention) -> range:
+    return range(heads.start * attention.head_dim, heads.stop * attention.head_dim)
 
 
 def _indices(numbers: Sequence[int]) -> Rows:

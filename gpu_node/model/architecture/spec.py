@@ -1,4 +1,4 @@
-"""The spec of a decoder: one record that every model family fills in and every runner reads."""
+"""The spec of a decoder: the record of its layers that every model family fills in and every runner reads."""
 
 from __future__ import annotations
 
@@ -14,6 +14,20 @@ from penstock.gpu_node.model.protocol import MatrixName
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 NormKind: TypeAlias = Literal["rms", "layer"]
 MATRICES: tuple[MatrixName, ...] = ("qkv", "out", "mlp_in", "mlp_out")
+_IN_FILES = {
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads (num_kv_heads)",
+    "head_dim": "head_dim (without it hidden_size / num_attention_heads)",
+    "max_position": "max_position_embeddings (times the factor of RoPE scaling)",
+    "norm_eps": "rms_norm_eps (layer_norm_eps, layer_norm_epsilon)",
+    "score_scale": "attention_multiplier (query_pre_attn_scalar)",
+    "score_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+"""What fields of a spec are called in config.json, for a reader of an error."""
 _MIN_DYNAMIC_DIM = 4
 """Dynamic scaling divides by the rotated channels less 2."""
 
@@ -101,32 +115,72 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NameMap:
-    """The tensor names of a checkpoint, without `.weight` and `.bias`; `{layer}` stands for the layer index."""
+class Attention:
+    """The attention of a layer. Names are those of a checkpoint's tensors, as in `LayerSpec`."""
 
-    embedding: str
-    final_norm: str
-    head: str
-    attention_norm: str | None
-    """None: the attention reads the hidden state without a norm."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope | None
+    """None: queries and keys are not rotated."""
+    has_position_biases: bool = False
+    """Whether scores have position biases (ALiBi)."""
+    window: int | None = None
+    """The tokens that each token sees, itself included; None: all earlier tokens."""
+    score_scale: float | None = None
+    """The factor of scores; None: one by the square root of head_dim."""
+    score_cap: float | None = None
+    """Limit of scores: a score s becomes cap * tanh(s / cap)."""
+    joint_head_norms: bool = False
+    """Whether the norms of queries and keys span all heads of a token, instead of one head each."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qkv_by_head: bool = True
+    """Whether a fused qkv tensor holds, per KV head, the rows of its queries, key and value. Otherwise it holds all
+    queries, then all keys, then all values."""
     qkv: tuple[str, ...]
-    """Queries, keys and values; or one fused tensor (`ModelSpec.qkv_by_head`)."""
+    """Queries, keys and values; or one fused tensor (`qkv_by_head`)."""
     q_norm: str | None = None
     k_norm: str | None = None
     """RMS norms of queries and keys, applied before RoPE. Either both names are set or neither."""
     out: str
-    post_attention_norm: str | None = None
-    """The norm of the attention's output before it is added to the hidden state."""
-    mlp_norm: str | None
-    """None: the MLP's input is normed like the attention's."""
-    router: str | None = None
-    """The matrix that scores the experts, in a model with `ModelSpec.experts`."""
-    mlp_in: tuple[str, ...]
-    """Gate and up projections of a gated MLP, else the single input projection; `{expert}` stands for the index of an
-    expert. A gated MLP with a single tensor has both in it, the gate first (`ModelSpec.fused_gate`)."""
-    mlp_out: str
-    post_mlp_norm: str | None = None
-    """The norm of the MLP's output before it is added to the hidden state."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+        _check_factors(self, "score_scale", "score_cap")
+        if self.num_heads % self.num_kv_heads:
+            by = f"{_IN_FILES['num_kv_heads']}, which is {self.num_kv_heads}"
+            raise ConfigError(f"num_attention_heads is {self.num_heads} but must be a multiple of {by}")
+        window, rope = self.window, self.rope
+        if window is not None and (not isinstance(window, int) or window < 1):
+            raise ConfigError(f"sliding_window is {window!r} but must be a whole number of at least 1")
+        if rope is None:
+            return
+        # Kernels rotate pairs of channels, and never more channels than a head has.
+        if rope.dim % 2 or not 0 <= rope.dim <= self.head_dim:
+            raise ConfigError(
+                f"RoPE turns {rope.dim} channels of a head, which must be an even number from 0 to "
+                f"{self.head_dim}: head_dim (without it hidden_size / num_attention_heads), times "
+                "partial_rotary_factor or rotary_pct"
+            )
+        if isinstance(rope.scaling, DynamicScaling) and rope.dim < _MIN_DYNAMIC_DIM:
+            needed = f"the rope_type dynamic needs at least {_MIN_DYNAMIC_DIM}"
+            raise ConfigError(f"RoPE turns {rope.dim} channels of a head (head_dim), but {needed}")
+
+    @property
+    def queries(self) -> int:
+        """The channels of all queries of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """The channels of all keys of a token; its values have as many."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """The factor of scores."""
+        return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +191,8 @@ class Experts:
     per_token: int
     normalized: bool
     """Whether the weights of a token's experts are divided by their sum."""
+    router: str
+    """The matrix that scores the experts."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
@@ -144,141 +200,207 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    """The MLP of a layer, or each expert of its mixture. Names are those of a checkpoint's tensors."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    bias: bool = False
+    fused_gate: bool = False
+    experts: Experts | None = None
+    mlp_in: tuple[str, ...]
+    """Gate and up projections of a gated MLP, else the single input projection; `{expert}` stands for the index of an
+    expert. A gated MLP with a single tensor has both in it, the gate first (`fused_gate`)."""
+    mlp_out: str
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the activation applies to a gate, which multiplies the up projection."""
+        return self.fused_gate or len(self.mlp_in) > 1
+
+    @property
+    def num_experts(self) -> int:
+        """The experts, each with the matrices of an MLP; 1 without a mixture."""
+        return 1 if self.experts is None else self.experts.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer. Layers of a kind share one record, because `{layer}` stands for the layer's index in its names.
+
+    Names are those of a checkpoint's tensors, without `.weight` and `.bias`.
+    """
+
+    attention: Attention | None
+    mlp: Mlp | None
+    parallel_residual: bool = False
+    """Whether the MLP reads the layer's input, in parallel with the attention, instead of the attention's output."""
+    attention_norm: str | None = None
+    """None: the attention reads the hidden state without a norm."""
+    post_attention_norm: str | None = None
+    """The norm of the attention's output before it is added to the hidden state."""
+    mlp_norm: str | None = None
+    """None: the MLP's input is normed like the attention's."""
+    post_mlp_norm: str | None = None
+    """The norm of the MLP's output before it is added to the hidden state."""
+
+    def __post_init__(self) -> None:
+        if self.attention is None and self.mlp is None:
+            raise ConfigError("a layer has neither attention nor an MLP")
+        if self.parallel_residual and (self.attention is None or self.mlp is None):
+            raise ConfigError("a layer has a parallel residual but not both attention and an MLP")
+
+    @property
+    def matrices(self) -> tuple[MatrixName, ...]:
+        """The matrices that the layer has, of those in `MATRICES`."""
+        of_attention: tuple[MatrixName, ...] = () if self.attention is None else ("qkv", "out")
+        return of_attention if self.mlp is None else (*of_attention, "mlp_in", "mlp_out")
+
+    @property
+    def adapted_matrices(self) -> tuple[MatrixName, ...]:
+        """The matrices that LoRA adapters may change: not those of experts."""
+        has_experts = self.mlp is not None and self.mlp.experts is not None
+        return tuple(matrix for matrix in self.matrices if not (has_experts and matrix.startswith("mlp")))
+
+    def num_experts_of(self, matrix: MatrixName) -> int:
+        """Return how many experts have a matrix of this name; 1 for the matrices of attention."""
+        return 1 if self.mlp is None or not matrix.startswith("mlp") else self.mlp.num_experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shapes and constants of a decoder. Raises ConfigError for invalid sizes."""
+    """The layers and constants of a decoder. Raises ConfigError for invalid sizes."""
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerSpec, ...]
     max_position: int
     """The number of tokens that the model can attend to, with RoPE scaling applied."""
     norm: NormKind = "rms"
     norm_eps: float
     norm_offset: float = 0.0
     """Added to the stored weights of all norms."""
-    joint_head_norms: bool = False
-    """Whether the norms of queries and keys span all heads of a token, instead of one head each."""
-    rope: Rope | None
-    """None: attention scores have position biases instead (ALiBi)."""
-    layer_ropes: tuple[Rope | None, ...] = ()
-    """Per layer: its RoPE, None for a layer without positions. Empty: all layers have `rope`."""
-    score_scale: float | None = None
-    """The factor of attention scores; None: one by the square root of head_dim."""
-    score_cap: float | None = None
-    """Limit of attention scores: a score s becomes cap * tanh(s / cap)."""
     logit_cap: float | None = None
-    """Limit of logits, like `score_cap`."""
+    """Limit of logits: a logit s becomes cap * tanh(s / cap)."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """The factor of the outputs of attention and MLP before they are added to the hidden state."""
     logit_scale: float = 1.0
-    windows: tuple[int | None, ...]
-    """Per layer: the attention window in tokens, the token itself included; None: all earlier tokens."""
-    activation: Activation = "silu"
-    parallel_residual: bool = False
-    """Whether the MLP reads the layer's input, in parallel with the attention, instead of the attention's output."""
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qkv_by_head: bool = True
-    """Whether a fused qkv tensor holds, per KV head, the rows of its queries, key and value. Otherwise it holds all
-    queries, then all keys, then all values."""
-    fused_gate: bool = False
-    experts: Experts | None = None
-    """None: each layer has one MLP. `intermediate_size` is that of an expert."""
     tied_head: bool
-    names: NameMap
+    embedding: str
+    final_norm: str
+    head: str
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        if self.experts is not None and self.num_layers * self.experts.count > MAX_EXPERT_MATRICES:
-            found = f"{self.num_layers} layers have {self.experts.count} experts each"
-            raise ConfigError(f"{found}, but a model may have {MAX_EXPERT_MATRICES:,} in all")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        _check_sizes(self)
+        if not isinstance(self.norm_eps, int | float) or not 0 <= self.norm_eps < math.inf:
+            found = f"{_IN_FILES['norm_eps']} is {self.norm_eps!r}"
+            raise ConfigError(f"{found} but must be a finite number of at least 0")
+        _check_factors(self, "logit_cap", "embedding_scale", "residual_scale", "logit_scale")
+        if not self.layers:
+            raise ConfigError("num_hidden_layers is 0 but must be a whole number of at least 1")
+        num_experts = sum(layer.mlp.num_experts for layer in self.layers if layer.mlp and layer.mlp.experts)
+        if num_experts > MAX_EXPERT_MATRICES:
+            raise ConfigError(
+                f"the layers have {num_experts:,} experts, but a model may have {MAX_EXPERT_MATRICES:,} in all"
+            )
         self._check_positions()
-        for name, values in (("windows", self.windows), ("layer_ropes", self.ropes)):
-            if len(values) != self.num_layers:
-                raise ConfigError(f"{name} has {len(values)} entries for {self.num_layers} layers")
-        for window in self.windows:
-            if window is not None and (not isinstance(window, int) or window < 1):
-                raise ConfigError(f"an attention window is {window!r} but must be a whole number of at least 1")
 
     def _check_positions(self) -> None:
-        if self.rope is None:
-            check_positions(self.max_position, self.num_heads, has_own=True)
-        for rope in dict.fromkeys(self.ropes):
-            # Kernels rotate pairs of channels, and never more channels than a head has.
-            if rope is None:
-                continue
-            if rope.dim % 2 or not 0 <= rope.dim <= self.head_dim:
-                raise ConfigError(
-                    f"rope dim is {rope.dim} but must be an even number from 0 to head_dim {self.head_dim}"
-                )
-            is_dynamic = isinstance(rope.scaling, DynamicScaling)
-            if is_dynamic and rope.dim < _MIN_DYNAMIC_DIM:
-                raise ConfigError(f"rope dim is {rope.dim}, but dynamic scaling needs at least {_MIN_DYNAMIC_DIM}")
-            check_positions(self.max_position, rope.dim, has_own=is_dynamic)
-
-    def _check_numbers(self) -> None:
-        sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "int"}
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ConfigError(f"{name} is {size!r} but must be a whole number of at least 1")
-        if not isinstance(self.norm_eps, int | float) or not 0 <= self.norm_eps < math.inf:
-            raise ConfigError(f"norm_eps is {self.norm_eps!r} but must be a finite number of at least 0")
-        for name in ("score_scale", "score_cap", "logit_cap", "embedding_scale", "residual_scale", "logit_scale"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-                raise ConfigError(f"{name} is {value!r} but must be a finite number above 0")
+        for rope in self.ropes:
+            check_positions(self.max_position, rope.dim, has_own=isinstance(rope.scaling, DynamicScaling))
+        biased = {(one.num_heads, one.head_dim) for one in self.attentions if one.has_position_biases}
+        if len(biased) > 1:
+            raise ConfigError(f"layers with position biases have different heads: {sorted(biased)}")
+        for num_heads, _ in biased:
+            check_positions(self.max_position, num_heads, has_own=True)
 
     @property
-    def is_gated(self) -> bool:
-        """Whether the MLP is gated: its activation applies to the gate, which multiplies the up projection."""
-        return self.fused_gate or len(self.names.mlp_in) > 1
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.layers)
 
     @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        """The RoPE of each layer; None where it has none."""
-        return self.layer_ropes or (self.rope,) * self.num_layers
+    def kinds(self) -> tuple[LayerSpec, ...]:
+        """The different layers."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The different attentions of the layers."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers if layer.attention is not None))
+
+    @property
+    def mlps(self) -> tuple[Mlp, ...]:
+        """The different MLPs of the layers."""
+        return tuple(dict.fromkeys(layer.mlp for layer in self.layers if layer.mlp is not None))
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different RoPEs of the layers."""
+        return tuple(dict.fromkeys(one.rope for one in self.attentions if one.rope is not None))
+
+    @property
+    def biased_attention(self) -> Attention | None:
+        """An attention whose scores have position biases; all such ones have the same heads."""
+        return next((one for one in self.attentions if one.has_position_biases), None)
 
     @property
     def num_weights(self) -> int:
         """The numbers in all matrices."""
-        times = {"mlp_in": self.experts.count, "mlp_out": self.experts.count} if self.experts is not None else {}
-        layer = sum(
-            times.get(matrix, 1) * rows * self.columns_of(matrix)
-            for matrix in MATRICES
-            for _, rows in self.parts_of(matrix)
+        tables = (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
+        return sum(map(self.layer_weights, self.layers)) + tables
+
+    def layer_weights(self, layer: LayerSpec) -> int:
+        """Return the numbers in the matrices of a layer."""
+        return sum(
+            layer.num_experts_of(matrix) * rows * self.columns_of(layer, matrix)
+            for matrix in layer.matrices
+            for _, rows in self.parts_of(layer, matrix)
         )
-        return self.num_layers * layer + (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
 
-    @property
-    def adapted_matrices(self) -> tuple[MatrixName, ...]:
-        """The matrices of a layer that LoRA adapters may change: not those of experts."""
-        return MATRICES if self.experts is None else ("qkv", "out")
+    def parts_of(self, layer: LayerSpec, matrix: MatrixName) -> tuple[tuple[str, int], ...]:
+        """Return the checkpoint tensors that a layer's matrix consists of: each name and its number of rows.
 
-    def parts_of(self, matrix: MatrixName) -> tuple[tuple[str, int], ...]:
-        """Return the checkpoint tensors that a layer's matrix consists of: each name and its number of rows."""
-        names = self.names
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        if matrix == "qkv":
-            sizes = (queries, keys, keys) if len(names.qkv) > 1 else (queries + 2 * keys,)
-            return tuple(zip(names.qkv, sizes, strict=True))
-        if matrix == "mlp_in":
-            rows = 2 * self.intermediate_size if self.fused_gate else self.intermediate_size
-            return tuple((name, rows) for name in names.mlp_in)
-        return ((names.out if matrix == "out" else names.mlp_out, self.hidden_size),)
+        Empty for a matrix that the layer does not have.
+        """
+        attention, mlp = layer.attention, layer.mlp
+        if attention is not None and matrix == "qkv":
+            queries, keys = attention.queries, attention.keys
+            sizes = (queries, keys, keys) if len(attention.qkv) > 1 else (queries + 2 * keys,)
+            return tuple(zip(attention.qkv, sizes, strict=True))
+        if attention is not None and matrix == "out":
+            return ((attention.out, self.hidden_size),)
+        if mlp is not None and matrix == "mlp_in":
+            rows = 2 * mlp.intermediate_size if mlp.fused_gate else mlp.intermediate_size
+            return tuple((name, rows) for name in mlp.mlp_in)
+        return ((mlp.mlp_out, self.hidden_size),) if mlp is not None and matrix == "mlp_out" else ()
 
-    def columns_of(self, matrix: MatrixName) -> int:
-        """Return the number of columns of a layer's matrix, its input size."""
+    def columns_of(self, layer: LayerSpec, matrix: MatrixName) -> int:
+        """Return the number of columns of a layer's matrix, its input size; 0 if the layer does not have it."""
         if matrix == "out":
-            return self.num_heads * self.head_dim
-        return self.intermediate_size if matrix == "mlp_out" else self.hidden_size
+            return 0 if layer.attention is None else layer.attention.queries
+        if matrix == "mlp_out":
+            return 0 if layer.mlp is None else layer.mlp.intermediate_size
+        return self.hidden_size if matrix in layer.matrices else 0
+
+
+def _check_sizes(record: Attention | Mlp | ModelSpec) -> None:
+    for field in fields(record):
+        size = getattr(record, field.name)
+        if field.type == "int" and (not isinstance(size, int) or size < 1):
+            name = _IN_FILES.get(field.name, field.name)
+            raise ConfigError(f"{name} is {size!r} but must be a whole number of at least 1")
+
+
+def _check_factors(record: Attention | ModelSpec, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ConfigError(f"{_IN_FILES[name]} is {value!r} but must be a finite number above 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.limits import check_config
+from penstock.gpu_node.model.architecture.limits import checked_config
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 
@@ -107,7 +107,7 @@ def dummy_folder(model: str) -> Path:
         if (path / "tokenizer.json").is_file():
             return path
         config: Mapping[str, Any] = read_object(path / "config.json")
-        check_config(config, path / "config.json")
+        checked_config(config, path / "config.json")
     elif model in SHAPES:
         config = SHAPES[model]
     else:

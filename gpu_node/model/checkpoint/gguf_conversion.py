@@ -73,9 +73,9 @@ def _check_tokenizer(path: Path, header: GgufHeader) -> None:
         wrong = next((merge for merge in merges if not isinstance(merge, str) or merge.count(" ") != 1), None)
         if wrong is not None:
             raise ConfigError(f"tokenizer.ggml.merges has {str(wrong)[:200]!r}; a merge is two tokens and a space")
+        check_special_ids(header.metadata)
         if header.metadata.get("tokenizer.ggml.model") == BYTE_LEVEL:
             name_of(header.metadata)
-            check_special_ids(header.metadata)
     except ConfigError as error:
         raise ConfigError(f"cannot read {path}: {error.message}") from error
 
@@ -195,8 +195,9 @@ def _settings(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
     name = str(metadata.get("general.architecture"))
     keys = {f"{name}.{key}": field for key, field in _SETTINGS.get(name, {}).items()}
     found = {field: metadata[key] for key, field in keys.items() if key in metadata}
-    if "sliding_window" in found:
-        found["sliding_window"] = found["sliding_window"] or None
+    for field in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
+        if found.get(field) == 0:
+            found[field] = None  # llama.cpp takes 0 for no limit.
     if config.get("num_hidden_layers") == _LAYERS_OF_27B.get(name, 0):
         found["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
     elif name in _LAYERS_OF_27B:

@@ -6,6 +6,7 @@ Skipping lists takes milliseconds. https://github.com/ggml-org/ggml/blob/master/
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +40,9 @@ _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q
 _SCALARS = {number: struct.Struct(f"<{code}") for number, code in _CODES.items()}
 _STRING, _ARRAY = 8, 9
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
+_EMBEDDING = "token_embd.weight"
+"""The tensor of the tokens' embeddings."""
+_LAYER = re.compile(r"blk\.([0-9]{1,9})\.")
 _SPLIT_COUNT, _SPLIT_NO = "split.count", "split.no"
 """The number of a model's parts, and the index of one of them."""
 
@@ -91,7 +95,7 @@ def read_header(content: memoryview, lists: Container[str] = ()) -> GgufHeader:
         if tensor.start + tensor.num_bytes > len(content):
             raise ConfigError(f"the file is cut short: tensor {name} ends past the end of the file")
     if not is_split(metadata):
-        _check_layers(metadata, len(tensors))
+        _check_tensors(metadata, tensors)
     return GgufHeader({key: value for key, value in metadata.items() if value is not None}, tensors)
 
 
@@ -108,16 +112,22 @@ def is_split(metadata: Mapping[str, Any]) -> bool:
     return isinstance(count, int) and count > 1
 
 
-def _check_layers(metadata: Mapping[str, Any], num_tensors: int) -> None:
-    """Reject a layer count above the number of tensors.
+def _check_tensors(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> None:
+    """Refuse sizes of the metadata that the tensors do not have. Raises ConfigError that names key and tensor.
 
     Later code allocates objects per layer, so a count of billions would exhaust memory before it finds a missing
-    tensor.
+    tensor. With too small a count, the last layers would be left out without a word.
     """
-    key = f"{metadata.get('general.architecture')}.block_count"
-    count = metadata.get(key)
-    if isinstance(count, int) and count > num_tensors:
-        raise ConfigError(f"the metadata says {count} for {key}, but it has {num_tensors} tensors")
+    name = metadata.get("general.architecture")
+    key, layers = f"{name}.block_count", {match[1] for one in tensors if (match := _LAYER.match(one))}
+    count, found = metadata.get(key), max(map(int, layers), default=-1) + 1
+    if count is not None and not found <= count <= (found or len(tensors)):
+        raise ConfigError(f"{key} is {count}, but the file has the tensors of {found} layers (blk.N)")
+    embedding = tensors.get(_EMBEDDING)
+    shape = (0, 0) if embedding is None else embedding.shape
+    for key, size in zip((f"{name}.vocab_size", f"{name}.embedding_length"), shape, strict=False):
+        if size and (count := metadata.get(key)) is not None and count != size:
+            raise ConfigError(f"{key} is {count}, but {_EMBEDDING} has the shape {list(shape)}")
 
 
 def _tensor(name: str, dims: tuple[int, ...], kind: int, start: int) -> GgufTensor:
@@ -267,7 +277,7 @@ class GgufFile:
         if total != len(tensors):
             raise ConfigError(f"cannot read {self.path}: its parts have {len(tensors)} tensors, not {total}")
         try:
-            _check_layers(first.metadata, len(tensors))
+            _check_tensors(first.metadata, tensors)
         except ConfigError as error:
             raise ConfigError(f"cannot read {self.path}: {error.message}") from error
         return replace(first, tensors=tensors)

@@ -207,9 +207,16 @@ def special_id(metadata: Mapping[str, Any], name: str) -> int | None:
 
 
 def check_special_ids(metadata: Mapping[str, Any]) -> None:
-    """Refuse a special token that is not in the vocabulary of a byte-level tokenizer. Raises ConfigError."""
+    """Refuse lists of different lengths, and a special token that is not in the vocabulary. Raises ConfigError.
+
+    Of other tokenizers than byte-level ones, llama.cpp ignores such a token, except the padding, which transformers
+    looks up.
+    """
     size = len(metadata.get(TOKENIZER_LISTS[0]) or ())
-    for name in ("bos", "eos", "unknown", "padding"):
+    if (kinds := metadata.get(TOKENIZER_LISTS[1])) and len(kinds) != size:
+        raise ConfigError(f"{TOKENIZER_LISTS[1]} has {len(kinds)} values, but {TOKENIZER_LISTS[0]} has {size}")
+    is_byte_level = metadata.get("tokenizer.ggml.model") == BYTE_LEVEL
+    for name in ("bos", "eos", "unknown", "padding") if is_byte_level else ("padding",):
         token_id = metadata.get(key := f"tokenizer.ggml.{name}_token_id")
         if token_id is not None and (not isinstance(token_id, int) or not 0 <= token_id < size):
             raise ConfigError(f"{key} is {token_id!r}, but the file has {size} tokens")

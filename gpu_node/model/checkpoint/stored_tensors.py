@@ -43,6 +43,12 @@ _BASES = ("model", "gpt_neox", "transformer")
 """What names of a decoder's tensors begin with in a checkpoint of the decoder and its head."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _STACK_DIMS = 3
+_SIZES = (
+    "compare config.json, or a GGUF file's metadata: vocab_size, hidden_size, intermediate_size, num_hidden_layers, "
+    "num_attention_heads, num_key_value_heads (num_kv_heads), head_dim, num_experts, attention_bias, mlp_bias, "
+    "tie_word_embeddings"
+)
+"""The fields of which the names and shapes of tensors are made, for a reader of an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +155,10 @@ class Checkpoint:
             if tensor is None and self._random is not None:
                 tensor = StoredTensor(name, "bfloat16", shape, _rows(self._random.tensor(name, shape), shape))
             if tensor is None:
-                raise ConfigError(f"the checkpoint has no tensor {name}")
+                raise ConfigError(f"the checkpoint has no tensor {name}; {_SIZES}")
             if tensor.shape != shape:
-                raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
+                found = f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}"
+                raise ConfigError(f"{found}; {_SIZES}")
             if isinstance(tensor, StoredTensor):
                 _check_kind(tensor)
         except MemoryError:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.architecture.rank_part import RankPart
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, Stored
 from penstock.gpu_node.model.protocol import MatrixName
 
@@ -36,9 +36,9 @@ class StoredLayer:
     """The tensors of one decoder layer; the methods of `DecoderTensors` describe each field."""
 
     attention_norm: StoredNorm | None
-    qkv: StoredLinear
+    qkv: StoredLinear | None
     head_norms: tuple[Stored, Stored] | None
-    out: StoredLinear
+    out: StoredLinear | None
     post_attention_norm: StoredNorm | None
     mlp_norm: StoredNorm | None
     router: Stored | None
@@ -63,15 +63,15 @@ class DecoderTensors:
 
     def embedding(self) -> Stored:
         """Return the token embedding, [vocab, hidden]."""
-        return self._table(self._spec.names.embedding)
+        return self._table(self._spec.embedding)
 
     def head(self) -> Stored:
         """Return the LM head, [vocab, hidden]; the embedding if the two are tied."""
-        return self.embedding() if self._spec.tied_head else self._table(self._spec.names.head)
+        return self.embedding() if self._spec.tied_head else self._table(self._spec.head)
 
     def final_norm(self) -> StoredNorm:
         """Return the norm of the hidden state before the head."""
-        return self._stored_norm(self._spec.names.final_norm)
+        return self._stored_norm(self._spec.final_norm)
 
     def layer(self, layer: int) -> StoredLayer:
         """Return all tensors of a layer."""
@@ -89,73 +89,75 @@ class DecoderTensors:
 
     def attention_norm(self, layer: int) -> StoredNorm | None:
         """Return the norm of the hidden state before the attention; None if there is none."""
-        return self._norm(self._spec.names.attention_norm, layer)
+        return self._norm(self._spec.layers[layer].attention_norm, layer)
 
     def post_attention_norm(self, layer: int) -> StoredNorm | None:
         """Return the norm of the attention's output; None if there is none."""
-        return self._norm(self._spec.names.post_attention_norm, layer)
+        return self._norm(self._spec.layers[layer].post_attention_norm, layer)
 
     def mlp_norm(self, layer: int) -> StoredNorm | None:
         """Return the norm of the hidden state before the MLP; None if the MLP shares the attention's norm."""
-        return self._norm(self._spec.names.mlp_norm, layer)
+        return self._norm(self._spec.layers[layer].mlp_norm, layer)
 
     def post_mlp_norm(self, layer: int) -> StoredNorm | None:
         """Return the norm of the MLP's output; None if there is none."""
-        return self._norm(self._spec.names.post_mlp_norm, layer)
+        return self._norm(self._spec.layers[layer].post_mlp_norm, layer)
 
     def head_norms(self, layer: int) -> tuple[Stored, Stored] | None:
         """Return the norm weights of queries and keys, of one head or of all heads; None if heads are not normed."""
-        spec, names = self._spec, self._spec.names
-        if names.q_norm is None or names.k_norm is None:
+        attention = self._spec.layers[layer].attention
+        if attention is None or attention.q_norm is None or attention.k_norm is None:
             return None
-        sizes = (spec.num_heads, spec.num_kv_heads) if spec.joint_head_norms else (1, 1)
+        dim = attention.head_dim
+        sizes = (attention.queries, attention.keys) if attention.joint_head_norms else (dim, dim)
         q, k = (
-            self._checkpoint.get(f"{name.format(layer=layer)}.weight", num_heads * spec.head_dim)
-            for name, num_heads in zip((names.q_norm, names.k_norm), sizes, strict=True)
+            self._checkpoint.get(f"{name.format(layer=layer)}.weight", size)
+            for name, size in zip((attention.q_norm, attention.k_norm), sizes, strict=True)
         )
         return q, k
 
-    def qkv(self, layer: int) -> StoredLinear:
-        """Return queries [num_heads * head_dim, hidden], keys and values [num_kv_heads * head_dim, hidden]."""
-        stored = self._linear("qkv", layer, has_bias=self._spec.qkv_bias)
-        if len(self._spec.names.qkv) > 1:
+    def qkv(self, layer: int) -> StoredLinear | None:
+        """Return queries [num_heads * head_dim, hidden], keys and values [num_kv_heads * head_dim, hidden].
+
+        None: the layer has no attention.
+        """
+        attention = self._spec.layers[layer].attention
+        if attention is None:
+            return None
+        stored = self._linear("qkv", layer, has_bias=attention.qkv_bias)
+        if len(attention.qkv) > 1:
             return stored
+        parts = rows_by_part(attention)
         return StoredLinear(
-            tuple(part for weight in stored.weights for part in self._unfused(weight)),
-            tuple(part for bias in stored.biases for part in self._unfused(bias)),
+            tuple(part for weight in stored.weights for part in _rows_of(weight, parts)),
+            tuple(part for bias in stored.biases for part in _rows_of(bias, parts)),
         )
 
-    def out(self, layer: int) -> StoredLinear:
-        """Return the output projection of the attention, [hidden, num_heads * head_dim]."""
-        return self._linear("out", layer, has_bias=self._spec.out_bias)
+    def out(self, layer: int) -> StoredLinear | None:
+        """Return the output projection of the attention, [hidden, num_heads * head_dim]; None without attention."""
+        attention = self._spec.layers[layer].attention
+        return None if attention is None else self._linear("out", layer, has_bias=attention.out_bias)
 
     def router(self, layer: int) -> Stored | None:
         """Return the matrix that scores the experts, [num_experts, hidden]; None if there are no experts."""
-        spec = self._spec
-        if spec.experts is None or spec.names.router is None:
+        spec, mlp = self._spec, self._spec.layers[layer].mlp
+        if mlp is None or mlp.experts is None:
             return None
-        name = spec.names.router.format(layer=layer)
-        return self._checkpoint.get(f"{name}.weight", spec.experts.count, spec.hidden_size)
+        name = mlp.experts.router.format(layer=layer)
+        return self._checkpoint.get(f"{name}.weight", mlp.experts.count, spec.hidden_size)
 
     def experts(self, layer: int) -> Iterator[tuple[StoredLinear, StoredLinear]]:
-        """Yield the input and output projections of each expert, or of the one MLP.
+        """Yield the input and output projections of each expert, or of the one MLP; nothing without an MLP.
 
         Inputs are [intermediate, hidden] each: gate and up, or a single one. The output is [hidden, intermediate].
         """
-        for expert in range(1 if self._spec.experts is None else self._spec.experts.count):
+        mlp = self._spec.layers[layer].mlp
+        for expert in range(0 if mlp is None else mlp.num_experts):
+            has_bias = mlp is not None and mlp.bias
             inner, out = (
-                self._linear(matrix, layer, has_bias=self._spec.mlp_bias, expert=expert)
-                for matrix in ("mlp_in", "mlp_out")
+                self._linear(matrix, layer, has_bias=has_bias, expert=expert) for matrix in ("mlp_in", "mlp_out")
             )
-            yield self._split_gate(inner) if self._spec.fused_gate else inner, out
-
-    def _split_gate(self, fused: StoredLinear) -> StoredLinear:
-        """Return the gate and up projections of a fused tensor."""
-        halves = np.arange(2 * self._spec.intermediate_size, dtype=np.int32).reshape(2, -1)
-        return StoredLinear(
-            tuple(part for weight in fused.weights for part in _rows_of(weight, halves)),
-            tuple(part for bias in fused.biases for part in _rows_of(bias, halves)),
-        )
+            yield _split_gate(inner) if mlp is not None and mlp.fused_gate else inner, out
 
     def _table(self, name: str) -> Stored:
         return self._checkpoint.get(f"{name}.weight", self._spec.vocab_size, self._spec.hidden_size)
@@ -169,16 +171,22 @@ class DecoderTensors:
         return StoredNorm(weight, self._checkpoint.get(f"{name}.bias", self._spec.hidden_size) if has_bias else None)
 
     def _linear(self, matrix: MatrixName, layer: int, *, has_bias: bool, expert: int = 0) -> StoredLinear:
-        get, columns = self._checkpoint.get, self._spec.columns_of(matrix)
-        parts = [(name.format(layer=layer, expert=expert), rows) for name, rows in self._spec.parts_of(matrix)]
+        get, spec = self._checkpoint.get, self._spec.layers[layer]
+        columns, named = self._spec.columns_of(spec, matrix), self._spec.parts_of(spec, matrix)
+        parts = [(name.format(layer=layer, expert=expert), rows) for name, rows in named]
         return StoredLinear(
             tuple(get(f"{name}.weight", rows, columns) for name, rows in parts),
             tuple(get(f"{name}.bias", rows) for name, rows in parts if has_bias),
         )
 
-    def _unfused(self, fused: Stored) -> tuple[Stored, ...]:
-        """Return queries, keys and values of a fused tensor."""
-        return _rows_of(fused, rows_by_part(self._spec))
+
+def _split_gate(fused: StoredLinear) -> StoredLinear:
+    """Return the gate and up projections of a fused tensor."""
+    halves = np.arange(fused.weights[0].shape[0], dtype=np.int32).reshape(2, -1)
+    return StoredLinear(
+        tuple(part for weight in fused.weights for part in _rows_of(weight, halves)),
+        tuple(part for bias in fused.biases for part in _rows_of(bias, halves)),
+    )
 
 
 def _rows_of(fused: Stored, parts: Iterable[NDArray[np.int32]]) -> tuple[Stored, ...]:
@@ -191,14 +199,14 @@ def _rows_of(fused: Stored, parts: Iterable[NDArray[np.int32]]) -> tuple[Stored,
     )
 
 
-def rows_by_part(spec: ModelSpec) -> tuple[NDArray[np.int32], ...]:
+def rows_by_part(attention: Attention) -> tuple[NDArray[np.int32], ...]:
     """Return the row indices of queries, keys and values in a fused tensor."""
-    num_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    if not spec.qkv_by_head:
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        q, k, v = np.split(np.arange(num_rows, dtype=np.int32), (queries, queries + keys))
+    queries, keys = attention.queries, attention.keys
+    rows = np.arange(queries + 2 * keys, dtype=np.int32)
+    if not attention.qkv_by_head:
+        q, k, v = np.split(rows, (queries, queries + keys))
         return q, k, v
-    by_head = np.arange(num_rows, dtype=np.int32).reshape(spec.num_kv_heads, -1, spec.head_dim)
+    by_head = rows.reshape(attention.num_kv_heads, -1, attention.head_dim)
     return by_head[:, :-2].ravel(), by_head[:, -2].ravel(), by_head[:, -1].ravel()
 
 
@@ -215,23 +223,24 @@ class RankTensors(DecoderTensors):
 
     def layer(self, layer: int) -> StoredLayer:
         """Return the rank's part of all tensors of one of its layers."""
-        part, stored = self._part, super().layer(self._part.layers[layer])
+        part, at = self._part, self._part.layers[layer]
+        spec, stored = part.whole.layers[at], super().layer(at)
         if part.size == 1:
             return stored
-        queries, keys = part.channels(part.heads), part.channels(part.kv_heads)
-        norms = stored.head_norms
-        if norms is not None and part.whole.joint_head_norms:
-            norms = _elements(norms[0], queries), _elements(norms[1], keys)
-        return replace(
-            stored,
-            qkv=_by_rows(stored.qkv, (queries, keys, keys)),
-            head_norms=norms,
-            out=self._by_columns(stored.out, queries),
-            experts=tuple(
-                (_by_rows(inner, [part.inner] * len(inner.weights)), self._by_columns(out, part.inner))
-                for inner, out in stored.experts
-            ),
+        if spec.attention is not None and stored.qkv is not None and stored.out is not None:
+            queries, keys = part.queries(spec.attention), part.keys(spec.attention)
+            norms = stored.head_norms
+            if norms is not None and spec.attention.joint_head_norms:
+                norms = _elements(norms[0], queries), _elements(norms[1], keys)
+            qkv, out = _by_rows(stored.qkv, (queries, keys, keys)), self._by_columns(stored.out, queries)
+            stored = replace(stored, qkv=qkv, head_norms=norms, out=out)
+        if spec.mlp is None:
+            return stored
+        own = part.inner(spec.mlp)
+        experts = (
+            (_by_rows(inner, [own] * len(inner.weights)), self._by_columns(out, own)) for inner, out in stored.experts
         )
+        return replace(stored, experts=tuple(experts))
 
     def _table(self, name: str) -> Stored:
         rows = self._part.vocab

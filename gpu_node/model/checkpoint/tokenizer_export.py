@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.limits import MAX_TOKENIZER_BYTES, MAX_TOKENIZER_ENTRIES, MAX_VOCAB
+from penstock.gpu_node.model.architecture.limits import (
+    MAX_DESCRIPTION_BYTES,
+    MAX_TOKENIZER_BYTES,
+    MAX_TOKENIZER_ENTRIES,
+    MAX_VOCAB,
+)
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
 from penstock.gpu_node.model.checkpoint.json_object import read_object, read_within
 from penstock.runtime.reading import is_of_content, reason_of
@@ -57,6 +63,40 @@ def tokenizer_content(path: Path) -> bytes:
     return content
 
 
+def why_unreadable(path: Path, error: BaseException) -> str:
+    """Return what is wrong with a tokenizer.json that the library refuses, whose errors name lines and no fields.
+
+    A field is to blame if the file can be read without it.
+    """
+    reason = reason_of(error)
+    if not path.is_file() or path.stat().st_size > MAX_DESCRIPTION_BYTES or _is_readable(content := read_object(path)):
+        return reason
+    model = content.get("model")
+    if not isinstance(model, dict):
+        return f"the field model is {str(model)[:100]!r} but must be an object: {reason}"
+    fields = [name for name in content if name != "model" and _is_readable(_without(content, name))]
+    fields += [
+        f"model.{name}" for name in model if _is_readable(content | {"model": _without(model, name)}) and name != "type"
+    ]
+    return f"the field {fields[0] if fields else 'model (its vocab, merges or type)'} cannot be used: {reason}"
+
+
+def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
+
+
+def _is_readable(content: dict[str, Any]) -> bool:
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_str(json.dumps(content))
+    except BaseException as error:
+        if not is_of_content(error):
+            raise
+        return False
+    return True
+
+
 def _class_name(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
     name = read_object(path).get("tokenizer_class") if path.is_file() else None
@@ -75,7 +115,8 @@ def _export(folder: Path, target: Path) -> None:
         # A third-party parser may raise any exception for files of unknown origin, and ask for packages.
         if not is_of_content(error) and not isinstance(error, ImportError):
             raise
-        raise ConfigError(f"no usable tokenizer in {folder}: {reason_of(error)}") from error
+        reason = why_unreadable(folder / "tokenizer.json", error)
+        raise ConfigError(f"no usable tokenizer in {folder}: {reason}") from error
     if not tokenizer.is_fast:
         raise ConfigError(f"the tokenizer in {folder} cannot be written as a tokenizer.json")
     tokenizer.save_pretrained(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
@@ -9,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
+from penstock.gpu_node.model.architecture.spec import LayerSpec, ModelSpec
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.protocol import Adapter, MatrixName
@@ -63,9 +64,15 @@ class GpuAdapters:
         self._spec = spec
         self._max_rank = max_rank
         self._device = device
-        layers = range(spec.num_layers if num_slots else 0)
-        self._tables = {(at, matrix): self._table(matrix, num_slots, dtype) for at in layers for matrix in MATRICES}
-        numbers = sum(table.down[0].numel() + table.up[0].numel() for (at, _), table in self._tables.items() if at == 0)
+        self._tables = {
+            (at, matrix): self._table(layer, matrix, num_slots, dtype)
+            for at, layer in enumerate(spec.layers if num_slots else ())
+            for matrix in layer.matrices
+        }
+        numbers_of = Counter[int]()
+        for (at, _), table in self._tables.items():
+            numbers_of[at] += table.down[0].numel() + table.up[0].numel()
+        numbers = max(numbers_of.values(), default=0)
         # Two: the host fills one with a layer while the other one is copied.
         self._staged = [(device.pinned(numbers, dtype=dtype), device.record_event()) for _ in range(2)]
 
@@ -89,14 +96,15 @@ class GpuAdapters:
     def _copy_layer(self, staged: Tensor, layer: int, adapter_slot: int, adapter: Adapter) -> None:
         """Start copying one layer's part of an adapter through `staged`, pinned and flat."""
         at = 0
-        for matrix in MATRICES:
+        spec = self._spec.layers[layer]
+        for matrix in spec.matrices:
             table = self._tables[layer, matrix]
             halves: list[Tensor] = []
             for target in (table.down[adapter_slot], table.up[adapter_slot]):
                 halves.append(staged[at : at + target.numel()].view(target.shape).zero_())
                 at += target.numel()
             down, up = halves
-            firsts = list(accumulate((rows for _, rows in self._spec.parts_of(matrix)), initial=0))
+            firsts = list(accumulate((rows for _, rows in self._spec.parts_of(spec, matrix)), initial=0))
             for part in adapter.low_ranks(layer, matrix):
                 (rows, rank), rank_at, first = part.up.shape, self._max_rank * part.part, firsts[part.part]
                 down[rank_at : rank_at + rank] = torch.from_numpy(part.down)
@@ -105,10 +113,11 @@ class GpuAdapters:
             table.up[adapter_slot].copy_(up, non_blocking=True)
 
     def compile(self) -> None:
-        """Compile the adapter kernels for the rank of each matrix by running them on a dummy row."""
+        """Compile the adapter kernels for the rank of each kind of matrix by running them on a dummy row."""
         tile = torch.tensor([[0, 0, 1]], dtype=torch.int32, device=self._device.torch)
-        for (layer, _), table in self._tables.items():
-            if layer == 0:
+        layers = self._spec.layers
+        for (at, _), table in self._tables.items():
+            if layers.index(layers[at]) == at:
                 out, x = (table.down.new_zeros(1, size) for size in (table.up.shape[1], table.down.shape[2]))
                 add_lora(out, x, table.down, table.up, tile)
 
@@ -118,9 +127,9 @@ class GpuAdapters:
             return NOT_ADAPTED
         return AdaptedTiles(self._tables, step.adapter_tiles, step.sampled_adapter_tiles)
 
-    def _table(self, matrix: MatrixName, num_slots: int, dtype: torch.dtype) -> _Table:
-        parts = self._spec.parts_of(matrix)
+    def _table(self, layer: LayerSpec, matrix: MatrixName, num_slots: int, dtype: torch.dtype) -> _Table:
+        parts = self._spec.parts_of(layer, matrix)
         ranks, rows = self._max_rank * len(parts), sum(rows for _, rows in parts)
-        shapes = (num_slots, ranks, self._spec.columns_of(matrix)), (num_slots, rows, ranks)
+        shapes = (num_slots, ranks, self._spec.columns_of(layer, matrix)), (num_slots, rows, ranks)
         down, up = (torch.zeros(shape, dtype=dtype, device=self._device.torch) for shape in shapes)
         return _Table(down, up)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
-from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
+from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, Mlp, ModelSpec, Rope
 from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedTiles
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.gpu.linear import EmbeddingTable, ScaledLinear
@@ -108,6 +109,18 @@ class GpuWeights(DecoderWeights):
     embedding: EmbeddingTable
 
 
+class _LayerShape(NamedTuple):
+    attention: Attention
+    mlp: Mlp
+    is_parallel: bool
+
+
+def _shape_of(layer: LayerSpec) -> _LayerShape:
+    if layer.attention is None or layer.mlp is None:
+        raise ConfigError("runner gpu: layers without attention or without an MLP are not supported")
+    return _LayerShape(layer.attention, layer.mlp, layer.parallel_residual)
+
+
 class GpuDecoder:
     """A model's weights and its forward pass."""
 
@@ -132,12 +145,16 @@ class GpuDecoder:
         self.num_positions = num_positions
         self._weights = weights
         device = weights.device
-        self.query_rows = prefill_rows(spec.head_dim, weights.dtype, device)
+        self._layers = tuple(map(_shape_of, spec.layers))
+        # A tile that fits the widest heads fits all.
+        self.query_rows = prefill_rows(max(one.head_dim for one in spec.attentions), weights.dtype, device)
         """Queries per tile of prefill attention, for `pack_step`."""
-        self._angles = {rope: _angles(rope, num_positions, device) for rope in set(spec.ropes)}
-        self._biases = None
-        if spec.rope is None:
-            heads, biases = self.part.heads, alibi_biases(self.part.whole, num_positions)
+        self.num_kv_heads = max(one.num_kv_heads for one in spec.attentions)
+        """Of the layer with the most."""
+        self._angles = {rope: _angles(rope, num_positions, device) for rope in {one.rope for one in spec.attentions}}
+        self._biases, biased = None, self.part.whole.biased_attention
+        if biased is not None:
+            heads, biases = self.part.heads(biased), alibi_biases(biased, num_positions)
             self._biases = torch.from_numpy(biases[heads.start : heads.stop]).to(device)
 
     @property
@@ -180,7 +197,7 @@ class GpuDecoder:
             if i == spec.num_layers - 1:
                 # After the last attention, only the wanted tokens need the rest of the layer.
                 residual, attended = residual[step.sampling], attended[step.sampling]
-                normed = normed[step.sampling] if spec.parallel_residual and normed is not None else None
+                normed = normed[step.sampling] if self._layers[i].is_parallel and normed is not None else None
                 adapted = adapted.at_samples()
             added = adapted.add(i, "out", attended, layer.out(attended))
             delta = self._after_attention(residual, normed, added, i, layer, adapted)
@@ -190,24 +207,24 @@ class GpuDecoder:
         self, step: StepInputs[Tensor], qkv: Tensor, cache: PagedCache, layer: LayerWeights, at: int, splits: int
     ) -> Tensor:
         """Return the attention of layer `at`, [num_tokens, num_heads, head_dim]."""
-        spec = self.spec
+        spec, attention = self.spec, self._layers[at].attention
         norms: dict[str, Tensor] = {}
         if layer.head_norms is not None:
             q_norm, k_norm = layer.head_norms
-            if spec.joint_head_norms:
+            if attention.joint_head_norms:
                 self._norm_all_heads(qkv, q_norm, k_norm)
             else:
                 norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight}
-        angles = step.positions, step.slots, *self._angles[spec.ropes[at]]
+        angles = step.positions, step.slots, *self._angles[attention.rope]
         q = rotate_and_store(qkv, cache, *angles, **norms, eps=spec.norm_eps, offset=spec.norm_offset)
         out = torch.empty_like(q)
         self._attention.attend(
             *(out, q, cache, step.query_starts, step.context_lens, step.block_tables),
             AttentionRows(step.decoding, step.tiles, splits, self.query_rows),
-            scale=spec.head_dim**-0.5 if spec.score_scale is None else spec.score_scale,
-            window=spec.windows[at],
-            biases=self._biases,
-            cap=spec.score_cap,
+            scale=attention.scale,
+            window=attention.window,
+            biases=self._biases if attention.has_position_biases else None,
+            cap=attention.score_cap,
         )
         return out
 
@@ -227,7 +244,7 @@ class GpuDecoder:
     ) -> tuple[Tensor | None, Tensor]:
         """Add `delta` to `residual`; return its norm, or None where nothing else reads it, and the norm's product."""
         at, name, product = matrix
-        if isinstance(product, ScaledLinear) and adapted.tiles is None and not self.spec.parallel_residual:
+        if isinstance(product, ScaledLinear) and adapted.tiles is None and not self._layers[at].is_parallel:
             return None, product.of_normed(residual, delta, norm)
         normed = add_norm(residual, delta, norm)
         return normed, adapted.add(at, name, normed, product(normed))
@@ -246,7 +263,7 @@ class GpuDecoder:
         Without a parallel residual, the attention output is added to `residual` in place.
         """
         scale = self.spec.residual_scale
-        if not self.spec.parallel_residual:
+        if not self._layers[at].is_parallel:
             delta = Addend(self._ranks.sum(attended), layer.post_attention_norm, scale)
             matrix: _Matrix = at, "mlp_in", layer.mlp_in
             _, inner = self._normed_product(residual, delta, layer.mlp_norm, matrix, adapted)
@@ -258,10 +275,10 @@ class GpuDecoder:
 
     def _mlp(self, inner: Tensor, at: int, layer: LayerWeights, adapted: AdaptedTiles) -> Tensor:
         """Return the MLP's output. inner: the product with its first matrix."""
-        activation, product = self.spec.activation, layer.mlp_out
+        mlp, product = self._layers[at].mlp, layer.mlp_out
         if isinstance(product, ScaledLinear) and adapted.tiles is None:
-            return product.of_activated(inner, activation, gated=self.spec.is_gated)
-        gated = gate_mul(inner, activation) if self.spec.is_gated else activate(inner, activation)
+            return product.of_activated(inner, mlp.activation, gated=mlp.is_gated)
+        gated = gate_mul(inner, mlp.activation) if mlp.is_gated else activate(inner, mlp.activation)
         return adapted.add(at, "mlp_out", gated, product(gated))
 
 

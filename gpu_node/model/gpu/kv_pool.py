@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import accumulate
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
 from penstock.kernels.arguments import QUANTIZED_MAX, PagedCache
@@ -15,8 +19,33 @@ from penstock.kernels.triton.copies import copy_blocks, independent_waves, to_de
 _STAGED_BYTES = 64 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """What a layer keeps of a block: its keys, its values, and their scales if they are quantized."""
+
+    num_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of the keys, and of the values."""
+        return self.num_heads * self.block_size * self.head_dim * self.dtype.itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the keys' scales, and of the values'."""
+        return self.num_heads * self.block_size * 4 if self.dtype in QUANTIZED_MAX else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return 2 * (self.part_bytes + self.scale_bytes)
+
+
 class KvLayout:
-    """The layout of a block: for each layer its keys, its values, and their scales if they are quantized.
+    """The layout of a block, which has a `LayerLayout` for each layer with attention.
 
     A block is contiguous, so that swapping it in or out takes one copy. With `by_layer`, the blocks of each layer
     follow one another instead: attention reads within fewer pages of memory, and swapping takes a copy for each layer.
@@ -26,16 +55,20 @@ class KvLayout:
     def __init__(self, spec: ModelSpec, block_size: int, dtype: torch.dtype, *, by_layer: bool = False) -> None:
         self.dtype = dtype
         self.by_layer = by_layer
-        self.num_layers = spec.num_layers
-        self.shape = spec.num_kv_heads, block_size, spec.head_dim
-        self.part_bytes = spec.num_kv_heads * block_size * spec.head_dim * dtype.itemsize
-        self.scale_bytes = spec.num_kv_heads * block_size * 4 if dtype in QUANTIZED_MAX else 0
-        self.layer_bytes = 2 * (self.part_bytes + self.scale_bytes)
+        self.layers = tuple(
+            LayerLayout(layer.attention.num_kv_heads, block_size, layer.attention.head_dim, dtype)
+            for layer in spec.layers
+            if layer.attention is not None
+        )
+        if by_layer and len(set(self.layers)) > 1:
+            raise ConfigError("a KV cache by layer needs layers with equal heads")
+        self.starts = tuple(accumulate((layer.num_bytes for layer in self.layers), initial=0))
+        """Where each layer begins in a block, then the end of the block."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        return self.num_layers * self.layer_bytes
+        return self.starts[-1]
 
     def num_staged(self, num_host_blocks: int) -> int:
         """Return the number of blocks in device memory that swapping out copies through."""
@@ -44,7 +77,7 @@ class KvLayout:
     @property
     def num_runs(self) -> int:
         """Number of parts that all blocks are cut into; the same part of all blocks is contiguous."""
-        return self.num_layers if self.by_layer else 1
+        return len(self.layers) if self.by_layer else 1
 
 
 class KvPool:
@@ -64,7 +97,7 @@ class KvPool:
         num_staged = layout.num_staged(num_host_blocks)
         self._staged = torch.empty(num_runs, num_staged, run_bytes, dtype=torch.uint8, device=device.torch)
         self._copied_out: DeviceEvent | None = None
-        self.layers = [self._layer(layer) for layer in range(layout.num_layers)]
+        self.layers = [self._layer(layer) for layer in range(len(layout.layers))]
 
     def copy(self, copies: NDArray[np.int32]) -> None:
         """Copy blocks in order. Copies from device to host run on the side stream while the step computes."""
@@ -115,9 +148,9 @@ class KvPool:
             self._copied_out = self._device.record_event()
 
     def _layer(self, layer: int) -> PagedCache:
-        layout = self._layout
-        run, at = (layer, 0) if layout.by_layer else (0, layer * layout.layer_bytes)
-        heads, block_size, head_dim = layout.shape
+        layout, own = self._layout, self._layout.layers[layer]
+        run, at = (layer, 0) if layout.by_layer else (0, layout.starts[layer])
+        heads, block_size, head_dim = own.num_heads, own.block_size, own.head_dim
 
         def view(dtype: torch.dtype, start: int, *inner: int) -> Tensor:
             """View one array of all blocks as [heads, num_blocks, *inner]; it starts at byte `start` of a block."""
@@ -127,10 +160,10 @@ class KvPool:
             first = numbers.storage_offset() + start // dtype.itemsize
             return numbers.as_strided((heads, len(numbers), *inner), strides, first)
 
-        k, v = (view(layout.dtype, start, block_size, head_dim) for start in (at, at + layout.part_bytes))
+        k, v = (view(layout.dtype, start, block_size, head_dim) for start in (at, at + own.part_bytes))
         k_scales = v_scales = None
-        if layout.scale_bytes:
-            first = at + 2 * layout.part_bytes
+        if own.scale_bytes:
+            first = at + 2 * own.part_bytes
             k_scales = view(torch.float32, first, block_size)
-            v_scales = view(torch.float32, first + layout.scale_bytes, block_size)
+            v_scales = view(torch.float32, first + own.scale_bytes, block_size)
         return PagedCache(k, v, k_scales, v_scales, self._host_from, self._host_jump(run))

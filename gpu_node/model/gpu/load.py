@@ -150,9 +150,8 @@ def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
     if options.deterministic and options.tensor_parallel_size > 1:
         # How NCCL adds up the ranks' results depends on the size of a step.
         raise ConfigError("deterministic needs tensor_parallel_size 1")
-    if quantization == "int4" and not can_pack_int4(
-        spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
-    ):
+    columns = {spec.columns_of(layer, matrix) for layer in spec.kinds for matrix in layer.matrices}
+    if quantization == "int4" and not can_pack_int4(*columns):
         raise ConfigError("quantization int4 needs matrices with a multiple of 32 columns")
     if "fp8" in (quantization, options.kv_cache_dtype) and not device.has_float8:
         raise ConfigError("fp8 needs a GPU of compute capability 8.9 or later")
@@ -211,7 +210,7 @@ def _bytes_for_cache(
     shapes = GraphShapes(options.max_num_seqs, limit, has_adapters=options.num_adapter_slots > 0)
     spec, block_bytes = decoder.spec, layout.block_bytes
     # The measured steps have no decoding rows.
-    splits = split_bytes(shapes.max_rows, spec.num_heads, spec.head_dim, FIXED_SPLITS)
+    splits = max(split_bytes(shapes.max_rows, one.num_heads, one.head_dim, FIXED_SPLITS) for one in spec.attentions)
     peak = peak_bytes(decoder, pool, limit, options.max_num_seqs) + splits
     graphs = GraphMemory(
         num_graphs=len(shapes.all),

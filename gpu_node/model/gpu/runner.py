@@ -393,7 +393,7 @@ class GpuRunner:
     def _hidden(self, step: StepInputs[Tensor]) -> Tensor:
         splits = FIXED_SPLITS
         if len(step.decoding) and not len(step.tiles) and not self._limits.deterministic:
-            splits = num_splits(len(step.decoding), self._decoder.spec.num_kv_heads, self._device.torch)
+            splits = num_splits(len(step.decoding), self._decoder.num_kv_heads, self._device.torch)
         return self._decoder.hidden(step, self._tokens, self._pool.layers, splits, self._adapters.rows_of(step))
 
     def _on_device(self, staging: StagingBuffer, step: StepInputs[Ints]) -> StepInputs[Tensor]:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, check_config
+from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, checked_config
 from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK
 from penstock.gpu_node.model.checkpoint.description import Description, revision_of, stamps_of_source
 from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
@@ -274,12 +274,12 @@ def load_part(found: FoundModel, options: RunnerOptions, links: RankLinks) -> tu
 
 def special_features(spec: ModelSpec) -> tuple[str, ...]:
     """Return the names of the features of a spec that the GPU runner does not support."""
-    names = spec.names
-    has_later_norms = names.post_attention_norm is not None or names.post_mlp_norm is not None
+    later = [kind for kind in spec.kinds if kind.post_attention_norm is not None or kind.post_mlp_norm is not None]
     present = {
-        "experts": spec.experts is not None,
-        "norms after a parallel attention and MLP": has_later_norms and spec.parallel_residual,
-        "layer norms after attention and MLP": has_later_norms and spec.norm == "layer",
+        "experts": any(mlp.experts is not None for mlp in spec.mlps),
+        "layers without attention or without an MLP": any(len(kind.matrices) < len(MATRICES) for kind in spec.kinds),
+        "norms after a parallel attention and MLP": any(kind.parallel_residual for kind in later),
+        "layer norms after attention and MLP": bool(later) and spec.norm == "layer",
     }
     return tuple(name for name, is_present in present.items() if is_present)
 
@@ -310,7 +310,7 @@ def _has_gpu() -> bool:
 
 def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptions) -> Description:
     source, family = opened.source, family_of(config)
-    check_config(config, source.folder / "config.json")
+    config = checked_config(config, source.folder / "config.json")
     try:
         spec = family.spec_of(config)
     except ConfigError as error:
@@ -341,6 +341,9 @@ def _pooling_of(folder: Path) -> Pooling:
     """Return the pooling that a file in sentence-transformers' format names, or `mean`."""
     path = folder / POOLING_FILE
     config = read_object(path) if path.is_file() else {}
+    for name in _POOLINGS:
+        if not isinstance(config.get(name), bool | None):
+            raise ConfigError(f"{path}: {name} is {str(config[name])[:100]!r} but must be true or false")
     return next((pooling for name, pooling in _POOLINGS.items() if config.get(name) is True), "mean")
 
 

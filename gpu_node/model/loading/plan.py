@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from penstock.gpu_node.model.architecture.rank_part import (
     panel_spans,
     stage_layers,
 )
-from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
+from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK, block_kind
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
@@ -71,14 +70,22 @@ class ModelSizes:
     head: MatrixSize
     embedding_bytes: int
     """0 if the head is also the embedding."""
-    kv_head_bytes: int
-    """Key and value of one token, layer and KV head."""
+    kv_head_bytes: tuple[int, ...]
+    """Key and value of one token and KV head in each layer; 0 without attention."""
 
     @property
     def weight_bytes(self) -> int:
         """All matrices."""
         inner = sum(matrix.num_bytes for layer in self.layers for matrix in layer)
         return inner + self.head.num_bytes + self.embedding_bytes
+
+    def kv_token_bytes(self, spec: ModelSpec, layers: Sequence[int], tensor: int = 1) -> int:
+        """Return the bytes of a token in these layers of the KV cache of a rank: that with the most heads."""
+        return sum(
+            max(len(span) for span in kv_head_spans(attention, tensor)) * self.kv_head_bytes[at]
+            for at in layers
+            if (attention := spec.layers[at].attention) is not None
+        )
 
 
 def runner_for(described: Description, options: RunnerOptions, *, on_gpus: bool) -> CutRunner:
@@ -96,32 +103,41 @@ def runner_for(described: Description, options: RunnerOptions, *, on_gpus: bool)
 def sizes_of(described: Description, options: RunnerOptions, runner: CutRunner) -> ModelSizes:
     """Return the sizes of a model. Of the weights only the headers are read, and a quantized matrix or two.
 
-    All layers of a quantized safetensors checkpoint count as its first one, because reading a matrix unpacks it.
+    All layers of a kind in a quantized safetensors checkpoint count as the first one, because reading a matrix unpacks
+    it.
     """
     spec, dtype = described.spec, _dtype_of(described, options, runner)
     tensors = None if described.source.is_dummy else DecoderTensors(described.open_checkpoint(), spec)
-    measured = spec.num_layers if described.read_scaled is None and tensors is not None else 1
     size = _Sizer(options.quantization, runner, dtype, spec).size
-    layers = [
-        tuple(
-            size(parts, interleaved=name == "mlp_in")
-            for name in MATRICES
+
+    def layer_sizes(at: int) -> tuple[MatrixSize, ...]:
+        mlp = spec.layers[at].mlp
+        return tuple(
+            size(parts, interleaved=name == "mlp_in" and mlp is not None and mlp.is_gated)
+            for name in spec.layers[at].matrices
             for parts in _parts_of(spec, tensors, at, name)
         )
-        for at in range(measured)
-    ]
+
+    if described.read_scaled is None and tensors is not None:
+        layers = tuple(map(layer_sizes, range(spec.num_layers)))
+    else:
+        by_kind = {kind: layer_sizes(spec.layers.index(kind)) for kind in spec.kinds}
+        layers = tuple(by_kind[layer] for layer in spec.layers)
     table = StoredTensor("table", "bfloat16", (spec.vocab_size, spec.hidden_size), _NOTHING)
     head = size((table if tensors is None else tensors.head(),), is_head=True)
     embedding = size((table if tensors is None else tensors.embedding(),), is_embedding=True)
     is_own = not spec.tied_head or head.num_bytes != embedding.num_bytes
     if runner == "native":
-        kv_bytes = kv_head_bytes(spec, options.kv_cache_dtype)
         is_own = not spec.tied_head or is_rotated(spec, options.quantization)
-    else:
-        kept = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-        kv_bytes = 2 * (spec.head_dim * _ITEM_BYTES[kept] + (4 if _ITEM_BYTES[kept] == 1 else 0))
-    every = tuple(layers) if measured == spec.num_layers else tuple(layers) * spec.num_layers
-    return ModelSizes(runner, dtype, every, head, embedding.num_bytes if is_own else 0, kv_bytes)
+    kept = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+
+    def kv_bytes(attention: Attention) -> int:
+        if runner == "native":
+            return kv_head_bytes(attention, options.kv_cache_dtype)
+        return 2 * (attention.head_dim * _ITEM_BYTES[kept] + (4 if _ITEM_BYTES[kept] == 1 else 0))
+
+    of_layers = tuple(0 if layer.attention is None else kv_bytes(layer.attention) for layer in spec.layers)
+    return ModelSizes(runner, dtype, layers, head, embedding.num_bytes if is_own else 0, of_layers)
 
 
 def _dtype_of(described: Description, options: RunnerOptions, runner: CutRunner) -> str:
@@ -139,14 +155,15 @@ def _parts_of(
     spec: ModelSpec, tensors: DecoderTensors | None, layer: int, name: MatrixName
 ) -> Iterator[tuple[Stored, ...]]:
     """Yield the stored parts of a layer's matrix: of each expert's, if there are experts."""
+    kind = spec.layers[layer]
     if tensors is None:
-        rows, columns = spec.parts_of(name), spec.columns_of(name)
+        rows, columns = spec.parts_of(kind, name), spec.columns_of(kind, name)
         parts = tuple(StoredTensor(part, "bfloat16", (count, columns), _NOTHING) for part, count in rows)
-        yield from (parts,) * (spec.experts.count if spec.experts is not None and "mlp" in name else 1)
-    elif name == "qkv":
-        yield tensors.qkv(layer).weights
-    elif name == "out":
-        yield tensors.out(layer).weights
+        yield from (parts,) * kind.num_experts_of(name)
+    elif name in ("qkv", "out"):
+        linear = tensors.qkv(layer) if name == "qkv" else tensors.out(layer)
+        if linear is not None:
+            yield linear.weights
     else:
         yield from (pair[0 if name == "mlp_in" else 1].weights for pair in tensors.experts(layer))
 
@@ -157,7 +174,6 @@ class _Sizer:
     def __init__(self, quantization: str, runner: CutRunner, dtype: str, spec: ModelSpec) -> None:
         self._runner = runner
         self._item_bytes = _ITEM_BYTES[dtype]
-        self._is_gated = spec.is_gated
         self._asked = quantization
         rotated = is_rotated(spec, quantization)
         self._native = "int8_group" if quantization == "int8" and not rotated else quantization
@@ -169,7 +185,7 @@ class _Sizer:
         num_rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
         if self._runner == "native":
             wanted = "none" if is_embedding and self._precise_embedding else self._native
-            runs = runs_of(parts, wanted, interleaved=interleaved and self._is_gated)
+            runs = runs_of(parts, wanted, interleaved=interleaved)
             return MatrixSize(packed_bytes(runs, columns), num_rows)
         name = "none"
         if self._runner == "gpu" and not is_embedding:
@@ -224,10 +240,10 @@ def plan_model(
         kv_cache_dtype=sizes.dtype if kv_dtype == "auto" else kv_dtype,
         max_model_len=described.max_model_len,
         layers=spec.num_layers,
-        heads=spec.num_heads,
-        kv_heads=spec.num_kv_heads,
+        heads=max((one.num_heads for one in spec.attentions), default=0),
+        kv_heads=max((one.num_kv_heads for one in spec.attentions), default=0),
         weight_bytes=sizes.weight_bytes,
-        kv_token_bytes=spec.num_layers * spec.num_kv_heads * sizes.kv_head_bytes,
+        kv_token_bytes=sizes.kv_token_bytes(spec, range(spec.num_layers)),
         shapes=tuple(fits),
     )
 
@@ -273,7 +289,6 @@ def _fit(
 
 def _ranks_of(spec: ModelSpec, sizes: ModelSizes, parallel: Parallel) -> list[_Rank]:
     """Return the largest rank of each stage."""
-    heads = max(len(span) for span in kv_head_spans(spec, parallel.tensor))
     layers = [sum(matrix.largest_part(parallel.tensor) for matrix in layer) for layer in sizes.layers]
     head = sizes.head.largest_part(parallel.tensor)
     # Where the head is also the embedding, stages need two copies of it. Ranks of a stage divide both.
@@ -284,7 +299,7 @@ def _ranks_of(spec: ModelSpec, sizes: ModelSizes, parallel: Parallel) -> list[_R
     for at, stage in enumerate(stages):
         weights = sum(layers[layer] for layer in stage)
         weights += (first if at == 0 else 0) + (head if at == len(stages) - 1 else 0)
-        ranks.append(_Rank(weights, len(stage) * heads * sizes.kv_head_bytes))
+        ranks.append(_Rank(weights, sizes.kv_token_bytes(spec, stage, parallel.tensor)))
     return ranks
 
 
@@ -309,12 +324,17 @@ def _gpu_tokens(
 
 def _step_bytes(spec: ModelSpec, options: RunnerOptions, item_bytes: int, tensor: int) -> int:
     """Estimate what the largest step takes: activations of its tokens, and logits of its sampling rows."""
-    gated, heads = 3 if spec.is_gated else 2, max(len(span) for span in head_spans(spec, tensor))
-    kv_heads = max(len(span) for span in kv_head_spans(spec, tensor))
-    inner = gated * -(-spec.intermediate_size // tensor) + (heads + 2 * kv_heads) * spec.head_dim
-    activations = options.max_num_batched_tokens * (4 * spec.hidden_size + inner) * item_bytes
+    inner = max((3 if mlp.is_gated else 2) * -(-mlp.intermediate_size // tensor) for mlp in spec.mlps)
+    heads = max((_rank_channels(attention, tensor) for attention in spec.attentions), default=0)
+    activations = options.max_num_batched_tokens * (4 * spec.hidden_size + inner + heads) * item_bytes
     logits = options.max_num_seqs * spec.vocab_size * (item_bytes + 4)
     return activations + logits + _GPU_FIXED_BYTES
+
+
+def _rank_channels(attention: Attention, tensor: int) -> int:
+    """Return the channels of queries, keys and values at the rank with the most heads."""
+    heads, kv_heads = (max(map(len, spans(attention, tensor))) for spans in (head_spans, kv_head_spans))
+    return (heads + 2 * kv_heads) * attention.head_dim
 
 
 def _cpu_tokens(
@@ -328,7 +348,7 @@ def _cpu_tokens(
 ) -> int:
     """Return the tokens of KV cache of a replica. Raises ConfigError if a rank's memory does not hold its part."""
     spec = described.spec
-    total = prod((spec.num_layers, spec.num_kv_heads, sizes.kv_head_bytes))
+    total = sizes.kv_token_bytes(spec, range(spec.num_layers))
     own = options.model_copy(update={"kv_cache_gib": options.kv_cache_gib or DEFAULT_KV_CACHE_GIB / replicas})
     num_tokens = cache_sizes(described, own, total).num_device_blocks * options.block_size
     kv_bytes = sum(rank.kv_token_bytes for rank in ranks) * num_tokens

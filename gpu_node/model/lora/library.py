@@ -107,7 +107,7 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
     stored = {_ADAPTER_NAME.sub(r".lora_\1.weight", key): tensor for key, tensor in read}
     pairs: dict[tuple[int, MatrixName], tuple[_Pair, ...]] = {}
     for layer in range(spec.num_layers):
-        for matrix in spec.adapted_matrices:
+        for matrix in spec.layers[layer].adapted_matrices:
             found = tuple(_pairs_of(stored, spec, layer, matrix, rank))
             if found:
                 pairs[layer, matrix] = found
@@ -121,9 +121,12 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
 def _check_size(weights: Path, spec: ModelSpec, rank: int) -> None:
     """Refuse a file larger than an adapter of all matrices in float32, because it is hashed and read into memory."""
     numbers = sum(
-        rank * (rows + spec.columns_of(matrix)) for matrix in spec.adapted_matrices for _, rows in spec.parts_of(matrix)
+        rank * (rows + spec.columns_of(layer, matrix))
+        for layer in spec.layers
+        for matrix in layer.adapted_matrices
+        for _, rows in spec.parts_of(layer, matrix)
     )
-    most, found = MAX_HEADER_BYTES + spec.num_layers * numbers * _MAX_NUMBER_BYTES, weights.stat().st_size
+    most, found = MAX_HEADER_BYTES + numbers * _MAX_NUMBER_BYTES, weights.stat().st_size
     if found > most:
         raise ConfigError(
             f"{weights} has {found:,} bytes; an adapter of rank {rank} for this model has at most {most:,}"
@@ -132,7 +135,7 @@ def _check_size(weights: Path, spec: ModelSpec, rank: int) -> None:
 
 def _unmatched(name: str, spec: ModelSpec) -> str:
     """Return why a tensor of an adapter cannot be used."""
-    tables = (spec.names.embedding, spec.names.head, "lora_embedding_", "embed_tokens.", "lm_head.")
+    tables = (spec.embedding, spec.head, "lora_embedding_", "embed_tokens.", "lm_head.")
     if any(table in name for table in tables):
         remedy = "merge the adapter into the base model, with merge_and_unload of PEFT, and serve the result"
         return f"{WEIGHTS_FILE} has {name}: adapters of the embedding or of the head are not supported; {remedy}"
@@ -143,16 +146,17 @@ def _pairs_of(
     stored: dict[str, StoredTensor], spec: ModelSpec, layer: int, matrix: MatrixName, rank: int
 ) -> Iterator[_Pair]:
     """Yield the tensor pairs for a matrix and remove them from `stored`."""
-    is_fused = matrix == "qkv" and len(spec.names.qkv) == 1
-    order = np.concatenate(rows_by_part(spec)) if is_fused else None
-    for part, (name, rows) in enumerate(spec.parts_of(matrix)):
+    kind, order = spec.layers[layer], None
+    if matrix == "qkv" and kind.attention is not None and len(kind.attention.qkv) == 1:
+        order = np.concatenate(rows_by_part(kind.attention))
+    for part, (name, rows) in enumerate(spec.parts_of(kind, matrix)):
         full = name.format(layer=layer)
         # An adapter of a model without its head, as those for embeddings are, lacks the first part of names.
         known = (f"{_PREFIX}{one}.lora_A.weight" for one in (full, full.partition(".")[2]))
         down_name = next((one for one in known if one in stored), f"{_PREFIX}{full}.lora_A.weight")
         up_name = down_name.replace(".lora_A.", ".lora_B.")
         if down_name in stored or up_name in stored:
-            down = _take(stored, down_name, (rank, spec.columns_of(matrix)))
+            down = _take(stored, down_name, (rank, spec.columns_of(kind, matrix)))
             yield _Pair(part, down, _take(stored, up_name, (rows, rank)), order)
 
 

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
-from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
+from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec, Rope
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.lora.library import AdapterLibrary
@@ -34,8 +35,27 @@ from penstock.gpu_node.model.ranks.group import RankGroup
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path, prebuilt_library
 from penstock.kernels.cpu.library import Activation, NativeModel, Slot, Vector
-from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
-from penstock.kernels.cpu.structs import PANEL, AbiError, Format, KernelError, KvFormat, NativeSpec
+from penstock.kernels.cpu.probe import (
+    NO_ISA,
+    NO_ISA_REMEDY,
+    REQUIRED_FLAGS,
+    Isa,
+    best_isa,
+    cores_to_stay_on,
+    cpu_flags,
+    cpu_vendor,
+    usable_cores,
+)
+from penstock.kernels.cpu.structs import (
+    PANEL,
+    AbiError,
+    Format,
+    KernelError,
+    KvFormat,
+    NativeLayer,
+    NativeShapes,
+    NativeSpec,
+)
 from penstock.runtime.cache_folders import cache_folder, private_folder, trusted_cache
 from penstock.runtime.trusted_folders import check_file
 
@@ -73,23 +93,23 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     for threads that the system cannot start.
     """
     _check(described, options)
-    isa, library = _kernels(progress)
+    _check_isa(options)
+    isa, library = _kernels(options.cpu_isa, progress)
     spec, kv_format = described.spec, _KV_FORMATS[options.kv_cache_dtype]
-    token_bytes = spec.num_layers * spec.num_kv_heads * kv_head_bytes(spec, options.kv_cache_dtype)
-    sizes = cache_sizes(described, options, token_bytes)
+    sizes = cache_sizes(described, options, token_bytes_of(spec, options.kv_cache_dtype, RankPlace()))
     threads = options.num_threads or max(1, usable_cores() - options.reserved_cores)
     place = RankPlace(0, options.tensor_parallel_size)
     if place.size > 1:
         check_size(place.size, spec, threads)
-    native_spec = _native_spec(described, options, sizes.num_blocks, kv_format, place)
-    model, placement = _new_model(library, native_spec, place, threads)
-    quantization, rotated = options.quantization, bool(native_spec.hadamard_rotation)
+    shapes = _shapes_of(described, options, sizes.num_blocks, kv_format, place)
+    model, placement = _new_model(library, shapes, place, threads)
+    quantization, rotated = options.quantization, bool(shapes.spec.hadamard_rotation)
     if quantization == "int8" and not rotated:
         quantization = "int8_group"
     layout = f"{library.stem}-{quantization}{'-rotated' if rotated else ''}"
     # Random weights take seconds to make and gigabytes to keep.
     cache = WeightCache(described, layout) if options.weight_cache and not described.source.is_dummy else None
-    weights = WeightLoader(described, library, native_spec, quantization, placement)
+    weights = WeightLoader(described, library, shapes, quantization, placement)
     # The tables are computed outside the interpreter, while the weights are opened. The model keeps both apart.
     shared: SharedWeights | None = None
     packing, own_bytes = None, 0
@@ -116,7 +136,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
             place.size, lambda memory: memory.exchange(library, *place), start, stall_s=options.rank_stall_s
         )
         held = _held_by(described, options, place, sizes.num_blocks, own_bytes)
-        ranks = NativeRanks(model, group, shared, facts_of(library, native_spec), held)
+        ranks = NativeRanks(model, group, shared, facts_of(library, shapes), held)
     runner = NativeRunner(
         model,
         adapters,
@@ -145,48 +165,53 @@ def load_rank(
 
     Return it with the facts that rank 0 compares, and the kernel library.
     """
-    _, library = _kernels(lambda stage, fraction: None)
+    _, library = _kernels(options.cpu_isa, lambda stage, fraction: None)
     kv_format = _KV_FORMATS[options.kv_cache_dtype]
-    spec = _native_spec(described, options, num_blocks, kv_format, place)
-    model, placement = _new_model(library, spec, place, num_threads)
+    shapes = _shapes_of(described, options, num_blocks, kv_format, place)
+    model, placement = _new_model(library, shapes, place, num_threads)
     set_positions(model, described)
     packed = PackedWeights.of_descriptor(*weights)
     packed.read_ahead(model.rank_panels)
     packed.place(placement, model.rank_panels)
     packed.give_to(model)
-    adapters = NativeAdapters(model, described, rotated=bool(spec.hadamard_rotation))
+    adapters = NativeAdapters(model, described, rotated=bool(shapes.spec.hadamard_rotation))
     named = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     held = _held_by(described, options, place, num_blocks, packed.rank_bytes(model.rank_panels))
-    return NativeRank(model, adapters, named, held), facts_of(library, spec), library
+    return NativeRank(model, adapters, named, held), facts_of(library, shapes), library
+
+
+_BF16_PRODUCTS: dict[Isa, str] = {"avx512": "avx512-", "avx512_vnni": "avx2-", "avx2": "avx2-"}
+"""What names the order in which a set adds the products of bf16. All else has the same bits on all sets."""
 
 
 def _arithmetic_of(isa: Isa, formats: Iterable[Format], kv_format: KvFormat, *, rotated: bool) -> str:
-    weights = "+".join(one.name.lower() for one in sorted(formats))
+    """Return the name of an arithmetic. Two nodes with the same name compute the same bits, whatever their CPUs."""
+    formats = sorted(formats)
+    products = _BF16_PRODUCTS[isa] if Format.BF16 in formats or kv_format is KvFormat.BF16 else ""
+    weights = "+".join(one.name.lower() for one in formats)
     if rotated:
         weights += "-rotated"
     # Keys in int8 are always rotated.
     kv = "int8-rotated" if kv_format is KvFormat.INT8 else kv_format.name.lower()
-    return f"native-{isa}-{weights}-kv-{kv}"
+    return f"native-{products}{weights}-kv-{kv}"
 
 
 def _held_by(
     described: Description, options: RunnerOptions, place: RankPlace, num_blocks: int, weight_bytes: int
 ) -> RankBytes:
-    spec = described.spec
-    num_heads = spec.num_layers * len(kv_head_spans(spec, place.size)[place.rank])
-    token_bytes = num_heads * kv_head_bytes(spec, options.kv_cache_dtype)
+    token_bytes = token_bytes_of(described.spec, options.kv_cache_dtype, place)
     return RankBytes(weight_bytes, token_bytes * options.block_size * num_blocks)
 
 
 def _new_model(
-    library: Path, spec: NativeSpec, place: RankPlace, num_threads: int
+    library: Path, shapes: NativeShapes, place: RankPlace, num_threads: int
 ) -> tuple[NativeModel, NumaPlacement]:
     """Create the model of a rank, and return it with its cores; num_threads: of all ranks. Raises ConfigError."""
     own = place.threads_of(num_threads)
     # In the order of their NUMA nodes, so that a rank lies on few of them.
     placement = NumaPlacement.of(cores_to_stay_on(num_threads)).part(own)
     try:
-        model = NativeModel(library, spec, len(own), placement.cores)
+        model = NativeModel(library, shapes, len(own), placement.cores)
     except AbiError as error:
         raise ConfigError(f"the compiled kernels do not fit this code, build them again: {error}") from error
     except KernelError as error:
@@ -203,22 +228,14 @@ _CHUNK_TOKENS = 64
 
 
 def set_positions(model: NativeModel, described: Description) -> None:
-    """Set each layer's attention window and RoPE, and the RoPE angles or the ALiBi score biases by position."""
-    spec = described.spec
-    tables = rope_tables(spec)
-    for layer, (window, rope) in enumerate(zip(spec.windows, spec.ropes, strict=True)):
-        model.set_layer_positions(layer, window or 0, -1 if rope is None else tables.index(rope))
-    if spec.rope is None:
+    """Set the RoPE angles and the ALiBi score biases by position."""
+    biased = described.spec.biased_attention
+    if biased is not None:
         num_positions = -(-described.max_model_len // _CHUNK_TOKENS) * _CHUNK_TOKENS
-        model.set_vector(Vector.POSITION_BIASES, 0, alibi_biases(spec, num_positions))
-    for i, rope in enumerate(tables):
+        model.set_vector(Vector.POSITION_BIASES, 0, alibi_biases(biased, num_positions))
+    for i, rope in enumerate(described.spec.ropes):
         shape = described.max_model_len, rope.dim // 2
         write_rope_angles(rope, model.vector(Vector.COS, i, *shape), model.vector(Vector.SIN, i, *shape))
-
-
-def rope_tables(spec: ModelSpec) -> list[Rope]:
-    """Return the different RoPEs of a model's layers."""
-    return list(dict.fromkeys(rope for rope in spec.ropes if rope is not None))
 
 
 def _weight_bytes(model: NativeModel, num_layers: int, *, has_embedding: bool) -> int:
@@ -229,9 +246,9 @@ def _weight_bytes(model: NativeModel, num_layers: int, *, has_embedding: bool) -
     return sum(model.num_bytes(slot, layer) for slot, layer in matrices + tables)
 
 
-def _kernels(progress: Progress) -> tuple[Isa, Path]:
-    """Return this CPU's instruction set and the path of its kernel library, which is compiled if necessary."""
-    isa = best_isa(cpu_flags())
+def _kernels(wanted: Isa | Literal["auto"], progress: Progress) -> tuple[Isa, Path]:
+    """Return the instruction set and the path of its kernel library, which is compiled if necessary."""
+    isa = best_isa(cpu_flags(), cpu_vendor()) if wanted == "auto" else wanted
     if isa is None:
         raise NativeUnavailableError(NO_ISA, NO_ISA_REMEDY)
     try:
@@ -281,46 +298,66 @@ def native_problem(described: Description, options: RunnerOptions) -> str | None
         _check(described, options)
     except NativeUnavailableError as error:
         return str(error)
+    _check_isa(options)
     return NO_ISA if best_isa(cpu_flags()) is None else None
 
 
+def _check_isa(options: RunnerOptions) -> None:
+    """Raise ConfigError for an instruction set that was chosen and that this CPU lacks."""
+    if options.cpu_isa != "auto" and (missing := REQUIRED_FLAGS[options.cpu_isa] - (flags := cpu_flags())):
+        usable = [isa for isa, required in REQUIRED_FLAGS.items() if required <= flags]
+        others = f"; it may be auto or {', '.join(usable)}" if usable else ""
+        raise ConfigError(
+            f"cpu_isa {options.cpu_isa}: this CPU has no {', '.join(sorted(missing))}{others}", param="cpu_isa"
+        )
+
+
 def _check_sizes(spec: ModelSpec) -> None:
-    head_dim = spec.head_dim
-    if head_dim % PAGE_TOKENS or head_dim > MAX_HEAD_DIM:
-        reason = f"head_dim {head_dim} is not a multiple of {PAGE_TOKENS} of at most {MAX_HEAD_DIM}"
-        raise NativeUnavailableError(reason, "use a model with another head_dim, or a GPU")
-    if spec.experts is None:
-        return
-    if spec.hidden_size % PANEL or spec.intermediate_size % (PANEL // 2):
-        reason = f"experts with hidden size {spec.hidden_size} and intermediate size {spec.intermediate_size}"
-        reason += f" do not fill panels: multiples of {PANEL} and {PANEL // 2} are needed"
-        raise NativeUnavailableError(reason, "--runner torch")
-    if spec.names.post_mlp_norm is not None or spec.mlp_bias or not spec.is_gated:
-        reason = "experts with biases, without gates or with norms of their outputs are not supported"
-        raise NativeUnavailableError(reason, "--runner torch")
+    for attention in spec.attentions:
+        head_dim = attention.head_dim
+        if head_dim % PAGE_TOKENS or head_dim > MAX_HEAD_DIM:
+            reason = f"head_dim {head_dim} is not a multiple of {PAGE_TOKENS} of at most {MAX_HEAD_DIM}"
+            raise NativeUnavailableError(reason, "use a model with another head_dim, or a GPU")
+    for layer in spec.kinds:
+        mlp = layer.mlp
+        if mlp is None or mlp.experts is None:
+            continue
+        if spec.hidden_size % PANEL or mlp.intermediate_size % (PANEL // 2):
+            reason = f"experts with hidden size {spec.hidden_size} and intermediate size {mlp.intermediate_size}"
+            reason += f" do not fill panels: multiples of {PANEL} and {PANEL // 2} are needed"
+            raise NativeUnavailableError(reason, "--runner torch")
+        if layer.post_mlp_norm is not None or mlp.bias or not mlp.is_gated:
+            reason = "experts with biases, without gates or with norms of their outputs are not supported"
+            raise NativeUnavailableError(reason, "--runner torch")
 
 
-def kv_head_bytes(spec: ModelSpec, kv_cache_dtype: str) -> int:
+def kv_head_bytes(attention: Attention, kv_cache_dtype: str) -> int:
     """Return the bytes of the key and the value of one token, layer and KV head.
 
     int8 includes float32 scales: one of the value, and one of each group of the key's channels.
     """
+    head_dim = attention.head_dim
     if _KV_FORMATS[kv_cache_dtype] is not KvFormat.INT8:
-        return 4 * spec.head_dim
-    return 2 * spec.head_dim + 4 * (1 + -(-spec.head_dim // _KEY_GROUP))
+        return 4 * head_dim
+    return 2 * head_dim + 4 * (1 + -(-head_dim // _KEY_GROUP))
 
 
-def _native_spec(
+def token_bytes_of(spec: ModelSpec, kv_cache_dtype: str, place: RankPlace) -> int:
+    """Return the bytes of the keys and values of one token in a rank's cache."""
+    return sum(
+        len(kv_head_spans(layer.attention, place.size)[place.rank]) * kv_head_bytes(layer.attention, kv_cache_dtype)
+        for layer in spec.layers
+        if layer.attention is not None
+    )
+
+
+def _shapes_of(
     described: Description, options: RunnerOptions, num_blocks: int, kv_format: KvFormat, place: RankPlace
-) -> NativeSpec:
+) -> NativeShapes:
     spec = described.spec
-    return NativeSpec(
+    native = NativeSpec(
         num_layers=spec.num_layers,
         hidden=spec.hidden_size,
-        intermediate=spec.intermediate_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
         vocab=spec.vocab_size,
         max_position=described.max_model_len,
         norm_eps=spec.norm_eps,
@@ -328,27 +365,43 @@ def _native_spec(
         num_blocks=num_blocks,
         kv_format=kv_format,
         hadamard_rotation=is_rotated(spec, options.quantization),
-        rotary_dim=0 if spec.rope is None else spec.rope.dim,
-        activation=_ACTIVATIONS[spec.activation],
         has_layer_norms=spec.norm == "layer",
-        is_gated=spec.is_gated,
-        is_parallel=spec.parallel_residual,
-        has_input_norms=spec.names.attention_norm is not None,
-        has_output_norms=spec.names.post_attention_norm is not None,
-        joins_head_norms=spec.joint_head_norms,
-        num_ropes=len(rope_tables(spec)),
-        num_experts=0 if spec.experts is None else spec.experts.count,
-        experts_per_token=0 if spec.experts is None else spec.experts.per_token,
-        normalizes_experts=spec.experts is not None and spec.experts.normalized,
+        num_ropes=len(spec.ropes),
         embedding_scale=spec.embedding_scale,
         residual_scale=spec.residual_scale,
-        score_scale=spec.score_scale or 0.0,
-        score_cap=spec.score_cap or 0.0,
         logit_scale=spec.logit_scale,
         logit_cap=spec.logit_cap or 0.0,
         rank=place.rank,
         num_ranks=place.size,
     )
+    kinds = {layer: _native_layer(layer, spec.ropes) for layer in spec.kinds}
+    return NativeShapes(native, (NativeLayer * spec.num_layers)(*(kinds[layer] for layer in spec.layers)))
+
+
+def _native_layer(layer: LayerSpec, ropes: tuple[Rope, ...]) -> NativeLayer:
+    attention, mlp = layer.attention, layer.mlp
+    native = NativeLayer(
+        is_parallel=layer.parallel_residual,
+        has_attention_norm=layer.attention_norm is not None,
+        has_mlp_norm=(layer.mlp_norm or layer.attention_norm) is not None,
+        has_attention_output_norm=layer.post_attention_norm is not None,
+        has_mlp_output_norm=layer.post_mlp_norm is not None,
+    )
+    if attention is not None:
+        native.num_heads, native.num_kv_heads = attention.num_heads, attention.num_kv_heads
+        native.head_dim, native.window = attention.head_dim, attention.window or 0
+        native.rope = -1 if attention.rope is None else ropes.index(attention.rope)
+        native.rotary_dim = 0 if attention.rope is None else attention.rope.dim
+        native.has_position_biases = attention.has_position_biases
+        native.joins_head_norms = attention.joint_head_norms
+        native.score_scale, native.score_cap = attention.score_scale or 0.0, attention.score_cap or 0.0
+    if mlp is not None:
+        native.intermediate, native.is_gated = mlp.intermediate_size, mlp.is_gated
+        native.activation = _ACTIVATIONS[mlp.activation]
+    if mlp is not None and mlp.experts is not None:
+        native.num_experts, native.experts_per_token = mlp.experts.count, mlp.experts.per_token
+        native.normalizes_experts = mlp.experts.normalized
+    return native
 
 
 def is_rotated(spec: ModelSpec, quantization: str) -> bool:
@@ -358,5 +411,6 @@ def is_rotated(spec: ModelSpec, quantization: str) -> bool:
     with the rotation if a matrix follows that their weights can be multiplied into: norms of outputs do not, nor does a
     router. Layer norms do not either, because they subtract the mean over channels.
     """
-    has_output_norms = spec.names.post_attention_norm is not None
-    return quantization == "int8" and spec.norm == "rms" and not has_output_norms and spec.experts is None
+    has_output_norms = any(layer.post_attention_norm or layer.post_mlp_norm for layer in spec.kinds)
+    has_experts = any(mlp.experts for mlp in spec.mlps)
+    return quantization == "int8" and spec.norm == "rms" and not has_output_norms and not has_experts

@@ -39,7 +39,7 @@ _PAGE = 4096
 _LINE = 64
 
 
-PanelsOf: TypeAlias = Callable[[Slot], Sequence[int]]
+PanelsOf: TypeAlias = Callable[[Slot, int], Sequence[int]]
 
 
 class PackedWriter:
@@ -174,9 +174,9 @@ class PackedWeights:
 
     def _parts(self, panels_of: PanelsOf) -> Iterator[tuple[int, int]]:
         """Yield where each part of the file that a rank needs begins and ends."""
-        for slot, _, runs, columns, start, _ in self._table["matrices"]:
+        for slot, layer, runs, columns, start, _ in self._table["matrices"]:
             starts = panel_starts([(Format(weights), rows) for weights, rows in runs], columns)
-            yield from ((start + begin, start + end) for begin, end in bytes_of(panels_of(Slot(slot)), starts))
+            yield from ((start + begin, start + end) for begin, end in bytes_of(panels_of(Slot(slot), layer), starts))
 
     def _will_need(self, begin: int, end: int) -> None:
         begin -= begin % _PAGE
@@ -186,11 +186,11 @@ class PackedWeights:
     def place(self, placement: NumaPlacement, panels_of: PanelsOf | None = None) -> None:
         """Copy the matrices into memory near the threads that compute them, if these are on several NUMA nodes.
 
-        panels_of: returns the panels of a matrix that a rank computes; all of them without ranks.
+        panels_of: returns the panels of a layer's matrix that a rank computes; all of them without ranks.
         """
-        for slot, _, runs, columns, start, size in self._table["matrices"] if placement.copies else ():
+        for slot, layer, runs, columns, start, size in self._table["matrices"] if placement.copies else ():
             formats = [(Format(weights), rows) for weights, rows in runs]
-            panels = None if panels_of is None else panels_of(Slot(slot))
+            panels = None if panels_of is None else panels_of(Slot(slot), layer)
             self._placed[start] = placement.placed(formats, columns, self._content[start : start + size], panels)
 
     def give_to(self, model: NativeModel) -> None:

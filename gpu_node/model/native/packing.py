@@ -10,7 +10,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.architecture.spec import LayerSpec, ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.source import Progress
@@ -153,16 +153,20 @@ class Packer:
 
     def _pack_layer(self, layer: int) -> None:
         tensors, attention_norm = self._tensors, self._tensors.attention_norm(layer)
-        self._fuse(Slot.QKV, layer, tensors.qkv(layer), self._set_norm(Vector.ATTENTION_NORM, layer, attention_norm))
-        for vector, weight in zip((Vector.Q_NORM, Vector.K_NORM), tensors.head_norms(layer) or (), strict=False):
-            self._set_vector(vector, layer, weight.to_float32() + np.float32(self._spec.norm_offset))
-        self._fuse(Slot.OUT, layer, tensors.out(layer))
-        gains = self._set_norm(Vector.MLP_NORM, layer, tensors.mlp_norm(layer) or attention_norm)
+        qkv, out = tensors.qkv(layer), tensors.out(layer)
+        if qkv is not None and out is not None:
+            self._fuse(Slot.QKV, layer, qkv, self._set_norm(Vector.ATTENTION_NORM, layer, attention_norm))
+            for vector, weight in zip((Vector.Q_NORM, Vector.K_NORM), tensors.head_norms(layer) or (), strict=False):
+                self._set_vector(vector, layer, weight.to_float32() + np.float32(self._spec.norm_offset))
+            self._fuse(Slot.OUT, layer, out)
         self._set_norm(Vector.ATTENTION_OUTPUT_NORM, layer, tensors.post_attention_norm(layer))
         self._set_norm(Vector.MLP_OUTPUT_NORM, layer, tensors.post_mlp_norm(layer))
-        self._pack_mlp(layer, gains)
+        mlp = self._spec.layers[layer].mlp
+        if mlp is not None:
+            gains = self._set_norm(Vector.MLP_NORM, layer, tensors.mlp_norm(layer) or attention_norm)
+            self._pack_mlp(layer, gains, is_gated=mlp.is_gated)
 
-    def _pack_mlp(self, layer: int, gains: _Gains) -> None:
+    def _pack_mlp(self, layer: int, gains: _Gains, *, is_gated: bool) -> None:
         """Pack an MLP. The matrices of several experts are one matrix, with their rows one after another."""
         router, experts = self._tensors.router(layer), list(self._tensors.experts(layer))
         if router is not None:
@@ -170,7 +174,7 @@ class Packer:
             padding = (0, 0), (0, -router.shape[1] % PANEL)
             self._set_vector(Vector.ROUTER, layer, np.pad(router.to_float32(), padding))
         inner, out = (_joined(linears) for linears in zip(*experts, strict=True))
-        pack_inner = self._interleave if self._spec.is_gated else self._fuse
+        pack_inner = self._interleave if is_gated else self._fuse
         pack_inner(Slot.MLP_IN, layer, inner, gains)
         self._fuse(Slot.MLP_OUT, layer, out)
 
@@ -299,20 +303,20 @@ class NativeAdapters:
 
     def set(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot. No step may be running."""
-        for layer in range(self._spec.num_layers):
-            for matrix, slot in _SLOTS.items():
-                parts = [rows for part in adapter.low_ranks(layer, matrix) for rows in self._rows(matrix, part)]
-                gains = self._gains.get((layer, matrix)) if parts else None
-                self._model.set_adapter(adapter_slot, slot, layer, parts, gains)
+        for at, layer in enumerate(self._spec.layers):
+            for matrix in layer.matrices:
+                parts = [rows for part in adapter.low_ranks(at, matrix) for rows in self._rows(layer, matrix, part)]
+                gains = self._gains.get((at, matrix)) if parts else None
+                self._model.set_adapter(adapter_slot, _SLOTS[matrix], at, parts, gains)
 
-    def _rows(self, matrix: MatrixName, part: LowRank) -> Iterator[LowRankRows]:
+    def _rows(self, layer: LayerSpec, matrix: MatrixName, part: LowRank) -> Iterator[LowRankRows]:
         down, up = np.ascontiguousarray(part.down), np.ascontiguousarray(part.up)
-        if matrix == "mlp_in" and self._spec.is_gated:
-            halves = np.split(up, 2) if self._spec.fused_gate else (up,)
+        if matrix == "mlp_in" and layer.mlp is not None and layer.mlp.is_gated:
+            halves = np.split(up, 2) if layer.mlp.fused_gate else (up,)
             for half, rows in enumerate(halves, start=part.part):
                 yield LowRankRows((RowLayout.FIRST_HALF, RowLayout.SECOND_HALF)[half], 0, down, rows)
             return
-        first = sum(rows for _, rows in self._spec.parts_of(matrix)[: part.part])
+        first = sum(rows for _, rows in self._spec.parts_of(layer, matrix)[: part.part])
         yield LowRankRows(RowLayout.PLAIN, first, down, up)
 
     @cached_property

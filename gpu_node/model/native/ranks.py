@@ -23,7 +23,7 @@ from penstock.gpu_node.model.ranks.messages import RankStep
 from penstock.gpu_node.model.ranks.processes import RankProcess
 from penstock.kernels.cpu.exchange import Exchange
 from penstock.kernels.cpu.library import Ending, NativeModel, addresses
-from penstock.kernels.cpu.structs import NativePlan, NativeSpec
+from penstock.kernels.cpu.structs import NativePlan, NativeShapes, NativeSpec
 
 RANK_MODULE = "penstock.gpu_node.model.loading.rank_process"
 
@@ -81,10 +81,10 @@ class RankStart:
         return RankProcess(RANK_MODULE, config, (*memory.descriptors, self._weights.descriptor))
 
 
-def facts_of(library: Path, spec: NativeSpec) -> dict[str, str]:
+def facts_of(library: Path, shapes: NativeShapes) -> dict[str, str]:
     """Return what all ranks must agree on, by name. The library's name has a digest of the kernels."""
-    fields = {name: getattr(spec, name) for name, *_ in NativeSpec._fields_ if name != "rank"}
-    digest = blake2b(repr(fields).encode(), digest_size=16).hexdigest()
+    fields = {name: getattr(shapes.spec, name) for name, *_ in NativeSpec._fields_ if name != "rank"}
+    digest = blake2b(repr(fields).encode() + bytes(shapes.layers), digest_size=16).hexdigest()
     return {"kernel library": library.name, "model or settings": digest}
 
 

@@ -24,7 +24,7 @@ from penstock.gpu_node.model.native.placement import NumaPlacement
 from penstock.gpu_node.model.native.ranks import SharedWeights
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.kernels.cpu.library import NativeModel
-from penstock.kernels.cpu.structs import Format, NativeSpec
+from penstock.kernels.cpu.structs import Format, NativeShapes
 
 log = logging.getLogger(__package__)
 
@@ -135,11 +135,11 @@ class WeightLoader:
     """Loads the weights of one model in one quantization."""
 
     def __init__(
-        self, described: Description, library: Path, spec: NativeSpec, quantization: str, placement: NumaPlacement
+        self, described: Description, library: Path, shapes: NativeShapes, quantization: str, placement: NumaPlacement
     ) -> None:
         self._described = described
         self._library = library
-        self._spec = spec
+        self._shapes = shapes
         self._quantization = quantization
         self._placement = placement
 
@@ -225,7 +225,7 @@ class WeightLoader:
             self._described.spec,
             self._quantization,
             progress,
-            rotated=bool(self._spec.hadamard_rotation),
+            rotated=bool(self._shapes.spec.hadamard_rotation),
             after_part=after_part,
             keep=keep,
             on_read=on_read,
@@ -246,9 +246,9 @@ class WeightLoader:
 
         The steps read the same pages of the checkpoint, so they are not released after each part.
         """
-        spec = copy.copy(self._spec)
+        spec = copy.copy(self._shapes.spec)
         spec.num_blocks = 1
-        packer = NativeModel(self._library, spec, 1)
+        packer = NativeModel(self._library, self._shapes._replace(spec=spec), 1)
 
         def pack(state: PackingState) -> PackedWeights | None:
             def write(keep: WeightWriter) -> set[Format]:

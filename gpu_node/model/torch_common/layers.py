@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.contract.errors import InvariantError
+
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -59,20 +61,26 @@ Product: TypeAlias = Callable[[Tensor], Tensor]
 """Multiplies rows [num_tokens, in] by a matrix in any format; returns [num_tokens, out]."""
 
 
+def missing(rows: Tensor) -> Tensor:
+    """Take the place of a product that the layer does not have, which no step calls."""
+    raise InvariantError(f"a layer without this matrix multiplied {len(rows)} rows with it")
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one decoder layer."""
 
     attention_norm: Norm
     qkv: Product
-    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values."""
+    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values. `missing` without attention."""
     head_norms: tuple[Norm, Norm] | None
-    """The norms of queries and keys; None where the model has none."""
+    """The norms of queries and keys; None where the layer has none."""
     out: Product
     mlp_norm: Norm
     mlp_in: Product
-    """[intermediate, hidden]; a gated MLP has twice as many rows: gate, then up."""
-    """Of a mixture of experts: that of expert 0."""
+    """[intermediate, hidden]; a gated MLP has twice as many rows: gate, then up. `missing` without an MLP.
+
+    Of a mixture of experts: that of expert 0."""
     mlp_out: Product
     post_attention_norm: Norm | None = None
     post_mlp_norm: Norm | None = None

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.architecture.spec import (
+    Attention,
     DynamicScaling,
     FactorsScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
-    ModelSpec,
     Rope,
     YarnScaling,
 )
@@ -111,15 +111,15 @@ def _yarn_kept(rope: Rope, scaling: YarnScaling) -> NDArray[np.floating]:
     return 1 - ((np.arange(rope.dim // 2) - first) / between).clip(0.0, 1.0)
 
 
-def alibi_biases(spec: ModelSpec, num_positions: int) -> Table:
+def alibi_biases(attention: Attention, num_positions: int) -> Table:
     """Return the ALiBi biases by key position, [num_heads, num_positions] (arXiv:2108.12409).
 
     Softmax ignores a shift that is the same for all keys, so the key's position replaces its distance to the query.
     Slopes, positions and products are rounded to bfloat16, because Falcon was trained that way.
     """
-    slopes = to_bf16(np.array(_slopes(spec.num_heads), dtype=np.float32))
+    slopes = to_bf16(np.array(_slopes(attention.num_heads), dtype=np.float32))
     products: Table = np.outer(slopes, to_bf16(np.arange(num_positions, dtype=np.float32)))
-    return to_bf16(products) / np.float32(sqrt(spec.head_dim))
+    return to_bf16(products) / np.float32(sqrt(attention.head_dim))
 
 
 def _slopes(num_heads: int) -> list[float]:

@@ -11,7 +11,7 @@ from torch.utils.dlpack import from_dlpack
 
 from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import StoredLayer, StoredLinear, StoredNorm
-from penstock.gpu_node.model.torch_common.layers import LayerWeights, NoNorm, Norm, Product
+from penstock.gpu_node.model.torch_common.layers import LayerWeights, NoNorm, Norm, Product, missing
 
 Convert: TypeAlias = Callable[[tuple[Stored, ...]], Tensor]
 """Converts stored tensors to one tensor, with their rows one after another."""
@@ -73,12 +73,13 @@ def read_layer(
     q_and_k = (
         None if head_norms is None else (norm(StoredNorm(head_norms[0], None)), norm(StoredNorm(head_norms[1], None)))
     )
-    (mlp_in, mlp_out), *more = [(linear(inner, convert), linear(out, convert)) for inner, out in stored.experts]
+    mlps = [(linear(inner, convert), linear(out, convert)) for inner, out in stored.experts]
+    (mlp_in, mlp_out), *more = mlps or [(missing, missing)]
     return LayerWeights(
         attention_norm=attention_norm,
-        qkv=linear(stored.qkv, convert),
+        qkv=missing if stored.qkv is None else linear(stored.qkv, convert),
         head_norms=q_and_k,
-        out=linear(stored.out, convert),
+        out=missing if stored.out is None else linear(stored.out, convert),
         mlp_norm=norm_or_none(stored.mlp_norm) or attention_norm,
         mlp_in=mlp_in,
         mlp_out=mlp_out,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -11,8 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.gpu_node.model.architecture.spec import Attention
 from penstock.gpu_node.model.protocol import NULL_BLOCK, StepPlan
 
+_MaskKind: TypeAlias = tuple[int | None, bool]
+"""An attention window, and whether scores have position biases."""
 _MAX_PADDING = 2.0
 _MIN_BLOCKS = 4
 _CAPPED_QUERIES = 64
@@ -25,10 +29,11 @@ class AttentionGroup:
 
     tokens: Tensor
     """[B * Q]: indices of the queries in the packed step, ascending."""
-    pages: Tensor
-    """[num_kv_heads * B * S / block_size]: pages of every head, as rows of a cache viewed per head and block."""
-    masks: Mapping[int | None, Tensor]
-    """Attention window → [B, 1 or num_heads, Q, S], -inf for hidden keys, else the bias of the score.
+    pages: Mapping[int, Tensor]
+    """Number of KV heads → [num_kv_heads * B * S / block_size]: pages of every head, as rows of a cache viewed per head
+    and block."""
+    masks: Mapping[_MaskKind, Tensor]
+    """[B, 1 or num_heads, Q, S], -inf for hidden keys, else the bias of the score.
 
     The masks have the cache's dtype and four dimensions, because torch's fast attention accepts no other."""
 
@@ -36,9 +41,9 @@ class AttentionGroup:
 class KvCache:
     """The keys and values of one layer, head-major: [num_kv_heads, num_blocks, block_size, head_dim] each."""
 
-    def __init__(self, num_kv_heads: int, num_blocks: int, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, attention: Attention, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         # Zeros, because masked padding still enters products, and 0 x NaN is NaN.
-        self.k = torch.zeros(num_kv_heads, num_blocks, block_size, head_dim, dtype=dtype)
+        self.k = torch.zeros(attention.num_kv_heads, num_blocks, block_size, attention.head_dim, dtype=dtype)
         self.v = torch.zeros_like(self.k)
 
     def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -69,66 +74,60 @@ class PagedAttention:
 
     def __init__(
         self,
-        num_kv_heads: int,
+        attentions: Collection[Attention],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         biases: Tensor | None = None,
-        windows: Collection[int | None] = (None,),
-        scale: float | None = None,
-        cap: float | None = None,
     ) -> None:
-        """biases: [num_heads, max_position], score biases by key position; windows: the windows of all layers.
-
-        scale, cap: `ModelSpec.score_scale` and `score_cap`.
-        """
-        self._num_kv_heads = num_kv_heads
+        """attentions: of all layers; biases: [num_heads, max_position], score biases by key position."""
+        self._head_counts = sorted({one.num_kv_heads for one in attentions})
+        self._mask_kinds = {_mask_kind(one) for one in attentions}
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._dtype = dtype
         self._biases = biases
-        self._windows = windows
-        self._scale = scale
-        self._cap = cap
         self._scratch = torch.empty(0, dtype=dtype)
 
-    def targets(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
-        """Return the cache slot of each token for every head, [num_kv_heads * num_tokens], and the newly used blocks.
+    def targets(self, plan: StepPlan) -> tuple[Mapping[int, Tensor], list[int]]:
+        """Return the cache slot of each token for every head, and the newly used blocks.
 
-        Blocks that receive their first token must be cleared, because masks do not silence a NaN in old contents.
+        The slots are [num_kv_heads * num_tokens], by the number of KV heads. Blocks that receive their first token must
+        be cleared, because masks do not silence a NaN in old contents.
         """
         seqs = np.repeat(np.arange(len(plan.context_lens)), np.diff(plan.query_starts))
         blocks = plan.block_tables[seqs, plan.positions // self._block_size].astype(np.int64)
         offsets = plan.positions % self._block_size
-        slots = self._for_each_head(blocks * self._block_size + offsets, self._num_blocks * self._block_size)
+        slots = self._by_heads(blocks * self._block_size + offsets, self._num_blocks * self._block_size)
         return slots, blocks[offsets == 0].tolist()
 
     def groups(self, plan: StepPlan) -> list[AttentionGroup]:
         """Split a step into groups of sequences with similar context lengths, so that padding stays small."""
         return [self._group(plan, seqs) for seqs in _split(plan, self._block_size)]
 
-    def attend(self, q: Tensor, cache: KvCache, groups: list[AttentionGroup], window: int | None = None) -> Tensor:
-        """Compute attention of q, [num_tokens, num_heads, head_dim]; returns the same shape.
+    def attend(self, q: Tensor, cache: KvCache, groups: list[AttentionGroup], attention: Attention) -> Tensor:
+        """Compute a layer's attention of q, [num_tokens, num_heads, head_dim]; returns the same shape.
 
         The step's keys and values must be stored already.
         """
         if len(groups) == 1:
-            return self._attend_group(q, cache, groups[0], window)
+            return self._attend_group(q, cache, groups[0], attention)
         out = torch.empty_like(q)
         for group in groups:
-            out.index_copy_(0, group.tokens, self._attend_group(q.index_select(0, group.tokens), cache, group, window))
+            rows = q.index_select(0, group.tokens)
+            out.index_copy_(0, group.tokens, self._attend_group(rows, cache, group, attention))
         return out
 
-    def _attend_group(self, q: Tensor, cache: KvCache, group: AttentionGroup, window: int | None) -> Tensor:
-        mask = group.masks[window]
+    def _attend_group(self, q: Tensor, cache: KvCache, group: AttentionGroup, attention: Attention) -> Tensor:
+        mask, num_kv_heads = group.masks[_mask_kind(attention)], attention.num_kv_heads
         num_seqs, _, num_queries, context = mask.shape
-        k, v = self._gather(cache, group.pages).view(2, self._num_kv_heads, num_seqs, context, -1).unbind(0)
-        scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
+        k, v = self._gather(cache, group.pages[num_kv_heads]).view(2, num_kv_heads, num_seqs, context, -1).unbind(0)
+        scale, cap = attention.scale, attention.score_cap
         if num_queries == 1:
-            return _decode(q, k, v, mask, scale, self._cap)
-        if self._cap is None:
+            return _decode(q, k, v, mask, scale, cap)
+        if cap is None:
             return _prefill(q, k, v, mask, scale)
-        return _prefill_capped(q, k, v, mask, scale, self._cap)
+        return _prefill_capped(q, k, v, mask, scale, cap)
 
     def _gather(self, cache: KvCache, pages: Tensor) -> Tensor:
         page_size = self._block_size * cache.k.shape[-1]
@@ -151,28 +150,35 @@ class PagedAttention:
         pages = np.where(is_used, plan.block_tables[seqs, :num_blocks], NULL_BLOCK).astype(np.int64).ravel()
         return AttentionGroup(
             tokens=torch.from_numpy((starts[:, None] + steps).ravel()),
-            pages=self._for_each_head(pages, self._num_blocks),
-            masks={
-                window: self._mask(query_positions, num_blocks * self._block_size, window) for window in self._windows
-            },
+            pages=self._by_heads(pages, self._num_blocks),
+            masks={kind: self._mask(query_positions, num_blocks * self._block_size, kind) for kind in self._mask_kinds},
         )
 
-    def _mask(self, query_positions: NDArray[np.int64], context: int, window: int | None) -> Tensor:
-        """Return the mask of a window. query_positions: [B, Q], the queries' positions in their sequences."""
+    def _mask(self, query_positions: NDArray[np.int64], context: int, kind: _MaskKind) -> Tensor:
+        """Return the mask of a kind. query_positions: [B, Q], the queries' positions in their sequences."""
+        window, has_biases = kind
         key_positions, own = np.arange(context), query_positions[:, None, :, None]
         hidden = key_positions > own
         if window is not None:
             hidden |= key_positions <= own - window
         shown = torch.zeros(1)
-        if self._biases is not None:
+        if has_biases and self._biases is not None:
             # [num_heads, 1, context]; positions in the padding up to whole pages are hidden anyway.
             known = self._biases[:, :context]
             shown = functional.pad(known, (0, context - known.shape[1]))[:, None]
         return torch.where(torch.from_numpy(hidden), -torch.inf, shown).to(self._dtype)
 
-    def _for_each_head(self, index: NDArray[np.int64], stride: int) -> Tensor:
-        heads = np.arange(self._num_kv_heads, dtype=np.int64)[:, None] * stride
-        return torch.from_numpy((heads + index).ravel())
+    def _by_heads(self, index: NDArray[np.int64], stride: int) -> dict[int, Tensor]:
+        """Return an index repeated for each KV head, by the number of KV heads."""
+        found: dict[int, Tensor] = {}
+        for count in self._head_counts:
+            heads = np.arange(count, dtype=np.int64)[:, None] * stride
+            found[count] = torch.from_numpy((heads + index).ravel())
+        return found
+
+
+def _mask_kind(attention: Attention) -> _MaskKind:
+    return attention.window, attention.has_position_biases
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
-from penstock.gpu_node.model.architecture.spec import MATRICES, Activation, ModelSpec, Rope
+from penstock.gpu_node.model.architecture.spec import Activation, Attention, LayerSpec, Mlp, ModelSpec, Rope
 from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter, LowRank, MatrixName, StepPlan
 from penstock.gpu_node.model.torch_common.exchanges import Exchanges, PlannedExchange
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm
@@ -65,9 +65,10 @@ class TorchAdapters:
 
     def set(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot."""
-        matrices = ((layer, matrix) for layer in range(self._spec.num_layers) for matrix in MATRICES)
         self._weights[adapter_slot] = {
-            at: tuple(self._part(at[1], part) for part in adapter.low_ranks(*at)) for at in matrices
+            (at, matrix): tuple(self._part(layer, matrix, part) for part in adapter.low_ranks(at, matrix))
+            for at, layer in enumerate(self._spec.layers)
+            for matrix in layer.matrices
         }
 
     def rows_of(self, plan: StepPlan) -> AdaptedRows:
@@ -78,8 +79,8 @@ class TorchAdapters:
         present = sorted({*slots.tolist()} - {NO_ADAPTER})
         return AdaptedRows(tuple((self._weights[at], torch.from_numpy(np.flatnonzero(slots == at))) for at in present))
 
-    def _part(self, matrix: MatrixName, part: LowRank) -> _Part:
-        firsts = list(accumulate((rows for _, rows in self._spec.parts_of(matrix)), initial=0))
+    def _part(self, layer: LayerSpec, matrix: MatrixName, part: LowRank) -> _Part:
+        firsts = list(accumulate((rows for _, rows in self._spec.parts_of(layer, matrix)), initial=0))
         return _Part(firsts[part.part], *(torch.from_numpy(half).to(self._dtype) for half in (part.down, part.up)))
 
 
@@ -103,10 +104,7 @@ class Decoder:
         self._spec = spec
         self._weights = weights
         self.adapters = TorchAdapters(spec, weights.dtype)
-        self._activation = _ACTIVATIONS[spec.activation]
-        self._rotations = {
-            rope: _rotation(rope, num_positions, weights.dtype) for rope in set(spec.ropes) if rope is not None
-        }
+        self._rotations = {rope: _rotation(rope, num_positions, weights.dtype) for rope in spec.ropes}
 
     def outputs(self, hidden: Tensor) -> Tensor:
         """Return this rank's outputs of the head, [len(hidden), its part of the vocabulary] in float32."""
@@ -121,42 +119,49 @@ class Decoder:
         """Return the exchanges of `hidden` in order, for a step of `num_tokens`, of which `num_wanted` are wanted."""
         spec = self._spec
         planned = [PlannedExchange("sum" if self._part.is_first else "receive", num_tokens, spec.hidden_size)]
-        for i in range(spec.num_layers):
+        for i, layer in enumerate(spec.layers):
             rows = num_wanted if self._is_end(i) else num_tokens
-            if spec.joint_head_norms:
-                planned.append(PlannedExchange("sum", num_tokens, 2))
-            planned.append(PlannedExchange("sum", rows, spec.hidden_size))
-            if spec.experts is not None:
-                planned.append(PlannedExchange("from_first", rows, spec.experts.count))
-            planned.append(PlannedExchange("sum", rows, spec.hidden_size))
+            if layer.attention is not None:
+                if layer.attention.joint_head_norms:
+                    planned.append(PlannedExchange("sum", num_tokens, 2))
+                planned.append(PlannedExchange("sum", rows, spec.hidden_size))
+            if layer.mlp is not None:
+                if layer.mlp.experts is not None:
+                    planned.append(PlannedExchange("from_first", rows, layer.mlp.experts.count))
+                planned.append(PlannedExchange("sum", rows, spec.hidden_size))
         return planned if self._part.is_last else [*planned, PlannedExchange("send", num_tokens, spec.hidden_size)]
 
-    def hidden(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor | None:
+    def hidden(
+        self, plan: StepPlan, caches: list[KvCache | None], attention: PagedAttention, tokens: Tensor
+    ) -> Tensor | None:
         """Store the step's keys and values and return the hidden states of `tokens` after the final norm.
 
-        tokens: indices of the step's tokens. A stage before the last one returns None.
+        caches: of each layer, None without attention; tokens: indices of the step's tokens. A stage before the last one
+        returns None.
         """
         groups, adapted = attention.groups(plan), self.adapters.rows_of(plan)
         slots, begun = attention.targets(plan)
-        positions, ropes = torch.from_numpy(plan.positions), self._spec.ropes
+        positions = torch.from_numpy(plan.positions)
         angles = {
             rope: tuple(table[positions].unsqueeze(1) for table in tables) for rope, tables in self._rotations.items()
         }
         # The residual stream stays in float32: rounding it per layer doubles the error of SmolLM2's bfloat16 logits.
         x = self._first_residual(plan)
-        for i, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
-            rope = ropes[i]
-            q, k, v = self._qkv(x, i, layer, None if rope is None else angles[rope], adapted)
-            if begun:
-                cache.zero(begun)
-            cache.store(k, v, slots)
-            attended = attention.attend(q, cache, groups, self._spec.windows[i])
+        layers = zip(self._spec.layers, self._weights.layers, caches, strict=True)
+        for i, (spec, layer, cache) in enumerate(layers):
+            attended: Tensor | None = None
+            if spec.attention is not None and cache is not None:
+                rope = spec.attention.rope
+                q, k, v = self._qkv(x, i, spec.attention, layer, None if rope is None else angles[rope], adapted)
+                if begun:
+                    cache.zero(begun)
+                cache.store(k, v, slots[spec.attention.num_kv_heads])
+                attended = attention.attend(q, cache, groups, spec.attention)
             if self._is_end(i):
                 # After the last attention, only the wanted tokens need the rest of the layer.
-                x, attended, adapted = x[tokens], attended[tokens], adapted.at(tokens)
-            attended = attended.flatten(1)
-            added = self.exchanges.sum(adapted.add(i, "out", attended, layer.out(attended)))
-            x = self._after_attention(x, added, i, layer, adapted)
+                x, adapted = x[tokens], adapted.at(tokens)
+                attended = None if attended is None else attended[tokens]
+            x = self._after_attention(x, attended, i, spec, layer, adapted)
         if self._part.is_last:
             return self._weights.final_norm(x)
         self.exchanges.to_next_stage(x)
@@ -173,21 +178,27 @@ class Decoder:
         return self._part.is_last and layer == self._spec.num_layers - 1
 
     def _qkv(
-        self, x: Tensor, at: int, layer: LayerWeights, angles: tuple[Tensor, ...] | None, adapted: AdaptedRows
+        self,
+        x: Tensor,
+        at: int,
+        spec: Attention,
+        layer: LayerWeights,
+        angles: tuple[Tensor, ...] | None,
+        adapted: AdaptedRows,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_kv_heads, head_dim]."""
-        spec, normed = self._spec, layer.attention_norm(x)
+        normed = layer.attention_norm(x)
         fused = adapted.add(at, "qkv", normed, layer.qkv(normed)).view(len(x), -1, spec.head_dim)
         q, k, v = fused.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
         if layer.head_norms is not None:
-            q, k = self._normed_heads(q, k, layer.head_norms)
+            q, k = self._normed_heads(q, k, layer.head_norms, is_joint=spec.joint_head_norms)
         if angles is not None:
             q, k = (_rotate(heads, *angles) for heads in (q, k))
         return q.contiguous(), k, v
 
-    def _normed_heads(self, q: Tensor, k: Tensor, norms: tuple[Norm, Norm]) -> tuple[Tensor, Tensor]:
+    def _normed_heads(self, q: Tensor, k: Tensor, norms: tuple[Norm, Norm], *, is_joint: bool) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = norms
-        if not self._spec.joint_head_norms:
+        if not is_joint:
             return q_norm(q), k_norm(k)
         # A norm over all heads of a token has the weights of all of them.
         queries, keys = q.flatten(1), k.flatten(1)
@@ -199,41 +210,52 @@ class Decoder:
         return q_norm.of_mean_square(queries, q_mean).view(q.shape), k_norm.of_mean_square(keys, k_mean).view(k.shape)
 
     def _after_attention(
-        self, x: Tensor, attended: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows
+        self, x: Tensor, attended: Tensor | None, at: int, spec: LayerSpec, layer: LayerWeights, adapted: AdaptedRows
     ) -> Tensor:
-        """Compute the rest of a layer. x: its input; attended: its attention output; both [num_tokens, hidden]."""
-        scale = self._spec.residual_scale
-        attended = torch.add(x, _normed(layer.post_attention_norm, attended), alpha=scale)
-        mlp = self.exchanges.sum(self._mlp(x if self._spec.parallel_residual else attended, at, layer, adapted))
-        return torch.add(attended, _normed(layer.post_mlp_norm, mlp), alpha=scale)
+        """Compute the rest of a layer.
 
-    def _mlp(self, x: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows) -> Tensor:
+        x: its input, [num_tokens, hidden]; attended: what its queries saw, [num_tokens, num_heads, head_dim].
+        """
+        scale, after = self._spec.residual_scale, x
+        if attended is not None:
+            attended = attended.flatten(1)
+            added = self.exchanges.sum(adapted.add(at, "out", attended, layer.out(attended)))
+            after = torch.add(x, _normed(layer.post_attention_norm, added), alpha=scale)
+        if spec.mlp is None:
+            return after
+        mlp = self.exchanges.sum(self._mlp(x if spec.parallel_residual else after, at, spec.mlp, layer, adapted))
+        return torch.add(after, _normed(layer.post_mlp_norm, mlp), alpha=scale)
+
+    def _mlp(self, x: Tensor, at: int, spec: Mlp, layer: LayerWeights, adapted: AdaptedRows) -> Tensor:
         normed = layer.mlp_norm(x)
         if layer.router is not None:
-            return self._routed(normed, layer, self.exchanges.from_first(layer.router(normed).float()))
-        gated = self._gated(adapted.add(at, "mlp_in", normed, layer.mlp_in(normed)))
+            return _routed(normed, spec, layer, self.exchanges.from_first(layer.router(normed).float()))
+        gated = _gated(adapted.add(at, "mlp_in", normed, layer.mlp_in(normed)), spec)
         return adapted.add(at, "mlp_out", gated, layer.mlp_out(gated))
 
-    def _gated(self, inner: Tensor) -> Tensor:
-        if not self._spec.is_gated:
-            return self._activation(inner)
-        gate, up = inner.chunk(2, dim=-1)
-        return self._activation(gate) * up
 
-    def _routed(self, normed: Tensor, layer: LayerWeights, scores: Tensor) -> Tensor:
-        """Add the outputs of each token's experts. scores: [num_tokens, num_experts]."""
-        experts = self._spec.experts
-        if experts is None:
-            raise InvariantError("a layer has a router, but the spec has no experts")
-        shares, chosen = torch.softmax(scores, dim=-1).topk(experts.per_token)
-        if experts.normalized:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
-        out = torch.zeros(normed.shape)
-        for index in sorted(set(chosen.flatten().tolist())):
-            rows, ranks = (chosen == index).nonzero(as_tuple=True)
-            mlp_in, mlp_out = layer.expert(index)
-            out[rows] += mlp_out(self._gated(mlp_in(normed[rows]))).float() * shares[rows, ranks].unsqueeze(1)
-        return out
+def _gated(inner: Tensor, spec: Mlp) -> Tensor:
+    activation = _ACTIVATIONS[spec.activation]
+    if not spec.is_gated:
+        return activation(inner)
+    gate, up = inner.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+def _routed(normed: Tensor, spec: Mlp, layer: LayerWeights, scores: Tensor) -> Tensor:
+    """Add the outputs of each token's experts. scores: [num_tokens, num_experts]."""
+    experts = spec.experts
+    if experts is None:
+        raise InvariantError("a layer has a router, but its spec has no experts")
+    shares, chosen = torch.softmax(scores, dim=-1).topk(experts.per_token)
+    if experts.normalized:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    out = torch.zeros(normed.shape)
+    for index in sorted(set(chosen.flatten().tolist())):
+        rows, ranks = (chosen == index).nonzero(as_tuple=True)
+        mlp_in, mlp_out = layer.expert(index)
+        out[rows] += mlp_out(_gated(mlp_in(normed[rows]), spec)).float() * shares[rows, ranks].unsqueeze(1)
+    return out
 
 
 def _rotation(rope: Rope, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

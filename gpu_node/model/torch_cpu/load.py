@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
-from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.stored_tensors import Stored
@@ -189,13 +188,15 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 def fixed_options(described: Description, options: RunnerOptions) -> RunnerOptions:
     """Return the options with what this machine decides: all ranks of a model must have the same type and blocks."""
     name = _choose_dtype(options.dtype, described.stored_dtype)
-    sizes = cache_sizes(described, options, _token_bytes(described.spec, _DTYPES[name]))
+    sizes = cache_sizes(described, options, _token_bytes(RankPart(described.spec), _DTYPES[name]))
     blocks = {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     return options.model_copy(update={"dtype": name, **blocks})
 
 
-def _token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+def _token_bytes(part: RankPart, dtype: torch.dtype) -> int:
+    """Return the bytes of a token in the caches of all ranks."""
+    own = sum(2 * len(part.keys(layer.attention)) for layer in part.whole.layers if layer.attention is not None)
+    return own * part.size * dtype.itemsize
 
 
 @translate_out_of_memory()
@@ -227,8 +228,9 @@ def load_torch(
     report, is_lazy = (lambda done: progress("load", done)), described.read_scaled is None
     weights = map_weights(RankTensors(described.open_checkpoint(), part), part, dtype, report, is_lazy=is_lazy)
     # The cache of all ranks, so that its size means the same whatever their number.
-    sizes = cache_sizes(described, options, _token_bytes(spec, dtype) * whole.num_layers // spec.num_layers * part.size)
-    largest = options.max_num_batched_tokens * max(spec.hidden_size, 0 if spec.experts is None else spec.experts.count)
+    sizes = cache_sizes(described, options, _token_bytes(part, dtype))
+    widest = max(spec.hidden_size, *(mlp.num_experts for mlp in spec.mlps))
+    largest = options.max_num_batched_tokens * widest
     decoder = Decoder(part, weights, described.max_model_len, Exchanges(links, largest))
     runner = TorchRunner(
         part,
@@ -256,20 +258,11 @@ def _set_threads(options: RunnerOptions, num_ranks: int) -> None:
 def _attention(
     described: Description, options: RunnerOptions, part: RankPart, sizes: CacheSizes, dtype: torch.dtype
 ) -> PagedAttention:
-    spec, biases = part.spec, None
-    if spec.rope is None:
-        # ALiBi, in a model without RoPE.
-        biases = torch.from_numpy(alibi_biases(part.whole, described.max_model_len)[part.heads.start : part.heads.stop])
-    return PagedAttention(
-        spec.num_kv_heads,
-        sizes.num_blocks,
-        options.block_size,
-        dtype,
-        biases,
-        set(spec.windows),
-        spec.score_scale,
-        spec.score_cap,
-    )
+    biases, biased = None, part.whole.biased_attention
+    if biased is not None:
+        heads = part.heads(biased)
+        biases = torch.from_numpy(alibi_biases(biased, described.max_model_len)[heads.start : heads.stop])
+    return PagedAttention(part.spec.attentions, sizes.num_blocks, options.block_size, dtype, biases)
 
 
 def _choose_dtype(wanted: str, stored: str) -> str:

@@ -74,8 +74,8 @@ class TorchRunner:
         self._decoder = decoder
         self._attention = attention
         self._caches = [
-            KvCache(spec.num_kv_heads, sizes.num_blocks, block_size, spec.head_dim, dtype)
-            for _ in range(spec.num_layers)
+            None if (own := layer.attention) is None else KvCache(own, sizes.num_blocks, block_size, dtype)
+            for layer in spec.layers
         ]
         # Only this thread computes, because every thread that calls torch keeps its own team of OpenMP threads.
         self._thread = ThreadPoolExecutor(1, "penstock-torch")
@@ -94,7 +94,7 @@ class TorchRunner:
     @property
     def held(self) -> RankBytes:
         """The matrices as they are computed with, also those that are still to be read, and the KV blocks."""
-        num_kv = sum(2 * cache.k.nbytes for cache in self._caches)
+        num_kv = sum(2 * cache.k.nbytes for cache in self._caches if cache is not None)
         return RankBytes(self._part.num_weights * self._dtype.itemsize, num_kv)
 
     @property
@@ -232,7 +232,8 @@ class TorchRunner:
             origins[target] = origins.get(source, source)
         targets, sources = (torch.tensor(list(blocks)) for blocks in (origins.keys(), origins.values()))
         for cache in self._caches:
-            cache.copy(sources, targets)
+            if cache is not None:
+                cache.copy(sources, targets)
 
 
 def _sample(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int32], Logprobs | None]:

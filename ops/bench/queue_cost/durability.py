@@ -18,8 +18,8 @@ from redis.asyncio import Redis
 
 from bench.queue_cost.processes import node
 from penstock import AsyncClient
+from penstock.contract.durability import FSYNC, MEMORY, REPLICATED, Durability
 from penstock.contract.errors import UnsupportedDurabilityError
-from penstock.contract.job import FSYNC, MEMORY, REPLICATED, Durability
 from penstock.runtime.embedded_redis import EmbeddedRedis, ServerVersion, find_redis_server
 
 CONCURRENCY = (1, 16, 128)

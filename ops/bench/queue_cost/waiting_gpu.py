@@ -103,7 +103,7 @@ def _loading(gpu: WaitingGpu, max_num_seqs: int) -> Iterator[None]:
     """Let engines load a runner for `gpu`, of one layer with random weights: the host's work depends on neither."""
 
     def load_waiting(described: Description, _options: RunnerOptions, *_rest: Any) -> tuple[GpuRunner, str]:
-        spec = replace(described.spec, num_layers=1, windows=(None,))
+        spec = replace(described.spec, layers=described.spec.layers[:1])
         options = Options(
             max_num_seqs=max_num_seqs, max_model_len=2 * CONTEXT, num_blocks=2 * max_num_seqs * CONTEXT // 16
         )

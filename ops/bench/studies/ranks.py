@@ -32,7 +32,7 @@ from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import RankStats
 from penstock.gpu_node.model.ranks.control import GroupMemory
 from penstock.kernels.cpu.build import library_path
-from penstock.kernels.cpu.probe import best_isa, cpu_flags
+from penstock.kernels.cpu.probe import best_isa, cpu_flags, cpu_vendor
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.studies.ranks"
@@ -104,7 +104,7 @@ def _lines(model: Path, quantization: str, *, realtime: bool) -> Iterator[str]:
 
 def _exchange_us() -> float:
     """Return the time of one exchange: the median of several runs."""
-    isa = best_isa(cpu_flags())
+    isa = best_isa(cpu_flags(), cpu_vendor())
     if isa is None:
         raise SystemExit("this CPU has none of the kernels' instruction sets")
     library = library_path(isa, cache_folder() / "native", lambda fraction: None)

@@ -28,7 +28,7 @@ from penstock.contract.job import PREDICTED_OUTPUT_TOKENS
 from penstock.contract.output import WaitEstimate
 from penstock.contract.pool import NodePressure
 from penstock.gpu_node.engine.scheduler.budget import StepTime, StepWork
-from penstock.gpu_node.jobs.ledger import RESERVED_QUANTILE
+from penstock.gpu_node.jobs.held_jobs import RESERVED_QUANTILE
 from penstock.gpu_node.jobs.times import PHASE_PROMPT_TOKENS, DrainEstimator, JobWork, StepParts, phases
 from penstock.gpu_node.service.heartbeat import FEW_STEPS, TYPICAL_COST
 from penstock.producer.client import AsyncClient

@@ -13,7 +13,7 @@ import torch
 
 from bench_gpu import costs
 from bench_gpu.costs import Cost, Heads
-from bench_gpu.models import spec_of
+from bench_gpu.models import parts_of, spec_of
 from bench_gpu.without_gpu.launch_counts import MAX_NUM_SEQS, StepLaunches, record
 from bench_gpu.without_gpu.recorder import H100, recording
 from bench_gpu.without_gpu.setups import Setup
@@ -134,14 +134,15 @@ def estimate(step: Step) -> Estimate:
 
 
 def _heads(spec: ModelSpec) -> Heads:
-    return Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    attention, _ = parts_of(spec.layers[0])
+    return Heads(attention.num_heads, attention.num_kv_heads, attention.head_dim)
 
 
 def _products(spec: ModelSpec, step: Step) -> list[Cost]:
     rows, quantization, hidden = step.num_tokens, step.quantization, spec.hidden_size
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    inner = spec.intermediate_size
-    sizes = (queries + 2 * keys, hidden), (hidden, queries), ((1 + spec.is_gated) * inner, hidden), (hidden, inner)
+    attention, mlp = parts_of(spec.layers[0])
+    queries, keys, inner = attention.queries, attention.keys, mlp.intermediate_size
+    sizes = (queries + 2 * keys, hidden), (hidden, queries), ((1 + mlp.is_gated) * inner, hidden), (hidden, inner)
     return [costs.linear(rows, outputs, columns, quantization) for outputs, columns in sizes]
 
 
@@ -154,7 +155,7 @@ def _attention(spec: ModelSpec, step: Step) -> list[Cost]:
     heads, found = _heads(spec), []
     if step.decoding:
         with recording(H100):
-            splits = num_splits(step.decoding, spec.num_kv_heads, torch.device("cpu"))
+            splits = num_splits(step.decoding, heads.num_kv_heads, torch.device("cpu"))
         splits = FIXED_SPLITS if step.prompts else splits
         found.append(costs.decode_attention([step.context] * step.decoding, heads, splits=splits))
     # Each prompt as one tile: caches serve what later tiles read again.
@@ -163,11 +164,12 @@ def _attention(spec: ModelSpec, step: Step) -> list[Cost]:
 
 def _layer(spec: ModelSpec, step: Step) -> list[Cost]:
     rows, is_scaled = step.num_tokens, step.quantization in ("fp8", "int8")
+    attention, mlp = parts_of(spec.layers[0])
     norm = costs.add_norm(rows, spec.hidden_size, quantized=is_scaled)
     found = [norm, norm, costs.rotate_and_store(rows, _heads(spec)), *_products(spec, step), *_attention(spec, step)]
-    found.append(costs.activation(rows, spec.intermediate_size, gated=spec.is_gated, quantized=is_scaled))
+    found.append(costs.activation(rows, mlp.intermediate_size, gated=mlp.is_gated, quantized=is_scaled))
     if is_scaled:
-        found.append(costs.quantize(rows, spec.num_heads * spec.head_dim))
+        found.append(costs.quantize(rows, attention.queries))
     return found
 
 

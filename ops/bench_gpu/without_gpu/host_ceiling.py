@@ -51,7 +51,8 @@ def _replay_nothing() -> None:
 
 def plans() -> tuple[GpuRunner, dict[str, StepPlan]]:
     """Return a runner, and steps by name: decode steps, and decode rows beside two prefill chunks."""
-    spec = replace(spec_of("qwen3-0.6b"), num_layers=1, vocab_size=_VOCAB, windows=(None,))
+    spec = replace(spec_of("qwen3-0.6b"), vocab_size=_VOCAB)
+    spec = replace(spec, layers=spec.layers[:1])
     most = max(ROWS) * _CONTEXT // 16 + 2 * _PREFILL_TOKENS // 16
     options = Options(max_num_seqs=max(ROWS), max_model_len=2 * _CONTEXT, num_blocks=most)
     model = make_model("host", spec, HostOnly(), options)

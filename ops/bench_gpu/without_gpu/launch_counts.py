@@ -77,7 +77,7 @@ def _captured(
 ) -> tuple[list[Counter[str]], set[TritonLaunch]]:
     spec = setup.spec
     if num_layers is not None:
-        spec = replace(spec, num_layers=num_layers, windows=spec.windows[:num_layers])
+        spec = replace(spec, layers=spec.layers[:num_layers])
     options = Options(
         quantization=setup.quantization,
         kv_dtype=setup.kv_dtype,

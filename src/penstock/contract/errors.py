@@ -52,6 +52,13 @@ class PenstockError(Exception):
     code: str = "internal_error"
     also: Sequence[str] = ()
     """The further fields that the message names, as `param` is."""
+    detail: str = ""
+    """What Redis or the system answered, with addresses and names of scripts. It is for logs, commands and programs
+    that use the client. Callers of HTTP and records of jobs get the message alone."""
+    redis_state: str = ""
+    """The state of Redis that the error shows, one of `REDIS_STATES`; empty if it shows none."""
+    pool: str = ""
+    """The pool that refused a submission, if one was chosen."""
 
     def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -59,6 +66,14 @@ class PenstockError(Exception):
         self.param = param
         if code is not None:
             self.code = code
+
+    @property
+    def reason(self) -> str:
+        """The message with its detail."""
+        return f"{self.message}: {self.detail}" if self.detail else self.message
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}: {self.detail}" if self.detail else super().__str__()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By default an exception is copied from its positional arguments; subclasses here need keyword arguments.

@@ -128,7 +128,7 @@ NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 
 # What an option's field says beside type, default and bounds: its names in HTTP bodies, and its flag.
 
-Endpoint = Literal["openai", "responses", "compact", "messages", "count_tokens", "jobs", "embeddings"]
+Endpoint = Literal["openai", "responses", "compact", "messages", "count_tokens", "jobs", "embeddings", "rows"]
 OPENAI: Final = "openai"
 """Chats, completions, and rows of batch files."""
 RESPONSES: Final = "responses"
@@ -137,6 +137,8 @@ MESSAGES: Final = "messages"
 COUNT_TOKENS: Final = "count_tokens"
 JOBS: Final = "jobs"
 EMBEDDINGS: Final = "embeddings"
+BATCH_ROWS: Final = "rows"
+"""How the jobs of a batch's rows are queued. What they sample is named as in bodies of the row's endpoint."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,6 +154,8 @@ class Option:
     """The type of the body's field, for an option that is no scalar, list or record there."""
     flag: str = ""
     """Help text of the flag of `penstock submit` and `penstock chat`; empty if they have none."""
+    help: str = ""
+    """What the option means, for callers in Python; empty if the record's docstring says it."""
 
 
 def option_of(record: type[BaseModel], name: str) -> Option:

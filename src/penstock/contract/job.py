@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal, Self, TypedDict, cast, get_args
+from textwrap import fill
+from typing import Annotated, Any, Final, Self, TypedDict
 
 from pydantic import AfterValidator, BaseModel, Field, StringConstraints, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.channel import ChannelOfJob, ChannelOption, GivenChannel
-from penstock.contract.errors import RequestError
+from penstock.contract.durability import MEMORY as MEMORY
+from penstock.contract.durability import Durability as Durability
+from penstock.contract.durability import checked_durability as checked_durability
 from penstock.contract.fields import (
+    BATCH_ROWS,
     COMPACT,
     COUNT_TOKENS,
     EMBEDDINGS,
@@ -24,44 +25,27 @@ from penstock.contract.fields import (
     RESPONSES,
     CheckedInput,
     Option,
+    option_of,
 )
+from penstock.contract.job_id import JOB_ID_PATTERN
+from penstock.contract.job_id import JobKey as JobKey
+from penstock.contract.job_id import created_at as created_at
+from penstock.contract.job_id import is_job_id as is_job_id
+from penstock.contract.job_id import pool_of as pool_of
+from penstock.contract.job_id import seed_of as seed_of
 from penstock.contract.priority import Priority as Priority
 from penstock.contract.priority import level_of
+from penstock.contract.prompt import MAX_MESSAGES as MAX_MESSAGES
+from penstock.contract.prompt import Message as Message
+from penstock.contract.prompt import PackedPrompt as PackedPrompt
 from penstock.contract.sampling import MAX_TOKENS_LIMIT as MAX_TOKENS_LIMIT
 from penstock.contract.sampling import SamplingOptions, Text, encodable
 from penstock.contract.sampling import SamplingParams as SamplingParams
 from penstock.contract.sampling import TokenId as TokenId
 from penstock.contract.tasks import GENERATE, Detokenize, Embed, Task
 from penstock.contract.tenant import Terms
-from penstock.contract.tools import (
-    MAX_CALLS,
-    MAX_CALLS_OF_CHAT,
-    CallId,
-    TemplateKwargs,
-    ToolCall,
-    ToolChoice,
-    Tools,
-    few_calls,
-)
+from penstock.contract.tools import MAX_CALLS_OF_CHAT, TemplateKwargs, ToolChoice, Tools, few_calls
 from penstock.contract.webhook import MAX_WEBHOOKS, EndpointId
-
-PromptField = Literal["prompt", "tokens", "messages"]
-"""The request field that holds the prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedPrompt:
-    """A prompt as msgpack bytes, ready to be copied into a request, plus the sizes that admission needs."""
-
-    form: PromptField
-    data: bytes = field(repr=False)
-    num_text_bytes: int = 0
-    """UTF-8 bytes of the prompt's texts and message roles."""
-    num_tokens: int | None = None
-    """Number of token ids of a `tokens` prompt; None for text."""
-    num_tool_bytes: int = 0
-    """Bytes of the names and arguments of earlier tool calls."""
-    first_words: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,38 +63,15 @@ NO_RESPONSE = ResponseRecord(b"", 0)
 
 PREDICTED_OUTPUT_TOKENS = 256
 """Predicted output tokens per choice, or max_tokens if less, until nodes report measured lengths."""
-MAX_MESSAGES = 4096
-MAX_PARTICIPANT_NAME_CHARS = 256
-"""Characters of the `name` of a message."""
 MAX_DEADLINE_S = 7 * 24 * 3600
 MAX_READER_GRACE_S = 600
 """Longest time for which a job that needs a reader may be without one. sweep.lua forgets readers after that time."""
-_UUID7_PATTERN = r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
-JOB_ID_PATTERN = rf"^[A-Za-z0-9_-]{{1,64}}(~[0-9]{{1,4}})?\.{_UUID7_PATTERN}$"
-
-
 MAX_TAGS = 4
 MAX_TAG_CHARS = 64
 TAG_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:=/@+-]*$"
 MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
-
-Durability = Literal["memory", "fsync", "replicated"]
-"""What an answered write survives: `memory`, the death of every process; `fsync`, that of Redis's machine too, because
-Redis's disk has it; `replicated`, a fail-over, because a replica has it."""
-MEMORY: Final = "memory"
-FSYNC: Final = "fsync"
-REPLICATED: Final = "replicated"
-
-
-def checked_durability(name: str | None) -> Durability | None:
-    """Return the durability of this name; None for None. Raises RequestError for an unknown name."""
-    if name not in (None, *get_args(Durability)):
-        message = f"durability must be one of {', '.join(get_args(Durability))}, not {str(name)[:32]!r}"
-        raise RequestError(message, param="durability")
-    return cast("Durability | None", name)
-
 
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Tag = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TAG_CHARS, pattern=TAG_PATTERN)]
@@ -120,24 +81,6 @@ Metadata = dict[
     Annotated[str, StringConstraints(min_length=1, max_length=MAX_METADATA_KEY_CHARS), AfterValidator(encodable)],
     Annotated[str, StringConstraints(max_length=MAX_METADATA_VALUE_CHARS), AfterValidator(encodable)],
 ]
-ParticipantName = Annotated[
-    str, StringConstraints(min_length=1, max_length=MAX_PARTICIPANT_NAME_CHARS), AfterValidator(encodable)
-]
-
-
-class Message(CheckedInput):
-    """One message of a chat. With role `tool`, it holds the result of the call `tool_call_id`.
-
-    `name` is the participant's name, for chat templates that use it.
-    """
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text
-    tool_calls: tuple[ToolCall, ...] = Field(default=(), max_length=MAX_CALLS)
-    tool_call_id: CallId | None = None
-    name: ParticipantName | None = None
-
-
 NO_SAMPLING = SamplingParams()
 """The options of a job that names none."""
 
@@ -313,37 +256,153 @@ class Request:
 
 RETURN_PROGRESS: Final = "return_progress"
 """Also the query parameter of a stream that is read later."""
-_ONLY_ANSWERS = {COMPACT: None, MESSAGES: None, COUNT_TOKENS: None, EMBEDDINGS: None}
+_NOT_DELAYED = {COMPACT: None, MESSAGES: None, COUNT_TOKENS: None, EMBEDDINGS: None}
+_ONLY_ANSWERS = {**_NOT_DELAYED, BATCH_ROWS: None}
 _ONLY_JOBS = {OPENAI: None, RESPONSES: None, **_ONLY_ANSWERS}
 _NOT_LISTED = {COMPACT: None, COUNT_TOKENS: None}
 
 
+_Seconds = Annotated[float | None, Field(gt=0, le=MAX_DEADLINE_S)]
+
+
 class QueueFields(BaseModel):
-    """The fields with which HTTP bodies say how their jobs are queued. `JobOptions` says what each means."""
+    """The options of the queue, each declared once: type, range, names in HTTP bodies, meaning, and flag of `submit`.
 
-    deadline_s: Annotated[float | None, Option({MESSAGES: None, COUNT_TOKENS: None})] = None
-    ttl_s: Annotated[float | None, Option({MESSAGES: None, COUNT_TOKENS: None})] = None
-    not_before_s: Annotated[float | None, Option({RESPONSES: None, **_ONLY_ANSWERS})] = None
-    return_progress: Annotated[bool | None, Option(_ONLY_ANSWERS)] = None
-    max_wait_s: Annotated[float | None, Option(_ONLY_ANSWERS)] = None
-    reader_grace_s: Annotated[float | None, Option({OPENAI: None, **_ONLY_ANSWERS})] = None
-    background: Annotated[bool | None, Option({OPENAI: None, **_ONLY_ANSWERS})] = None
-    queue_without_node: Annotated[bool | None, Option(_ONLY_JOBS)] = None
-    durability: Annotated[Durability | None, Option({OPENAI: None, **_ONLY_ANSWERS})] = None
-    idempotency_key: Annotated[str | None, Option(_ONLY_JOBS)] = None
-    tags: Annotated[tuple[Tag, ...] | None, Field(max_length=MAX_TAGS), Option(_NOT_LISTED)] = None
-    metadata: Annotated[dict[str, str] | None, Field(max_length=MAX_METADATA), Option(_NOT_LISTED)] = None
-    webhooks: Annotated[
-        tuple[EndpointId, ...] | None, Field(max_length=MAX_WEBHOOKS), Option({OPENAI: None, **_ONLY_ANSWERS})
+    HTTP bodies, rows of batches, tasks, flags, the job's durations and the help of `JobOptions` are made from it. An
+    option whose name ends with `_s` is a duration in seconds, which becomes the field of JobDef that ends with `_ms`.
+    """
+
+    deadline_s: Annotated[
+        _Seconds,
+        Option(
+            {MESSAGES: None, COUNT_TOKENS: None},
+            flag="Seconds after which an unfinished job is ended. Default: no deadline.",
+            help="seconds after which the job expires if it is not done.",
+        ),
     ] = None
-    channel: Annotated[ChannelOfJob, Option({**_NOT_LISTED, EMBEDDINGS: None}, in_json=GivenChannel)] = None
+    ttl_s: Annotated[
+        _Seconds,
+        Option(
+            {MESSAGES: None, COUNT_TOKENS: None},
+            flag="Seconds after which a job that no node has started is ended. Default: none.",
+            help="seconds after which the job expires if no node has started it. It never ends a job that a node has "
+            "started.",
+        ),
+    ] = None
+    not_before_s: Annotated[
+        float | None,
+        Field(ge=0, le=MAX_DEADLINE_S),
+        Option(
+            {RESPONSES: None, **_NOT_DELAYED},
+            flag="Seconds to wait before the job may run. Default: no wait.",
+            help="seconds that the job waits before it enters the queue.",
+        ),
+    ] = None
+    return_progress: Annotated[
+        bool | None, Option(_ONLY_ANSWERS, help="let `AsyncJob.waiting` tell how far the prompt is computed.")
+    ] = None
+    max_wait_s: Annotated[
+        _Seconds,
+        Option(
+            _ONLY_ANSWERS,
+            help="refuse a foreground job that would wait longer than this in the queue; by default the pool's "
+            "setting.",
+        ),
+    ] = None
+    reader_grace_s: Annotated[
+        float | None,
+        Field(ge=1, le=MAX_READER_GRACE_S),
+        Option(
+            {OPENAI: None, **_ONLY_ANSWERS},
+            help="cancel the job when it had no reader for so many seconds (1 to 600), also a background job; by "
+            "default a job that needs a reader has the pool's `reattach_grace_ms`.",
+        ),
+    ] = None
+    background: Annotated[
+        bool | None,
+        Option(
+            {OPENAI: None, **_ONLY_ANSWERS},
+            help="no caller waits for this job: it goes after all foreground work, may wait for as long as it takes, "
+            "and goes on without a reader. A foreground job is canceled soon after its last reader has left.",
+        ),
+    ] = None
+    queue_without_node: Annotated[
+        bool | None,
+        Option(_ONLY_JOBS, help="queue the job even while its pool has no live node; by default the client's setting."),
+    ] = None
+    durability: Annotated[
+        Durability | None,
+        Option(
+            {OPENAI: None, **_ONLY_ANSWERS},
+            flag="What the submission waits for: Redis, its disk, or a replica. Default: memory.",
+            help="`memory` returns once Redis has the job, `fsync` once its disk has it, and `replicated` once a "
+            "replica has it. The default is the client's setting for a job that goes on without a reader, and "
+            "`memory` for others.",
+        ),
+    ] = None
+    idempotency_key: Annotated[
+        str | None,
+        Option(
+            _ONLY_JOBS,
+            help="a later submission with the same key and the same request returns the same job, also if several "
+            "pools serve the model.",
+        ),
+    ] = None
+    tags: Annotated[
+        tuple[Tag, ...] | None,
+        Field(max_length=MAX_TAGS),
+        Option(
+            _NOT_LISTED,
+            flag="Tag of the job. Repeat it for several, up to 4.",
+            help="up to 4 names by which `client.jobs` finds the job, such as `run:7`.",
+        ),
+    ] = None
+    metadata: Annotated[
+        Metadata | None,
+        Field(max_length=MAX_METADATA),
+        Option(
+            _NOT_LISTED,
+            flag="Text to keep with the job. Repeat it for several.",
+            help="up to 16 texts by name, which are shown with the job.",
+        ),
+    ] = None
+    webhooks: Annotated[
+        tuple[EndpointId, ...] | None,
+        Field(max_length=MAX_WEBHOOKS),
+        Option(
+            {OPENAI: None, **_ONLY_ANSWERS},
+            help="up to 3 ids of webhook endpoints that are told when the job has ended; see `AsyncClient.webhooks`.",
+        ),
+    ] = None
+    channel: Annotated[
+        ChannelOfJob,
+        Option(
+            {**_NOT_LISTED, EMBEDDINGS: None},
+            in_json=GivenChannel,
+            flag="Also publish the answer on a channel of Redis: json or msgpack. Jobs may share a name.",
+            help="also publish each chunk on a channel of Redis, for a client in any language: `True` as msgpack, "
+            '`"json"` as an event of `/v1/jobs/ID/stream`. With `{"name": …, "format": …}`, several jobs of a tenant '
+            "share a channel. The handle's `channel` is its whole name. Such a job goes on without a reader.",
+        ),
+    ] = None
 
 
-class QueueOptions(TypedDict, total=False):
-    """The options of `QueueFields` as keyword arguments."""
+DURATIONS: Final = {name: f"{name[:-2]}_ms" for name in QueueFields.model_fields if name.endswith("_s")}
+"""Each duration → the field of JobDef with its milliseconds."""
+LATER_THAN_START: Final = ("deadline_s", "ttl_s")
+"""Durations that must be longer than `not_before_s`."""
+
+
+class TaskQueueOptions(TypedDict, total=False):
+    """The options of `QueueFields` that jobs of all kinds have, as keyword arguments."""
 
     deadline_s: float | None
     ttl_s: float | None
+
+
+class QueueOptions(TaskQueueOptions, total=False):
+    """The options of `QueueFields` as keyword arguments, for type checkers."""
+
     not_before_s: float | None
     return_progress: bool
     max_wait_s: float | None
@@ -365,29 +424,9 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     adapter: one of the model's LoRA adapters; naming it as the model has the same effect.
     params: all sampling options at once, instead of the single arguments.
     priority: the job's class; by default `batch` for background work, and `standard` for other work.
-    deadline_s: seconds after which the job expires if it is not done.
-    ttl_s: seconds after which the job expires if no node has started it. It never ends a job that a node has started.
-    not_before_s: seconds that the job waits before it enters the queue.
-    lower_max_tokens: lower `max_tokens` to what the context leaves after the prompt, instead of refusing the job.
-    max_wait_s: refuse a foreground job that would wait longer than this in the queue; by default the pool's setting.
-    background: no caller waits for this job: it goes after all foreground work, may wait for as long as it takes, and
-        goes on without a reader. A foreground job is canceled soon after its last reader has left.
     needs_reader: cancel the job soon after its last reader has left; by default only a foreground job.
-    reader_grace_s: cancel the job when it had no reader for so many seconds (1 to 600), also a background job; by
-        default a job that needs a reader has the pool's `reattach_grace_ms`.
     in_feed: list the job's end among the tenant's completions (the default), where `completions` finds it.
-    return_progress: let `AsyncJob.waiting` tell how far the prompt is computed.
-    queue_without_node: queue the job even while its pool has no live node; by default the client's setting.
-    durability: `memory` returns once Redis has the job, `fsync` once its disk has it, and `replicated` once a replica
-        has it. The default is the client's setting for a job that goes on without a reader, and `memory` for others.
-    idempotency_key: a later submission with the same key and the same request returns the same job, also if several
-        pools serve the model.
-    tags: up to 4 names by which `client.jobs` finds the job, such as `run:7`.
-    metadata: up to 16 texts by name, which are shown with the job.
-    webhooks: up to 3 ids of webhook endpoints that are told when the job has ended; see `AsyncClient.webhooks`.
-    channel: also publish each chunk on a channel of Redis, for a client in any language: `True` as msgpack, `"json"` as
-        an event of `/v1/jobs/ID/stream`. With `{"name": …, "format": …}`, several jobs of a tenant share a channel. The
-        handle's `channel` is its whole name. Such a job goes on without a reader.
+    lower_max_tokens: lower `max_tokens` to what the context leaves after the prompt, instead of refusing the job.
     tools: the functions that the assistant may call, in OpenAI's format; calls come back as the model writes them.
     tool_choice: `auto` (the default) lets the model decide; `required` and a named function allow only calls.
     parallel_tool_calls: whether a text that is constrained to calls may have several (the default).
@@ -430,6 +469,11 @@ class SubmitOptions(JobOptions, total=False):
     custom_id: str | None
 
 
+_QUEUE_HELP = [
+    fill(f"{name}: {option_of(QueueFields, name).help}", 116, initial_indent="    ", subsequent_indent="        ")
+    for name in QueueFields.model_fields
+]
+JobOptions.__doc__ = "\n".join([(JobOptions.__doc__ or "").rstrip(), *_QUEUE_HELP])
 OPTIONS_OF_QUEUE = SubmitOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()
 """Options that say how a job is queued, not how its tokens are sampled."""
 
@@ -440,59 +484,3 @@ def lowered_max_tokens(max_tokens: int | None, max_total_tokens: int | None, num
         return None
     left = max_total_tokens - num_prompt_tokens
     return left if 0 < left < max_tokens else None
-
-
-def pool_of(job_id: str) -> str:
-    """Return the pool that a job id names."""
-    return job_id.partition(".")[0]
-
-
-def is_job_id(text: str) -> bool:
-    """Return whether `text` has the form of a job id."""
-    return re.fullmatch(JOB_ID_PATTERN, text) is not None
-
-
-def created_at(job_id: str) -> datetime:
-    """Return the time in a job's id, in UTC. A UUIDv7 begins with the Unix time in milliseconds."""
-    uuid = job_id.rpartition(".")[2].replace("-", "")
-    return datetime.fromtimestamp(int(uuid[:12], 16) / 1000, UTC)
-
-
-def seed_of(job_id: str, params: SamplingParams) -> int:
-    """Return the job's 64-bit seed: the caller's, else one derived from the job id."""
-    if params.seed is not None:
-        return params.seed & 0xFFFF_FFFF_FFFF_FFFF
-    return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "little")
-
-
-@dataclass(frozen=True, slots=True)
-class JobKey:
-    """An idempotency key and the tenant that it belongs to."""
-
-    tenant: str
-    key: str
-
-    def rank_of(self, pool: str) -> bytes:
-        """Return the rank of a pool for this key. Every process computes the same one (rendezvous hashing)."""
-        text = "\0".join((pool, self.tenant, self.key))
-        return hashlib.blake2b(text.encode(), digest_size=8).digest()
-
-
-_PARTS = (int, Mapping, Message)
-"""What a prompt of token ids or a chat consists of."""
-
-
-def prompts_of(prompts: Any) -> list[Any]:
-    """Return prompts as a list. A single text, list of token ids or chat counts as a list of one.
-
-    Raises RequestError for anything else than a sequence, and if prompts and parts of a prompt are mixed.
-    """
-    if isinstance(prompts, (str, PackedPrompt)):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
-        message = "prompts must be a list; each prompt is a text, a list of token ids or a list of chat messages"
-        raise RequestError(message, param="prompts")
-    num_parts = sum(isinstance(prompt, _PARTS) for prompt in prompts)
-    if num_parts not in (0, len(prompts)):
-        raise RequestError("prompts mixes whole prompts with token ids or messages", param="prompts")
-    return [prompts] if num_parts else list(prompts)

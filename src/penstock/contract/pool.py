@@ -210,6 +210,23 @@ class PoolStats:
     """Pressure records of the live nodes."""
     kept: Mapping[str, int] = field(default_factory=dict)
     """Tenant → bytes of Redis memory, of its jobs as stored, and what its running jobs may still write."""
+    paused_ms: Mapping[str, int] = field(default_factory=dict)
+    """What is paused, `pool`, `class` or `tenant` → how long the oldest such pause has lasted."""
+
+
+AWAY, NO_RIGHTS = "away", "no_rights"
+REDIS_STATES: Mapping[str, str] = {
+    AWAY: "it does not answer",
+    "loading": "it loads its data from disk",
+    "read_only": "this server is a replica",
+    "disk_full": "it cannot write to its disk",
+    "no_replicas": "too few replicas are connected to it",
+    NO_RIGHTS: "it refuses this user, its password or a command",
+    "full": "its memory is full",
+    "slow": "it is busy, or answers late",
+}
+"""The problems that Redis may have, with what they mean. Each has this one name in logs, `/ready`, metrics, alerts and
+ops/RUNBOOK.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +250,15 @@ class RedisState:
     """Seconds since the replica that is furthest behind acknowledged anything; None without replicas."""
     replica_lag_bytes: int | None = None
     """Bytes of the replication stream that it has not acknowledged; None without replicas."""
+    is_loading: bool = False
+    """Whether it still loads its data from disk."""
+    is_replica: bool = False
+    num_good_replicas: int | None = None
+    """Replicas that are near enough for `min-replicas-to-write`; None if that is not set."""
+    aof_bytes: int = 0
+    """Size of the append-only file; 0 without one."""
+    aof_base_bytes: int = 0
+    """Its size after the last rewrite. Redis rewrites it once it has grown by `auto-aof-rewrite-percentage` of that."""
 
 
 # The state of a pool at one moment, for the dashboard: its queue, its nodes and its newest events.

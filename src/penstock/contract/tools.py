@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, StringConstraints
 from pydantic_core import from_json
 
+from penstock.contract.errors import RequestError
 from penstock.contract.fields import Named
 
 # Variables that a request sets in the model's chat template, such as `enable_thinking`.
@@ -156,6 +158,41 @@ def narrowed(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[list[Mapp
     if missing := next((name for name in names if name not in offered), None):
         raise ValueError(f"the tools have no function {missing[:100]!r}")
     return [tool for tool in tools if tool["function"]["name"] in names], mode
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools that a chat request offers and how the model may use them."""
+
+    tools: str | None = None
+    """The offered tools as JSON text, or None."""
+    choice: ToolChoice = "auto"
+    """OpenAI's `tool_choice`."""
+    parallel: bool = True
+    """Whether one answer may hold several calls."""
+
+    @classmethod
+    def of(cls, tools: Sequence[Mapping[str, Any]], choice: Any, parallel: bool | None) -> ToolUse:
+        """Return the use of a body's tools in the form of chats. `choice`: a valid one, or None.
+
+        Raises RequestError for an allowed tool that is not offered.
+        """
+        is_parallel = parallel is not False
+        if not tools or choice == "none":
+            return cls(None, "auto" if choice is None else choice, is_parallel)
+        try:
+            offered, chosen = narrowed(tools, choice)
+        except ValueError as error:
+            raise RequestError(f"tool_choice: {error}", param="tool_choice") from None
+        return cls(json.dumps(offered), chosen, is_parallel)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the caller chose the function that the model must call."""
+        return not isinstance(self.choice, str)
+
+
+NO_TOOLS = ToolUse()
 
 
 def json_of(text: str) -> Any:

@@ -61,8 +61,8 @@ tenant's ended jobs, with what the pool counted of the tenant.
                                                                           about 200,000 for result_ttl_ms
     P:ended                  zset    end; sweep                           tenant → when to look at its oldest completion
     P:ended_before           hash    sweep                                tenant → its last completion, after it expired
-    P:outbox                 stream  end; outbox                          ends that webhook endpoints are to be told of
-    P:outbox_sizes           hash    end; outbox                          tenant → number of its entries, up to 100,000
+    P:untold                 stream  end; untold                          ends that webhook endpoints are to be told of
+    P:untold_sizes           hash    end; untold                          tenant → number of its entries, up to 100,000
     P:idem:<t>:<hash>        string  submit; end                          the job's id; idem_ttl_ms after its end
     P:nodes                  zset    join, heartbeat, emit; declare_dead, node → last heartbeat; 0: declared dead by its
                                      sweep, leave                         successor
@@ -71,6 +71,10 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:revisions              zset    join, heartbeat; sweep               model revision → last heartbeat
     P:free                   zset    heartbeat, ring; sweep, leave        node → free KV tokens; ring picks the highest
     P:pressure               hash    heartbeat; sweep, leave              node → pressure record (wire.py)
+    P:paces                  hash    heartbeat; sweep, leave              node that takes jobs → its pace, its most
+                                                                          sequences, its KV tokens and its revision
+    P:left                   string  take                                 when a take left jobs to other nodes, and the
+                                                                          first of them; 1 min
     P:adapters               hash    node; sweep, leave                   node with adapters → the pool record that it
                                                                           announced
     P:backlog                hash    submit, requeue, release, take, end  level → predicted KV tokens of its queued jobs
@@ -404,9 +408,9 @@ def ended_before(pool: str) -> str:
     return f"{prefix(pool)}:ended_before"
 
 
-def outbox(pool: str) -> str:
+def untold(pool: str) -> str:
     """Stream: ends of jobs that webhook endpoints are to be told of."""
-    return f"{prefix(pool)}:outbox"
+    return f"{prefix(pool)}:untold"
 
 
 def webhook_delivery(endpoint_id: str, event_id: str) -> str:

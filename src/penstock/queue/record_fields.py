@@ -6,6 +6,7 @@ number counts as 0: `penstock audit` finds it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ MAX_WHOLE = 1 << 53
 MAX_TIME_MS = 253_402_300_799_999
 """The end of the year 9999, the last time that can be shown."""
 _MAX_SHOWN = 32
+_WHOLE = re.compile(r"-?[0-9]{1,16}")
 
 
 class RecordFields:
@@ -38,7 +40,13 @@ class RecordFields:
 
     def whole(self, name: str, default: int | None = None, *, most: int = MAX_WHOLE) -> int:
         """Return a whole number from 0 to `most`."""
-        return self.parsed(name, lambda text: _whole(text, most), default)
+
+        def number(text: str) -> int:
+            if (found := whole(text, -1, most=most)) < 0:
+                raise ValueError(text)
+            return found
+
+        return self.parsed(name, number, default)
 
     def time_ms(self, name: str) -> int:
         """Return a time."""
@@ -68,24 +76,18 @@ class RecordFields:
         return DamagedRecordError(f"the record of {self.what} is damaged: {name} {problem}")
 
 
-def _whole(text: str, most: int = MAX_WHOLE) -> int:
-    # `int` takes signs, blanks, underscores and the digits of any script.
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(most)) and int(text) <= most):
-        raise ValueError(text)
-    return int(text)
-
-
-def sum_of(data: Any) -> int:
-    """Return a sum of a hash of Redis; 0 for what is no number from 0 to MAX_WHOLE."""
-    try:
-        return _whole(data.decode())
-    except (ValueError, AttributeError):
-        return 0
+def whole(data: object, instead: int = 0, *, least: int = 0, most: int = MAX_WHOLE) -> int:
+    """Return a whole number of Redis; `instead` for what is none from `least` to `most`, which the scripts mend too."""
+    # `int` takes blanks, underscores and the digits of any script.
+    text = data.decode(errors="replace") if isinstance(data, bytes) else data
+    if not isinstance(text, str) or not _WHOLE.fullmatch(text):
+        return instead
+    return number if least <= (number := int(text)) <= most else instead
 
 
 def sums_of(found: Mapping[bytes, bytes] | None) -> dict[str, int]:
     """Return the sums of a hash by field, without fields that are no text."""
-    return {name.decode(): sum_of(value) for name, value in (found or {}).items() if is_text(name)}
+    return {name.decode(): whole(value) for name, value in (found or {}).items() if is_text(name)}
 
 
 def is_text(data: bytes) -> bool:

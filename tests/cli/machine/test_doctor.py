@@ -23,6 +23,7 @@ from penstock.cli.machine.doctor import (
     check_embedded,
     check_extras,
     check_kernels,
+    judge_clock,
     judge_cpu,
     judge_gpus,
     judge_lost,
@@ -37,6 +38,20 @@ from penstock.gpu_node.service import health
 from tests.source_tree import ROOT
 
 GOOD = {"redis_version": "7.2.11", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "level", "word"), [(0.2, "ok", "0.2 s"), (600, "warn", "behind"), (-40, "warn", "ahead")]
+)
+def test_a_clock_that_differs_from_that_of_redis_is_named(offset_s: float, level: str, word: str) -> None:
+    check = judge_clock(offset_s)
+    assert (check.level, word in check.finding) == (level, True)
+
+
+def test_the_size_of_the_append_only_file_is_told() -> None:
+    info = {**GOOD, "aof_current_size": 300 << 20, "aof_base_size": 100 << 20}
+    (said,) = [check.finding for check in judge_redis(info) if "append-only" in check.finding]
+    assert "300 MiB, of which 200 since" in said and "200 MiB" in said
 
 
 def levels(**info: object) -> list[str]:

@@ -150,8 +150,10 @@ def import_services() -> None:
     for name in PRELOADED:
         import_module(name)
     # Each gateway describes its API when it starts. The schemas in that are made once in a process.
-    bodies = import_module("penstock.gateway.app").BODIES
-    import_module("penstock.gateway.apis.api_docs.openapi").body_schemas(bodies)
+    apis = import_module("penstock.gateway.app").DIALECTS
+    bodies = tuple(schema for api in apis for schema in api.bodies)
+    with suppress(ModuleNotFoundError):  # A copy of the repository may lack this API.
+        import_module("penstock.gateway.apis.api_docs.openapi").body_schemas(bodies)
 
 
 def run_command(request: Request, address: str) -> None:

@@ -19,6 +19,7 @@ OF_THE_POOL = {
     "revisions",
     "free",
     "pressure",
+    "paces",
     "backlog",
     "readers",
     "sweep",

@@ -299,7 +299,7 @@ class Queue:
 
     async def run_sweep(self, *, seen_ms: int = 0) -> list[Any]:
         kind, _, *found = await scripts.call(self.redis, "sweep", POOL, seen_ms)
-        return ["OK", len(found[0]), *found[1:]] if kind == b"OK" else [kind.decode()]
+        return ["OK", len(found[0]), int(found[1]), len(found[2])] if kind == b"OK" else [kind.decode()]
 
     async def kill(self, node: FakeNode) -> None:
         """Make a node's last heartbeat older than a lease, and sweep."""

@@ -22,7 +22,7 @@ from faults.tools.processes import GatewayProcess
 
 from penstock.contract.job import SamplingParams
 from penstock.producer.batch.celery_app import make_app
-from penstock.producer.batch.request import COMPLETIONS_URL
+from penstock.producer.batch.endpoints import COMPLETIONS_URL
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import GENERATE
 from penstock.producer.client import AsyncClient

@@ -22,7 +22,7 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.offline import Prompt
 from penstock.gpu_node.engine.records import Generation
-from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget
+from penstock.gpu_node.engine.speculative.drafts import DraftBudget
 
 MakeEngine = Callable[..., Engine]
 Shape: TypeAlias = tuple[int, int]

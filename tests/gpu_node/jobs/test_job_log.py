@@ -16,7 +16,7 @@ from opentelemetry.trace import format_trace_id
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.output import Outcome
 from penstock.gpu_node.jobs.held_job import HeldJob, JobTrace
-from penstock.gpu_node.jobs.ledger import JobReports
+from penstock.gpu_node.jobs.held_jobs import JobReports
 from penstock.gpu_node.jobs.times import EndedJob
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.node import Taken
@@ -85,7 +85,7 @@ async def test_lines_can_be_switched_off(redis_url: str, caplog: pytest.LogCaptu
         asyncio.timeout(60),
     ):
         await (await client.submit("hello", max_tokens=5)).result()
-        while node.ledger.counts.finished < 1:
+        while node.held_jobs.counts.finished < 1:
             await asyncio.sleep(0.01)
     assert lines_of(caplog) == []
 

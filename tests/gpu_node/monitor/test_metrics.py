@@ -74,7 +74,7 @@ async def test_metrics_of_a_working_node(redis_url: str) -> None:
             jobs = [await client.submit("hello", max_tokens=20) for _ in range(3)]
             for job in jobs:
                 await job.result()
-            while node.ledger.counts.finished < 3:
+            while node.held_jobs.counts.finished < 3:
                 await asyncio.sleep(0.01)
             found = await scrape(port)
     assert before["penstock_node_taken_total"] == before["penstock_node_emit_seconds_count"] == 0
@@ -86,7 +86,10 @@ async def test_metrics_of_a_working_node(redis_url: str) -> None:
     assert 0 < found["penstock_node_emit_seconds_sum"] < calls * 10
     assert found["penstock_engine_kv_blocks_total"] > 0
     (info,) = [name.split(":") for name in found if name.startswith("penstock_node_info:")]
-    assert info[1:] == ["reference", "cpu", settings_of(redis_url).name], "arithmetic, device and name"
+    settings = settings_of(redis_url)
+    assert info[1:] == ["reference", "cpu", settings.name, settings.pool_name], "arithmetic, device, name and pool"
+    assert abs(found["penstock_node_clock_offset_seconds"]) < 5
+    assert found["penstock_node_heartbeat_age_seconds"] < 60 > found["penstock_node_redis_silent_seconds"]
 
 
 @pytest.mark.parametrize(("is_core_free", "limit"), [(False, 0.03), (True, 0.25)], ids=["no free core", "free core"])
@@ -97,7 +100,7 @@ async def test_metrics_of_the_pace_and_of_the_cpu_time_of_sending(
         with serving_metrics(node, settings_of(redis_url)) as port:
             before = await scrape(port)
             await (await client.submit("hello", max_tokens=20)).result()
-            while not node.ledger.counts.finished:
+            while not node.held_jobs.counts.finished:
                 await asyncio.sleep(0.01)
             found = await scrape(port)
     names = ("sends_total", "sent_chunks_total", "send_cpu_seconds_total")
@@ -117,7 +120,7 @@ async def test_times_and_ends_of_jobs_are_counted_by_class(redis_url: str) -> No
             left = await client.submit("hello", max_tokens=400, ignore_eos=True, priority=Priority.STANDARD)
             await anext(left.stream())
             await left.cancel()
-            while node.ledger.counts.finished < 4:
+            while node.held_jobs.counts.finished < 4:
                 await asyncio.sleep(0.01)
             found = await scrape(port)
     for name in ("queue", "prefill", "time_to_first_token"):
@@ -139,7 +142,7 @@ async def test_longest_choice_of_a_job_is_counted_under_the_name_of_vllm(redis_u
         with serving_metrics(node, settings_of(redis_url)) as port:
             await (await client.submit("hello", max_tokens=20, n=3, temperature=1.0, ignore_eos=True)).result()
             await (await client.submit("hello", max_tokens=5, ignore_eos=True)).result()
-            while node.ledger.counts.finished < 2:
+            while node.held_jobs.counts.finished < 2:
                 await asyncio.sleep(0.01)
             found = await scrape(port)
     assert found["vllm:request_max_num_generation_tokens_sum:0:reference"] == 20 + 5
@@ -153,7 +156,7 @@ async def test_a_job_that_was_taken_over_counts_no_second_first_token(redis_url:
             await anext(job.stream())
         async with running(redis_url) as second:
             await job.result()
-            while second.ledger.counts.finished < 1:
+            while second.held_jobs.counts.finished < 1:
                 await asyncio.sleep(0.01)
             with serving_metrics(second, settings_of(redis_url)) as port:
                 found = await scrape(port)
@@ -169,7 +172,7 @@ async def test_waiting_requests_under_the_name_of_vllm_include_the_queue(redis_u
         with serving_metrics(node, settings_of(redis_url)) as port:
             jobs = [await client.submit("hello", max_tokens=400, ignore_eos=True) for _ in range(5)]
             await anext(jobs[0].stream())
-            while node.ledger.counts.queue_share < 4 or not (node.engine_stats and node.engine_stats.num_running):
+            while node.held_jobs.counts.queue_share < 4 or not (node.engine_stats and node.engine_stats.num_running):
                 await asyncio.sleep(0.01)
             found = await scrape(port)
             for job in jobs:
@@ -231,10 +234,10 @@ async def test_takeovers_returns_and_lost_jobs_are_counted(redis_url: str) -> No
             job = await client.submit("hello", max_tokens=400)
             stream = job.stream()
             await anext(stream)
-        assert first.ledger.counts.given_back_drain == 1
+        assert first.held_jobs.counts.given_back_drain == 1
         async with running(redis_url) as second:
             assert [chunk async for chunk in stream][-1].outcome is not None
-            assert (second.ledger.counts.taken, second.ledger.counts.taken_over) == (1, 1)
+            assert (second.held_jobs.counts.taken, second.held_jobs.counts.taken_over) == (1, 1)
 
 
 def test_metrics_of_ranks_have_their_number_and_stage() -> None:

@@ -16,11 +16,11 @@ from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, Outcome, TokenLogp
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.ledger import JobReports, Ledger
+from penstock.gpu_node.jobs.held_jobs import HeldJobs, JobReports
 from penstock.gpu_node.publishing import sending
 from penstock.gpu_node.publishing.outbox import ENDS_PER_PART, EndedJobs, Outbox
 from penstock.gpu_node.publishing.sending import BUSY_SHARE, Pace
-from penstock.gpu_node.taking.inbox import Bell
+from penstock.gpu_node.taking.taker import Bell
 from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, JobEnd, NodeBroker, Taken
 from penstock.queue.wire import decode_chunks
 
@@ -93,20 +93,20 @@ class Rig:
 
     def __init__(self) -> None:
         self.broker, self.pace = ScriptedBroker(), CountingPace(1.0, max_cpu_share=BUSY_SHARE)
-        self.worker, ledger = EngineWorker(ReferenceEngine(), lambda outputs: None), Ledger()
+        self.worker, held_jobs = EngineWorker(ReferenceEngine(), lambda outputs: None), HeldJobs()
         self.outbox = Outbox(
             self.broker,
-            ledger,
+            held_jobs,
             self.worker,
             JobReports(),
             Bell().capacity_freed,
-            EndedJobs(self.broker, ledger.counts, keep_s=30, max_bytes=1 << 20),
+            EndedJobs(self.broker, held_jobs.counts, keep_s=30, max_bytes=1 << 20),
             max_unsent_bytes=MAX_UNSENT_BYTES,
             pace=self.pace,
         )
         self.job = HeldJob(Taken("p.1", LEASE, losses=0, num_chunks=0, cost=9, deadline_in_ms=0))
         self.job.open(SamplingParams(max_tokens=100))
-        ledger.add(self.job)
+        held_jobs.add(self.job)
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ async def test_an_ended_job_that_was_lost_in_mid_backlog_is_dropped_without_a_fi
     rig.outbox.end(rig.job, Outcome("failed", "internal_error", "a test ends it"))
     rig.broker.answers = iter(["OK", "FENCED"])
     await rig.outbox.flush()
-    assert not rig.broker.finished and rig.outbox._ledger.counts.dropped == 1 and not len(rig.outbox._ledger)
+    assert not rig.broker.finished and rig.outbox._held_jobs.counts.dropped == 1 and not len(rig.outbox._held_jobs)
 
 
 def connected_rig() -> Rig:
@@ -243,7 +243,7 @@ async def test_a_quick_call_that_finds_the_job_lost_drops_it(answer: str) -> Non
     rig.outbox.deliver(step(0))
     await one_round()
     rig.broker.unanswered.pop()()
-    assert not len(rig.outbox._ledger) and rig.outbox._ledger.counts.dropped == 1
+    assert not len(rig.outbox._held_jobs) and rig.outbox._held_jobs.counts.dropped == 1
 
 
 async def test_chunks_that_redis_lost_are_sent_again_from_the_one_that_it_names() -> None:
@@ -261,7 +261,7 @@ async def test_chunks_that_redis_lost_are_sent_again_from_the_one_that_it_names(
                 rig.broker.unanswered.pop()()
             await asyncio.sleep(0.001)
         assert rig.broker.emitted[-1].index == 0 and len(rig.broker.emitted[-1].chunks) == 2
-        assert rig.outbox._ledger.counts.rewinds == 1
+        assert rig.outbox._held_jobs.counts.rewinds == 1
 
 
 async def test_an_answer_that_ends_the_job_ends_it_in_redis() -> None:
@@ -281,35 +281,35 @@ async def test_sends_chunks_and_their_cpu_time_are_counted() -> None:
     rig.outbox.deliver(step(0))
     await one_round()
     rig.broker.unanswered.pop()()
-    sending = rig.outbox._ledger.counts.sending
+    sending = rig.outbox._held_jobs.counts.sending
     assert (sending.sends, sending.chunks) == (1, 1)
     assert 0 < sending.cpu_s < PATIENCE_S
 
 
 async def test_a_job_that_is_cancelled_while_its_end_is_stored_is_finished_and_counted_once() -> None:
     async with running_rig() as rig:
-        ledger = rig.outbox._ledger
+        held_jobs = rig.outbox._held_jobs
         rig.broker.may_finish.clear()
         rig.outbox.end(rig.job, Outcome("succeeded"))
         while not rig.broker.finished:
             await asyncio.sleep(0.001)
         rig.outbox.end_as(rig.job.job_id, "CANCEL")
         rig.broker.may_finish.set()
-        while len(ledger) or rig.outbox._is_flushing:
+        while len(held_jobs) or rig.outbox._is_flushing:
             await asyncio.sleep(0.001)
         assert len(rig.broker.finished) == 1
-        assert ledger.counts.finished == 1
+        assert held_jobs.counts.finished == 1
 
 
 async def test_a_first_token_of_a_chat_waits_for_few_ends_of_background_jobs() -> None:
     async with running_rig() as rig:
-        ledger = rig.outbox._ledger
+        held_jobs = rig.outbox._held_jobs
         rig.broker.may_finish.clear()
         for number in range(100):
             taken = Taken(f"p.b{number}", f"1:x:b{number}", losses=0, num_chunks=0, cost=9, deadline_in_ms=0, level=5)
             job = HeldJob(taken)
             job.open(SamplingParams(max_tokens=1))
-            ledger.add(job)
+            held_jobs.add(job)
             rig.outbox.end(job, Outcome("succeeded"))
         while not rig.broker.finished:
             await asyncio.sleep(0.001)
@@ -319,7 +319,7 @@ async def test_a_first_token_of_a_chat_waits_for_few_ends_of_background_jobs() -
         rig.broker.on_emit = lambda: num_ended_when_sent.append(len(rig.broker.finished))
         await asyncio.sleep(0.01)
         rig.broker.may_finish.set()
-        while len(ledger) > 1 or rig.outbox._is_flushing:
+        while len(held_jobs) > 1 or rig.outbox._is_flushing:
             await asyncio.sleep(0.001)
         assert len({one.job_id for one in rig.broker.finished}) == len(rig.broker.finished) == 100
         assert num_ended_when_sent == [num_before]
@@ -328,18 +328,18 @@ async def test_a_first_token_of_a_chat_waits_for_few_ends_of_background_jobs() -
 
 async def test_ends_of_background_jobs_that_fail_to_leave_are_sent_again() -> None:
     async with running_rig() as rig:
-        ledger = rig.outbox._ledger
+        held_jobs = rig.outbox._held_jobs
         rig.broker.fails_finish = 1
         for number in range(40):
             taken = Taken(f"p.b{number}", f"1:x:b{number}", losses=0, num_chunks=0, cost=9, deadline_in_ms=0, level=5)
             job = HeldJob(taken)
             job.open(SamplingParams(max_tokens=1))
-            ledger.add(job)
+            held_jobs.add(job)
             rig.outbox.end(job, Outcome("succeeded"))
-        while len(ledger) > 1:
+        while len(held_jobs) > 1:
             await asyncio.sleep(0.001)
-        assert ledger.counts.outages == 1
-        assert ledger.counts.finished == 40
+        assert held_jobs.counts.outages == 1
+        assert held_jobs.counts.finished == 40
 
 
 async def test_a_last_chunk_that_a_backlog_fills_has_the_same_usage_as_the_result() -> None:

@@ -62,4 +62,4 @@ async def test_a_node_goes_on_after_a_call_that_redis_refuses(
         while (outcome := (await broker.status(job.id, "default")).outcome) is None:
             await asyncio.sleep(0.02)
         assert outcome.state == "succeeded"
-        assert node.ledger.counts.failed_rounds > 0
+        assert node.held_jobs.counts.failed_rounds > 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.kernels.cpu import build
-from penstock.kernels.cpu.probe import REQUIRED_FLAGS, Isa, best_isa, cpu_flags, usable_cores
+from penstock.kernels.cpu.probe import REQUIRED_FLAGS, Isa, best_isa, cpu_flags, cpu_vendor, usable_cores
 
 CPUINFO = """processor\t: 0
 model name\t: made up
@@ -40,9 +40,19 @@ def test_flags_are_the_first_processors(tmp_path: Path) -> None:
 def test_the_best_instruction_set_is_taken_and_each_needs_all_its_flags() -> None:
     assert best_isa(REQUIRED_FLAGS["avx512"]) == "avx512"
     assert best_isa(REQUIRED_FLAGS["avx2"]) == "avx2"
-    assert best_isa(REQUIRED_FLAGS["avx512"] - {"avx512_bf16"}) == "avx2"
+    assert best_isa(REQUIRED_FLAGS["avx512"] - {"avx512_bf16"}) == "avx512_vnni"
+    assert best_isa(REQUIRED_FLAGS["avx512"] - {"avx512_vnni"}) == "avx2"
     assert best_isa(REQUIRED_FLAGS["avx512"] - {"f16c"}) is None
     assert best_isa([]) is None
+
+
+def test_intels_product_of_bf16_is_left_out_because_it_is_slow(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"vendor_id\t: GenuineIntel\nflags\t\t: {' '.join(REQUIRED_FLAGS['avx512'])}\n")
+    assert best_isa(cpu_flags(path), cpu_vendor(path)) == "avx512_vnni"
+    path.write_text(path.read_text().replace("GenuineIntel", "AuthenticAMD"))
+    assert best_isa(cpu_flags(path), cpu_vendor(path)) == "avx512"
+    assert best_isa(REQUIRED_FLAGS["avx2"], "GenuineIntel") == "avx2"
 
 
 _MACROS = {"__BMI__": "bmi1", "__LZCNT__": "abm", "__AVX512VNNI__": "avx512_vnni", "__AVX512BF16__": "avx512_bf16"}

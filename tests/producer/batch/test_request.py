@@ -12,15 +12,9 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Outcome, Result, Usage
 from penstock.gateway.apis.openai.schemas import ChatRequest, CompletionRequest
-from penstock.producer.batch.request import (
-    CHAT_URL,
-    COMPLETIONS_URL,
-    MAX_LINE_BYTES,
-    request_of,
-    request_of_line,
-    survey_of,
-)
-from penstock.producer.batch.results import body_of
+from penstock.producer.batch.endpoints import CHAT_URL, COMPLETIONS_URL, ENDPOINTS, AnsweredRow
+from penstock.producer.batch.lines import MAX_LINE_BYTES, check_file
+from penstock.producer.batch.request import request_of, request_of_line
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -45,16 +39,16 @@ def test_a_body_means_the_same_in_a_file_and_over_http(options: dict[str, Any]) 
     text = {"model": "m", "prompt": "hello", **options}
 
     assert request_of(CHAT_URL, chat).params == ChatRequest.model_validate_json(json.dumps(chat)).params()
-    assert [request_of(CHAT_URL, chat).prompt] == ChatRequest.model_validate_json(json.dumps(chat)).prompts()
+    assert request_of(CHAT_URL, chat).prompts == ChatRequest.model_validate_json(json.dumps(chat)).prompts()
     assert request_of(COMPLETIONS_URL, text).params == CompletionRequest.model_validate_json(json.dumps(text)).params()
-    assert [request_of(COMPLETIONS_URL, text).prompt] == CompletionRequest.model_validate_json(
-        json.dumps(text)
-    ).prompts()
+    assert (
+        request_of(COMPLETIONS_URL, text).prompts == CompletionRequest.model_validate_json(json.dumps(text)).prompts()
+    )
 
 
 def test_text_parts_are_joined_as_over_http() -> None:
     parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
-    assert request_of(CHAT_URL, {"messages": [{"role": "user", "content": parts}]}).prompt == MESSAGES
+    assert request_of(CHAT_URL, {"messages": [{"role": "user", "content": parts}]}).prompts == [MESSAGES]
 
 
 def test_max_completion_tokens_is_max_tokens() -> None:
@@ -74,7 +68,8 @@ def test_an_answer_looks_the_same_in_a_file_and_over_http(reason: Any) -> None:
 
     for dialect, asked in ((ChatRenderer, chat), (CompletionRenderer, text)):
         renderer: Any = dialect(**head, params=asked.params)  # type: ignore[arg-type]
-        assert body_of(asked, "m", result) == renderer.whole([result])
+        answer_of = ENDPOINTS[asked.options["url"]].answer_of
+        assert answer_of(AnsweredRow(asked, "m", [result], None)) == renderer.whole([result])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +93,6 @@ def test_an_answer_looks_the_same_in_a_file_and_over_http(reason: Any) -> None:
         (CHAT_URL, {"messages": MESSAGES, "max_tokens": True}, "max_tokens"),
         (CHAT_URL, {"messages": MESSAGES, "temperature": -1}, "temperature"),
         (CHAT_URL, {"messages": MESSAGES, "n": 99}, "n"),
-        (COMPLETIONS_URL, {"prompt": ["a", "b"]}, "prompt"),
         (COMPLETIONS_URL, {"prompt": [1, True]}, "prompt"),
         (COMPLETIONS_URL, {"prompt": []}, "prompt"),
         (COMPLETIONS_URL, {"prompt": "x", "max_completion_tokens": 3}, "max_completion_tokens"),
@@ -155,7 +149,7 @@ def test_a_file_with_a_line_that_cannot_be_answered_is_refused(tmp_path: Path, t
     path = tmp_path / "in.jsonl"
     path.write_text(text)
     with pytest.raises(RequestError, match=problem):
-        survey_of(path)
+        check_file(path)
 
 
 def test_an_endless_line_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -163,10 +157,10 @@ def test_an_endless_line_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(MAX_LINE_BYTES * 4)
     with pytest.raises(RequestError, match="longer than"):
-        survey_of(path)
+        check_file(path)
 
 
 def test_blank_lines_and_a_missing_last_newline_are_fine(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('\n{"custom_id": "a"}\r\n\n{"custom_id": "b"}')
-    assert survey_of(path).num_lines == 2
+    assert check_file(path).num_rows == 2

@@ -87,7 +87,7 @@ async def test_rows_that_succeed_at_last_take_their_places(
     assert (await run_batch(served_url, batch)).num_failed == 6
     assert (tmp_path / "out.errors.jsonl").exists()
     renamed = [{**row, "body": {**row["body"], "model": "reference"}} for row in rows]
-    monkeypatch.setattr("penstock.producer.batch.runner.lines_of", lambda path: iter(_lines(renamed)))
+    monkeypatch.setattr("penstock.producer.batch.runner.rows_in", lambda path: iter(_rows(renamed)))
 
     def _interrupt(progress: BatchProgress) -> None:
         if progress.num_done == 6:
@@ -108,11 +108,11 @@ async def test_rows_that_succeed_at_last_take_their_places(
         assert none is None
 
 
-def _lines(rows: list[Row]) -> Iterator[Any]:
-    from penstock.producer.batch.request import InputLine
+def _rows(rows: list[Row]) -> Iterator[Any]:
+    from penstock.producer.batch.lines import InputRow
 
     for number, row in enumerate(rows, 1):
-        yield InputLine(row["custom_id"], row, number)
+        yield InputRow(number - 1, row["custom_id"], row, 0, number)
 
 
 def test_a_retry_of_an_unfinished_batch_is_refused(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import pytest
 from penstock import AsyncClient
 from penstock.contract.errors import RequestError
 from penstock.gateway.apis.responses.body import ResponseBody
+from penstock.producer.batch.endpoints import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, ENDPOINTS, RESPONSES_URL
 from penstock.producer.batch.records import Batch
-from penstock.producer.batch.request import CHAT_URL, EMBEDDINGS_URL, RESPONSES_URL, request_of
+from penstock.producer.batch.request import request_of
 from penstock.producer.batch.runner import run_batch
+from penstock.queue.files.batch import MESSAGES_ENDPOINT
 from tests.producer.batch.conftest import Row, chat_row, rows_in, write_rows
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
@@ -70,17 +72,25 @@ def test_a_response_means_the_same_in_a_file_and_over_http(options: dict[str, An
     request, over_http = request_of(RESPONSES_URL, body), ResponseBody.model_validate_json(json.dumps(body))
     assert request.params == over_http.params()
     assert request.template_kwargs == over_http.template_kwargs
-    assert request.response_echo is not None
     echo = json.loads(over_http.options()["echo"])
-    for name in ("instructions", "store", "max_output_tokens", "metadata", "tools", "truncation"):
-        assert request.response_echo[name] == echo[name]
-    assert echo["text"]["format"]["type"] == request.response_echo["text"]["format"]["type"]
+    assert json.loads(request.options["echo"]) == echo | {"service_tier": "flex"}
+
+
+@pytest.mark.parametrize("url", ENDPOINTS)
+def test_a_row_says_of_the_queue_what_its_body_over_http_says(url: str) -> None:
+    """A new option of the queue is open to rows at once, unless it is declared otherwise."""
+    said: dict[str, Any] = {"deadline_s": 9.5, "ttl_s": 8, "not_before_s": 1, "tags": ["a"], "metadata": {"b": "c"}}
+    channel = {} if url == EMBEDDINGS_URL else {"channel": "json"}
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    prompt = {CHAT_URL: chat, MESSAGES_ENDPOINT: chat, COMPLETIONS_URL: {"prompt": "x"}}
+    body = {**prompt.get(url, {"input": "x"}), **said, **channel}
+    assert request_of(url, body).submit_options().items() >= (said | channel).items()
 
 
 def test_instructions_are_the_first_message() -> None:
     asked = request_of(RESPONSES_URL, {"input": "hello", "instructions": "be brief"})
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
-    assert asked.prompt == request_of(CHAT_URL, {"messages": messages}).prompt
+    assert asked.prompts == request_of(CHAT_URL, {"messages": messages}).prompts
 
 
 @pytest.mark.parametrize(
@@ -91,11 +101,17 @@ def test_instructions_are_the_first_message() -> None:
         (RESPONSES_URL, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES_URL, {"input": "x", "temperature": -1}, "temperature"),
         (RESPONSES_URL, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-        (RESPONSES_URL, {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+        (RESPONSES_URL, {"input": "x", "tools": [{"type": "function"}]}, "tools[0]"),
         (RESPONSES_URL, {"messages": []}, "messages"),
         (EMBEDDINGS_URL, {"input": []}, "input"),
         (EMBEDDINGS_URL, {"input": "x", "encoding_format": "int8"}, "encoding_format"),
         (EMBEDDINGS_URL, {"input": "x", "ttl_s": -1}, "ttl_s"),
+        (RESPONSES_URL, {"input": "x", "deadline_s": 0}, "deadline_s"),
+        (RESPONSES_URL, {"input": "x", "not_before_s": -1}, "not_before_s"),
+        (CHAT_URL, {"messages": [{"role": "user", "content": "x"}], "deadline_s": 700_000}, "deadline_s"),
+        (CHAT_URL, {"messages": [{"role": "user", "content": "x"}], "tags": ["a", "two words"]}, "tags[1]"),
+        (CHAT_URL, {"messages": [{"role": "user", "content": "x"}], "metadata": {"a": "b" * 513}}, "metadata.a"),
+        (CHAT_URL, {"messages": [{"role": "user", "content": "x"}], "max_wait_s": 1}, "max_wait_s"),
     ],
 )
 def test_what_is_not_honored_is_refused_by_name(url: str, body: dict[str, Any], param: str) -> None:

@@ -34,10 +34,11 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Outcome, Result
+from penstock.producer.batch.answer import answer
+from penstock.producer.batch.finished import row_id_of
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import request_of_line
-from penstock.producer.batch.results import row_id_of
-from penstock.producer.batch.runner import answer, run_batch
+from penstock.producer.batch.runner import run_batch
 from tests.producer.batch.conftest import (
     Row,
     chat_row,
@@ -179,7 +180,7 @@ async def test_an_answer_of_a_pool_whose_record_has_gone_names_the_pool() -> Non
     client.submit.return_value = job
     client.pools.return_value = {}
     job.result.return_value = Result("ref.id", Outcome("succeeded"), (), None)
-    _, body = await answer(client, request_of_line(chat_row("a")), None, "key")
+    _, body = await answer(client, request_of_line(chat_row("a")), "key")
     assert body["model"] == "ref"
 
 
@@ -191,7 +192,7 @@ async def test_job_that_has_ended_is_not_submitted_again(code: str, kind: type[P
     job.result.return_value = Result("ref.id", Outcome("failed", code, "over"))
     request = request_of_line(chat_row("a"))
     with pytest.raises(kind, match="over"):
-        await answer(client, request, None, "key")
+        await answer(client, request, "key")
 
 
 async def test_a_duplicate_is_refused_before_anything_is_submitted(served_url: str, tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ async def test_no_more_than_the_limit_is_in_flight(served_url: str, tmp_path: Pa
 
 async def test_batch_waits_for_a_full_pool(served_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A node of which nothing is known yet says: in some seconds.
-    monkeypatch.setattr("penstock.producer.batch.runner.random", SimpleNamespace(uniform=lambda *_: 0.05))
+    monkeypatch.setattr("penstock.producer.batch.run.random", SimpleNamespace(uniform=lambda *_: 0.05))
     seen: list[str] = []
     rows = [chat_row(f"row-{i}", model="small") for i in range(12)]
     with reference_node(served_url, pool="small", step_s=0.02, max_open_jobs=8):

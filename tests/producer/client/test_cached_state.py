@@ -149,7 +149,7 @@ async def test_pool_without_a_node_that_takes_jobs_is_unavailable(nodes: tuple[N
     async def fetch() -> PoolPressure:
         return PoolPressure(nodes)
 
-    admission = PoolAdmission(fetch)
+    admission = PoolAdmission("m", fetch)
     with pytest.raises(UnavailableError) as caught:
         await admission.require_node()
     assert caught.value.code == "no_node"
@@ -163,7 +163,7 @@ async def test_a_node_that_has_just_joined_is_found() -> None:
     async def fetch() -> PoolPressure:
         return PoolPressure(tuple(nodes))
 
-    admission = PoolAdmission(fetch)
+    admission = PoolAdmission("m", fetch)
     with pytest.raises(UnavailableError):
         await admission.require_node()
     nodes += (NodePressure("n1", draining=True), NodePressure("n2"))

@@ -18,10 +18,11 @@ from pydantic import BaseModel
 import penstock
 from penstock.contract.job import SamplingParams
 from penstock.contract.tenant import Terms
-from penstock.gateway.request.generation import GenerationRequest, RequestContent
+from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import open_jobs
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import pack_prompt_of
+from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.broker.submitting import SharedCalls
 
 MAX_FILES = 9
@@ -132,16 +133,16 @@ async def submit_chat(client: AsyncClient) -> None:
 async def submit_by_gateway(client: AsyncClient) -> None:
     """Submit a small body as the gateway does."""
     params = SamplingParams(max_tokens=4, stop=f"a {MARK} end")
-    content = RequestContent(MODEL, [f"a {MARK} prompt"], params)
-    async with open_jobs(client, GenerationRequest(content, tenant="acme", terms=Terms(weight=2.0))):
+    body = ParsedBody(MODEL, [f"a {MARK} prompt"], params)
+    async with open_jobs(client, GenerationRequest(body, {"tenant": "acme", "terms": Terms(weight=2.0)})):
         pass
 
 
 async def submit_packed_by_gateway(client: AsyncClient) -> None:
     """Submit a large body as the gateway does, with a prompt packed in another process."""
     params = SamplingParams(max_tokens=4, stop=f"a {MARK} end")
-    content = RequestContent(MODEL, [pack_prompt_of(f"a {MARK} prompt")], params)
-    async with open_jobs(client, GenerationRequest(content)):
+    body = ParsedBody(MODEL, [pack_prompt_of(f"a {MARK} prompt")], params)
+    async with open_jobs(client, GenerationRequest(body)):
         pass
 
 
@@ -156,7 +157,7 @@ async def test_request_reaches_the_script_through_few_files_and_shapes(
     tracer = PathTracer()
     with tracer.tracing():
         await submit(client)
-    assert "src/penstock/queue/wire.py" in tracer.files, "the tracer saw the request on its way"
+    assert "penstock/queue/wire.py" in tracer.files, "the tracer saw the request on its way"
     assert "bytes" in tracer.shapes
     num_of_messages = NUM_SHAPES_OF_MESSAGES if submit is submit_chat else 0
     assert len(tracer.files) <= MAX_FILES, sorted(tracer.files)

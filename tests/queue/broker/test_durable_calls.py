@@ -19,8 +19,9 @@ import pytest
 from fakes.queue.harness import FakeNode, new_job
 from faults.tools.redis_process import RedisProcess
 
+from penstock.contract.durability import FSYNC
 from penstock.contract.errors import BusyError, NotOnDiskError, UnavailableError, UnsupportedDurabilityError
-from penstock.contract.job import FSYNC, JobDef
+from penstock.contract.job import JobDef
 from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.queue import keys
 from penstock.queue.broker import durable_calls

@@ -12,8 +12,9 @@ from fakes.queue.harness import FakeNode, new_job
 from faults.tools.replica import ReplicatedRedis
 from redis.asyncio import Redis
 
+from penstock.contract.durability import REPLICATED
 from penstock.contract.errors import NotFoundError, NotReplicatedError, UnavailableError, UnsupportedDurabilityError
-from penstock.contract.job import REPLICATED, JobDef, ResponseRecord
+from penstock.contract.job import JobDef, ResponseRecord
 from penstock.contract.tenant import UNLIMITED
 from penstock.queue import keys
 from penstock.queue.broker import durable_calls

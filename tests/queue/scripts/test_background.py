@@ -10,7 +10,7 @@ from fakes.queue.harness import POOL, FakeNode, P, Queue, ids_of, new_job
 from penstock.contract.errors import BusyError
 from penstock.contract.job import Priority
 from penstock.contract.tenant import Terms
-from penstock.gpu_node.taking.inbox import MAX_BACKGROUND_TAKEN
+from penstock.gpu_node.taking.taker import MAX_BACKGROUND_TAKEN
 from penstock.queue.broker.producer import Submission
 
 RATE = 100.0

@@ -161,6 +161,16 @@ async def test_refusal_says_when_the_nodes_will_have_capacity(queue: Queue) -> N
         assert exact_ms * 0.8 - TOLERANCE_MS <= wait_ms <= exact_ms * 1.2 + 1
 
 
+async def test_a_refused_body_counts_once_however_many_there_are(queue: Queue) -> None:
+    await queue.node(max_queued_cost=1000)
+    await drain(queue, 100.0)
+    await submit(queue, Terms(), cost=1000)
+    for _ in range(3):
+        waits = [(await refusal(queue, Terms(), cost=5, prompt=f"{n}")).retry_after_ms for n in range(400)]
+    # 2,000 tokens at 100 a second take 20 s, and the spread of retries is a fifth.
+    assert max(waits) <= 25_000
+
+
 async def test_refused_backlog_decays_as_the_nodes_work(queue: Queue) -> None:
     await queue.node(max_queued_cost=1000)
     await drain(queue, 100.0)

@@ -90,6 +90,21 @@ async def test_process_that_finds_a_dead_node_logs_it_once(queue: Queue, caplog:
     assert (said["pool"], said["node_ids"], said["num_requeued"], said["num_ended"]) == (POOL, ["n1"], 2, 0)
 
 
+async def test_process_that_ends_a_job_which_no_node_has_writes_its_line(
+    queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    await queue.node("n1")
+    job_id = await queue.submit(deadline_ms=1)
+    await asyncio.sleep(0.01)
+    await queue.note_sweep(LEASE_MS // 4)
+
+    await asyncio.gather(*(queue.producer.reader_heartbeat(POOL, name) for name in ("me", "you")))
+
+    (line,) = (vars(record) for record in caplog.records if record.message == "job.ended")
+    assert (line["job_id"], line["state"], line["code"]) == (job_id, "expired", "deadline_exceeded")
+
+
 async def test_node_with_a_heartbeat_within_its_lease_keeps_its_jobs(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node)

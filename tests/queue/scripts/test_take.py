@@ -220,7 +220,8 @@ async def test_job_without_tokens_changes_revision_freely(queue: Queue) -> None:
     assert (await queue.record(taken.job_id))["revision"] == "r2"
 
 
-async def test_log_of_a_revision_that_nobody_serves_ends_failed(queue: Queue) -> None:
+async def test_log_of_a_revision_that_nobody_serves_ends_failed(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     old, new = await queue.node("old", "r1"), await queue.node("new", "r2")
     taken = await queue.running(old)
     await old.emit(taken, 0, 5)
@@ -235,6 +236,8 @@ async def test_log_of_a_revision_that_nobody_serves_ends_failed(queue: Queue) ->
     status = await queue.producer.status(taken.job_id, "default")
     assert status.outcome is not None
     assert (status.state, status.outcome.code, status.num_chunks) == ("failed", "revision_gone", 6)
+    (line,) = (vars(record) for record in caplog.records if record.message == "job.ended")
+    assert (line["job_id"], line["state"], line["code"]) == (taken.job_id, "failed", "revision_gone")
 
 
 async def test_expired_job_is_ended_not_taken(queue: Queue) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.gpu_node.model.architecture.hf_config import Config, activation_of, head_dim_of, max_position_of, rope_of
-from penstock.gpu_node.model.architecture.spec import Family, ModelSpec, NameMap
+from penstock.gpu_node.model.architecture.spec import Attention, Family, LayerSpec, Mlp, ModelSpec
 
 _DEFAULT_ROTARY_SHARE = 0.25
 _LAYER = "gpt_neox.layers.{layer}."
@@ -15,39 +15,42 @@ def _spec_of(config: Config) -> ModelSpec:
     if share is None:
         share = config.get("rotary_pct", _DEFAULT_ROTARY_SHARE)
     rope = rope_of(config, int(head_dim * share), theta=config.get("rotary_emb_base", 10_000.0))
-    return ModelSpec(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
+    attention = Attention(
         num_heads=config["num_attention_heads"],
         num_kv_heads=config["num_attention_heads"],
         head_dim=head_dim,
+        rope=rope,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        qkv=(_LAYER + "attention.query_key_value",),
+        out=_LAYER + "attention.dense",
+    )
+    mlp = Mlp(
+        intermediate_size=config["intermediate_size"],
+        activation=activation_of(config, "hidden_act", "gelu"),
+        bias=True,
+        mlp_in=(_LAYER + "mlp.dense_h_to_4h",),
+        mlp_out=_LAYER + "mlp.dense_4h_to_h",
+    )
+    layer = LayerSpec(
+        attention=attention,
+        mlp=mlp,
+        parallel_residual=bool(config.get("use_parallel_residual", True)),
+        attention_norm=_LAYER + "input_layernorm",
+        mlp_norm=_LAYER + "post_attention_layernorm",
+    )
+    return ModelSpec(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        layers=(layer,) * config["num_hidden_layers"],
         max_position=max_position_of(config, rope),
         norm="layer",
         norm_eps=config.get("layer_norm_eps", 1e-5),
-        rope=rope,
-        windows=(None,) * config["num_hidden_layers"],
-        activation=activation_of(config, "hidden_act", "gelu"),
-        parallel_residual=bool(config.get("use_parallel_residual", True)),
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=True,
         tied_head=bool(config.get("tie_word_embeddings", False)),
-        names=_NAMES,
+        embedding="gpt_neox.embed_in",
+        final_norm="gpt_neox.final_layer_norm",
+        head="embed_out",
     )
 
-
-_NAMES = NameMap(
-    embedding="gpt_neox.embed_in",
-    final_norm="gpt_neox.final_layer_norm",
-    head="embed_out",
-    attention_norm=_LAYER + "input_layernorm",
-    qkv=(_LAYER + "attention.query_key_value",),
-    out=_LAYER + "attention.dense",
-    mlp_norm=_LAYER + "post_attention_layernorm",
-    mlp_in=(_LAYER + "mlp.dense_h_to_4h",),
-    mlp_out=_LAYER + "mlp.dense_4h_to_h",
-)
 
 FAMILIES = (Family("GPTNeoXForCausalLM", _spec_of),)

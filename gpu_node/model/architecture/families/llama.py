@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.model.architecture.hf_config import Config, llama_shapes
+from penstock.gpu_node.model.architecture.hf_config import Config, biased_attention, llama_layer, llama_mlp, llama_model
 from penstock.gpu_node.model.architecture.spec import Family, ModelSpec
 
 
 def _spec_of(config: Config) -> ModelSpec:
-    attention_bias = bool(config.get("attention_bias"))
-    return ModelSpec(
-        **llama_shapes(config),
-        windows=(None,) * config["num_hidden_layers"],
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias")),
-    )
+    layer = llama_layer(biased_attention(config), llama_mlp(config, bias=bool(config.get("mlp_bias"))))
+    return llama_model(config, (layer,) * config["num_hidden_layers"])
 
 
 FAMILIES = (Family("LlamaForCausalLM", _spec_of),)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from penstock.gpu_node.model.architecture.hf_config import (
     ATTENTION,
-    LAYER,
-    LLAMA_NAMES,
+    MLP,
     Config,
     head_dim_of,
-    llama_shapes,
+    llama_attention,
+    llama_layer,
+    llama_mlp,
+    llama_model,
     max_position_of,
     rope_of,
 )
 from penstock.gpu_node.model.architecture.spec import Family, ModelSpec
-
-_NAMES = replace(LLAMA_NAMES, qkv=(ATTENTION + "qkv_proj",), mlp_in=(LAYER + "mlp.gate_up_proj",))
 
 
 def _spec_of(config: Config) -> ModelSpec:
@@ -25,14 +23,12 @@ def _spec_of(config: Config) -> ModelSpec:
     if share is None:
         share = config.get("partial_rotary_factor", 1.0)
     rope = rope_of(config, int(head_dim_of(config) * share))
-    plain = {**config, "rope_parameters": None, "rope_scaling": None}
-    shapes = llama_shapes(plain) | {"names": _NAMES, "rope": rope, "max_position": max_position_of(config, rope)}
-    return ModelSpec(
-        **shapes,
-        windows=(config.get("sliding_window"),) * config["num_hidden_layers"],
-        qkv_by_head=False,
-        fused_gate=True,
+    attention = llama_attention(
+        config, rope=rope, window=config.get("sliding_window"), qkv=(ATTENTION + "qkv_proj",), qkv_by_head=False
     )
+    layer = llama_layer(attention, llama_mlp(config, mlp_in=(MLP + "gate_up_proj",), fused_gate=True))
+    layers = (layer,) * config["num_hidden_layers"]
+    return llama_model(config, layers, max_position=max_position_of(config, rope))
 
 
 FAMILIES = (Family("Phi3ForCausalLM", _spec_of),)

@@ -1,62 +1,67 @@
 """Qwen 2, 2.5 and 3: Llama with biases in the projections of attention, or with norms of each head's queries and keys.
 
-The mixture of experts of Qwen 3 is in every layer.
+Qwen 3 has a mixture of experts in every layer, in some of them, or in none.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.hf_config import (
     HEAD_NORMS,
-    LAYER,
-    LLAMA_NAMES,
+    MLP,
     Config,
-    llama_shapes,
+    biased_attention,
+    layers_of,
+    llama_attention,
+    llama_layer,
+    llama_mlp,
+    llama_model,
     sliding_windows,
 )
-from penstock.gpu_node.model.architecture.spec import Experts, Family, ModelSpec
+from penstock.gpu_node.model.architecture.spec import Experts, Family, LayerSpec, ModelSpec
 
 _QWEN3_HEAD_DIM = 128
-_EXPERT = LAYER + "mlp.experts.{expert}."
-_NAMES = replace(
-    LLAMA_NAMES,
-    **HEAD_NORMS,
-    router=LAYER + "mlp.gate",
-    mlp_in=(_EXPERT + "gate_proj", _EXPERT + "up_proj"),
-    mlp_out=_EXPERT + "down_proj",
-)
+_EXPERT = MLP + "experts.{expert}."
 
 
 def _qwen2(config: Config) -> ModelSpec:
-    return ModelSpec(**llama_shapes(config), windows=sliding_windows(config), qkv_bias=True)
+    def layer(window: int | None) -> LayerSpec:
+        return llama_layer(llama_attention(config, window=window, qkv_bias=True), llama_mlp(config))
+
+    return llama_model(config, layers_of(config, sliding_windows(config), layer))
 
 
 def _qwen3(config: Config) -> ModelSpec:
-    attention_bias = bool(config.get("attention_bias"))
-    shapes = llama_shapes({"head_dim": _QWEN3_HEAD_DIM, **config})
-    shapes["names"] = replace(LLAMA_NAMES, **HEAD_NORMS)
-    return ModelSpec(**shapes, windows=sliding_windows(config), qkv_bias=attention_bias, out_bias=attention_bias)
+    config = {"head_dim": _QWEN3_HEAD_DIM, **config}
+
+    def layer(window: int | None) -> LayerSpec:
+        return llama_layer(biased_attention(config, window=window, **HEAD_NORMS), llama_mlp(config))
+
+    return llama_model(config, layers_of(config, sliding_windows(config), layer))
 
 
 def _qwen3_moe(config: Config) -> ModelSpec:
-    for name, expected in (("mlp_only_layers", []), ("decoder_sparse_step", 1)):
-        if (config.get(name) or expected) != expected:
-            raise ConfigError(f"{name} {config[name]!r} is not supported; every layer must have experts")
-    attention_bias = bool(config.get("attention_bias"))
-    shapes = llama_shapes({**config, "intermediate_size": config["moe_intermediate_size"]})
-    return ModelSpec(
-        **shapes | {"names": _NAMES},
-        windows=sliding_windows(config),
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
+    mixture = llama_mlp(
+        config,
+        intermediate_size=config["moe_intermediate_size"],
         experts=Experts(
             config.get("num_experts") or config["num_local_experts"],
             config["num_experts_per_tok"],
             normalized=bool(config.get("norm_topk_prob")),
+            router=MLP + "gate",
         ),
+        mlp_in=(_EXPERT + "gate_proj", _EXPERT + "up_proj"),
+        mlp_out=_EXPERT + "down_proj",
     )
+    windows, step = sliding_windows(config), config.get("decoder_sparse_step") or 1
+    dense = set(config.get("mlp_only_layers") or ())
+    kinds = [(window, at not in dense and (at + 1) % step == 0) for at, window in enumerate(windows)]
+
+    def layer(kind: tuple[int | None, bool]) -> LayerSpec:
+        window, has_experts = kind
+        attention = biased_attention(config, window=window, **HEAD_NORMS)
+        return llama_layer(attention, mixture if has_experts else llama_mlp(config))
+
+    return llama_model(config, layers_of(config, kinds, layer))
 
 
 FAMILIES = (

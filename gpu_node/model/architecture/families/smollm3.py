@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.model.architecture.hf_config import Config, llama_shapes, sliding_windows
-from penstock.gpu_node.model.architecture.spec import Family, ModelSpec
+from penstock.gpu_node.model.architecture.hf_config import (
+    Config,
+    biased_attention,
+    layers_of,
+    llama_layer,
+    llama_mlp,
+    llama_model,
+    sliding_windows,
+)
+from penstock.gpu_node.model.architecture.spec import Family, LayerSpec, ModelSpec
 
 _DEFAULT_THETA = 2_000_000.0
 _DEFAULT_INTERVAL = 4
 
 
 def _spec_of(config: Config) -> ModelSpec:
-    shapes = llama_shapes({"rope_theta": _DEFAULT_THETA, "tie_word_embeddings": True, **config})
-    attention_bias, has_rope = bool(config.get("attention_bias")), _has_rope(config)
+    config = {"rope_theta": _DEFAULT_THETA, "tie_word_embeddings": True, **config}
+    has_rope = _has_rope(config)
     kinds = ["full_attention" if rope else "sliding_attention" for rope in has_rope]
-    return ModelSpec(
-        **shapes,
-        windows=sliding_windows({**config, "layer_types": config.get("layer_types") or kinds}),
-        layer_ropes=tuple(shapes["rope"] if rope else None for rope in has_rope),
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias")),
-    )
+    windows = sliding_windows({**config, "layer_types": config.get("layer_types") or kinds})
+
+    def layer(kind: tuple[int | None, bool]) -> LayerSpec:
+        window, rotates = kind
+        no_rope = {} if rotates else {"rope": None}
+        attention = biased_attention(config, window=window, **no_rope)
+        return llama_layer(attention, llama_mlp(config, bias=bool(config.get("mlp_bias"))))
+
+    both = list(zip(windows, has_rope, strict=False))
+    return llama_model(config, layers_of(config, both, layer, "layer_types or no_rope_layers"))
 
 
 def _has_rope(config: Config) -> list[bool]:

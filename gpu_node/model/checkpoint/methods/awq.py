@@ -29,7 +29,7 @@ def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
     bits = settings.get("bits", settings.get("w_bit"))
     format_name = settings.get("version") or settings.get("format", "gemm")
     if bits != _BITS:
-        raise ConfigError(f"awq of {bits} bits is not supported; supported: {_BITS}")
+        raise ConfigError(f"awq of {bits} bits (bits or w_bit) is not supported; supported: {_BITS}")
     if format_name.lower() != "gemm":
         raise ConfigError(f"AWQ format {format_name!r} is not supported; supported: gemm")
     group_size = int(settings["group_size"] if "group_size" in settings else settings["q_group_size"])

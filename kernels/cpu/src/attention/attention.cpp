@@ -26,7 +26,7 @@ class Span {
   static constexpr int kVectors = (D ? D : kMaxHeadDim) / kLanes;
 
  public:
-  Span(const KvCache& kv, const QueryRows& rows)
+  Span(const KvLayer& kv, const QueryRows& rows)
       : kv_(kv), rows_(rows), dim_(D ? D : kv.shape().head_dim), own_(rows, dim_) {
     store(top_, broadcast(kMasked));
     for (int r = 0; r < R; ++r) {
@@ -177,7 +177,7 @@ class Span {
       }
   }
 
-  const KvCache& kv_;
+  const KvLayer& kv_;
   const QueryRows& rows_;
   const int dim_;
   int first_limit_, last_first_;
@@ -187,19 +187,19 @@ class Span {
 };
 
 template <template <int, int> class Cache, int R, int D>
-void run_span(const KvCache& kv, const QueryRows& rows, int begin, int end, const Chunk& after, RowState* out) {
+void run_span(const KvLayer& kv, const QueryRows& rows, int begin, int end, const Chunk& after, RowState* out) {
   Span<Cache, R, D> span(kv, rows);
   const Context own{rows.block_table, rows.head, begin, end};
-  Chunk chunk(kv, rows.layer, own, begin);
+  Chunk chunk(kv, own, begin);
   for (int at = begin; at < end; at += kChunk) {
-    const Chunk next = at + kChunk < end ? Chunk(kv, rows.layer, own, at + kChunk) : after;
+    const Chunk next = at + kChunk < end ? Chunk(kv, own, at + kChunk) : after;
     span.see(chunk, next, at);
     chunk = next;
   }
   span.finish(out);
 }
 
-using SpanKernel = void (*)(const KvCache&, const QueryRows&, int, int, const Chunk&, RowState*);
+using SpanKernel = void (*)(const KvLayer&, const QueryRows&, int, int, const Chunk&, RowState*);
 
 template <template <int, int> class Cache, int D, int... R>
 constexpr std::array<SpanKernel, sizeof...(R)> kernels_of(std::integer_sequence<int, R...>) {
@@ -221,7 +221,7 @@ SpanKernel kernel_of(int head_dim, int rows) {
   }
 }
 
-void run(const KvCache& cache, const QueryRows& rows, int begin, int end, const Chunk& after, RowState* out) {
+void run(const KvLayer& cache, const QueryRows& rows, int begin, int end, const Chunk& after, RowState* out) {
   const int dim = cache.shape().head_dim;
   const auto kernel_for = [&](KvFormat format) {
     if (format == KvFormat::kBf16) return kernel_of<Bf16Cache>(dim, rows.count);
@@ -233,13 +233,13 @@ void run(const KvCache& cache, const QueryRows& rows, int begin, int end, const 
 
 }  // namespace
 
-void attend_span(const KvCache& cache, const QueryRows& rows, int begin, int end, RowState* out) {
+void attend_span(const KvLayer& cache, const QueryRows& rows, int begin, int end, RowState* out) {
   begin = std::max(begin, rows.first_chunk);
   if (begin >= end) {
     for (int r = 0; r < rows.count; ++r) out[r].total = 0;
     return;
   }
-  run(cache, rows, begin, end, Chunk(cache, rows.layer, {rows.block_table, rows.head, begin, end}, begin), out);
+  run(cache, rows, begin, end, Chunk(cache, {rows.block_table, rows.head, begin, end}, begin), out);
 }
 
 void merge(RowState& state, const RowState& later, int head_dim) {
@@ -263,14 +263,13 @@ void finish(const RowState& state, int head_dim, float* out) {
   for (int d = 0; d < head_dim; d += kLanes) store(out + d, load(state.values + d) * inverse);
 }
 
-void attend(const KvCache& cache, const QueryRows& rows, int end, RowState* out) {
+void attend(const KvLayer& cache, const QueryRows& rows, int end, RowState* out) {
   const Context own{rows.block_table, rows.head, rows.first_chunk, end}, &next = rows.next.tokens ? rows.next : own;
   RowState later[kMaxQueryRows];
   for (int begin = own.first, span_end; begin < end; begin = span_end) {
     span_end = std::min(end, (begin / kSpan + 1) * kSpan);
     const bool is_first = begin == own.first;
-    const Chunk after =
-        span_end < end ? Chunk(cache, rows.layer, own, span_end) : Chunk(cache, rows.layer, next, next.first);
+    const Chunk after = span_end < end ? Chunk(cache, own, span_end) : Chunk(cache, next, next.first);
     run(cache, rows, begin, span_end, after, is_first ? out : later);
     for (int r = 0; !is_first && r < rows.count; ++r) merge(out[r], later[r], cache.shape().head_dim);
   }

@@ -24,7 +24,7 @@ struct QueryRows {
   const float* const* biases;  // [count]: added to the scores of a row, by token, up to whole chunks; may be null
   int count;                   // at most kMaxQueryRows
   const int32_t* block_table;  // of the sequence
-  int layer, head;             // key/value head
+  int head;                    // key/value head
   float scale;                 // of the scores
   float cap;                   // of the scores: s becomes cap * tanh(s / cap); 0: none
   int first_chunk;             // start of the first chunk with a token that some row sees; nothing before it is read
@@ -43,7 +43,7 @@ constexpr int kChunkPages = 4;
 constexpr int kChunk = kChunkPages * kPage;
 
 // Attends to the tokens [begin, end) with begin a multiple of kSpan and end - begin <= kSpan; out: [count].
-void attend_span(const KvCache& cache, const QueryRows& rows, int begin, int end, RowState* out);
+void attend_span(const KvLayer& cache, const QueryRows& rows, int begin, int end, RowState* out);
 
 // Merges the partial result of a later span into `state`.
 void merge(RowState& state, const RowState& later, int head_dim);
@@ -52,7 +52,7 @@ void merge(RowState& state, const RowState& later, int head_dim);
 void finish(const RowState& state, int head_dim, float* out);
 
 // Attends to all spans of [0, end), one after the other; out: [count].
-void attend(const KvCache& cache, const QueryRows& rows, int end, RowState* out);
+void attend(const KvLayer& cache, const QueryRows& rows, int end, RowState* out);
 
 inline int num_spans(int context) { return (context + kSpan - 1) / kSpan; }
 

@@ -12,10 +12,10 @@ struct Chunk {
   int count;
   uint8_t* cells[kChunkPages];
 
-  Chunk(const KvCache& cache, int layer, const Context& context, int first_token)
+  Chunk(const KvLayer& cache, const Context& context, int first_token)
       : count(std::min(kChunkPages, (context.tokens - first_token + kPage - 1) / kPage)) {
     for (int i = 0; i < kChunkPages; ++i) {
-      cells[i] = cache.cell(layer, context.block_table, first_token / kPage + std::min(i, count - 1), context.head);
+      cells[i] = cache.cell(context.block_table, first_token / kPage + std::min(i, count - 1), context.head);
     }
   }
 };
@@ -89,10 +89,10 @@ struct Bf16Cache {
   static Sums dot_keys(Sums sums, Bytes keys, Bytes query) { return dot_bf16(sums, keys, query); }
   static Sums dot_values(Sums sums, Bytes values, Bytes weights) { return dot_bf16(sums, values, weights); }
   Sums first_score(int, int) const { return zeros(); }
-  Floats scales_of(const KvCache&, uint8_t*, int) const { return broadcast(scale); }
+  Floats scales_of(const KvLayer&, uint8_t*, int) const { return broadcast(scale); }
   Floats score(Sums sums, int, int, Floats scale, Floats) const { return sums * scale; }
 
-  void set_weights(const KvCache&, const Chunk&, const Floats (&weights)[R][kChunkPages]) {
+  void set_weights(const KvLayer&, const Chunk&, const Floats (&weights)[R][kChunkPages]) {
     for (int r = 0; r < R; ++r)
       for (int i = 0; i < kChunkPages; ++i) store_bf16(p[r] + i * kPage, weights[r][i]);
   }
@@ -121,10 +121,10 @@ struct F16Cache {
   static Sums dot_keys(Sums sums, Floats keys, Floats query) { return fma(keys, query, sums); }
   static Sums dot_values(Sums sums, Floats values, Floats weights) { return fma(values, weights, sums); }
   Sums first_score(int, int) const { return zeros(); }
-  Floats scales_of(const KvCache&, uint8_t*, int) const { return broadcast(scale); }
+  Floats scales_of(const KvLayer&, uint8_t*, int) const { return broadcast(scale); }
   Floats score(Sums sums, int, int, Floats scale, Floats) const { return sums * scale; }
 
-  void set_weights(const KvCache&, const Chunk&, const Floats (&weights)[R][kChunkPages]) {
+  void set_weights(const KvLayer&, const Chunk&, const Floats (&weights)[R][kChunkPages]) {
     for (int r = 0; r < R; ++r)
       for (int i = 0; i < kChunkPages; ++i) store(p[r] + i * kPage, weights[r][i]);
   }
@@ -163,13 +163,13 @@ struct Int8Cache {
   static Sums dot_keys(Sums sums, Bytes keys, Bytes query) { return dot_u8s8(sums, keys, query); }
   static Sums dot_values(Sums sums, Bytes values, Bytes weights) { return dot_u8s8(sums, weights, values); }
   Sums first_score(int r, int group) const { return broadcast_int(-128 * q_sum[group][r]); }
-  Floats scales_of(const KvCache& cache, uint8_t* cell, int group) const { return load(cache.key_scales(cell, group)); }
+  Floats scales_of(const KvLayer& cache, uint8_t* cell, int group) const { return load(cache.key_scales(cell, group)); }
   Floats score(Sums sums, int r, int group, Floats scales, Floats others) const {
     return fma(to_floats(sums) * scales, broadcast(q_scale[group][r]), others);
   }
 
   // Multiplies the weights by the scales of the values, then quantizes them over the chunk.
-  void set_weights(const KvCache& cache, const Chunk& chunk, Floats (&weights)[R][kChunkPages]) {
+  void set_weights(const KvLayer& cache, const Chunk& chunk, Floats (&weights)[R][kChunkPages]) {
     Floats most[R];
     for (int r = 0; r < R; ++r) most[r] = zeros();
     for (int i = 0; i < kChunkPages; ++i) {

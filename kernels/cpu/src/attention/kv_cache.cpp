@@ -30,11 +30,18 @@ void store_saturated(f16* out, const float* x, int head_dim) {
   }
 }
 
+// Bytes of a block.
+size_t bytes_of(const std::vector<KvShape>& layers) {
+  size_t bytes = 0;
+  for (const KvShape& shape : layers) bytes += shape.layer_bytes();
+  return bytes;
+}
+
 }  // namespace
 
-void KvCache::set(int layer, int slot, int head, const float* key, const float* value) const {
+void KvLayer::set(int slot, int head, const float* key, const float* value) const {
   const int t = slot % kPage, dim = shape_.head_dim;
-  uint8_t *keys = cell_of_slot(layer, slot, head), *out = values(keys);
+  uint8_t *keys = cell_of_slot(slot, head), *out = values(keys);
   if (shape_.format == KvFormat::kBf16) {
     alignas(64) bf16 k[kMaxHeadDim], v[kMaxHeadDim];
     for (int d = 0; d < dim; d += kLanes) {
@@ -72,11 +79,11 @@ void KvCache::set(int layer, int slot, int head, const float* key, const float* 
   for (int d = 0; d < dim; d += kLanes) put_into_words(quads + d * 4, widen_u8(v + d), 8, t % 4 * 8);
 }
 
-void KvCache::clear_behind(int layer, int slot, int head) const {
+void KvLayer::clear_behind(int slot, int head) const {
   // int8 cannot hold NaN, so a zero weight masks it.
   if (shape_.format == KvFormat::kInt8) return;
   const int t = slot % kPage, dim = shape_.head_dim, row_bytes = dim * 4;
-  uint8_t* own = values(cell_of_slot(layer, slot, head));
+  uint8_t* own = values(cell_of_slot(slot, head));
   if (shape_.format == KvFormat::kF16) {
     f16* behind = reinterpret_cast<f16*>(own) + value_at(0, t + 1, 1, dim);
     std::memset(behind, 0, (kPage - 1 - t) * dim * sizeof(f16));
@@ -87,14 +94,14 @@ void KvCache::clear_behind(int layer, int slot, int head) const {
   std::memset(pairs + row_bytes, 0, (size_t)(kPage / 2 - 1 - t / 2) * row_bytes);
 }
 
-void KvCache::fetch(int layer, int slot, int head) const {
-  const uint8_t* cell = cell_of_slot(layer, slot, head);
+void KvLayer::fetch(int slot, int head) const {
+  const uint8_t* cell = cell_of_slot(slot, head);
   for (size_t i = 0; i < cell_bytes_; i += kLine) _mm_prefetch(cell + i, _MM_HINT_T0);
 }
 
-void KvCache::get(int layer, int slot, int head, float* key, float* value) const {
+void KvLayer::get(int slot, int head, float* key, float* value) const {
   const int t = slot % kPage, dim = shape_.head_dim;
-  uint8_t *k = cell_of_slot(layer, slot, head), *v = values(k);
+  uint8_t *k = cell_of_slot(slot, head), *v = values(k);
   for (int d = 0; d < dim; ++d) {
     if (shape_.format == KvFormat::kBf16) {
       key[d] = widen(reinterpret_cast<const bf16*>(k)[key_at(d, t, 2)]);
@@ -106,6 +113,16 @@ void KvCache::get(int layer, int slot, int head, float* key, float* value) const
       key[d] = key_scales(k, d / kKeyGroup)[t] * (k[key_at(d, t, 4)] - 128);
       value[d] = value_scales(k)[t] * (int8_t)v[value_at(d, t, 4, dim)];
     }
+  }
+}
+
+KvCache::KvCache(const std::vector<KvShape>& layers, int num_blocks)
+    : block_bytes_(bytes_of(layers)), memory_(num_blocks * block_bytes_) {
+  layers_.reserve(layers.size());
+  uint8_t* cells = memory_.data();
+  for (const KvShape& shape : layers) {
+    layers_.emplace_back(shape, cells, block_bytes_);
+    cells += shape.layer_bytes();
   }
 }
 

@@ -94,8 +94,9 @@ extern "C" {
 
 PENSTOCK_API const char* penstock_isa() { return kIsa; }
 
-PENSTOCK_API const char* penstock_model_new(const Spec* spec, int num_threads, const int32_t* cores, Model** out) {
-  return guarded([&] { *out = new Model(*spec, num_threads, cores); });
+PENSTOCK_API const char* penstock_model_new(const Spec* spec, const LayerSpec* layers, int num_threads,
+                                            const int32_t* cores, Model** out) {
+  return guarded([&] { *out = new Model(*spec, layers, num_threads, cores); });
 }
 
 // Declares that the calling thread does nothing but start steps and wait for them.
@@ -167,12 +168,6 @@ PENSTOCK_API const char* penstock_bias_fill(Model* model, int layer, int slot, i
   return guarded([&] { model->weights().set_bias((Slot)slot, layer, (RowLayout)layout, first, data, count); });
 }
 
-// `rope`: the index of the layer's RoPE table, or -1.
-PENSTOCK_API void penstock_layer_positions_set(Model* model, int layer, int window, int rope) {
-  model->weights().layers[layer].window = window;
-  model->weights().layers[layer].rope = rope;
-}
-
 // No step may be running. `gains`: as for penstock_matrix_fill.
 PENSTOCK_API const char* penstock_adapter_set(Model* model, int adapter_slot, int layer, int slot,
                                               const LowRankPart* parts, int num_parts, const float* gains) {
@@ -198,8 +193,8 @@ PENSTOCK_API void penstock_group_use(Model* model, ExchangeState* state, uint8_t
 
 // Writes the panels of a layer's matrix that this rank multiplies with, in the order in which its threads share them.
 // Returns their number. `panels` may be null.
-PENSTOCK_API int penstock_rank_panels(Model* model, int slot, int32_t* panels) {
-  const std::vector<int32_t> own = model->rank_panels((Slot)slot);
+PENSTOCK_API int penstock_rank_panels(Model* model, int layer, int slot, int32_t* panels) {
+  const std::vector<int32_t> own = model->rank_panels(layer, (Slot)slot);
   if (panels) std::copy(own.begin(), own.end(), panels);
   return (int)own.size();
 }
@@ -257,6 +252,7 @@ PENSTOCK_API int penstock_step_wait(Model* model) { return model->wait(); }
 
 // The structs that Python fills in: loading compares their sizes with its own.
 PENSTOCK_API size_t penstock_sizeof_spec() { return sizeof(Spec); }
+PENSTOCK_API size_t penstock_sizeof_layer_spec() { return sizeof(LayerSpec); }
 PENSTOCK_API size_t penstock_sizeof_plan() { return sizeof(Plan); }
 PENSTOCK_API size_t penstock_sizeof_low_rank_part() { return sizeof(LowRankPart); }
 PENSTOCK_API size_t penstock_sizeof_exchange_state() { return sizeof(ExchangeState); }

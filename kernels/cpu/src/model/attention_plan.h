@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "model/plan.h"
-#include "weights/spec.h"
 
 namespace penstock {
 
@@ -24,11 +23,11 @@ struct AttentionPlan {
   // Whether a token's key and value are stored right before its own tile attends.
   bool stores_with_tiles = false;
 
-  // `num_heads`: key/value heads that attend.
-  void set(const Spec& spec, int num_heads, const Plan& plan, int num_threads);
+  // `num_heads`: key/value heads that attend. `group`: query heads of each.
+  void set(int num_heads, int group, int block_size, const Plan& plan, int num_threads);
 
  private:
-  void add_sequence(const Spec& spec, const Plan& plan, int seq);
+  void add_sequence(int group, const Plan& plan, int seq);
 };
 
 }  // namespace penstock

@@ -31,7 +31,7 @@ void rotate(const float* x, const float* cos, const float* sin, int dim, float* 
 
 // The first token that a token at `position` attends to.
 int first_seen(int position, const Layer& layer) {
-  return layer.window == 0 ? 0 : std::max(0, position + 1 - layer.window);
+  return layer.spec.window == 0 ? 0 : std::max(0, position + 1 - layer.spec.window);
 }
 
 }  // namespace
@@ -43,16 +43,46 @@ struct AttentionStage::RowInputs {
   const float* biases[kMaxQueryRows];
 };
 
+AttentionStage::AttentionStage(const Spec& spec, const LayerSpec* layers, const Share& share, RankGroup& group,
+                               const PositionTables& positions, const KvCache& cache, const Step& step,
+                               const StepBuffers& buffers)
+    : spec_(spec),
+      group_(group),
+      biases_stride_(round_up(spec.max_position, kChunk)),
+      positions_(positions),
+      cache_(cache),
+      step_(step),
+      buffers_(buffers) {
+  for (int i = 0; i < spec.num_layers; ++i) {
+    const LayerSpec& layer = layers[i];
+    const auto is_alike = [&](const Heads& heads) {
+      return heads.total == layer.num_kv_heads && heads.group == layer.group() && heads.dim == layer.head_dim;
+    };
+    heads_of_layer_.push_back(-1);
+    if (!layer.attends()) continue;
+    auto known = std::find_if(heads_.begin(), heads_.end(), is_alike);
+    if (known == heads_.end()) {
+      const Span own = share.kv_heads(i);
+      known = heads_.insert(known, Heads{own.count(), layer.group(), layer.head_dim, own.begin, layer.num_kv_heads,
+                                         HadamardRotation(layer.head_dim), AttentionPlan()});
+    }
+    heads_of_layer_.back() = (int)(known - heads_.begin());
+  }
+}
+
 void AttentionStage::prepare(const Team& team) {
-  plan_.set(spec_, num_heads(), step_.plan, team.size());
   by_head_ = team.spans_nodes();
-  if (!plan_.splits_spans) return;
-  partials_.reserve((size_t)plan_.span_starts.back() * num_heads() * kMaxQueryRows);
+  for (Heads& heads : heads_) {
+    heads.plan.set(heads.count, heads.group, spec_.block_size, step_.plan, team.size());
+    if (heads.plan.splits_spans) {
+      partials_.reserve((size_t)heads.plan.span_starts.back() * heads.count * kMaxQueryRows);
+    }
+  }
 }
 
 void AttentionStage::project(Worker& worker, const Layer& layer, LayerProducts& products) const {
   const auto normed = [&](int i) { return layer.attention_norm.apply(buffers_.hidden.row(i)).values; };
-  const bool is_joint = spec_.joins_head_norms && !group_.is_alone();
+  const bool is_joint = layer.spec.joins_head_norms && !group_.is_alone();
   const RowBuffer& rows = is_joint ? buffers_.joint : buffers_.qkv;
   products.run(worker, layer, Slot::kQkv, normed, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
@@ -60,12 +90,12 @@ void AttentionStage::project(Worker& worker, const Layer& layer, LayerProducts& 
     }
   });
   if (is_joint) group_.meet(worker);
-  if (spec_.joins_head_norms) norm_all_heads(worker, layer, rows);
+  if (layer.spec.joins_head_norms) norm_all_heads(worker, layer, rows);
 }
 
 // Norms the queries of each token, and its keys, over all heads together.
 void AttentionStage::norm_all_heads(Worker& worker, const Layer& layer, const RowBuffer& unnormed) const {
-  const int queries = spec_.queries(), keys = spec_.num_kv_heads * spec_.head_dim;
+  const int queries = layer.spec.queries(), keys = layer.spec.keys();
   worker.for_each(step_.plan.num_tokens, [&](int i) {
     const float* from = unnormed.row(i);
     float* row = buffers_.qkv.row(i);
@@ -82,58 +112,63 @@ void AttentionStage::add_output(Worker& worker, const Layer& layer, LayerProduct
 }
 
 void AttentionStage::attend(Worker& worker, const Layer& layer) const {
-  if (!plan_.stores_with_tiles) store_all(worker, layer);
-  if (plan_.splits_spans) return attend_by_span(worker, layer);
-  const int end = num_items();
+  const Heads& heads = heads_of(layer);
+  if (!heads.plan.stores_with_tiles) store_all(worker, layer);
+  if (heads.plan.splits_spans) return attend_by_span(worker, layer);
+  const KvLayer& cache = cache_.layer(layer.index);
+  const int end = heads.num_items();
   worker.for_each(end, [&](int i) {
-    if (plan_.stores_with_tiles) {
-      const auto [token, head] = item(i);
+    if (heads.plan.stores_with_tiles) {
+      const auto [token, head] = item(heads, i);
       store_key_value(layer, token, head);
-      if (i + 1 < end) cache_.fetch(layer.index, slot_of(item(i + 1).tile), item(i + 1).head);
+      if (i + 1 < end) cache.fetch(slot_of(item(heads, i + 1).tile), item(heads, i + 1).head);
     }
     attend_tile(layer, i);
   });
 }
 
 void AttentionStage::store_all(Worker& worker, const Layer& layer) const {
-  const std::vector<int>& runs = plan_.store_runs;
-  const int count = (int)runs.size() - 1, end = count * num_heads();
+  const Heads& heads = heads_of(layer);
+  const KvLayer& cache = cache_.layer(layer.index);
+  const std::vector<int>& runs = heads.plan.store_runs;
+  const int count = (int)runs.size() - 1, end = count * heads.count;
   worker.for_each(end, [&](int i) {
-    const auto [run, head] = item_of(i, count);
-    const Item later = item_of(std::min(i + kStoresAhead, end - 1), count);
-    cache_.fetch(layer.index, slot_of(runs[later.tile]), later.head);
+    const auto [run, head] = item_of(heads, i, count);
+    const Item later = item_of(heads, std::min(i + kStoresAhead, end - 1), count);
+    cache.fetch(slot_of(runs[later.tile]), later.head);
     for (int token = runs[run]; token < runs[run + 1]; ++token) store_key_value(layer, token, head);
   });
 }
 
 void AttentionStage::store_key_value(const Layer& layer, int token, int head) const {
-  const int dim = spec_.head_dim;
+  const int dim = layer.spec.head_dim;
   alignas(64) float key[kMaxHeadDim];
-  const float* keys = buffers_.qkv.row(token) + spec_.queries();
-  const int own = share_.kv_heads().begin + head;
+  const float* keys = buffers_.qkv.row(token) + layer.spec.queries();
+  const int own = heads_of(layer).first + head;
   prepare_head(layer, keys + own * dim, layer.k_norm, step_.plan.positions[token], key);
   const int slot = slot_of(token);
-  cache_.set(layer.index, slot, head, key, keys + (spec_.num_kv_heads + own) * dim);
-  if (begins_last_page(token)) cache_.clear_behind(layer.index, slot, head);
+  const KvLayer& cache = cache_.layer(layer.index);
+  cache.set(slot, head, key, keys + (layer.spec.num_kv_heads + own) * dim);
+  if (begins_last_page(token)) cache.clear_behind(slot, head);
 }
 
 // Writes a head's query or key as the scores need it: normed if the model norms heads, rotated by RoPE, and rotated again
 // for a cache in int8. Both are rotated, which leaves their product unchanged.
 void AttentionStage::prepare_head(const Layer& layer, const float* x, const Buffer<float>& norm, int position,
                                   float* out) const {
-  const int dim = spec_.head_dim, rotary = layer.rope < 0 ? 0 : spec_.rotary_dim;
+  const int dim = layer.spec.head_dim, rotary = layer.spec.rotary_dim;
   alignas(64) float normed[kMaxHeadDim];
-  if (norm.count() && !spec_.joins_head_norms) {
+  if (norm.count() && !layer.spec.joins_head_norms) {
     rms_norm(x, norm.data(), dim, dim, spec_.norm_eps, normed);
     x = normed;
   }
   if (rotary > 0) {
-    const RopeTable& table = positions_.ropes[layer.rope];
+    const RopeTable& table = positions_.ropes[layer.spec.rope];
     const size_t angles = (size_t)position * (rotary / 2);
     rotate(x, table.cos.data() + angles, table.sin.data() + angles, rotary, out);
   }
   std::copy(x + rotary, x + dim, out + rotary);
-  if (cache_.shape().format == KvFormat::kInt8) rotation_.apply(out, out);
+  if ((KvFormat)spec_.kv_format == KvFormat::kInt8) heads_of(layer).rotation.apply(out, out);
 }
 
 // The slot of a token's key and value in the cache.
@@ -152,52 +187,62 @@ bool AttentionStage::begins_last_page(int token) const {
 }
 
 void AttentionStage::attend_tile(const Layer& layer, int i) const {
-  const Item own = item(i);
-  const QueryTile& tile = plan_.tiles[own.tile];
+  const Heads& heads = heads_of(layer);
+  const Item own = item(heads, i);
+  const QueryTile& tile = heads.plan.tiles[own.tile];
   RowInputs inputs;
   RowState states[kMaxQueryRows];
   QueryRows rows = query_rows(tile, layer, own.head, inputs);
-  if (i + 1 < num_items()) rows.next = context_of(plan_.tiles[item(i + 1).tile], layer, item(i + 1).head);
-  penstock::attend(cache_, rows, tile.context, states);
-  write_rows(tile, own.head, states);
+  if (i + 1 < heads.num_items()) {
+    const Item next = item(heads, i + 1);
+    rows.next = context_of(heads.plan.tiles[next.tile], layer, next.head);
+  }
+  penstock::attend(cache_.layer(layer.index), rows, tile.context, states);
+  write_rows(heads, tile, own.head, states);
 }
 
 void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
-  const std::vector<int>& starts = plan_.span_starts;
-  const int heads = num_heads();
-  const auto partial = [&](int span, int head) { return &partials_[((size_t)span * heads + head) * kMaxQueryRows]; };
-  worker.for_each(starts.back() * heads, [&](int i) {
-    const auto [span, head] = item_of(i, starts.back());
+  const Heads& heads = heads_of(layer);
+  const KvLayer& cache = cache_.layer(layer.index);
+  const std::vector<QueryTile>& tiles = heads.plan.tiles;
+  const std::vector<int>& starts = heads.plan.span_starts;
+  const auto partial = [&](int span, int head) {
+    return &partials_[((size_t)span * heads.count + head) * kMaxQueryRows];
+  };
+  worker.for_each(starts.back() * heads.count, [&](int i) {
+    const auto [span, head] = item_of(heads, i, starts.back());
     const int t = (int)(std::upper_bound(starts.begin(), starts.end(), span) - starts.begin()) - 1;
-    const int begin = (span - starts[t]) * kSpan, end = std::min(begin + kSpan, plan_.tiles[t].context);
+    const int begin = (span - starts[t]) * kSpan, end = std::min(begin + kSpan, tiles[t].context);
     RowInputs inputs;
-    attend_span(cache_, query_rows(plan_.tiles[t], layer, head, inputs), begin, end, partial(span, head));
+    attend_span(cache, query_rows(tiles[t], layer, head, inputs), begin, end, partial(span, head));
   });
-  worker.for_each(num_items(), [&](int i) {
-    const auto [t, head] = item(i);
+  worker.for_each(heads.num_items(), [&](int i) {
+    const auto [t, head] = item(heads, i);
     RowState* states = partial(starts[t], head);
     for (int span = starts[t] + 1; span < starts[t + 1]; ++span) {
-      for (int r = 0; r < plan_.tiles[t].rows; ++r) merge(states[r], partial(span, head)[r], spec_.head_dim);
+      for (int r = 0; r < tiles[t].rows; ++r) merge(states[r], partial(span, head)[r], heads.dim);
     }
-    write_rows(plan_.tiles[t], head, states);
+    write_rows(heads, tiles[t], head, states);
   });
 }
 
-int AttentionStage::token_of(const QueryTile& tile, int row) const {
-  return step_.plan.query_starts[tile.seq] + (tile.first_row + row) / spec_.group();
+int AttentionStage::token_of(const Heads& heads, const QueryTile& tile, int row) const {
+  return step_.plan.query_starts[tile.seq] + (tile.first_row + row) / heads.group;
 }
 
 Context AttentionStage::context_of(const QueryTile& tile, const Layer& layer, int head) const {
-  const int first_chunk = first_seen(step_.plan.positions[token_of(tile, 0)], layer) / kChunk * kChunk;
+  const int first_token = token_of(heads_of(layer), tile, 0);
+  const int first_chunk = first_seen(step_.plan.positions[first_token], layer) / kChunk * kChunk;
   return {step_.block_table(tile.seq), head, first_chunk, tile.context};
 }
 
 QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, int head, RowInputs& inputs) const {
-  const int dim = spec_.head_dim;
-  const bool has_biases = positions_.biases.count();
+  const Heads& heads = heads_of(layer);
+  const int dim = heads.dim;
+  const bool has_biases = layer.spec.has_position_biases;
   for (int r = 0; r < tile.rows; ++r) {
-    const int token = token_of(tile, r), position = step_.plan.positions[token];
-    const int query = query_of(head, tile.first_row + r);
+    const int token = token_of(heads, tile, r), position = step_.plan.positions[token];
+    const int query = heads.query_of(head, tile.first_row + r);
     inputs.limits[r] = position + 1;
     inputs.firsts[r] = first_seen(position, layer);
     inputs.biases[r] = has_biases ? &positions_.biases[(size_t)query * biases_stride_] : nullptr;
@@ -210,18 +255,21 @@ QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, 
           .biases = has_biases ? inputs.biases : nullptr,
           .count = tile.rows,
           .block_table = context.block_table,
-          .layer = layer.index,
           .head = head,
-          .scale = spec_.score_scale != 0 ? spec_.score_scale : 1.f / std::sqrt((float)dim),
-          .cap = spec_.score_cap,
+          .scale = layer.spec.score_scale != 0 ? layer.spec.score_scale : 1.f / std::sqrt((float)dim),
+          .cap = layer.spec.score_cap,
           .first_chunk = context.first,
           .next = {}};
 }
 
-void AttentionStage::write_rows(const QueryTile& tile, int head, const RowState* states) const {
+// Writes a head's rows. That of the last head also clears the padding, where a wider layer may have left numbers.
+void AttentionStage::write_rows(const Heads& heads, const QueryTile& tile, int head, const RowState* states) const {
+  const int width = heads.total * heads.group * heads.dim;
+  const bool is_last = heads.first + head + 1 == heads.total;
   for (int r = 0; r < tile.rows; ++r) {
-    const int query = query_of(head, tile.first_row + r);
-    finish(states[r], spec_.head_dim, buffers_.attended.row(token_of(tile, r)) + query * spec_.head_dim);
+    float* row = buffers_.attended.row(token_of(heads, tile, r));
+    finish(states[r], heads.dim, row + heads.query_of(head, tile.first_row + r) * heads.dim);
+    if (is_last) std::fill(row + width, row + round_up(width, kPanel), 0.f);
   }
 }
 

@@ -12,17 +12,8 @@ namespace penstock {
 
 class AttentionStage {
  public:
-  AttentionStage(const Spec& spec, const Share& share, RankGroup& group, const PositionTables& positions,
-                 const KvCache& cache, const Step& step, const StepBuffers& buffers)
-      : spec_(spec),
-        share_(share),
-        group_(group),
-        biases_stride_(round_up(spec.max_position, kChunk)),
-        positions_(positions),
-        cache_(cache),
-        step_(step),
-        buffers_(buffers),
-        rotation_(spec.head_dim) {}
+  AttentionStage(const Spec& spec, const LayerSpec* layers, const Share& share, RankGroup& group,
+                 const PositionTables& positions, const KvCache& cache, const Step& step, const StepBuffers& buffers);
 
   // Plans the step, and reserves memory for it.
   void prepare(const Team& team);
@@ -36,20 +27,28 @@ class AttentionStage {
  private:
   struct RowInputs;
 
+  // The heads of a layer, as this rank computes them. Layers with equal heads share them, and how a step is cut.
+  struct Heads {
+    int count, group, dim;  // key/value heads of this rank, query heads of each, and their size
+    int first;              // the first of these key/value heads. They are counted from 0, as in the cache.
+    int total;              // key/value heads of all ranks
+    // Of queries and keys whose cache is int8: a few channels of a key are far larger than the others.
+    HadamardRotation rotation;
+    AttentionPlan plan;
+
+    int query_of(int head, int row) const { return (first + head) * group + row % group; }
+    int num_items() const { return (int)plan.tiles.size() * count; }
+  };
+  const Heads& heads_of(const Layer& layer) const { return heads_[heads_of_layer_[layer.index]]; }
+
   // An item is a tile and a key/value head. Those of a head follow one another if the team spans NUMA nodes.
   struct Item {
     int tile, head;
   };
-  // The key/value heads of this rank. They are counted from 0, as in its cache.
-  int num_heads() const { return share_.kv_heads().count(); }
-  int query_of(int head, int row) const {
-    return (share_.kv_heads().begin + head) * spec_.group() + row % spec_.group();
-  }
-  int num_items() const { return (int)plan_.tiles.size() * num_heads(); }
-  Item item(int i) const { return item_of(i, (int)plan_.tiles.size()); }
-  Item item_of(int i, int count) const {
+  Item item(const Heads& heads, int i) const { return item_of(heads, i, (int)heads.plan.tiles.size()); }
+  Item item_of(const Heads& heads, int i, int count) const {
     if (by_head_) return {i % count, i / count};
-    return {i / num_heads(), i % num_heads()};
+    return {i / heads.count, i % heads.count};
   }
   void store_all(Worker& worker, const Layer& layer) const;
   void store_key_value(const Layer& layer, int token, int head) const;
@@ -59,22 +58,20 @@ class AttentionStage {
   bool begins_last_page(int token) const;
   void attend_by_span(Worker& worker, const Layer& layer) const;
   void attend_tile(const Layer& layer, int i) const;
-  int token_of(const QueryTile& tile, int row) const;
+  int token_of(const Heads& heads, const QueryTile& tile, int row) const;
   Context context_of(const QueryTile& tile, const Layer& layer, int head) const;
   QueryRows query_rows(const QueryTile& tile, const Layer& layer, int head, RowInputs& inputs) const;
-  void write_rows(const QueryTile& tile, int head, const RowState* states) const;
+  void write_rows(const Heads& heads, const QueryTile& tile, int head, const RowState* states) const;
 
   const Spec& spec_;
-  const Share& share_;
   RankGroup& group_;
   const int biases_stride_;
   const PositionTables& positions_;
   const KvCache& cache_;
   const Step& step_;
   const StepBuffers& buffers_;
-  // Of queries and keys whose cache is int8: a few channels of a key are far larger than the others.
-  const HadamardRotation rotation_;
-  AttentionPlan plan_;
+  std::vector<Heads> heads_;         // the different ones
+  std::vector<int> heads_of_layer_;  // by layer: the index of its heads; -1 without attention
   bool by_head_ = false;
   Buffer<RowState> partials_;  // [spans][key/value heads][kMaxQueryRows]
 };

@@ -8,17 +8,17 @@
 namespace penstock {
 
 void ExpertStage::prepare(const Layer& layer, int rows) {
-  const int entries = rows * spec_.experts_per_token;
+  const int entries = rows * layer.spec.experts_per_token;
   input_.rows.prepare(entries, layer.matrix(Slot::kMlpIn));
   gated_input_.rows.prepare(entries, layer.matrix(Slot::kMlpOut));
   for (Input* input : {&input_, &gated_input_}) {
     input->rows.tiling().reserve(entries);
-    input->groups.reserve(spec_.num_experts);
+    input->groups.reserve(layer.spec.num_experts);
   }
   normed_.reserve(rows);
   if (group_.is_alone()) gated_.reserve(entries);
   outputs_.reserve(entries);
-  ends_.resize(spec_.num_experts);
+  ends_.reserve(layer.spec.num_experts);
   if ((int)choices_.size() >= entries) return;
   choices_.resize(entries);
   rows_.resize(entries);
@@ -27,21 +27,18 @@ void ExpertStage::prepare(const Layer& layer, int rows) {
 
 void ExpertStage::run(Worker& worker, const Layer& layer, const std::vector<int>& tokens) {
   const Matrix &in = layer.matrix(Slot::kMlpIn), &out = layer.matrix(Slot::kMlpOut);
-  const int rows = (int)tokens.size(), entries = rows * spec_.experts_per_token;
+  const int rows = (int)tokens.size(), entries = rows * layer.spec.experts_per_token;
   worker.for_each(rows, [&](int i) { route(layer, buffers_.hidden.row(tokens[i]), i); });
   if (worker.leads()) {
-    sort(rows);
+    sort(layer, rows);
     cut(input_, in);
     cut(gated_input_, out);
   }
   worker.for_each(0, [](int) {});  // the other threads wait at this barrier
   worker.for_each(entries, [&](int i) { input_.rows.set_row(i, normed_.row(rows_[i])); });
   multiply_groups(worker, input_, layer, Slot::kMlpIn, [&](int first, int count, int panel, const float* inner) {
-    for (int r = 0; r < count; ++r) activate(spec_, inner + r * kPanel, panel, gated_.row(first + r));
+    for (int r = 0; r < count; ++r) activate(layer.spec, inner + r * kPanel, panel, gated_.row(first + r));
   });
-  if (!group_.is_alone() && group_.leads() && gated_.stride() != spec_.intermediate) {
-    worker.for_each(entries, [&](int i) { clear_padding(gated_, i, spec_.intermediate); });
-  }
   group_.meet(worker);
   worker.for_each(entries, [&](int i) { gated_input_.rows.set_row(i, gated_.row(i)); });
   multiply_groups(worker, gated_input_, layer, Slot::kMlpOut,
@@ -50,11 +47,11 @@ void ExpertStage::run(Worker& worker, const Layer& layer, const std::vector<int>
                       std::copy_n(product + r * kPanel, kPanel, outputs_.row(first + r) + panel * kPanel);
                     }
                   });
-  worker.for_each(rows, [&](int i) { add_outputs(i, buffers_.hidden.row(tokens[i])); });
+  worker.for_each(rows, [&](int i) { add_outputs(layer, i, buffers_.hidden.row(tokens[i])); });
 }
 
 void ExpertStage::route(const Layer& layer, const float* hidden, int row) {
-  const int count = spec_.num_experts, columns = normed_.stride();
+  const int count = layer.spec.num_experts, per_token = layer.spec.experts_per_token, columns = normed_.stride();
   std::copy_n(layer.mlp_norm.apply(hidden).values, columns, normed_.row(row));
   thread_local std::vector<float> shares;
   shares.resize(count);
@@ -67,9 +64,9 @@ void ExpertStage::route(const Layer& layer, const float* hidden, int row) {
   const float largest = *std::max_element(shares.begin(), shares.end());
   float total = 0;
   for (float& share : shares) total += share = std::exp(share - largest);
-  Choice* chosen = &choices_[(size_t)row * spec_.experts_per_token];
+  Choice* chosen = &choices_[(size_t)row * per_token];
   float chosen_total = 0;
-  for (int k = 0; k < spec_.experts_per_token; ++k) {
+  for (int k = 0; k < per_token; ++k) {
     int best = -1;
     for (int e = 0; e < count; ++e) {
       const bool is_taken = std::any_of(chosen, chosen + k, [&](const Choice& c) { return c.expert == e; });
@@ -79,14 +76,14 @@ void ExpertStage::route(const Layer& layer, const float* hidden, int row) {
     chosen[k] = {best, shares[best]};
     chosen_total += shares[best];
   }
-  for (int k = 0; k < spec_.experts_per_token; ++k) {
-    chosen[k].weight /= spec_.normalizes_experts ? chosen_total : total;
+  for (int k = 0; k < per_token; ++k) {
+    chosen[k].weight /= layer.spec.normalizes_experts ? chosen_total : total;
   }
 }
 
-void ExpertStage::sort(int rows) {
-  const int entries = rows * spec_.experts_per_token;
-  std::fill(ends_.begin(), ends_.end(), 0);
+void ExpertStage::sort(const Layer& layer, int rows) {
+  const int entries = rows * layer.spec.experts_per_token;
+  ends_.assign(layer.spec.num_experts, 0);
   for (int i = 0; i < entries; ++i) ++ends_[choices_[i].expert];
   int end = 0;
   for (int& count : ends_) {
@@ -97,7 +94,7 @@ void ExpertStage::sort(int rows) {
   for (int i = 0; i < entries; ++i) {
     const int entry = ends_[choices_[i].expert]++;
     entries_[i] = entry;
-    rows_[entry] = i / spec_.experts_per_token;
+    rows_[entry] = i / layer.spec.experts_per_token;
   }
 }
 
@@ -107,7 +104,7 @@ void ExpertStage::cut(Input& input, const Matrix& matrix) const {
   Tiling& tiling = input.rows.tiling();
   tiling.clear();
   input.groups.clear();
-  for (int expert = 0, begin = 0; expert < spec_.num_experts; begin = ends_[expert++]) {
+  for (int expert = 0, begin = 0; expert < (int)ends_.size(); begin = ends_[expert++]) {
     if (ends_[expert] == begin) continue;
     const int first_tile = tiling.tiles();
     tiling.add_group(ends_[expert] - begin, matrix.encoding());
@@ -119,8 +116,8 @@ template <class Finish>
 void ExpertStage::multiply_groups(Worker& worker, const Input& input, const Layer& layer, Slot slot,
                                   const Finish& finish) const {
   const Matrix& matrix = layer.matrix(slot);
-  const PanelSet& own = share_.panels(slot);
-  const int panels_of_expert = matrix.num_panels() / spec_.num_experts, panels = own.count();
+  const PanelSet& own = share_.panels(layer.index, slot);
+  const int panels_of_expert = matrix.num_panels() / layer.spec.num_experts, panels = own.count();
   worker.for_each((int)input.groups.size() * panels, [&](int i) {
     const Group& group = input.groups[i / panels];
     const int first_panel = group.expert * panels_of_expert;
@@ -130,10 +127,10 @@ void ExpertStage::multiply_groups(Worker& worker, const Input& input, const Laye
   });
 }
 
-void ExpertStage::add_outputs(int row, float* sum) const {
+void ExpertStage::add_outputs(const Layer& layer, int row, float* sum) const {
   const Span own = share_.hidden();
-  for (int k = 0; k < spec_.experts_per_token; ++k) {
-    const size_t choice = (size_t)row * spec_.experts_per_token + k;
+  for (int k = 0; k < layer.spec.experts_per_token; ++k) {
+    const size_t choice = (size_t)row * layer.spec.experts_per_token + k;
     const float weight = choices_[choice].weight * spec_.residual_scale;
     add_scaled(outputs_.row(entries_[choice]) + own.begin, weight, own.count(), sum + own.begin);
   }

@@ -18,17 +18,22 @@ namespace penstock {
 
 class ExpertStage {
  public:
-  ExpertStage(const Spec& spec, const Share& share, RankGroup& group, const StepBuffers& buffers)
+  ExpertStage(const Spec& spec, const LayerSpec* layers, const Share& share, RankGroup& group,
+              const StepBuffers& buffers)
       : spec_(spec),
         share_(share),
         group_(group),
         buffers_(buffers),
+        most_per_token_(largest_of_layers(spec, layers, [](const LayerSpec& one) { return one.experts_per_token; })),
         normed_(spec.hidden),
-        gated_(spec.intermediate),
+        gated_(largest_of_layers(spec, layers,
+                                 [](const LayerSpec& one) { return one.num_experts > 0 ? one.intermediate : 0; })),
         outputs_(spec.hidden) {}
 
-  // Places the rows that the ranks share, for `rows` rows of a layer.
-  void place(Arena& arena, int rows) { gated_.place(arena, rows * spec_.experts_per_token); }
+  // Places the rows that the ranks share, for `rows` rows of a layer: none if no layer has experts.
+  void place(Arena& arena, int rows) {
+    if (most_per_token_ > 0) gated_.place(arena, rows * most_per_token_);
+  }
 
   // Reserves memory for `rows` rows of a layer.
   void prepare(const Layer& layer, int rows);
@@ -53,19 +58,20 @@ class ExpertStage {
   // Chooses the experts of a row, best first.
   void route(const Layer& layer, const float* hidden, int row);
   // Sorts the entries by expert.
-  void sort(int rows);
+  void sort(const Layer& layer, int rows);
   // Cuts an input into tiles by expert. The entries must be sorted.
   void cut(Input& input, const Matrix& matrix) const;
   // Multiplies each expert's entries with this rank's panels of its matrix. `finish`: as for `multiply`, with the
   // panels of each expert counted from 0.
   template <class Finish>
   void multiply_groups(Worker& worker, const Input& input, const Layer& layer, Slot slot, const Finish& finish) const;
-  void add_outputs(int row, float* sum) const;
+  void add_outputs(const Layer& layer, int row, float* sum) const;
 
   const Spec& spec_;
   const Share& share_;
   RankGroup& group_;
   const StepBuffers& buffers_;
+  const int most_per_token_;  // experts of a token, in any layer
   Input input_, gated_input_;
   RowBuffer normed_;             // by row
   RowBuffer gated_, outputs_;    // by entry

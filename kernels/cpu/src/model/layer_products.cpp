@@ -13,9 +13,17 @@ void LayerProducts::prepare(const Layer& layer, Slot slot) {
   const int rows = (int)tokens_.size();
   if (step_.plan.adapters) inner_.reserve((size_t)rows * adapters_.largest_rank());
   for (Inputs& own : inputs_) {
-    own[input_of(slot)][(int)matrix.encoding()].prepare(rows, matrix);
+    rows_for(own, slot, matrix).prepare(rows, matrix);
     if (rows > kRowsToRepeat) return;
   }
+}
+
+Activations& LayerProducts::rows_for(Inputs& inputs, Slot slot, const Matrix& matrix) {
+  std::vector<Encoded>& known = inputs[input_of(slot)][(int)matrix.encoding()];
+  for (Encoded& encoded : known) {
+    if (encoded.columns == matrix.padded_columns()) return encoded.rows;
+  }
+  return known.emplace_back(Encoded{matrix.padded_columns(), {}}).rows;
 }
 
 // Whether every thread writes all rows for itself. Not with adapters: all threads read the shrunk rows, but only one

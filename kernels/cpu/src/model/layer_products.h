@@ -39,7 +39,7 @@ class LayerProducts {
   void run(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Finish& finish);
 
   // Adds each row's product with a layer's matrix to the hidden state of the row's token, as far as this rank computes
-  // that. `norm` norms the products if the model has output norms.
+  // that. `norm` norms the products if it is present.
   template <class Read>
   void add(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Norm& norm);
 
@@ -47,12 +47,19 @@ class LayerProducts {
   // Inputs of a layer's matrices: the normed hidden state, the output of the attention, the gated product.
   enum Input { kNormed = 0, kAttended = 1, kGated = 2 };
   static constexpr int kNumInputs = 3;
-  using Inputs = std::array<std::array<Activations, kNumEncodings>, kNumInputs>;
+  // An input as the matrices of one width read it. Layers may have other widths.
+  struct Encoded {
+    int columns;
+    Activations rows;
+  };
+  using Inputs = std::array<std::array<std::vector<Encoded>, kNumEncodings>, kNumInputs>;
 
   static Input input_of(Slot slot) {
     if (slot == Slot::kOut) return kAttended;
     return slot == Slot::kMlpOut ? kGated : kNormed;
   }
+  // Returns the rows that a matrix reads. They are added if they are not there yet, which only `prepare` may do.
+  static Activations& rows_for(Inputs& inputs, Slot slot, const Matrix& matrix);
   bool repeats() const;
   void add_adapters(int first, int count, const Layer& layer, Slot slot, int panel, float* out) const;
   const LowRank* low_rank(int row, const Layer& layer, Slot slot) const;
@@ -72,7 +79,7 @@ class LayerProducts {
 template <class Read, class Finish>
 void LayerProducts::run(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Finish& finish) {
   const Matrix& matrix = layer.matrix(slot);
-  Activations& left = inputs_[repeats() ? worker.index() : 0][input_of(slot)][(int)matrix.encoding()];
+  Activations& left = rows_for(inputs_[repeats() ? worker.index() : 0], slot, matrix);
   const auto set_row = [&](int i) {
     const float* x = read(i);
     left.set_row(i, x);
@@ -84,7 +91,7 @@ void LayerProducts::run(Worker& worker, const Layer& layer, Slot slot, const Rea
   } else {
     worker.for_each(num_rows, set_row);
   }
-  multiply(worker, left, matrix, share_.panels(slot), [&](int first, int count, int panel, float* out) {
+  multiply(worker, left, matrix, share_.panels(layer.index, slot), [&](int first, int count, int panel, float* out) {
     if (step_.plan.adapters) add_adapters(first, count, layer, slot, panel, out);
     finish(first, count, panel, out);
   });
@@ -93,7 +100,7 @@ void LayerProducts::run(Worker& worker, const Layer& layer, Slot slot, const Rea
 template <class Read>
 void LayerProducts::add(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Norm& norm) {
   const float scale = spec_.residual_scale;
-  if (spec_.has_output_norms) {
+  if (norm.is_present()) {
     run(worker, layer, slot, read, [&](int first, int count, int panel, const float* out) {
       for (int r = 0; r < count; ++r) {
         std::copy_n(out + r * kPanel, kPanel, buffers_.outputs.row(first + r) + panel * kPanel);

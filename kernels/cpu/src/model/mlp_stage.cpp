@@ -7,14 +7,15 @@ namespace penstock {
 void MlpStage::run(Worker& worker, const Layer& layer, LayerProducts& products) const {
   const auto normed = [&](int i) { return layer.mlp_norm.apply(buffers_.hidden.row(products.tokens()[i])).values; };
   products.run(worker, layer, Slot::kMlpIn, normed, [&](int first, int count, int panel, const float* out) {
-    for (int r = 0; r < count; ++r) activate(spec_, out + r * kPanel, panel, buffers_.gated.row(first + r));
+    for (int r = 0; r < count; ++r) activate(layer.spec, out + r * kPanel, panel, buffers_.gated.row(first + r));
   });
   group_.meet(worker);
-  const auto gated = [&](int i) { return gated_row(i); };
+  const HadamardRotation* rotation = weights_.gated_rotation(layer);
+  const auto gated = [&](int i) { return gated_row(layer, rotation, i); };
   products.add(worker, layer, Slot::kMlpOut, gated, layer.mlp_output_norm);
 }
 
-void activate(const Spec& spec, const float* inner, int panel, float* row) {
+void activate(const LayerSpec& spec, const float* inner, int panel, float* row) {
   const auto activated = [&](Floats x) {
     switch ((Activation)spec.activation) {
       case Activation::kGelu:
@@ -27,20 +28,22 @@ void activate(const Spec& spec, const float* inner, int panel, float* row) {
   };
   if (spec.is_gated) {
     store(row + panel * kLanes, activated(load(inner)) * load(inner + kLanes));
+    const int panels = spec.inner_panels();
+    if (panel + 1 == panels && panels % 2) store(row + panels * kLanes, zeros());
   } else {
     for (int j = 0; j < kPanel; j += kLanes) store(row + panel * kPanel + j, activated(load(inner + j)));
   }
 }
 
 // Returns the input of the second matrix, which stays valid until this thread's next call.
-const float* MlpStage::gated_row(int row) const {
+const float* MlpStage::gated_row(const Layer& layer, const HadamardRotation* rotation, int row) const {
   const float* gated = buffers_.gated.row(row);
-  if (!rotation_) return gated;
+  if (!rotation) return gated;
   thread_local std::vector<float> rotated;
   rotated.resize(buffers_.gated.stride());
   // Clear the padding: numbers that another model left there would enter this row's scale.
-  std::fill(rotated.begin() + spec_.intermediate, rotated.end(), 0.f);
-  rotation_->apply(gated, rotated.data());
+  std::fill(rotated.begin() + layer.spec.intermediate, rotated.end(), 0.f);
+  rotation->apply(gated, rotated.data());
   return rotated.data();
 }
 

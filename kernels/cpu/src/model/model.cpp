@@ -5,37 +5,50 @@
 
 namespace penstock {
 
-Model::Model(const Spec& spec, int num_threads, const int32_t* cores)
+namespace {
+
+std::vector<KvShape> kv_shapes_of(const Spec& spec, const LayerSpec* layers, const Share& share) {
+  std::vector<KvShape> shapes;
+  for (int i = 0; i < spec.num_layers; ++i) {
+    shapes.push_back({(KvFormat)spec.kv_format, share.kv_heads(i).count(), layers[i].head_dim, spec.block_size});
+  }
+  return shapes;
+}
+
+}  // namespace
+
+Model::Model(const Spec& spec, const LayerSpec* layers, int num_threads, const int32_t* cores)
     : spec_(spec),
-      share_(spec),
+      share_(spec, layers),
       group_(spec.rank, spec.group_size()),
       team_(num_threads, cores),
-      weights_(spec),
-      cache_({(KvFormat)spec.kv_format, spec.num_layers, share_.kv_heads().count(), spec.head_dim, spec.block_size,
-              spec.num_blocks}),
+      weights_(spec, layers),
+      cache_(kv_shapes_of(spec, layers, share_), spec.num_blocks),
       adapters_(spec.num_layers),
-      buffers_(spec_),
+      buffers_(spec, layers),
       products_(step_.all_tokens, spec_, share_, group_, step_, adapters_, buffers_, num_threads),
       last_products_(step_.head_tokens, spec_, share_, group_, step_, adapters_, buffers_, num_threads),
-      attention_(spec_, share_, group_, weights_.positions, cache_, step_, buffers_),
-      mlp_(spec_, group_, weights_.gated_rotation(), buffers_),
-      experts_(spec_, share_, group_, buffers_),
+      attention_(spec_, layers, share_, group_, weights_.positions, cache_, step_, buffers_),
+      mlp_(group_, weights_, buffers_),
+      experts_(spec_, layers, share_, group_, buffers_),
       head_(spec_, share_, group_, weights_.final_norm, weights_.head, step_, buffers_),
       scores_(spec_, share_, group_, weights_.final_norm, weights_.head, step_, buffers_),
       states_(spec.hidden, weights_, step_, buffers_) {}
 
 void Model::set_adapter(int adapter_slot, int layer, Slot matrix, const LowRankPart* parts, int num_parts,
                         const float* gains) {
-  LowRank low_rank(parts, num_parts, weights_.matrix(matrix, layer), weights_.transform_of(matrix, gains));
+  LowRank low_rank(parts, num_parts, weights_.matrix(matrix, layer), weights_.transform_of(matrix, layer, gains));
   adapters_.set(adapter_slot, layer, matrix, std::move(low_rank));
 }
 
-std::vector<int32_t> Model::rank_panels(Slot slot) const {
-  const PanelSet& own = share_.panels(slot);
-  const bool is_of_expert = spec_.num_experts > 0 && (slot == Slot::kMlpIn || slot == Slot::kMlpOut);
-  const int outputs = slot == Slot::kMlpIn ? spec_.inner_panels() : (spec_.hidden + kPanel - 1) / kPanel;
+std::vector<int32_t> Model::rank_panels(int layer, Slot slot) const {
+  const bool is_table = slot == Slot::kEmbedding || slot == Slot::kHead;
+  const PanelSet& own = is_table ? share_.head_panels() : share_.panels(layer, slot);
+  const LayerSpec& spec = weights_.layers[layer].spec;
+  const bool is_of_expert = spec.num_experts > 0 && (slot == Slot::kMlpIn || slot == Slot::kMlpOut);
+  const int outputs = slot == Slot::kMlpIn ? spec.inner_panels() : (spec_.hidden + kPanel - 1) / kPanel;
   std::vector<int32_t> panels;
-  for (int expert = 0; expert < (is_of_expert ? spec_.num_experts : 1); ++expert) {
+  for (int expert = 0; expert < (is_of_expert ? spec.num_experts : 1); ++expert) {
     for (int i = 0; i < own.count(); ++i) panels.push_back(expert * outputs + own.at(i));
   }
   return panels;
@@ -73,7 +86,7 @@ void Model::plan(const Plan& plan) {
 
 void Model::place(Arena& arena) {
   buffers_.place(arena, step_.plan.num_tokens);
-  if (spec_.num_experts > 0) experts_.place(arena, step_.plan.num_tokens);
+  experts_.place(arena, step_.plan.num_tokens);
   scores_.place(arena);
   head_.place(arena);
 }
@@ -86,12 +99,14 @@ void Model::prepare() {
     place(arena);
   }
   for (const Layer& layer : weights_.layers) {
-    products_.prepare(layer, Slot::kQkv);
     LayerProducts& later = products_after_attention(layer);
-    later.prepare(layer, Slot::kOut);
-    if (spec_.num_experts > 0) {
+    if (layer.spec.attends()) {
+      products_.prepare(layer, Slot::kQkv);
+      later.prepare(layer, Slot::kOut);
+    }
+    if (layer.spec.num_experts > 0) {
       experts_.prepare(layer, (int)later.tokens().size());
-    } else {
+    } else if (layer.spec.has_mlp()) {
       later.prepare(layer, Slot::kMlpIn);
       later.prepare(layer, Slot::kMlpOut);
     }
@@ -154,27 +169,30 @@ void Model::embed(Worker& worker) {
 }
 
 void Model::run_layer(Worker& worker, const Layer& layer) {
-  attention_.project(worker, layer, products_);
-  attention_.attend(worker, layer);
-  group_.meet(worker);
+  const bool attends = layer.spec.attends();
+  if (attends) {
+    attention_.project(worker, layer, products_);
+    attention_.attend(worker, layer);
+    group_.meet(worker);
+  }
   LayerProducts& products = products_after_attention(layer);
   if (products.tokens().empty()) return;
-  if (spec_.is_parallel) {
+  if (layer.spec.is_parallel) {
     // The MLP comes first, because it reads the same hidden state as the attention.
     run_mlp(worker, layer, products);
     // The other ranks have read the outputs whose rows the next ones take.
-    if (spec_.has_output_norms) group_.meet(worker);
+    if (layer.spec.has_output_norms()) group_.meet(worker);
     attention_.add_output(worker, layer, products);
   } else {
-    attention_.add_output(worker, layer, products);
-    group_.meet(worker);
-    run_mlp(worker, layer, products);
+    if (attends) attention_.add_output(worker, layer, products);
+    if (attends && layer.spec.has_mlp()) group_.meet(worker);
+    if (layer.spec.has_mlp()) run_mlp(worker, layer, products);
   }
   group_.meet(worker);
 }
 
 void Model::run_mlp(Worker& worker, const Layer& layer, LayerProducts& products) {
-  if (spec_.num_experts > 0) {
+  if (layer.spec.num_experts > 0) {
     experts_.run(worker, layer, products.tokens());
   } else {
     mlp_.run(worker, layer, products);

@@ -21,8 +21,8 @@ namespace penstock {
 
 class Model {
  public:
-  // `cores`: see Team.
-  Model(const Spec& spec, int num_threads, const int32_t* cores);
+  // layers: [spec.num_layers]. `cores`: see Team.
+  Model(const Spec& spec, const LayerSpec* layers, int num_threads, const int32_t* cores);
   // Finishes a step that is still running, while all members that it uses still exist.
   ~Model() { team_.join(); }
 
@@ -33,7 +33,6 @@ class Model {
     if (team_.spans_nodes()) cache_.use_small_pages();
   }
   DecoderWeights& weights() { return weights_; }
-  const KvCache& cache() const { return cache_; }
 
   // Sets what the adapter in a slot adds to a layer's matrix, whose rows must all be packed. Without parts the adapter
   // adds nothing. `gains`: as for DecoderWeights::fill.
@@ -41,7 +40,7 @@ class Model {
                    const float* gains);
 
   // The panels of a layer's matrix that this rank multiplies with. With experts: of each of them, in their order.
-  std::vector<int32_t> rank_panels(Slot slot) const;
+  std::vector<int32_t> rank_panels(int layer, Slot slot) const;
 
   // The ranks that compute each step together. All of them start the same steps in the same order.
   RankGroup& group() { return group_; }
@@ -55,7 +54,7 @@ class Model {
   int wait();
 
  private:
-  // After the last attention, only tokens whose logits are needed matter.
+  // After the last layer's attention, only tokens whose logits are needed matter.
   LayerProducts& products_after_attention(const Layer& layer) {
     return layer.index + 1 < spec_.num_layers ? products_ : last_products_;
   }

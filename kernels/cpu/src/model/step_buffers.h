@@ -48,14 +48,17 @@ struct StepBuffers {
   RowBuffer gated;     // by row of a layer's products: the input of the MLP's second matrix.
   RowBuffer outputs;   // by row of a layer's products: outputs that are normed before they are added.
 
-  explicit StepBuffers(const Spec& spec)
+  // layers: [spec.num_layers]. The rows are as wide as the widest layer's.
+  StepBuffers(const Spec& spec, const LayerSpec* layers)
       : hidden(spec.hidden),
-        qkv(spec.queries() + 2 * spec.num_kv_heads * spec.head_dim),
+        qkv(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.queries() + 2 * layer.keys(); })),
         joint(qkv.stride()),
-        attended(spec.queries()),
-        gated(spec.intermediate),
+        attended(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.queries(); })),
+        gated(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.intermediate; })),
         outputs(spec.hidden),
-        spec_(spec) {}
+        hidden_(spec.hidden),
+        has_outputs_(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.has_output_norms(); })),
+        has_joint_(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.joins_head_norms; })) {}
 
   void reserve(int num_tokens) {
     for (RowBuffer* rows : {&hidden, &qkv, &attended, &gated, &outputs}) rows->reserve(num_tokens);
@@ -64,21 +67,21 @@ struct StepBuffers {
   // As `reserve`, for a rank of a group: it shares the rows that other ranks read.
   void place(Arena& arena, int num_tokens) {
     for (RowBuffer* rows : {&hidden, &attended, &gated}) rows->place(arena, num_tokens);
-    if (spec_.has_output_norms) outputs.place(arena, num_tokens);
-    if (spec_.joins_head_norms) joint.place(arena, num_tokens);
+    if (has_outputs_) outputs.place(arena, num_tokens);
+    if (has_joint_) joint.place(arena, num_tokens);
     if (!arena.only_counts()) qkv.reserve(num_tokens);
   }
 
-  // Clears the padding of a token's shared rows, which steps of other sizes have used for other numbers.
+  // Clears the padding of a token's shared rows, which steps of other sizes have used for other numbers. The stages
+  // clear that of `attended` and `gated` in each layer.
   void clear_paddings(int token) const {
-    clear_padding(hidden, token, spec_.hidden);
-    clear_padding(attended, token, spec_.queries());
-    clear_padding(gated, token, spec_.intermediate);
-    if (spec_.has_output_norms) clear_padding(outputs, token, spec_.hidden);
+    clear_padding(hidden, token, hidden_);
+    if (has_outputs_) clear_padding(outputs, token, hidden_);
   }
 
  private:
-  const Spec& spec_;
+  const int hidden_;
+  const bool has_outputs_, has_joint_;
 };
 
 }  // namespace penstock

@@ -24,29 +24,35 @@ void PanelSet::add(Span panels) {
   count_ += panels.count();
 }
 
-Share::Share(const Spec& spec) : kv_heads_(part_of(spec, spec.num_kv_heads)) {
-  const auto panels_of = [this](Slot slot) -> PanelSet& { return panels_[(int)slot]; };
-  panels_of(Slot::kOut).add(part_of(spec, panels_for(spec.hidden)));
-  panels_of(Slot::kMlpIn).add(part_of(spec, spec.inner_panels()));
-  panels_of(Slot::kMlpOut).add(part_of(spec, panels_for(spec.hidden)));
-  panels_of(Slot::kHead).add(part_of(spec, panels_for(spec.vocab)));
-  panels_of(Slot::kEmbedding) = head_panels();
-  const int keys = spec.num_kv_heads * spec.head_dim, queries = spec.queries();
-  if (spec.joins_head_norms) {
-    // The norms need all heads, so the ranks exchange queries and keys, and no rank needs those of its heads.
-    panels_of(Slot::kQkv).add(part_of(spec, panels_for(queries + 2 * keys)));
-    return;
-  }
-  const int dim = spec.head_dim, group = spec.group();
-  panels_of(Slot::kQkv).add(panels_with(kv_heads_.begin * group * dim, kv_heads_.end * group * dim));
-  for (const int first : {queries, queries + keys}) {
-    panels_of(Slot::kQkv).add(panels_with(first + kv_heads_.begin * dim, first + kv_heads_.end * dim));
-  }
+Share::Share(const Spec& spec, const LayerSpec* layers) {
+  const Span panels = part_of(spec, panels_for(spec.hidden));
+  hidden_ = {panels.begin * kPanel, panels.end * kPanel};
+  head_.add(part_of(spec, panels_for(spec.vocab)));
+  for (int i = 0; i < spec.num_layers; ++i) layers_.push_back(share_of(spec, layers[i]));
 }
 
-Span Share::hidden() const {
-  const Span panels = panels_[(int)Slot::kOut].hull();
-  return {panels.begin * kPanel, panels.end * kPanel};
+Share::LayerShare Share::share_of(const Spec& spec, const LayerSpec& layer) {
+  LayerShare share;
+  const auto panels_of = [&share](Slot slot) -> PanelSet& { return share.panels[(int)slot]; };
+  if (layer.has_mlp()) {
+    panels_of(Slot::kMlpIn).add(part_of(spec, layer.inner_panels()));
+    panels_of(Slot::kMlpOut).add(part_of(spec, panels_for(spec.hidden)));
+  }
+  if (!layer.attends()) return share;
+  panels_of(Slot::kOut).add(part_of(spec, panels_for(spec.hidden)));
+  const Span heads = share.kv_heads = part_of(spec, layer.num_kv_heads);
+  const int keys = layer.keys(), queries = layer.queries();
+  if (layer.joins_head_norms) {
+    // The norms need all heads, so the ranks exchange queries and keys, and no rank needs those of its heads.
+    panels_of(Slot::kQkv).add(part_of(spec, panels_for(queries + 2 * keys)));
+    return share;
+  }
+  const int dim = layer.head_dim, group = layer.group();
+  panels_of(Slot::kQkv).add(panels_with(heads.begin * group * dim, heads.end * group * dim));
+  for (const int first : {queries, queries + keys}) {
+    panels_of(Slot::kQkv).add(panels_with(first + heads.begin * dim, first + heads.end * dim));
+  }
+  return share;
 }
 
 }  // namespace penstock

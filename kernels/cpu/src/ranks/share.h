@@ -42,20 +42,29 @@ class PanelSet {
 
 class Share {
  public:
-  explicit Share(const Spec& spec);
+  // layers: [spec.num_layers].
+  Share(const Spec& spec, const LayerSpec* layers);
 
   // The panels of a layer's matrix that this rank multiplies with. With experts: of each expert.
-  const PanelSet& panels(Slot slot) const { return panels_[(int)slot]; }
-  const PanelSet& head_panels() const { return panels_[(int)Slot::kHead]; }
-  Span kv_heads() const { return kv_heads_; }
+  const PanelSet& panels(int layer, Slot slot) const { return layers_[layer].panels[(int)slot]; }
+  const PanelSet& head_panels() const { return head_; }
+  // The key/value heads of a layer that this rank computes.
+  Span kv_heads(int layer) const { return layers_[layer].kv_heads; }
   // The numbers of a hidden state that this rank computes, padding included.
-  Span hidden() const;
+  Span hidden() const { return hidden_; }
   // Whether this rank embeds a token: each one is embedded by the rank that has its logit.
-  bool embeds(int token) const { return head_panels().hull().has(token / kPanel); }
+  bool embeds(int token) const { return head_.hull().has(token / kPanel); }
 
  private:
-  Span kv_heads_;
-  std::array<PanelSet, (int)Slot::kHead + 1> panels_;
+  struct LayerShare {
+    Span kv_heads{0, 0};
+    std::array<PanelSet, kLayerSlots> panels;
+  };
+  static LayerShare share_of(const Spec& spec, const LayerSpec& layer);
+
+  std::vector<LayerShare> layers_;
+  PanelSet head_;
+  Span hidden_;
 };
 
 }  // namespace penstock

@@ -1,4 +1,5 @@
-// Sixteen lanes in one AVX-512 register, with the dot products of BF16 and VNNI.
+// Sixteen lanes in one AVX-512 register, with the dot products of VNNI, and those of BF16 where PENSTOCK_BF16 is defined.
+// Without it, products of bf16 have the bits of avx2.h.
 #pragma once
 #include <immintrin.h>
 
@@ -7,7 +8,11 @@
 
 namespace penstock {
 
+#ifdef PENSTOCK_BF16
 constexpr const char* kIsa = "avx512";
+#else
+constexpr const char* kIsa = "avx512_vnni";
+#endif
 
 // Vectors of sixteen lanes that fit into the registers.
 constexpr int kRegisters = 32;
@@ -46,9 +51,21 @@ PENSTOCK_INLINE Floats scale_by_power(Floats a, Floats n) { return {_mm512_scale
 PENSTOCK_INLINE float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
 PENSTOCK_INLINE float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 
+#ifdef PENSTOCK_BF16
 PENSTOCK_INLINE void store_bf16(uint16_t* p, Floats a) {
   _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v));
 }
+#else
+// Rounds to nearest even; a NaN stays NaN.
+PENSTOCK_INLINE void store_bf16(uint16_t* p, Floats a) {
+  const __m512i u = _mm512_castps_si512(a.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  const __m512i words = _mm512_mask_blend_epi32(is_nan, rounded, _mm512_set1_epi32(0x7fc0));
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(words));
+}
+#endif
 PENSTOCK_INLINE Floats load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 PENSTOCK_INLINE void store_f16(uint16_t* p, Floats a) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
@@ -122,9 +139,19 @@ PENSTOCK_INLINE Bytes looked_up(const uint8_t (&table)[16], Bytes a) {
   return {_mm512_shuffle_epi8(all, a.v)};
 }
 // acc + a0 * b0 + a1 * b1 per lane.
+#ifdef PENSTOCK_BF16
 PENSTOCK_INLINE Floats dot_bf16(Floats acc, Bytes a, Bytes b) {
   return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)};
 }
+#else
+PENSTOCK_INLINE Floats dot_bf16(Floats acc, Bytes a, Bytes b) {
+  const __m512i high = _mm512_set1_epi32((int)0xffff0000);
+  const __m512 even = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16)),
+                                      _mm512_castsi512_ps(_mm512_slli_epi32(b.v, 16)), acc.v);
+  return {_mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a.v, high)),
+                          _mm512_castsi512_ps(_mm512_and_si512(b.v, high)), even)};
+}
+#endif
 // acc + the four products of unsigned with signed bytes per lane. In assembly, because GCC 12 spills accumulators
 // around the intrinsic.
 PENSTOCK_INLINE Ints dot_u8s8(Ints acc, Bytes unsigned_bytes, Bytes signed_bytes) {

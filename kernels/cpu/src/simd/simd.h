@@ -1,6 +1,6 @@
 // Vectors of sixteen lanes, the same for every instruction set, and the functions that are built from them.
 #pragma once
-#ifdef __AVX512BF16__
+#ifdef PENSTOCK_AVX512
 #include "simd/avx512.h"
 #else
 #include "simd/avx2.h"

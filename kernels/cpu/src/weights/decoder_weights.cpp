@@ -27,20 +27,18 @@ NormedRow Norm::apply(const float* row) const {
   return {out, is_finite};
 }
 
-DecoderWeights::DecoderWeights(const Spec& spec)
+DecoderWeights::DecoderWeights(const Spec& spec, const LayerSpec* layers)
     : final_norm(spec),
       is_rotated_(spec.hadamard_rotation),
       hidden_(spec.hidden),
-      hidden_rotation_(is_rotated_ ? spec.hidden : 1),
-      gated_rotation_(is_rotated_ ? spec.intermediate : 1) {
-  const size_t num_angles = (size_t)spec.max_position * spec.rotary_dim / 2;
+      hidden_rotation_(is_rotated_ ? spec.hidden : 1) {
   positions.ropes.resize(spec.num_ropes);
-  for (RopeTable& table : positions.ropes) {
-    table.cos.reserve(num_angles);
-    table.sin.reserve(num_angles);
+  this->layers.reserve(spec.num_layers);
+  for (int i = 0; i < spec.num_layers; ++i) {
+    this->layers.emplace_back(spec, layers[i], i);
+    if (is_rotated_ && layers[i].has_mlp())
+      gated_rotations_.try_emplace(layers[i].intermediate, layers[i].intermediate);
   }
-  layers.reserve(spec.num_layers);
-  for (int i = 0; i < spec.num_layers; ++i) layers.emplace_back(spec, i);
 }
 
 Matrix& DecoderWeights::matrix(Slot slot, int layer) {
@@ -55,14 +53,14 @@ Matrix& DecoderWeights::matrix(Slot slot, int layer) {
 }
 
 void DecoderWeights::fill(Team& team, Slot slot, int layer, const Part& part, const float* gains) {
-  penstock::fill(team, matrix(slot, layer), part, transform_of(slot, gains));
+  penstock::fill(team, matrix(slot, layer), part, transform_of(slot, layer, gains));
 }
 
 void DecoderWeights::set_bias(Slot slot, int layer, RowLayout layout, int first, const float* values, int count) {
   Matrix& target = matrix(slot, layer);
   target.bias.reserve((size_t)target.num_panels() * kPanel);
   for (int i = 0; i < count; ++i) target.bias[packed_row(layout, first, i)] = values[i];
-  const HadamardRotation* rotation = transform_of(slot, nullptr).outputs;
+  const HadamardRotation* rotation = transform_of(slot, layer, nullptr).outputs;
   if (rotation) rotation->apply(target.bias.data(), target.bias.data());
 }
 
@@ -77,13 +75,13 @@ void DecoderWeights::write_final(const float* normed, float* out) const {
   for (int i = 0; i < hidden_; ++i) out[i] = restored[i] * final_gains[i];
 }
 
-WeightTransform DecoderWeights::transform_of(Slot slot, const float* gains) const {
+WeightTransform DecoderWeights::transform_of(Slot slot, int layer, const float* gains) const {
   if (!is_rotated_) return {nullptr, nullptr, nullptr};
   switch (slot) {
     case Slot::kOut:
       return {nullptr, nullptr, &hidden_rotation_};
     case Slot::kMlpOut:
-      return {nullptr, &gated_rotation_, &hidden_rotation_};
+      return {nullptr, gated_rotation(layers[layer]), &hidden_rotation_};
     default:
       return {gains, &hidden_rotation_, nullptr};
   }

@@ -1,6 +1,7 @@
 // The weights of a decoder: its matrices, norms and position tables.
 #pragma once
 #include <array>
+#include <map>
 #include <vector>
 
 #include "gemm/fill.h"
@@ -22,6 +23,7 @@ class Norm {
   // Without `is_present` the norm returns its input.
   explicit Norm(const Spec& spec, bool is_present = true);
 
+  bool is_present() const { return is_present_; }
   // row: [hidden], padded to whole panels. The result may be the row itself.
   NormedRow apply(const float* row) const;
 
@@ -40,39 +42,40 @@ constexpr int kLayerSlots = 4;
 
 struct Layer {
   int index;
+  LayerSpec spec;
   Norm attention_norm, mlp_norm;
   Norm attention_output_norm, mlp_output_norm;
   Buffer<float> q_norm, k_norm;  // RMS norms of heads, or empty
   Buffer<float> router;          // [num_experts][hidden, padded to whole panels]
-  // By slot. Rows of kQkv: queries, keys, values. Rows of kMlpIn: gate and up projections, interleaved by half panels,
+  // By slot; a layer without attention or MLP leaves theirs empty. Rows of kQkv: queries, keys, values. Rows of kMlpIn: gate and up projections, interleaved by half panels,
   // if the MLP is gated. The rows of all experts' matrices follow one another.
   std::array<Matrix, kLayerSlots> matrices;
-  int window = 0;  // tokens that each token attends to, itself included; 0: all
-  int rope = 0;    // index of the RoPE table; -1: queries and keys are not rotated
 
-  Layer(const Spec& spec, int index)
+  Layer(const Spec& model, const LayerSpec& spec, int index)
       : index(index),
-        attention_norm(spec, spec.has_input_norms),
-        mlp_norm(spec, spec.has_input_norms),
-        attention_output_norm(spec, spec.has_output_norms),
-        mlp_output_norm(spec, spec.has_output_norms) {}
+        spec(spec),
+        attention_norm(model, spec.has_attention_norm),
+        mlp_norm(model, spec.has_mlp_norm),
+        attention_output_norm(model, spec.has_attention_output_norm),
+        mlp_output_norm(model, spec.has_mlp_output_norm) {}
 
   Matrix& matrix(Slot slot) { return matrices[(int)slot]; }
   const Matrix& matrix(Slot slot) const { return matrices[(int)slot]; }
 };
 
 struct RopeTable {
-  Buffer<float> cos, sin;  // [max_position, rotary_dim / 2]
+  Buffer<float> cos, sin;  // [max_position, rotary_dim / 2], with the rotary_dim of the layers that use it
 };
 
 struct PositionTables {
   std::vector<RopeTable> ropes;
-  Buffer<float> biases;  // [num_heads, max_position rounded up to whole chunks], without RoPE
+  Buffer<float> biases;  // [num_heads, max_position rounded up to whole chunks], for layers with position biases
 };
 
 class DecoderWeights {
  public:
-  explicit DecoderWeights(const Spec& spec);
+  // layers: [spec.num_layers].
+  DecoderWeights(const Spec& spec, const LayerSpec* layers);
 
   Matrix& matrix(Slot slot, int layer);
   // The matrix whose rows embed the tokens.
@@ -84,11 +87,13 @@ class DecoderWeights {
   // Sets a matrix's biases from row `first` of a part on. Biases that are never set stay zero.
   void set_bias(Slot slot, int layer, RowLayout layout, int first, const float* values, int count);
   // How the checkpoint's rows of a matrix are transformed. `gains`: as for `fill`.
-  WeightTransform transform_of(Slot slot, const float* gains) const;
+  WeightTransform transform_of(Slot slot, int layer, const float* gains) const;
   // Writes a hidden state after the final norm as the checkpoint's model has it. normed: padded; out: [hidden].
   void write_final(const float* normed, float* out) const;
-  // The rotation of the gated products; null if the model is not rotated.
-  const HadamardRotation* gated_rotation() const { return is_rotated_ ? &gated_rotation_ : nullptr; }
+  // The rotation of a layer's gated products; null if the model is not rotated.
+  const HadamardRotation* gated_rotation(const Layer& layer) const {
+    return is_rotated_ ? &gated_rotations_.at(layer.spec.intermediate) : nullptr;
+  }
 
   std::vector<Layer> layers;
   Norm final_norm;
@@ -100,7 +105,8 @@ class DecoderWeights {
  private:
   const bool is_rotated_;
   const int hidden_;
-  const HadamardRotation hidden_rotation_, gated_rotation_;
+  const HadamardRotation hidden_rotation_;
+  std::map<int, HadamardRotation> gated_rotations_;  // by the layer's intermediate size, if the model is rotated
 };
 
 }  // namespace penstock

@@ -1,5 +1,6 @@
 // The shapes and constants of a decoder, as penstock.gpu_node.model.architecture.spec describes it.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 namespace penstock {
@@ -7,33 +8,55 @@ namespace penstock {
 enum class Activation : int { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
 
 struct Spec {
-  int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab, max_position;
+  int32_t num_layers, hidden, vocab, max_position;
   float norm_eps;
   int32_t block_size, num_blocks, kv_format;
   // Whether the hidden state and the gated products are Hadamard-rotated (hadamard.h). The norms then have no
   // weights: these are multiplied into the matrices.
   int32_t hadamard_rotation;
-  int32_t rotary_dim;  // channels of a head that RoPE rotates; 0: scores have position biases instead
-  int32_t activation;
-  // Layer norms instead of RMS norms; a gated MLP; an MLP that reads the same input as the attention.
-  int32_t has_layer_norms, is_gated, is_parallel;
-  // Norms of the hidden state before attention and MLP, and norms of their outputs.
-  int32_t has_input_norms, has_output_norms;
-  int32_t joins_head_norms;  // whether a norm of queries or keys spans all heads of a token, not one head.
-  int32_t num_ropes;         // tables of RoPE angles; each layer has one of them or none.
-  int32_t num_experts, experts_per_token;  // 0: one MLP in each layer. `intermediate` is that of an expert.
-  int32_t normalizes_experts;              // whether the weights of a token's experts are divided by their sum.
-  float embedding_scale, residual_scale;   // factors of embeddings, and of what is added to the hidden state.
-  float score_scale;                       // factor of attention scores; 0: 1 / sqrt(head_dim).
-  float score_cap;                         // a score s becomes cap * tanh(s / cap); 0: it stays.
-  float logit_scale, logit_cap;            // Likewise.
-  int32_t rank, num_ranks;                 // of the group that computes the model together; 0 or 1 ranks: no group.
+  int32_t has_layer_norms;                // layer norms instead of RMS norms
+  int32_t num_ropes;                      // tables of RoPE angles; each layer has one of them or none.
+  float embedding_scale, residual_scale;  // factors of embeddings, and of what is added to the hidden state.
+  float logit_scale, logit_cap;           // a logit s becomes cap * tanh(s / cap); 0: it stays.
+  int32_t rank, num_ranks;                // of the group that computes the model together; 0 or 1 ranks: no group.
 
+  int group_size() const { return num_ranks > 1 ? num_ranks : 1; }
+};
+
+// The shapes and constants of one layer.
+struct LayerSpec {
+  int32_t num_heads, num_kv_heads, head_dim;  // of the attention; 0: the layer has none
+  int32_t window;                             // tokens that each token attends to, itself included; 0: all
+  int32_t rope;                               // index of the table of RoPE angles; -1: heads are not rotated
+  int32_t rotary_dim;                         // channels of a head that RoPE rotates
+  int32_t has_position_biases;                // whether scores have position biases
+  int32_t joins_head_norms;                   // whether a norm of queries or keys spans all heads of a token
+  float score_scale;                          // factor of attention scores; 0: 1 / sqrt(head_dim)
+  float score_cap;                            // a score s becomes cap * tanh(s / cap); 0: it stays.
+  int32_t intermediate;                       // of the MLP, or of each expert; 0: the layer has no MLP
+  int32_t activation, is_gated;               // of the MLP
+  int32_t num_experts, experts_per_token;     // 0: one MLP
+  int32_t normalizes_experts;                 // whether the weights of a token's experts are divided by their sum.
+  int32_t is_parallel;                        // whether the MLP reads the same input as the attention
+  // Norms of the hidden state before attention and MLP, and norms of their outputs.
+  int32_t has_attention_norm, has_mlp_norm, has_attention_output_norm, has_mlp_output_norm;
+
+  bool attends() const { return num_heads > 0; }
+  bool has_mlp() const { return intermediate > 0; }
   int queries() const { return num_heads * head_dim; }
+  int keys() const { return num_kv_heads * head_dim; }
+  bool has_output_norms() const { return has_attention_output_norm || has_mlp_output_norm; }
   int group() const { return num_heads / num_kv_heads; }
   // The panels of the MLP's first matrix, or of an expert's.
   int inner_panels() const { return ((is_gated ? 2 : 1) * intermediate + 31) / 32; }
-  int group_size() const { return num_ranks > 1 ? num_ranks : 1; }
 };
+
+// The largest of what `number` returns for each layer; 0 without layers.
+template <class Number>
+int largest_of_layers(const Spec& spec, const LayerSpec* layers, const Number& number) {
+  int most = 0;
+  for (int i = 0; i < spec.num_layers; ++i) most = std::max(most, (int)number(layers[i]));
+  return most;
+}
 
 }  // namespace penstock

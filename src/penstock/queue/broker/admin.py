@@ -23,7 +23,7 @@ from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.pool_scan import EXPIRY_MEMBER, JobSighting, KeyEntry, PoolScan, job_id_of
 from penstock.queue.broker.pools import PoolList, keep_listed, name_of, pool_names, remove_junk, write_entry
-from penstock.queue.record_fields import is_text, is_wrong_type, sum_of, unless_wrong_type
+from penstock.queue.record_fields import is_text, is_wrong_type, unless_wrong_type, whole
 from penstock.queue.wire import WireError
 
 MAX_ROWS = 32
@@ -331,7 +331,7 @@ def _ids_in(lists: Sequence[Sequence[bytes]]) -> list[str]:
 
 
 def _number(text: str) -> int:
-    return sum_of(text.encode())
+    return whole(text)
 
 
 def _shown(data: bytes) -> str:

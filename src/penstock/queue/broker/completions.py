@@ -24,7 +24,7 @@ from penstock.contract.job import MAX_TAGS, is_job_id, pool_of
 from penstock.contract.output import TERMINAL_STATES
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.record_fields import executed, sum_of
+from penstock.queue.record_fields import executed, whole
 from penstock.queue.wire import pack
 
 MAX_CURSOR_CHARS = 16_384
@@ -220,7 +220,7 @@ class CompletionBroker:
         positions = {}
         for at, name in enumerate(pools):
             newest, before, known = found[3 * at : 3 * at + 3]
-            if incarnation := sum_of(known):
+            if incarnation := whole(known):
                 last = newest[0][0] if newest else _known_id(before)
                 positions[name] = FeedPosition(incarnation, _NO_ENTRY if last is None else EntryId.of(last))
         return CompletionCursor(tenant, pool, positions)
@@ -241,7 +241,7 @@ class CompletionBroker:
         rows, has_more = list[tuple[str, FeedPosition, Completion | CompletionGap]](), False
         for at, (name, start) in enumerate(zip(pools, starts, strict=True)):
             raw, before, known = found[3 * at], _known_id(found[3 * at + 1]), found[3 * at + 2]
-            if not (incarnation := sum_of(known)):
+            if not (incarnation := whole(known)):
                 continue  # Redis knows no such pool, or lost it. Its next node tells which.
             entries = list(map(_entry, raw or ()))
             if start is None:
@@ -384,7 +384,7 @@ def _kept(job_id: str, record: Any) -> Completion | None:
     state, finished, num_sequences, in_feed, *tags = ((value or b"").decode(errors="replace") for value in record)
     if state not in TERMINAL_STATES or num_sequences == "0" or in_feed == "0":
         return None
-    finished_ms = sum_of(finished.encode())
+    finished_ms = whole(finished)
     return Completion(job_id, state, tuple(filter(None, tags)), finished_ms) if finished_ms else None
 
 

@@ -27,6 +27,7 @@ from penstock.contract.errors import (
     PenstockError,
     UnavailableError,
 )
+from penstock.contract.pool import AWAY, NO_RIGHTS, REDIS_STATES
 from penstock.queue.broker.shared_connection import REPLY_TIMEOUT_S, SharedRedis
 from penstock.queue.keys import other_version
 from penstock.runtime.event_loop import preserve_cancellation
@@ -41,6 +42,7 @@ MAX_CALLS = 64
 """Concurrent calls of one client: after an outage, all streams call at once."""
 
 T = TypeVar("T")
+T_ERROR = TypeVar("T_ERROR", bound=PenstockError)
 P = ParamSpec("P")
 
 
@@ -182,7 +184,7 @@ def ignoring_retried_errors(log: logging.Logger) -> Iterator[None]:
     except UnavailableError:
         pass
     except PenstockError as error:
-        log.error("redis refused a call that will be retried", extra={"code": error.code, "reason": error.message})
+        log.error("redis refused a call that will be retried", extra={"code": error.code, "reason": error.reason})
 
 
 # Warning for a Redis that may evict keys: an evicted key can be an accepted job.
@@ -199,7 +201,7 @@ async def warn_of_eviction(redis: Redis) -> None:
             info = await redis.info("memory")
     except PenstockError as error:
         # The ACL user may not call INFO, or a managed service hides it.
-        _LOG.info("redis's memory policy cannot be read", extra={"reason": error.message})
+        _LOG.info("redis's memory policy cannot be read", extra={"reason": error.reason})
         return
     policy, max_bytes = str(info.get("maxmemory_policy", SAFE_POLICY)), int(info.get("maxmemory", 0))
     if policy != SAFE_POLICY:
@@ -234,7 +236,20 @@ _CLUSTER = re.compile(r"^(?:MOVED|ASK|CROSSSLOT)\b")
 """Errors that only a server in cluster mode returns."""
 # At the head of an error reply, or inside the error of a script in which a call failed.
 _OTHER_VERSION = re.compile(r"OTHER_PROTOCOL_VERSION (\S+) ([\w-]+)")
-_UNREACHABLE_CODES = re.compile(r"(?:^|-)(?:MASTERDOWN|LOADING|READONLY|MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN|TRYAGAIN) ")
+_UNREACHABLE_CODES = re.compile(r"(?:^|-)(MASTERDOWN|LOADING|READONLY|MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN|TRYAGAIN) ")
+_STATES_OF_CODES = {
+    "LOADING": "loading",
+    "READONLY": "read_only",
+    "MASTERDOWN": "read_only",
+    "MISCONF": "disk_full",
+    "NOREPLICAS": "no_replicas",
+    "BUSY": "slow",
+}
+_STATES_OF_ERRORS: dict[type[Exception], str] = {
+    exceptions.ReadOnlyError: "read_only",
+    exceptions.BusyLoadingError: "loading",
+}
+_REFUSED_CALL = "Redis refused a call, because of damaged data or a bug"
 
 
 def connect(url: str) -> Redis:
@@ -277,14 +292,14 @@ def not_reached(error: UnavailableError, shown_url: str) -> UnavailableError:
     if (why := tls_problem(error, shown_url)) is not None:
         return UnavailableError(f"Redis is unreachable: {why}; tried {shown_url}", code=error.code)
     remedy = "`penstock serve` starts a Redis and a model; redis_url or PENSTOCK_REDIS_URL names another Redis"
-    return UnavailableError(f"{error.message.rstrip('.')}; tried {shown_url}. {remedy}", code=error.code)
+    return UnavailableError(f"{error.reason.rstrip('.')}; tried {shown_url}. {remedy}", code=error.code)
 
 
 def refused_at(error: ConfigError, shown_url: str) -> ConfigError:
     """Return the error of a Redis that refuses this URL, which names the URL. Errors of a setting stay as they are."""
     if not error.message.startswith("Redis ") or error.message.startswith("Redis at "):
         return error
-    return ConfigError(f"Redis at {shown_url} {error.message.removeprefix('Redis ')}", param=error.param)
+    return ConfigError(f"Redis at {shown_url} {error.reason.removeprefix('Redis ')}", param=error.param)
 
 
 def os_error_of(error: BaseException) -> OSError | None:
@@ -329,20 +344,21 @@ def translated() -> Iterator[None]:
         raise _refused_user(str(error).removeprefix("NOPERM ")) from None
     except _UNREACHABLE as error:
         if (why := shortage_of(os_error_of(error))) is not None:
-            raise _unreachable(f"no file descriptor is free for a connection; {why}") from None
+            message = f"Redis is unreachable: no file descriptor is free for a connection; {why}"
+            raise _with_state(UnavailableError(message, code="redis_away"), AWAY) from None
         # redis-py raises a ConnectionError if a connection is refused while it is set up.
-        raise _unusable(str(error)) or _unreachable(str(error)) from None
+        raise _unusable(str(error)) or _unreachable(str(error), _STATES_OF_ERRORS.get(type(error), AWAY)) from None
     except exceptions.OutOfMemoryError:
-        raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from None
+        raise _full() from None
     except exceptions.ResponseError as error:
         if (known := _known_error(str(error))) is not None:
             raise known from None
-        raise DamagedDataError(f"Redis: {error}") from error
+        raise _with_state(DamagedDataError(_REFUSED_CALL), detail=str(error)) from error
 
 
 def error_of_reply(text: str) -> PenstockError:
     """Return the error for an error that a script has caught."""
-    return _known_error(text) or InvariantError(f"Redis: {text}")
+    return _known_error(text) or _with_state(InvariantError(_REFUSED_CALL), detail=text)
 
 
 def _known_error(text: str) -> PenstockError | None:
@@ -350,7 +366,7 @@ def _known_error(text: str) -> PenstockError | None:
     if found := _OTHER_VERSION.search(text):
         return other_version(found[2], found[1])
     if "OOM" in text:
-        return BusyError("Redis is full", code="redis_full", retry_after_ms=5000)
+        return _full()
     if _UNREACHABLE_CODES.search(text):
         return _unreachable(text)
     if text.startswith("WRONGTYPE") and " script: " not in text:
@@ -358,8 +374,21 @@ def _known_error(text: str) -> PenstockError | None:
     return _unusable(text)
 
 
-def _unreachable(text: str) -> UnavailableError:
-    return UnavailableError(f"Redis is unreachable: {text}", code="redis_away")
+def _with_state(error: T_ERROR, state: str = "", detail: str = "") -> T_ERROR:
+    error.redis_state, error.detail = state, detail.rstrip(".")
+    return error
+
+
+def _unreachable(text: str, state: str = AWAY) -> UnavailableError:
+    """Return the error for what Redis said. `state` is that of an error without a code."""
+    if found := _UNREACHABLE_CODES.search(text):
+        state = _STATES_OF_CODES.get(found[1], AWAY)
+    why = f": {REDIS_STATES[state]} ({state})" if state != AWAY else ""
+    return _with_state(UnavailableError(f"Redis is unreachable{why}", code="redis_away"), state, text)
+
+
+def _full() -> BusyError:
+    return _with_state(BusyError("Redis is full", code="redis_full", retry_after_ms=5000), "full")
 
 
 def _unusable(text: str) -> ConfigError | None:
@@ -380,10 +409,11 @@ def _refused_credentials(text: str) -> ConfigError:
         message = (
             "Redis requires a password, and its URL has none (redis://USER:PASSWORD@HOST, or redis://:PASSWORD@HOST)"
         )
-        return ConfigError(message, param="redis_url")
-    return ConfigError(f"Redis rejected the credentials: {text}", param="redis_url")
+        return _with_state(ConfigError(message, param="redis_url"), NO_RIGHTS)
+    return _with_state(ConfigError("Redis rejected the credentials", param="redis_url"), NO_RIGHTS, text)
 
 
 def _refused_user(why: str) -> ConfigError:
     remedy = "each role has a user with the rights that it needs (ops/acl)"
-    return ConfigError(f"Redis refuses this user: {why.rstrip('.')}; {remedy}", param="redis_url")
+    detail = f"{why.rstrip('.')}; {remedy}"
+    return _with_state(ConfigError("Redis refuses this user", param="redis_url"), NO_RIGHTS, detail)

@@ -25,6 +25,7 @@ from typing import Any
 from redis import exceptions
 from redis.asyncio import Redis
 
+from penstock.contract.durability import FSYNC, MEMORY, REPLICATED, Durability
 from penstock.contract.errors import (
     ConfigError,
     InvariantError,
@@ -35,7 +36,6 @@ from penstock.contract.errors import (
     UnavailableError,
     UnsupportedDurabilityError,
 )
-from penstock.contract.job import FSYNC, MEMORY, REPLICATED, Durability
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.scripts import Argument, command
 from penstock.queue.broker.shared_connection import SharedConnection
@@ -300,7 +300,7 @@ async def _replicating_command(connection: SharedConnection) -> tuple[Any, ...]:
             await connection.call("WAIT", 0, 1)
             role, *state = await connection.call("ROLE")
     except ConfigError as error:
-        message = f"durability: replicated is not possible, because Redis refuses WAIT or ROLE ({error.message}); "
+        message = f"durability: replicated is not possible, because Redis refuses WAIT or ROLE ({error.reason}); "
         raise UnsupportedDurabilityError(
             f"{message}the ACL rules +wait and +role permit them", param="durability"
         ) from None
@@ -328,7 +328,7 @@ async def _syncing_command(connection: SharedConnection) -> tuple[Any, ...]:
             return ("WAITAOF", 1, 0, round(1000 * CONFIRM_TIMEOUT_S))
     except (InvariantError, ConfigError) as error:
         _check_role(error)
-        refusal = error.message
+        refusal = error.reason
     policy = await _policy_of(connection)
     if _is_always(policy):
         return _READ_POLICY
@@ -337,8 +337,8 @@ async def _syncing_command(connection: SharedConnection) -> tuple[Any, ...]:
 
 def _check_role(error: PenstockError) -> None:
     """Raise UnavailableError for the error of a server that is a replica; a new connection may reach the master."""
-    if _ROLE_CHANGED.search(error.message):
-        raise UnavailableError(f"Redis is unreachable: {error.message}", code="redis_away") from None
+    if _ROLE_CHANGED.search(error.reason):
+        raise UnavailableError("Redis is unreachable: this server is a replica", code="redis_away") from None
 
 
 async def _policy_of(connection: SharedConnection) -> dict[str, str]:

@@ -14,6 +14,7 @@ import logging
 import math
 import re
 import socket
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -37,6 +38,7 @@ MAX_RECENT_CALLS = 10_000
 """Cancellations and deletions that a process repeats after a change."""
 _READ = (("INFO", "server"), ("INFO", "replication"))
 _FIELDS_READ = re.compile(r"^(run_id|master_replid|role):(.*?)\r?$", re.MULTILINE)
+_TIME = re.compile(rb"^server_time_usec:(\d+)", re.MULTILINE)
 _LOG = logging.getLogger(__package__)
 
 
@@ -115,7 +117,7 @@ class HistoryWatch:
             except UnavailableError:
                 pass  # The calls that need Redis report it.
             except PenstockError as error:
-                _LOG.error("redis's history cannot be compared", extra={"client": self._name, "reason": error.message})
+                _LOG.error("redis's history cannot be compared", extra={"client": self._name, "reason": error.reason})
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S if self._is_compared and self._is_address_known else RETRY_S):
                     await redis.changed.wait()
@@ -173,11 +175,18 @@ class HistoryWatch:
             return None
         try:
             with translated():
-                return _history_of(await redis.execute_all(_READ))
+                sent_s = time.time()
+                replies = await redis.execute_all(_READ)
+                received_s = time.time()
         except ConfigError as error:
             self._is_readable = False
-            _LOG.info("redis's history cannot be read", extra={"client": self._name, "reason": error.message})
+            _LOG.info("redis's history cannot be read", extra={"client": self._name, "reason": error.reason})
             return None
+        with translated():
+            found = _history_of(replies)
+        if time_us := _TIME.search(replies[0]):
+            redis.clock.note(int(time_us[1]), sent_s, received_s)
+        return found
 
     # Addresses --------------------------------------------------------------------------------------
 

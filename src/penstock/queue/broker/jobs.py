@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.durable_calls import confirmed_writes
 from penstock.queue.broker.history import RecentCalls
 from penstock.queue.job_cost import Ahead
+from penstock.queue.record_fields import MAX_WHOLE, whole
 
 STATUS_FIELDS = (
     *("state", "tenant", "level", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
@@ -44,16 +44,9 @@ STATUS_FIELDS = (
 """The fields of a job's hash that `status_of` needs."""
 
 
-_NUMBER = re.compile(r"-?[0-9]{1,15}")
 LEASE_MS = 15_000
 """The default of a node's settings. It stands in for a damaged one of a pool, as in the scripts."""
 _STATES = frozenset((*TERMINAL_STATES, "queued", "running"))
-
-
-def whole(text: str | bytes | None, instead: int = 0) -> int:
-    """Return a number of a record in Redis; `instead` for none and for a damaged one, which the scripts mend."""
-    text = text.decode(errors="replace") if isinstance(text, bytes) else text or ""
-    return int(text) if _NUMBER.fullmatch(text) else instead
 
 
 def readable(fields: dict[str, str]) -> dict[str, str]:
@@ -201,7 +194,7 @@ CLOCK_FIELDS = ("lease_ms", "ahead_ms")
 
 def pool_ms(time: tuple[int, int], ahead_ms: bytes | None) -> int:
     """Return a pool's time, from Redis's answer to TIME and from `ahead_ms` of P:config."""
-    return time[0] * 1000 + time[1] // 1000 + whole(ahead_ms)
+    return time[0] * 1000 + time[1] // 1000 + whole(ahead_ms, least=-MAX_WHOLE)
 
 
 def outcome_of(fields: Mapping[str, str]) -> Outcome | None:

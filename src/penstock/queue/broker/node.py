@@ -18,12 +18,12 @@ from penstock.contract.priority import PerLevel, Priority, class_of_level, is_ba
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
-from penstock.queue.broker.jobs import LEASE_MS, pool_ms, whole
+from penstock.queue.broker.jobs import LEASE_MS, pool_ms
 from penstock.queue.broker.pools import keep_listed
 from penstock.queue.broker.producer import decoded
 from penstock.queue.broker.scripts import PoolClocks, sweep
 from penstock.queue.job_cost import HOLD_MS
-from penstock.queue.record_fields import is_text, unless_wrong_type
+from penstock.queue.record_fields import is_text, unless_wrong_type, whole
 from penstock.runtime.event_loop import LoopYielder
 
 MAX_EMIT_JOBS = 512
@@ -260,7 +260,10 @@ class NodeBroker:
         LeaseLostError.
         """
         record, check = wire.encode_record(pressure), int(held is not None)
-        answer = await self._call("heartbeat", self._revision, free, record, answered_call, check, *(held or ()))
+        kv_tokens = pressure.kv_blocks_total * pressure.block_size
+        pace = f"{pressure.drain_cost_per_s:g} {pressure.max_num_seqs} {kv_tokens} {self._revision}"
+        told = self._revision, free, pace if pressure.takes_jobs else "", record, answered_call, check
+        answer = await self._call("heartbeat", *told, *(held or ()))
         if answer[0] == b"SWEPT":
             raise LeaseLostError
         if answer[4] and self._joined is not None:
@@ -287,13 +290,28 @@ class NodeBroker:
         `hold_ms` is the expected time for which this node holds a KV token of cost. A tenant is charged
         cost × hold_ms ÷ weight.
         """
-        sizes = (*capacity.kv_tokens, *capacity.slots, capacity.kv_total, capacity.slots_total)
-        held, due = scripts.packed(capacity.tenants) if capacity.tenants else b"", int(capacity.background_due)
-        answer = await self._call("take", call, nonce, *sizes, self._revision, hold_ms, capacity.tasks, held, due)
+        asked = {
+            "call": call,
+            "nonce": nonce,
+            "revision": self._revision,
+            "hold_ms": hold_ms,
+            "kv_tokens": capacity.kv_tokens,
+            "slots": capacity.slots,
+            "kv_total": capacity.kv_total,
+            "slots_total": capacity.slots_total,
+            "task_slots": capacity.tasks,
+        }
+        if capacity.tenants:
+            asked["held"] = capacity.tenants
+        if capacity.background_due:
+            asked["background_due"] = True
+        answer = await self._call("take", scripts.packed(asked))
         if answer[0] == b"UNKNOWN_NODE":
             raise LeaseLostError
         if answer[0] != b"OK":
             raise InvariantError(f"take {call} answered {answer[0]!r}")
+        # Short answers, such as a repeated one, have no ends.
+        scripts.log_ends(answer[5] if len(answer) > 5 else ())
         jobs = tuple(map(_taken, answer[1]))
         return TakeAnswer(jobs, tuple(answer[2]), int(answer[3]), int(answer[4]))
 
@@ -346,7 +364,7 @@ class NodeBroker:
 
         Returns one answer per job, as `finish` does, or `ERR …` for a job whose keys are damaged.
         """
-        rows = scripts.packed([_row_of(end) for end in ends])
+        rows = scripts.packed(list(map(_fields_of, ends)))
         return [a.decode() for a in await self._call("finish", rows, *(end.result for end in ends))]
 
     async def lacks_ends(self, ends: Sequence[JobEnd]) -> list[bool]:
@@ -389,17 +407,32 @@ class NodeBroker:
         return await scripts.call(self._redis, name, self._pool, self._node_id, *arguments)
 
 
-def _row_of(end: JobEnd) -> tuple[Any, ...]:
-    """Return a job's end as finish.lua takes it."""
+def _fields_of(end: JobEnd) -> dict[str, Any]:
+    """Return a job's end as finish.lua takes it, without what has its default there."""
     last, outcome, used = end.last, end.outcome, end.used
-    kv_token_ms, usage, log_bytes = used.get("kv_token_ms"), used.get("usage"), used.get("log_bytes")
-    tokens = ("", "", "") if usage is None else (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
-    return (
-        *(last.job_id, last.lease, last.index),
-        *(outcome.state, outcome.code, outcome.message[:MAX_MESSAGE_CHARS], outcome.param),
-        *("" if kv_token_ms is None else kv_token_ms, *tokens, "" if log_bytes is None else log_bytes),
-        *(used.get("num_preemptions", 0), last.chunks),
-    )
+    usage = used.get("usage")
+    reported = {
+        "kv_token_ms": used.get("kv_token_ms"),
+        "prompt": usage and usage.prompt_tokens,
+        "completion": usage and usage.completion_tokens,
+        "cached": usage and usage.cached_tokens,
+        "log_bytes": used.get("log_bytes"),
+    }
+    others = {
+        "code": outcome.code,
+        "message": outcome.message[:MAX_MESSAGE_CHARS],
+        "param": outcome.param,
+        "preemptions": used.get("num_preemptions"),
+        "chunks": last.chunks,
+    }
+    return {
+        "id": last.job_id,
+        "lease": last.lease,
+        "index": last.index,
+        "state": outcome.state,
+        **{name: value for name, value in reported.items() if value is not None},
+        **{name: value for name, value in others.items() if value},
+    }
 
 
 def _packed_rows(emissions: Sequence[Emission]) -> bytes:

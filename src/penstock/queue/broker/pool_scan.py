@@ -18,12 +18,12 @@ TYPES = {
     name: kind
     for kind, names in {
         "hash": "adapters backlog background_turns bulk config counts ended_before head_served hour_usage job lengths "
-        "outbox_sizes paused pressure queued queued_background rate recent_use refused reservations reserved schema "
-        "seats stored tenant_tasks usage used",
+        "paces paused pressure queued queued_background rate recent_use refused reservations reserved schema "
+        "seats stored tenant_tasks untold_sizes usage used",
         "list": "log profile",
         "set": "open running tenant",
-        "stream": "outbox queue",
-        "string": "audit idem last_take metadata record request response result virtual_clock",
+        "stream": "queue untold",
+        "string": "audit idem last_take left metadata record request response result virtual_clock",
         "zset": "awaiting bulks dead_letters deadlines debt delayed events expiry free jobs nodes readers requeued "
         "revisions tagged tasks virtual_time waiting",
     }.items()

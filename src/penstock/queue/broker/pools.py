@@ -30,9 +30,9 @@ from penstock.contract.pool import (
 from penstock.contract.priority import NUM_LEVELS
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.broker.jobs import CLOCK_FIELDS, LEASE_MS, pool_ms, whole
+from penstock.queue.broker.jobs import CLOCK_FIELDS, LEASE_MS, pool_ms
 from penstock.queue.broker.queue_state import QueueReader, queue_state
-from penstock.queue.record_fields import executed, is_wrong_type, sum_of, sums_of, unless_wrong_type
+from penstock.queue.record_fields import executed, is_wrong_type, sums_of, unless_wrong_type, whole
 from penstock.queue.wire import WireError
 
 # The list of pools in penstock:pools. It is a hint: a listed name is a pool only if it has a record.
@@ -235,6 +235,7 @@ class StatsBroker:
             records,
             stored,
             reserved,
+            pauses,
             (waiting, cost),
         ) = await asyncio.gather(
             redis.time(),
@@ -245,6 +246,7 @@ class StatsBroker:
             unless_wrong_type(redis.hgetall(keys.pressure(pool)), {}),
             unless_wrong_type(redis.hgetall(keys.stored(pool)), {}),
             unless_wrong_type(redis.hgetall(keys.reserved(pool)), {}),
+            unless_wrong_type(redis.hgetall(keys.paused(pool)), {}),
             self._queue.read(pool),
         )
         now_ms = pool_ms(time, ahead_ms)
@@ -258,10 +260,20 @@ class StatsBroker:
             pool,
             queue_state(waiting, cost, counts, nodes),
             num_open,
-            {event: sum_of(counts.get(event.encode())) for event in EVENTS},
+            {event: whole(counts.get(event.encode())) for event in EVENTS},
             tuple(nodes),
             {tenant: size + of_running.get(tenant, 0) for tenant, size in sums_of(stored).items()},
+            _paused_ms(pauses, now_ms),
         )
+
+
+def _paused_ms(pauses: Mapping[bytes, bytes], now_ms: int) -> dict[str, int]:
+    oldest = dict[str, int]()
+    for name, since_ms in pauses.items():
+        kind = {b"pool": "pool", b"level": "class", b"tenant": "tenant"}.get(name.partition(b":")[0])
+        if kind is not None and (since := whole(since_ms)):
+            oldest[kind] = max(oldest.get(kind, 0), now_ms - since)
+    return oldest
 
 
 def _redis_state(info: Mapping[str, Any]) -> RedisState:
@@ -282,6 +294,11 @@ def _redis_state(info: Mapping[str, Any]) -> RedisState:
         num_replicas=len(replicas),
         replica_lag_s=max((float(one["lag"]) for one in replicas), default=None),
         replica_lag_bytes=max((max(0, offset - int(one["offset"])) for one in replicas), default=None),
+        is_loading=bool(info.get("loading")),
+        is_replica=info.get("role", "master") != "master",
+        num_good_replicas=int(info["min_slaves_good_slaves"]) if "min_slaves_good_slaves" in info else None,
+        aof_bytes=int(info.get("aof_current_size", 0)),
+        aof_base_bytes=int(info.get("aof_base_size", 0)),
     )
 
 
@@ -327,7 +344,7 @@ class ActivityBroker:
             pool,
             queue=queue_state(waiting, cost, counts, [node.pressure for node in nodes]),
             queued_of_tenants=await self._queued_of_tenants(pool, costs),
-            counts={event: sum_of(counts.get(event.encode())) for event in EVENTS},
+            counts={event: whole(counts.get(event.encode())) for event in EVENTS},
             nodes=tuple(nodes),
             events=tuple(event for event in map(_event_of, reversed(events)) if event is not None),
         )
@@ -378,6 +395,6 @@ def _live_nodes(
 def _event_of(member: bytes) -> PoolEvent | None:
     """Return an event, None for a damaged one."""
     at_ms, *names = member.decode(errors="replace").split(" ")
-    if len(names) != _EVENT_NAMES or not (when_ms := sum_of(at_ms.encode())):
+    if len(names) != _EVENT_NAMES or not (when_ms := whole(at_ms)):
         return None
     return PoolEvent(when_ms, *("" if name == _ABSENT else name for name in names))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+import uuid_utils
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
@@ -33,7 +35,6 @@ from penstock.queue.broker.jobs import (
     readable,
     status_of,
     times_ms_of,
-    whole,
 )
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
@@ -43,7 +44,7 @@ from penstock.queue.broker.submitting import SharedCalls, Submissions, channel_c
 from penstock.queue.broker.submitting import Submission as Submission
 from penstock.queue.broker.submitting import Submitted as Submitted
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
-from penstock.queue.record_fields import is_wrong_type, sum_of, unless_wrong_type
+from penstock.queue.record_fields import is_wrong_type, unless_wrong_type, whole
 from penstock.queue.results import Fetches, PackedResult
 from penstock.queue.wire import WireError, decode_chunks
 from penstock.runtime.event_loop import LoopYielder
@@ -125,6 +126,16 @@ class ServedPool(PoolRecord):
     """Most jobs that wait or run in the pool. Jobs that exceed it are refused."""
     without_node_ms: int = 0
     """Milliseconds since its last node left, or since the pool was declared; 0 while it has a live node."""
+    clock_ahead_ms: int = field(default=0, compare=False)
+    """Milliseconds by which the pool's clock was ahead of this machine's when this was read."""
+
+    def new_job_id(self) -> str:
+        """Return an id for a new job. Its time is that of the pool, which refuses ids of another time."""
+        made = str(uuid_utils.uuid7())
+        if abs(self.clock_ahead_ms) >= 1000:
+            time_hex = f"{time.time_ns() // 1_000_000 + self.clock_ahead_ms:012x}"
+            made = f"{time_hex[:8]}-{time_hex[8:]}{made[13:]}"
+        return f"{self.pool}.{made}"
 
     @property
     def hours_without_node(self) -> int:
@@ -325,7 +336,7 @@ class ProducerBroker:
         alive = [
             records[node] for node, heartbeat_ms in heartbeats if heartbeat_ms >= alive_since_ms and node in records
         ]
-        return PoolPressure(tuple(self._pressures(pool, alive)), tuple(map(sum_of, backlog)), tuple(num_queued))
+        return PoolPressure(tuple(self._pressures(pool, alive)), tuple(map(whole, backlog)), tuple(num_queued))
 
     def _alive_since_ms(self, pool: str, time: tuple[int, int], lease_ms: bytes | None, ahead_ms: bytes | None) -> int:
         return self._clocks.alive_since_ms(pool, pool_ms(time, ahead_ms), whole(lease_ms, LEASE_MS if lease_ms else 0))
@@ -342,10 +353,11 @@ class ProducerBroker:
     async def pools(self) -> dict[str, ServedPool]:
         """Return every listed pool that has a record, by name, pools with a live node first."""
         with translated():
-            time, listed = await asyncio.gather(cast(Any, self._redis).time(), self._list.read())
+            clock, listed = await asyncio.gather(cast(Any, self._redis).time(), self._list.read())
+            own_ms = time.time_ns() // 1_000_000
             records = await asyncio.gather(*(self._record_of(one) for one in listed.values()))
             found = [(one, record) for one, record in zip(listed.values(), records, strict=True) if record is not None]
-            served = await asyncio.gather(*(self._served(one, *record, time) for one, record in found))
+            served = await asyncio.gather(*(self._served(one, *record, clock, own_ms) for one, record in found))
         self._list.known = {one.entry.pool: one for one, _ in found}
         by_name = {pool.pool: pool for pool in served}
         return dict(sorted(by_name.items(), key=lambda item: not item[1].is_alive))
@@ -362,7 +374,10 @@ class ProducerBroker:
             self._logged.warn("unreadable pool record", keys.record(pool), error)
             return None
 
-    async def _served(self, listed: ListedPool, record: PoolRecord, version: int, time: tuple[int, int]) -> ServedPool:
+    async def _served(
+        self, listed: ListedPool, record: PoolRecord, version: int, time: tuple[int, int], own_ms: int
+    ) -> ServedPool:
+        """Return a pool. `time` is Redis's, and `own_ms` this machine's at that moment."""
         pool = record.pool
         if version != PROTOCOL_VERSION:
             return ServedPool(**asdict(record), is_alive=False, protocol_version=version)
@@ -391,6 +406,7 @@ class ProducerBroker:
             is_alive=is_alive,
             max_open_jobs=whole(max_open_jobs, NO_LIMIT),
             without_node_ms=0 if is_alive else max(0, now_ms - last_ms),
+            clock_ahead_ms=self._clocks.believed_ms(pool, now_ms, whole(clock[0], LEASE_MS)) - own_ms,
         )
 
     async def _record(self, job_id: str, tenant: str) -> dict[str, str]:

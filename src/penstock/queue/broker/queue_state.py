@@ -19,7 +19,7 @@ from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.queue import keys
 from penstock.queue.broker.jobs import pool_ms
 from penstock.queue.job_cost import drain_s
-from penstock.queue.record_fields import executed, is_text, sum_of, unless_wrong_type
+from penstock.queue.record_fields import executed, is_text, unless_wrong_type, whole
 
 MAX_LANES = 1000
 """Tenants' scheduled jobs of one level that are counted."""
@@ -71,7 +71,7 @@ class QueueReader:
                 pool, [one.decode() for one in tenants if is_text(one)], now_ms
             ),
         }
-        return waiting, tuple(map(sum_of, costs))
+        return waiting, tuple(map(whole, costs))
 
     async def _scheduled(self, pool: str, now_ms: int) -> WaitingJobs:
         lanes: list[tuple[bytes, float]] = []
@@ -140,7 +140,7 @@ def queue_state(
         waiting=waiting,
         running=tuple(int(number) for number in _sums(node.jobs_by_level for node in nodes)),
         cost=cost,
-        expired=tuple(sum_of(counts.get(b"expired_level_%d" % level)) for level in _LEVELS),
+        expired=tuple(whole(counts.get(b"expired_level_%d" % level)) for level in _LEVELS),
         backlog_s=(drain_s(nodes, foreground), drain_s(nodes, 0, background)),
         engine_shares=tuple(ms / whole_ms for ms in engine_ms) if whole_ms > 0 else None,
     )

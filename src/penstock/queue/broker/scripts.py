@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__package__)
 Argument = bytes | str | int | float
 
 _WITHOUT_QUEUE = frozenset(
-    ("attach", "declare", "detach", "emit", "join", "leave", "outbox", "positions", "reader_heartbeat", "webhooks")
+    ("attach", "declare", "detach", "emit", "join", "leave", "positions", "reader_heartbeat", "untold", "webhooks")
 )
 """Scripts that neither queue nor end a job. They are called most often, so they omit queue.lua."""
 _WITHOUT_POOL = frozenset(("files",))
@@ -134,13 +134,24 @@ class PoolClocks:
 
         `now_ms`: the pool's time by Redis's clock. It does not count if it has jumped, until a sweep corrects it.
         """
+        return self.believed_ms(pool, now_ms, lease_ms) - lease_ms
+
+    def believed_ms(self, pool: str, now_ms: int, lease_ms: int) -> int:
+        """Return the pool's time. `now_ms`: the same by Redis's clock."""
         seen_ms = self.seen_ms(pool)
-        return (seen_ms if seen_ms and abs(now_ms - seen_ms) > lease_ms / 2 else now_ms) - lease_ms
+        return seen_ms if seen_ms and abs(now_ms - seen_ms) > lease_ms / 2 else now_ms
 
 
 def _uptime_s() -> float:
     """Return a clock that also runs while the machine is suspended, where there is one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def log_ends(rows: Sequence[Sequence[bytes]]) -> None:
+    """Write the line of each job that a script ended and that no node reported."""
+    for row in rows:
+        job_id, tenant, state, code = (one.decode(errors="replace") for one in row)
+        _LOG.info("job.ended", extra={"job_id": job_id, "tenant": tenant, "state": state, "code": code})
 
 
 async def sweep(redis: Redis, pool: str, clocks: PoolClocks) -> None:
@@ -154,9 +165,10 @@ async def sweep(redis: Redis, pool: str, clocks: PoolClocks) -> None:
     if kind == b"RESET" and found[0]:
         _LOG.warning("redis's clock has jumped", extra={"pool": pool, "jump_ms": int(found[0])})
     if kind == b"OK":
-        lost, num_requeued, num_ended = found
+        lost, num_requeued, ended = found
+        log_ends(ended)
         if lost:
             # Only the process that found them logs them, because Redis keeps no trace of these nodes.
             node_ids = [node_id.decode() for node_id in lost]
-            facts = {"pool": pool, "node_ids": node_ids, "num_requeued": num_requeued, "num_ended": num_ended}
+            facts = {"pool": pool, "node_ids": node_ids, "num_requeued": num_requeued, "num_ended": len(ended)}
             _LOG.warning("nodes are lost", extra=facts)

@@ -19,6 +19,8 @@ from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.sentinel import SentinelConnectionPool
 
+from penstock.queue.broker.redis_clock import RedisClock
+
 REPLY_TIMEOUT_S = 10.0
 MAX_BUFFERED_BYTES = 1 << 20
 """Received bytes that are not yet processed; beyond this, the connection stops reading."""
@@ -276,6 +278,8 @@ class SharedRedis(Redis):
         self._failure: Exception | None = None
         """The error of the last failed attempt to connect."""
         self._is_closing = False
+        self.clock = RedisClock()
+        """Redis's clock, which `HistoryWatch` reads."""
         self._lines: WeakSet[SharedConnection] = WeakSet()
         """All open connections, also those for subscriptions and for calls that wait for the disk."""
         self.changed = asyncio.Event()
@@ -368,3 +372,8 @@ class SharedRedis(Redis):
             if self._is_closing:
                 self._line.close()
             return self._line
+
+
+def clock_of(redis: Redis) -> RedisClock:
+    """Return the clock of a Redis. That of another client than ours is this machine's."""
+    return redis.clock if isinstance(redis, SharedRedis) else RedisClock()

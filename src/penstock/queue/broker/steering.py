@@ -20,7 +20,7 @@ from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import pool_names
-from penstock.queue.record_fields import RecordFields, executed, is_text, sum_of
+from penstock.queue.record_fields import RecordFields, executed, is_text, whole
 from penstock.queue.wire import Request
 
 MAX_STEP_JOBS = 8
@@ -269,9 +269,9 @@ def _pauses_of(pool: str, found: Mapping[bytes, bytes]) -> list[Pause]:
     for name, since_ms in sorted(found.items()):
         kind, _, what = name.decode(errors="replace").partition(":")
         if kind == "pool" and not what:
-            pauses.append(Pause(pool, sum_of(since_ms), None, None))
+            pauses.append(Pause(pool, whole(since_ms), None, None))
         elif kind == "tenant" and re.fullmatch(NAME_PATTERN, what):
-            pauses.append(Pause(pool, sum_of(since_ms), what, None))
+            pauses.append(Pause(pool, whole(since_ms), what, None))
         elif kind == "level" and what in _LEVELS:
-            pauses.append(Pause(pool, sum_of(since_ms), None, int(what)))
+            pauses.append(Pause(pool, whole(since_ms), None, int(what)))
     return pauses

@@ -13,11 +13,11 @@ from typing import Any, Generic, TypeVar, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract.channel import NO_CHANNEL
 from penstock.contract.errors import (
     BusyError,
     ConflictError,
     InvariantError,
+    PenstockError,
     RequestError,
     TooLargeError,
     UnavailableError,
@@ -173,7 +173,7 @@ class PackedSubmission:
     job: JobDef
     inbox: str
     terms: Terms
-    row: tuple[Any, ...]
+    row: dict[str, Any]
     request: bytes
     response: bytes
 
@@ -214,37 +214,58 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         request = with_members(request, [("trace", [pack(trace)])])
     notes = {**(job.metadata or {}), **({} if job.custom_id is None else {wire.CUSTOM_ID: job.custom_id})}
     metadata = json.dumps(notes, separators=(",", ":"), ensure_ascii=False) if notes else ""
-    # The fields `needs_reader` and `limits` of the job's record (see prelude.lua).
-    needs_reader = (job.reader_grace_ms or 1) if job.requires_reader else 0
+    rate = submission.rate_tokens
     limits = (job.params.max_tokens, job.max_total_tokens)
-    row = (
-        *(job.id, job.level, job.num_sequences, submission.cost, body, job.deadline_ms or 0),
-        *(job.channel.field if job.channel else NO_CHANNEL, needs_reader, keys.key_hash(job.idempotency_key)),
-        *(estimate_output_bytes(job, len(request)), job.not_before_ms or 0, record.keep_ms),
-        *(submission.rate_tokens or ("", 0, 0, "")),
-        *(
-            "" if None in limits else "{} {}".format(*limits),
-            "" if job.max_wait_ms is None else job.max_wait_ms,
-            int(job.in_feed),
-        ),
-        *(job.ttl_ms or 0, " ".join(job.tags), metadata, (job.retry_of or "").rpartition(".")[2]),
-        *(" ".join(job.webhooks), short(submission.model), first_words(job)),
-    )
+    # What is None or '' is left out: submit.lua has the defaults.
+    fields = {
+        "id": job.id,
+        "level": job.level,
+        "n": None if job.num_sequences == 1 else job.num_sequences,
+        "cost": submission.cost,
+        "body": body,
+        "deadline_in_ms": job.deadline_ms or None,
+        "channel": job.channel and job.channel.field,
+        "needs_reader": job.reader_grace_ms if job.requires_reader else 0,
+        "idem_hash": keys.key_hash(job.idempotency_key),
+        "output": estimate_output_bytes(job, len(request)),
+        "not_before_in_ms": job.not_before_ms or None,
+        "keep_ms": record.keep_ms or None,
+        "rate_prompt": rate and rate.prompt,
+        "rate_n": rate and rate.num_choices,
+        "rate_max": rate and rate.max_output,
+        "most_tokens": rate and rate.may_use,
+        "limits": None if None in limits else "{} {}".format(*limits),
+        "max_wait_ms": job.max_wait_ms,
+        "in_feed": None if job.in_feed else 0,
+        "ttl_in_ms": job.ttl_ms or None,
+        "tags": " ".join(job.tags),
+        "metadata": metadata,
+        "retry_of": (job.retry_of or "").rpartition(".")[2],
+        "webhooks": " ".join(job.webhooks),
+        "model": short(submission.model),
+        "words": first_words(job),
+    }
+    row = {name: value for name, value in fields.items() if value is not None and value != ""}
     return PackedSubmission(job, inbox, terms, row, request, record.data)
+
+
+def _packed_terms(terms: Terms) -> dict[str, Any]:
+    fields = terms.model_dump(exclude_defaults=True)
+    # As a text: Redis would write a number with all its digits.
+    return fields | {"weight": str(terms.weight)} if "weight" in fields else fields
 
 
 def _arguments_of(submissions: Sequence[PackedSubmission], seen_ms: int) -> tuple[Argument, ...]:
     """Return the arguments of submit.lua for jobs of one pool and inbox. `seen_ms`: the pool's time, see PoolClocks."""
     # By identity: most jobs share an object, and its hash costs more than sending it twice.
     numbers: dict[tuple[str, int], int] = {}
-    terms, rows = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
+    terms, rows = list[dict[str, Any]](), list[dict[str, Any]]()
     for packed in submissions:
-        one, key = packed.terms, (packed.job.tenant, id(packed.terms))
+        key = (packed.job.tenant, id(packed.terms))
         if key not in numbers:
             numbers[key] = len(numbers) + 1
-            limits = one.max_open_jobs, one.max_queued_cost, one.jobs_per_minute, one.tokens_per_minute
-            terms.append((packed.job.tenant, *limits, one.burst_s, str(one.weight), one.memory_percent, one.account))
-        rows.append((numbers[key], *packed.row))
+            terms.append(_packed_terms(packed.terms) | {"tenant": packed.job.tenant})
+        rows.append(packed.row | {"terms": numbers[key]})
     payloads = (data for packed in submissions for data in (packed.request, packed.response))
     return submissions[0].inbox, seen_ms, scripts.packed(terms), scripts.packed(rows), *payloads
 
@@ -321,8 +342,14 @@ def channel_conflict(job_id: str) -> ConflictError:
     return ConflictError(message, code="channel_conflict", param="channel")
 
 
-def submit_error(kind: str, answer: list[Any], job: JobDef) -> Exception:
+def submit_error(kind: str, answer: list[Any], job: JobDef) -> PenstockError:
     """Return the error for a refused job; `kind` is the first element of the script's `answer`."""
+    error = _refusal_of(kind, answer, job)
+    error.pool = job.pool
+    return error
+
+
+def _refusal_of(kind: str, answer: list[Any], job: JobDef) -> PenstockError:
     match kind:
         case "UNKNOWN_POOL":
             # The client found the pool announced, so Redis lost it since. Its nodes announce it again within seconds.

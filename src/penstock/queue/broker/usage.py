@@ -15,7 +15,7 @@ from penstock.contract.usage import MAX_PAGE_ROWS, Periods, PeriodUsage, UsagePa
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import pool_names
-from penstock.queue.record_fields import sum_of, sums_of, unless_wrong_type
+from penstock.queue.record_fields import sums_of, unless_wrong_type, whole
 
 _COUNTERS = ("jobs", "prompt", "completion", "cached")
 _FIELD = re.compile(rb"([\w-]{1,64}):([\w-]*):(jobs|prompt|completion|cached)")
@@ -92,7 +92,7 @@ class UsageBroker:
             fields = [f"{query.tenant}:{query.account}:{counter}" for counter in _COUNTERS]
             with translated():
                 values = await unless_wrong_type(self._redis.hmget(name, fields), [None] * len(fields))
-            counts = {counter: sum_of(value) for counter, value in zip(_COUNTERS, values, strict=True) if value}
+            counts = {counter: whole(value) for counter, value in zip(_COUNTERS, values, strict=True) if value}
             return {(query.tenant, query.account): counts} if counts else {}
         found: dict[Owner, dict[str, int]] = defaultdict(dict)
         cursor = 0
@@ -105,7 +105,7 @@ class UsageBroker:
                     continue  # It is not ours.
                 tenant, account, counter = (part.decode() for part in named.groups())
                 if query.tenant in (None, tenant) and query.account in (None, account):
-                    found[tenant, account][counter] = sum_of(value)
+                    found[tenant, account][counter] = whole(value)
             if not cursor:
                 return found
 

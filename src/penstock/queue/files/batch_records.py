@@ -27,6 +27,7 @@ from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import LoggedOnce
+from penstock.queue.broker.shared_connection import clock_of
 from penstock.queue.files.batch import (
     ENDED_STATES,
     OPEN_STATES,
@@ -49,7 +50,7 @@ from penstock.queue.files.file_records import (
     no_file,
     upload_dropped,
 )
-from penstock.queue.record_fields import RecordFields, is_text, is_wrong_type, sum_of
+from penstock.queue.record_fields import RecordFields, is_text, is_wrong_type, whole
 
 _LOG = logging.getLogger(__package__)
 _RETRY_MS = 60_000
@@ -94,6 +95,10 @@ class BatchRecords:
         self._redis, self._logged = cast(Any, redis), LoggedOnce(_LOG)
         self.made = asyncio.Event()
         """Set when this process makes a batch, so that its holder need not wait for the next look."""
+
+    def now_s(self) -> float:
+        """Return the time that the records' times have: that of Redis."""
+        return clock_of(self._redis).now_s()
 
     # For callers.
 
@@ -251,7 +256,7 @@ class BatchRecords:
     async def num_rows_left(self) -> int:
         """Return how many rows of all open batches are in no part yet."""
         with translated():
-            return sum_of(await self._redis.hget(keys.rows_left(), "*"))
+            return whole(await self._redis.hget(keys.rows_left(), "*"))
 
     # For the holder of a lease. Each method raises BatchTakenError if another process has taken it.
 

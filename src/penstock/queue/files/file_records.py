@@ -37,6 +37,8 @@ MESSAGE_BATCH, MESSAGE_RESULTS = "message_batch", "message_batch_results"
 OF_MESSAGE_BATCHES = frozenset((MESSAGE_BATCH, MESSAGE_RESULTS))
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 MAX_NAME_CHARS = 255
+MAX_LIFE_S = 10 * 365 * 86_400
+"""The longest life that a caller may give a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ async def call_script(redis: Redis, what: str, **arguments: Any) -> list[Any]:
     try:
         answer: list[Any] = await scripts.call(redis, "files", keys.FILES, what, given)
     except InvariantError as error:
-        if "WRONGTYPE" not in error.message:
+        if "WRONGTYPE" not in error.detail:
             raise
         tenant = scripts.packed({"tenant": arguments.get("tenant")})
         _, names = await scripts.call(redis, "files", keys.FILES, "mend", tenant)

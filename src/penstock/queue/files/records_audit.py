@@ -21,7 +21,7 @@ from penstock.queue.broker.audit import Finding
 from penstock.queue.broker.connection import translated
 from penstock.queue.files.batch import ENDED_STATES, OPEN_STATES
 from penstock.queue.files.file_records import UPLOAD_LEASE_MS, call_script, object_of
-from penstock.queue.record_fields import RecordFields, is_text, sum_of, unless_wrong_type
+from penstock.queue.record_fields import RecordFields, is_text, unless_wrong_type, whole
 
 _SUMS = ("stored", "num_files", "uploading", "num_uploads", "num_open", "rows_left")
 _ALL = "*"
@@ -143,7 +143,7 @@ async def contents_of(redis: Redis) -> Contents:
             listed = await unless_wrong_type(client.lrange(keys.batch_parts(batch_id), 0, -1), list[bytes]())
         for one in listed:
             name, _, rest = one.decode(errors="replace").partition(" ")
-            parts[name] = sum_of(rest.rpartition(" ")[2].encode())
+            parts[name] = whole(rest.rpartition(" ")[2])
     return Contents(files, parts, frozenset(open_batches))
 
 

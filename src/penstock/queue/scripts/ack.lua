@@ -10,7 +10,7 @@ if #ARGV > 2 * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
 local function free(id, tenant, job, stored)
   -- The bytes of the job's record include its small result.
   local result_bytes = stored.result == 0 and redis.call('STRLEN', P .. ':result:' .. id) or 0
-  local num_deleted = redis.call('DEL', P .. ':result:' .. id) + redis.call('DEL', P .. ':log:' .. id)
+  local num_deleted = sure('DEL', P .. ':result:' .. id) + sure('DEL', P .. ':log:' .. id)
   if num_deleted == 0 then return false end
   local log, result = expiry_member(stored.log, tenant, 'log:' .. id), expiry_member(stored.result, tenant, 'result:' .. id)
   local listed = lists.record_with(id, job.state, lists.tags_of(id, job.extra))
@@ -22,9 +22,9 @@ local function free(id, tenant, job, stored)
     forget_stored(record, tenant, stored.job)
     count_stored(tenant, listed, stored.job - result_bytes, tills[3])
   end
-  redis.call('HSET', job_key(id), 'result_until', 0, 'stored',
+  sure('HSET', job_key(id), 'result_until', 0, 'stored',
     string.format('0 0 %d %d', stored.request, stored.job - result_bytes))
-  if job.words ~= '' then redis.call('HDEL', job_key(id), 'words') end
+  if job.words ~= '' then sure('HDEL', job_key(id), 'words') end
   return true
 end
 

@@ -1,10 +1,12 @@
 -- finish: append the last chunks of jobs, store their results and end them. Repeating the call is harmless.
--- ARGV: node, msgpack of [[id, lease, index, state, code, message, param, kv_token_ms, prompt, completion, cached,
---   log_bytes, preemptions, [chunk…]]…], then a result for each job
+-- ARGV: node, msgpack of [end…], then a result for each job
+--   end: a map: id, lease, index, state, code, message, param, kv_token_ms, prompt, completion, cached, log_bytes,
+--   preemptions, chunks
 --   index: index of the first chunk in the job's log.
---   kv_token_ms: KV tokens × milliseconds that the node held them; corrects the tenant's charge. '': the charge stays.
+--   code, message, param, preemptions, chunks: absent for '', 0 and none.
+--   kv_token_ms: KV tokens × milliseconds that the node held them; corrects the tenant's charge. Absent: it stays.
 --   preemptions: how often the node's engine preempted the job's sequences.
---   prompt, completion, cached: tokens that the job used. log_bytes: size of all its chunks. '' where unknown.
+--   prompt, completion, cached: tokens that the job used. log_bytes: size of all its chunks. Absent where unknown.
 --   result: '' if the job ended before its node had read the chunks that an earlier node logged; then none is stored.
 -- Answer, one per job: OK | FENCED | NEED n | GONE (as for emit) | ERR text.
 --   A queued job that was never taken, as Redis says, is ended as one of this node: Redis lost the take.
@@ -35,9 +37,9 @@ local function read_untaken(id)
   return job
 end
 
-local function finish_job(row, result)
-  local id, lease, index, state, code, message, param = unpack(row, 1, 7)
-  local kv_token_ms, chunks, preemptions = tonumber(row[8]), row[14], row[13]
+local function finish_job(one, result)
+  local id, lease, index, state = one.id, one.lease, one.index, one.state
+  local kv_token_ms, chunks = one.kv_token_ms, one.chunks or {}
   if not is_terminal(state) then return 'ERR BAD_STATE ' .. state end
   local job = config and mended(read_job(id, FIELDS))
   if not job then return 'GONE' end
@@ -59,26 +61,26 @@ local function finish_job(row, result)
   local last = append(log, chunks, 1 + length - index)
   for i = 1, #chunks do publish(job, chunks[i]) end
   if result ~= '' then
-    redis.call('SET', P .. ':result:' .. id, result, 'PX', result_life(job, config, #result))
+    sure('SET', P .. ':result:' .. id, result, 'PX', result_life(job, config, #result))
   else
-    redis.call('DEL', P .. ':result:' .. id)
+    sure('DEL', P .. ':result:' .. id)
   end
   if kv_token_ms and config.policy ~= 'round_robin' then
     correct_charge(job, kv_token_ms / weight_of(job) - charged_of(job))
   end
-  note_preemptions(id, preemptions)
-  local reported = {prompt = tonumber(row[9]), completion = tonumber(row[10]), cached = tonumber(row[11]),
-    log_bytes = tonumber(row[12]), result_bytes = #result, kv_token_ms = kv_token_ms}
+  note_preemptions(id, one.preemptions or 0)
+  local reported = {prompt = one.prompt, completion = one.completion, cached = one.cached, log_bytes = one.log_bytes,
+    result_bytes = #result, kv_token_ms = kv_token_ms}
   local logged = {length = math.max(length, index + #chunks) - #last, chunks = last, fields = fields}
-  end_job(job, config, now, state, code, message, param, reported, logged)
+  end_job(job, config, now, state, one.code or '', one.message or '', one.param or '', reported, logged)
   return 'OK'
 end
 
 redis.call('ZREM', P .. ':free', '')
 collect()
 local answers = {}
-for i, row in ipairs(ends) do
-  local ok, answer = pcall(finish_job, row, ARGV[RESULTS + i])
+for i, one in ipairs(ends) do
+  local ok, answer = pcall(finish_job, one, ARGV[RESULTS + i])
   if not ok then answer = 'ERR ' .. tostring(type(answer) == 'table' and answer.err or answer) end
   answers[i] = answer
 end

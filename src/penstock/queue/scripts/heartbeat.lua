@@ -1,13 +1,13 @@
 -- heartbeat: record a node's heartbeat and its pressure record. With check = '1', also compare the node's list of held
 -- jobs with P:running:<node>. Redis assigned a job but the node does not list it: requeue it, without counting a loss,
 -- if the node has seen the answer of its take. The node lists a job that is not assigned to it: report the job as fenced.
--- ARGV: node revision free record answered_call check, then the held ids
---   free: free KV tokens. record: packed pressure record. answered_call: number of the last take answered to the node.
+-- ARGV: node revision free pace record answered_call check, then the held ids
+--   free: free KV tokens. pace: what P:paces has of the node, '' while it takes no jobs. record: packed pressure record. answered_call: number of the last take answered to the node.
 -- Answer: {OK, {cancelled…}, {expired…}, {fenced…}, is_damaged} | {SWEPT}
 --   is_damaged: 1 if P:config has a number that is none: the node should join once more. cancelled, expired: held jobs that
 --   the node must end. SWEPT: a sweep declared the node dead; it must join again.
-local node, revision, free, record = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local answered, check, FIRST = tonumber(ARGV[5]), ARGV[6] == '1', 7
+local node, revision, free, pace, record = unpack(ARGV, 1, 5)
+local answered, check, FIRST = tonumber(ARGV[6]), ARGV[7] == '1', 8
 local config, now = read_config(), clock()
 if not config or not redis.call('ZSCORE', P .. ':nodes', node) then return {'SWEPT'} end
 
@@ -58,6 +58,7 @@ redis.call('ZADD', P .. ':nodes', now, node)
 redis.call('ZADD', P .. ':revisions', now, revision)
 redis.call('ZADD', P .. ':free', free, node)
 redis.call('HSET', P .. ':pressure', node, record)
+if pace ~= '' then redis.call('HSET', P .. ':paces', node, pace) else redis.call('HDEL', P .. ':paces', node) end
 for _, id in ipairs(orphans) do redis.call('SREM', P .. ':running:' .. node, id) end
 for _, job in ipairs(missing) do
   if not end_if_over(job, config, now) then

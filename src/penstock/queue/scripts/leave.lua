@@ -4,6 +4,7 @@
 local node = ARGV[1]
 local left = redis.call('SCARD', P .. ':running:' .. node)
 redis.call('ZREM', P .. ':free', node)
+redis.call('HDEL', P .. ':paces', node)
 redis.call('HDEL', P .. ':reservations', node)
 redis.call('DEL', P .. ':last_take:' .. node)
 if left == 0 then

@@ -48,8 +48,9 @@
 -- it repeats. webhooks: ids of the webhook endpoints that are told of its end, separated by spaces. model, words: the
 -- model's name and the first words of the prompt, at most MAX_SHORT_BYTES each, for lists of jobs.
 
--- queue.lua replaces it for its scripts.
-local redis = redis
+-- queue.lua replaces it for its scripts. `sure` is for commands that fail for no key's type: of strings that they replace,
+-- of lives, messages and deletions, and of a key that the script has read.
+local redis, sure = redis, redis.call
 local P = string.sub(KEYS[1], 1, -8)
 local PROTOCOL_VERSION = '1'
 local CLASSES, LEVELS = 3, 6
@@ -319,7 +320,7 @@ do
   end
 
   local function send(box)
-    redis.call('PUBLISH', box.channel, table.concat(box.parts, '', 1, box.count))
+    sure('PUBLISH', box.channel, table.concat(box.parts, '', 1, box.count))
     box.size, box.count = 0, 0
   end
 

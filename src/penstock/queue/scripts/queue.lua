@@ -76,16 +76,33 @@ do
       (job.entry == DELAYED) == (known.entry == DELAYED)
   end
 
+  local sound_tenants = {}
+
+  local function is_sound_tenant(tenant)
+    if not tenant then return true end
+    if sound_tenants[tenant] == nil then sound_tenants[tenant] = is_tenant(tenant) and true or false end
+    return sound_tenants[tenant]
+  end
+
+  -- Whether these are as submit writes them, by one comparison.
+  local function are_as_submitted(cost, output, submitted, entry)
+    return cost and output and submitted and entry and #cost < 16 and #output < 16 and #submitted < 16 and #entry < 22 and
+      string.find(cost .. ' ' .. output .. ' ' .. submitted .. ' ' .. entry, '^%d+ %d+ %d+ %d+%-%d+$')
+  end
+
   -- The usual record costs these comparisons: few of them call a function, because take looks at many records. Without a
   -- list, the state is not compared. A field that was not read is nil.
   local function is_whole(job, known)
     local level, n, needs_reader, weight = job.level, job.n, job.needs_reader, job.weight
-    return (job.losses == '0' or is_number(job.losses)) and (job.preemptions == '0' or is_number(job.preemptions)) and
+    local losses, preemptions, mark, deadline, unread = job.losses, job.preemptions, job.loss_mark, job.deadline, job.unread
+    local cost, output, submitted, entry = job.cost, job.output, job.submitted, job.entry
+    return (losses == '0' or is_number(losses)) and (preemptions == '0' or is_number(preemptions)) and
       (n == '1' or is_number(n)) and (needs_reader == '1' or needs_reader == '0' or is_number(needs_reader)) and
-      (job.deadline == '' or is_none(job.deadline)) and (job.unread == '' or is_none(job.unread)) and
-      is_number(job.cost) and is_number(job.submitted) and is_none(job.output) and is_none(job.loss_mark) and
-      (weight == '1' or is_weight(weight)) and is_entry(job.entry) and is_level(level) and
-      (known and known.tenant == job.tenant or is_tenant(job.tenant)) and (not known or is_as_listed(job, known))
+      (not deadline or deadline == '' or whole(deadline)) and (not unread or unread == '' or whole(unread)) and
+      (not (cost or submitted or entry) or are_as_submitted(cost, output, submitted, entry) or
+        (is_number(cost) and is_number(submitted) and is_none(output) and is_entry(entry))) and
+      (not mark or is_none(mark)) and (weight == '1' or is_weight(weight)) and (level == '1' or is_level(level)) and
+      (known and known.tenant == job.tenant or is_sound_tenant(job.tenant)) and (not known or is_as_listed(job, known))
   end
 
   -- The functions for what is damaged. Few calls of a script need them, so few create them.
@@ -463,7 +480,7 @@ end
 -- P:jobs:<state>:<tenant>. All scores are 0, so ids order a list, and an id begins with its time. A job is also in
 -- P:tagged:<tenant>:<tag> of each of its tags.
 
-local lists = {}
+local lists = {ended = {}}  -- ended: id, tenant, state and code of the jobs that this call ended and no node reported
 
 function lists.key(state, tenant) return P .. ':jobs:' .. (state == 'queued' and '' or state .. ':') .. tenant end
 
@@ -1104,11 +1121,13 @@ do
     return struct.pack('>BI4', 0xce, n)
   end
 
+  local HEAD = string.char(0x84) .. pack_string('v') .. pack_uint(tonumber(PROTOCOL_VERSION)) .. pack_string('j')
+  local INDEX, END = pack_string('i'), pack_string('e') .. string.char(0x84) .. pack_string('state')
+  local CODE, MESSAGE, PARAM = pack_string('code'), pack_string('message'), pack_string('param')
+
   local function terminal_chunk(id, index, state, code, message, param)
-    return string.char(0x84) .. pack_string('v') .. pack_uint(tonumber(PROTOCOL_VERSION)) ..
-      pack_string('j') .. pack_string(id) .. pack_string('i') .. pack_uint(index) .. pack_string('e') .. string.char(0x84) ..
-      pack_string('state') .. pack_string(state) .. pack_string('code') .. pack_string(code) ..
-      pack_string('message') .. pack_string(message) .. pack_string('param') .. pack_string(param)
+    return HEAD .. pack_string(id) .. INDEX .. pack_uint(index) .. END .. pack_string(state) .. CODE .. pack_string(code) ..
+      MESSAGE .. pack_string(message) .. PARAM .. pack_string(param)
   end
 
   -- Number of bytes and tokens in a job's log, for a job whose node did not report them.
@@ -1128,21 +1147,21 @@ do
 
   local DAY_MS, USAGE_DAYS = 86400000, 92
   local HOUR_MS, USAGE_HOURS = 3600000, 72
-  local USED = {'prompt', 'completion', 'cached'}
+  local USED = {'jobs', 'prompt', 'completion', 'cached'}
 
-  -- Adds a job's tokens to the sums per tenant and account in `key`, which lives for life_ms.
-  local function add_to_usage(key, life_ms, job, account, used)
-    local name = job.tenant .. ':' .. (account or '') .. ':'
-    add_with_life(key, life_ms, name .. 'jobs', 1)
-    for _, what in ipairs(USED) do
-      if used[what] > 0 then add_with_life(key, life_ms, name .. what, used[what]) end
-    end
-  end
-
-  -- Counts a job's tokens in P:usage:<day> and P:hour_usage:<hour>. Only `end_job` calls it, once per job.
+  -- Counts a job's tokens per tenant and account in P:usage:<day> and P:hour_usage:<hour>. Only `end_job` calls it, once per
+  -- job.
   local function add_usage(job, account, now, used)
-    add_to_usage(P .. ':usage:' .. math.floor(now / DAY_MS), USAGE_DAYS * DAY_MS, job, account, used)
-    add_to_usage(P .. ':hour_usage:' .. math.floor(now / HOUR_MS), USAGE_HOURS * HOUR_MS, job, account, used)
+    local day, hour = P .. ':usage:' .. math.floor(now / DAY_MS), P .. ':hour_usage:' .. math.floor(now / HOUR_MS)
+    local name = job.tenant .. ':' .. (account or '') .. ':'
+    for _, what in ipairs(USED) do
+      local amount = what == 'jobs' and 1 or used[what]
+      if amount > 0 then
+        what = name .. what
+        add_with_life(day, USAGE_DAYS * DAY_MS, what, amount)
+        add_with_life(hour, USAGE_HOURS * HOUR_MS, what, amount)
+      end
+    end
   end
 
   -- Corrects the charge to a tenant's token rate by `by` tokens; negative if the charge was too high. A debt is kept
@@ -1182,20 +1201,20 @@ do
     redis.call('ZADD', P .. ':ended', now + config.result_ttl_ms, job.tenant)
   end
 
-  -- Notes in P:outbox that the endpoints which a job names are to be told of its end. Gateways hand that to webhooks.lua.
+  -- Notes in P:untold that the endpoints which a job names are to be told of its end. Gateways hand that to webhooks.lua.
   -- Nothing here may keep a job from ending.
-  local MAX_OUTBOX = 100000
+  local MAX_UNTOLD = 100000
 
   local function note_webhooks(job, state)
-    local size = redis.pcall('HGET', P .. ':outbox_sizes', job.tenant)
-    if type(size) == 'table' or finite(size) >= MAX_OUTBOX then
+    local size = redis.pcall('HGET', P .. ':untold_sizes', job.tenant)
+    if type(size) == 'table' or finite(size) >= MAX_UNTOLD then
       count_event('webhooks_dropped')
       return
     end
     local kind = (whole(job.response_bytes) or 0) > 0 and 'response' or 'job'
     local entry = table.concat({string.match(job.id, '[^.]*$'), state, kind, job.tenant, job.webhooks}, ' ')
-    if type(redis.pcall('XADD', P .. ':outbox', '*', 'e', entry)) == 'string' then
-      count_now(P .. ':outbox_sizes', job.tenant, 1)
+    if type(redis.pcall('XADD', P .. ':untold', '*', 'e', entry)) == 'string' then
+      count_now(P .. ':untold_sizes', job.tenant, 1)
     end
   end
 
@@ -1210,13 +1229,6 @@ do
 
   local function read_tags(job)
     if not job.tags then job.tags = lists.tags_of(job.id, job.extra) end
-  end
-
-  local function is_any_wide(...)
-    for _, text in ipairs({...}) do
-      if #text > MAX_SHORT_BYTES then return true end
-    end
-    return false
   end
 
   local function leave_sets(job, state)
@@ -1247,6 +1259,7 @@ do
   -- tokens are not counted. `last`: of finish, the length of the log, the chunks that go into it before the terminal one,
   -- and further fields of the record.
   function end_job(job, config, now, state, code, message, param, reported, last)
+    if not reported then lists.ended[#lists.ended + 1] = {job.id, job.tenant, state, code} end
     reported = reported or {}
     if code == 'node_lost' then state = 'dead' end
     local log, chunks = log_key(job.id), last and last.chunks or {}
@@ -1269,16 +1282,13 @@ do
       note_event(now, 'dead_letter', job.node, job.id, '-', '-')
     end
     if is_dead then dead_letter(job, now) end
-    if kept then
-      redis.call('PEXPIRE', P .. ':request:' .. job.id, kept)
-    else
-      redis.call('DEL', P .. ':request:' .. job.id)
-    end
+    if kept then sure('PEXPIRE', P .. ':request:' .. job.id, kept) else sure('DEL', P .. ':request:' .. job.id) end
     local held, reserved = whole(job.held), job.reserved == '' and 0 or whole(job.reserved)
     if not held or not reserved then count_event('unknown_sums') end
     count_bytes(P .. ':stored', job.tenant, -(held or 0))
     count_bytes(P .. ':reserved', job.tenant, -(reserved or 0))
-    local is_wide = is_any_wide(message, param, job.past_leases, job.inboxes, job.loss_nodes or '')
+    local is_wide = #message > MAX_SHORT_BYTES or #param > MAX_SHORT_BYTES or #job.past_leases > MAX_SHORT_BYTES or
+      #job.inboxes > MAX_SHORT_BYTES or #(job.loss_nodes or '') > MAX_SHORT_BYTES
     add_usage(job, job.account, now, reported)
     if not is_task(job) and job.in_feed ~= '0' then note_completion(job, config, now, state) end
     if job.webhooks ~= '' then note_webhooks(job, state) end
@@ -1290,16 +1300,15 @@ do
     local index = length + #chunks
     local chunk = terminal_chunk(job.id, index, state, code, message, param)
     chunks[#chunks + 1] = chunk
-    redis.call('RPUSH', log, unpack(chunks))
-    redis.call('PEXPIRE', log, log_life(job, config, reported.result_bytes or 0))
+    sure('RPUSH', log, unpack(chunks))
+    sure('PEXPIRE', log, log_life(job, config, reported.result_bytes or 0))
     local used = string.format('%d %d %d ', reported.prompt, reported.completion, reported.cached) ..
       (reported.kv_token_ms and string.format('%.0f', reported.kv_token_ms) or '')
-    local fields = last and last.fields or {}
-    for _, value in ipairs({'state', state, 'finished', now, 'chunks', index + 1, 'code', code, 'message', message,
-      'param', param, 'used', used, count_ended(job, config, reported.log_bytes + #chunk, reported.result_bytes or 0,
-      state, is_wide)}) do fields[#fields + 1] = value end
-    redis.call('HSET', job_key(job.id), unpack(fields))
-    redis.call('PEXPIRE', job_key(job.id), record_life(job, config, is_dead))
+    local key = job_key(job.id)
+    if last and last.fields[1] then sure('HSET', key, unpack(last.fields)) end
+    sure('HSET', key, 'state', state, 'finished', now, 'chunks', index + 1, 'code', code, 'message', message, 'param', param,
+      'used', used, count_ended(job, config, reported.log_bytes + #chunk, reported.result_bytes or 0, state, is_wide))
+    sure('PEXPIRE', key, record_life(job, config, is_dead))
     local keep = response_life(job)
     if keep then redis.call('PEXPIRE', P .. ':response:' .. job.id, keep) end
     if job.extra ~= '' then redis.call('PEXPIRE', P .. ':metadata:' .. job.id, record_life(job, config, is_dead)) end

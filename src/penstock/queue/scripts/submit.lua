@@ -2,25 +2,23 @@
 -- What is read of the pool and of a tenant is read once per call; each accepted job then counts for the next ones.
 -- ARGV: inbox, seen_ms, msgpack of [terms…], msgpack of [row…], then request and response of each job
 --   seen_ms: the pool's time as the caller knows it, 0 if it does not (prelude.lua, clock)
---   terms: [tenant, max_open, max_queued, jobs_per_minute, tokens_per_minute, burst_s, weight, memory_percent, account],
---   with 0 for no limit
---   row: [terms' number, id, level, n, cost, body_hash, deadline_in_ms, channel, needs_reader, idem_hash, output,
---   not_before_in_ms, keep_ms, rate_prompt, rate_n, rate_max, may_use, limits, max_wait_ms, in_feed, ttl_in_ms, tags,
---   metadata, retry_of, webhooks, model, words]
---   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
+--   terms: a map: tenant, and of contract/tenant.py max_open_jobs, max_queued_cost, jobs_per_minute, tokens_per_minute,
+--   burst_s, weight, memory_percent, account, as far as they are not their defaults
+--   row: a map, without what DEFAULTS has or what may be absent:
+--   terms: their number. id. level: see prelude.lua. cost: predicted KV tokens. body: the request's hash.
 --   output: bytes of log and result that the job may write.
+--   n: number of sequences, 0 for a task that needs no engine.
 --   deadline_in_ms, not_before_in_ms, ttl_in_ms: 0 for none. idem_hash: '' without an idempotency key.
 --   rate_prompt, rate_n, rate_max: tokens of the prompt, choices and most tokens of each (0: no limit), for the tenant's
---   token rate. rate_prompt '' counts the cost. may_use: the most tokens that the job may use; '' counts the cost.
---   limits: the job's field of that name, or ''.
---   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; '' for that of its class
---   or its pool.
---   channel: the job's field of that name (prelude.lua).
+--   token rate. Without rate_prompt the cost counts. most_tokens: the most that the job may use; absent: the cost.
+--   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; absent: that of its class or
+--   its pool.
+--   channel, needs_reader, limits, model, words: the job's fields of these names (prelude.lua).
 --   in_feed: 0 for a job whose end is no completion of its tenant.
---   tags: separated by spaces. metadata: as JSON, or ''. retry_of: the uuid of the job's id that it repeats, or ''.
---   webhooks: ids of the endpoints that are told of its end, separated by spaces. model, words: the job's fields of these
---   names, or ''.
---   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
+--   tags: separated by spaces. metadata: as JSON. retry_of: the uuid of the job's id that it repeats.
+--   webhooks: ids of the endpoints that are told of its end, separated by spaces.
+--   keep_ms: how long the record of a stored response and the job's result are kept after the end.
+--   response: the stored record of a response, or ''.
 -- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|CHANNEL_CONFLICT|
 --       UNKNOWN_POOL}
 --       | {BAD_ID_AGE, max_age_ms} | {BUSY, limit's name, limit, retry_after_ms, num_ahead, wait_ms, spread} | {ERR, text}
@@ -66,32 +64,29 @@ local now, ahead = clock(tonumber(ARGV[2]))
 -- What this call knows of tenants, by name: sums of the queue, rates and refused cost.
 local known_of = {}
 
-local function terms_of(terms)
-  local tenant = terms[1]
-  known_of[tenant] = known_of[tenant] or {}
-  return {tenant = tenant, own = known_of[tenant], max_open = terms[2], max_queued = terms[3],
-    per_minute = {jobs = terms[4], tokens = terms[5]}, burst_s = terms[6], weight = terms[7], memory_percent = terms[8],
-    account = terms[9]}
+local TERMS = {__index = {max_open_jobs = 0, max_queued_cost = 0, jobs_per_minute = 0, tokens_per_minute = 0, burst_s = 10,
+  weight = '1', memory_percent = 0, account = ''}}
+for _, terms in ipairs(all_terms) do
+  known_of[terms.tenant] = known_of[terms.tenant] or {}
+  setmetatable(terms, TERMS)
 end
 
-for at, terms in ipairs(all_terms) do all_terms[at] = terms_of(terms) end
+local DEFAULTS = {__index = {n = '1', channel = '0', needs_reader = 1, deadline_in_ms = 0, not_before_in_ms = 0, ttl_in_ms = 0,
+  keep_ms = 0, idem_hash = '', rate_n = 0, rate_max = 0, limits = '', in_feed = 1, tags = '', metadata = '', retry_of = '',
+  webhooks = '', model = '', words = ''}}
 
--- The fields of a row as a job.
+-- A row becomes its job.
 local function job_of(row, request, response)
-  local terms, level, n = all_terms[row[1]], row[3], tostring(row[4])
-  return {terms = terms, own = terms.own, tenant = terms.tenant, id = row[2], level = level, n = n, cost = row[5],
-    body = row[6], deadline_in = row[7], channel = row[8], needs_reader = row[9], idem = row[10], output = row[11],
-    not_before_in = row[12], keep = row[13], rate_prompt = row[14], rate_n = row[15], rate_max = row[16],
-    most_tokens = row[17], limits = row[18], max_wait_ms = tonumber(row[19]), in_feed = row[20], ttl_in = row[21],
-    tags = row[22], metadata = row[23], retry_of = row[24], webhooks = row[25],
-    model = row[26], words = row[27],
-    request = request, response = response,
-    in_background = level >= CLASSES,
-    -- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
-    is_light = n == '0',
-    -- The job occupies `held` bytes from now on. Its output is reserved only when a node takes it.
-    held = #request + RECORD_BYTES + (response ~= '' and #response + KEY_BYTES or 0) +
-      lists.bytes_of(row[22], row[23])}
+  local job = setmetatable(row, DEFAULTS)
+  job.terms, job.n = all_terms[job.terms], tostring(job.n)
+  job.tenant, job.own = job.terms.tenant, known_of[job.terms.tenant]
+  job.request, job.response, job.in_background = request, response, job.level >= CLASSES
+  -- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
+  job.is_light = job.n == '0'
+  -- The job occupies `held` bytes from now on. Its output is reserved only when a node takes it.
+  job.held = #request + RECORD_BYTES + (response ~= '' and #response + KEY_BYTES or 0) +
+    lists.bytes_of(job.tags, job.metadata)
+  return job
 end
 
 -- Known jobs ---------------------------------------------------------------------------------------
@@ -99,8 +94,7 @@ end
 local num_accepted = 0
 
 local function idem_of(job)
-  local tenant, idem = job.tenant, job.idem
-  return idem ~= '' and (tenant .. ':' .. idem) or ''
+  return job.idem_hash ~= '' and (job.tenant .. ':' .. job.idem_hash) or ''
 end
 
 local function same_or(known, job, conflict)
@@ -118,7 +112,7 @@ local KNOWN_FIELDS = {'state', 'tenant', 'body', 'inboxes', 'channel', 'unread',
 local function find_known(job)
   local known = read_job(job.id, KNOWN_FIELDS)
   if known then return known, 'ID_CONFLICT' end
-  local other = job.idem ~= '' and redis.call('GET', P .. ':idem:' .. idem_of(job))
+  local other = job.idem_hash ~= '' and redis.call('GET', P .. ':idem:' .. idem_of(job))
   known = other and read_job(other, KNOWN_FIELDS)
   if known then return known, 'IDEMPOTENCY_CONFLICT' end
 end
@@ -126,14 +120,14 @@ end
 -- The oldest age of an id, in ms, if the job's id is too old or of a later time.
 local function wrong_age(job)
   local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
-  local id, response, keep = job.id, job.response, job.keep
+  local id = job.id
   local dot = string.find(id, '.', 1, true)
   local minted = tonumber(string.sub(id, dot + 1, dot + 8) .. string.sub(id, dot + 10, dot + 13), 16)
   -- A job of this id may have ended and its record expired. So an id is refused before that can have happened: a record
   -- lives at least record_life after the id's time, less what the id's clock was ahead. Clocks may be behind as much.
   -- Redis's clock and the pool's may differ after a jump. An id is right if it is by one of them. A record expires by
   -- Redis's clock, so it lives less long if that is ahead.
-  local record_life = (response ~= '' and tonumber(keep) or config.result_ttl_ms) + math.min(0, ahead)
+  local record_life = (job.response ~= '' and job.keep_ms or config.result_ttl_ms) + math.min(0, ahead)
   local max_age = math.min(MAX_AGE_MS, math.max(record_life - MAX_AHEAD_MS, MAX_AHEAD_MS))
   local earlier, later = math.min(now, pool_time.of_redis()), math.max(now, pool_time.of_redis())
   if not minted or earlier - minted > max_age or minted - later > MAX_AHEAD_MS then return max_age end
@@ -253,6 +247,9 @@ do
       math.ceil(wait_ms or -1), math.floor(1000 * select(3, read_pace(job)))}
   end
 
+  -- The fields of P:refused:<tenant>: two, and 4,096 bodies.
+  local MAX_REFUSED_BODIES = 4098
+
   -- A tenant's refused cost, with that of this call, and whether the job's body counts there. `bodies` are those that this
   -- call adds.
   local function read_refused(job, rate, share)
@@ -261,13 +258,14 @@ do
       local cost, at = unpack(redis.call('HMGET', P .. ':refused:' .. job.tenant, 'cost', 'at'))
       local left = finite(cost) - rate * share * (now - (whole(at) or now))
       refused = {left = math.max(0, left), is_new = left <= 0, bodies = {}}
+      -- Beyond that, a further body does not count: its retries could not be told from new ones.
+      refused.is_full = left > 0 and redis.call('HLEN', P .. ':refused:' .. job.tenant) >= MAX_REFUSED_BODIES
       job.own.refused = refused
     end
     return refused, refused.bodies[job.body] or redis.call('HGET', P .. ':refused:' .. job.tenant, job.body)
   end
 
   function write_refused(tenant, refused)
-    local MAX_REFUSED_BODIES = 66
     if not refused or not next(refused.bodies) then return end
     local refused_key = P .. ':refused:' .. tenant
     if refused.is_new then redis.call('DEL', refused_key) end
@@ -286,10 +284,10 @@ do
     local share, cost = share_of(job), job.cost
     local refused, is_known = read_refused(job, rate, share)
     local left = refused.left
-    if not is_known then
-      refused.left, refused.bodies[job.body] = left + cost, true
-    else
+    if is_known then
       left = math.max(0, left - cost)
+    elseif not refused.is_full then
+      refused.left, refused.bodies[job.body] = left + cost, true
     end
     wait_ms = wait_ms or math.max(0, cost_ahead(job) + cost - free) / rate
     return busy(job, what, limit, jittered(job, (excess + left) / (rate * share)), wait_ms)
@@ -337,7 +335,7 @@ do
   -- The longest wait and the deadline of a job.
   local function exceeds_wait(job)
     local MAX_WAIT_MS = 60000
-    local is_light, in_background, not_before_in, cost = job.is_light, job.in_background, job.not_before_in, job.cost
+    local is_light, in_background, not_before_in, cost = job.is_light, job.in_background, job.not_before_in_ms, job.cost
     -- Under `fair`, a tenant without queued jobs is never refused for its wait. A delayed job waits by its caller's wish, and
     -- background work waits as long as it takes.
     local is_waited_for = not is_light and not in_background and not_before_in == 0
@@ -352,7 +350,7 @@ do
       end
     end
     -- A deadline refuses a job only if it would be too late even though the pool served this tenant alone from now on.
-    local deadline_in = job.deadline_in
+    local deadline_in = job.deadline_in_ms
     if deadline_in > 0 and not is_light and ahead_of(job) > 0 then
       local rate, free = read_pace(job)
       local optimistic = math.min(backlog_of(0, job.level), ahead_of(job))
@@ -411,7 +409,7 @@ do
   end
 
   local function exceeds_tenant(job)
-    local is_light, cost, tenant_open, tenant_queued = job.is_light, job.cost, job.terms.max_open, job.terms.max_queued
+    local is_light, cost, tenant_open, tenant_queued = job.is_light, job.cost, job.terms.max_open_jobs, job.terms.max_queued_cost
     local own_open = tenant_open > 0 and own_open_jobs(job)
     if tenant_open > 0 and own_open >= tenant_open then
       return busy_until_drained(job, "tenant's open jobs", tenant_open, ahead_of(job) / own_open)
@@ -427,7 +425,7 @@ do
   -- or the caller's limit, whichever is smaller.
   local function tokens_to_reserve(job)
     local UNKNOWN_LENGTH = 256
-    if job.rate_prompt == '' then return job.is_light and 0 or job.cost end
+    if not job.rate_prompt then return job.is_light and 0 or job.cost end
     local longest = job.rate_max > 0 and job.rate_max or nil
     local known = whole(redis.call('HGET', P .. ':lengths', job.tenant))
     local length = math.min(longest or known or UNKNOWN_LENGTH, known or longest or UNKNOWN_LENGTH)
@@ -445,17 +443,17 @@ do
   end
 
   local function exceeds_rates(job)
-    local per_minute, burst_s = job.terms.per_minute, job.terms.burst_s
-    job.reserved_tokens = per_minute.tokens > 0 and tokens_to_reserve(job) or 0
-    if per_minute.jobs == 0 and per_minute.tokens == 0 then return nil end
+    local terms = job.terms
+    job.reserved_tokens = terms.tokens_per_minute > 0 and tokens_to_reserve(job) or 0
+    if terms.jobs_per_minute == 0 and terms.tokens_per_minute == 0 then return nil end
     local rates, new, rate_until = read_rates(job), {}, now
     for _, unit in ipairs({{'jobs', 1}, {'tokens', job.reserved_tokens}}) do
       local name, amount = unpack(unit)
-      local due, limit_of_unit = finite(rates.due[name]), per_minute[name]
+      local due, limit_of_unit = finite(rates.due[name]), terms[name .. '_per_minute']
       -- A delayed job reserves its tokens when it is due.
-      if limit_of_unit > 0 and not (name == 'tokens' and job.not_before_in > 0) then
+      if limit_of_unit > 0 and not (name == 'tokens' and job.not_before_in_ms > 0) then
         local ms_per_unit = 60000 / limit_of_unit
-        local later, wait = next_due(now, burst_s * 1000, amount, ms_per_unit, due, rates.stated[name])
+        local later, wait = next_due(now, terms.burst_s * 1000, amount, ms_per_unit, due, rates.stated[name])
         if not later then return busy(job, "tenant's " .. name .. ' per minute', limit_of_unit, wait) end
         due = later
         new[name] = {later, ms_per_unit}
@@ -509,7 +507,7 @@ end
 -- then take's.
 local function write_record(job, entry, is_delayed)
   local terms = job.terms
-  local tokens_per_minute = terms.per_minute.tokens
+  local tokens_per_minute = terms.tokens_per_minute
   local fields = {'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
     'deadline', job.deadline, 'needs_reader', job.needs_reader, 'unread', job.unread, 'inboxes', inbox, 'channel', job.channel,
     'tenant', job.tenant, 'level', job.level, 'n', job.n, 'cost', job.cost, 'entry', entry, 'submitted', job.submitted,
@@ -530,14 +528,14 @@ local function write_record(job, entry, is_delayed)
   if job.words ~= '' then add('words', job.words) end
   if job.response ~= '' then
     redis.call('SET', P .. ':response:' .. job.id, job.response)
-    add('keep', job.keep, 'response_bytes', #job.response)
+    add('keep', job.keep_ms, 'response_bytes', #job.response)
   end
   if tokens_per_minute > 0 then
     add('ms_per_token', 60000 / tokens_per_minute, 'charged', is_delayed and 0 or job.reserved_tokens)
     if is_delayed then add('to_charge', job.reserved_tokens, 'burst_ms', terms.burst_s * 1000) end
   end
   if job.may_use then add('may_use', job.may_use, 'minute_tokens', job.minute_tokens) end
-  redis.call('HSET', job_key(job.id), unpack(fields))
+  sure('HSET', job_key(job.id), unpack(fields))
 end
 
 local entered = {}
@@ -560,17 +558,17 @@ end
 local to_ring = {}
 
 local function accept(at, job)
-  local id, tenant, is_delayed, tokens_per_minute = job.id, job.tenant, job.not_before_in > 0, job.terms.per_minute.tokens
-  job.deadline = job.deadline_in > 0 and tostring(now + job.deadline_in) or ''
-  if job.ttl_in > 0 and (job.deadline_in == 0 or job.ttl_in < job.deadline_in) then
-    job.deadline, job.begun_deadline = tostring(now + job.ttl_in), job.deadline
+  local id, tenant, is_delayed, tokens_per_minute = job.id, job.tenant, job.not_before_in_ms > 0, job.terms.tokens_per_minute
+  job.deadline = job.deadline_in_ms > 0 and tostring(now + job.deadline_in_ms) or ''
+  if job.ttl_in_ms > 0 and (job.deadline_in_ms == 0 or job.ttl_in_ms < job.deadline_in_ms) then
+    job.deadline, job.begun_deadline = tostring(now + job.ttl_in_ms), job.deadline
   end
   -- A job submitted without a reader has reattach_grace_ms to get one.
   job.unread = (inbox == '' and not channels.is(job.channel)) and now or ''
-  job.submitted = now + job.not_before_in
-  redis.call('SET', P .. ':request:' .. id, job.request)
+  job.submitted = now + job.not_before_in_ms
+  sure('SET', P .. ':request:' .. id, job.request)
   if tokens_per_minute > 0 and not job.is_light then
-    job.may_use = tonumber(job.most_tokens) or job.cost
+    job.may_use = job.most_tokens or job.cost
     job.minute_tokens = math.floor(tokens_per_minute * (1 + job.terms.burst_s / 60))
   end
   local waits = is_delayed or not token_limit.admits_job(job, now)
@@ -585,7 +583,7 @@ local function accept(at, job)
   lists.add(job, job.tags, job.metadata)
   count_bytes(P .. ':stored', tenant, job.held)
   -- The idempotency key lives as long as the job, and idem_ttl_ms after its end.
-  if job.idem ~= '' then
+  if job.idem_hash ~= '' then
     redis.call('SET', P .. ':idem:' .. idem_of(job), id)
   end
   num_accepted = num_accepted + 1

@@ -6,7 +6,7 @@
 -- (asked_ms of P:config, in Redis's time). After a third of a lease it takes Redis's clock, but none before the last run.
 -- ARGV: seen_ms: the pool's time as the caller knows it, 0 if it does not
 -- Answer: {SKIPPED, the pool's time, 0 if it is in doubt} | {RESET, time, jump}
---   | {OK, time, {lost node, …}, jobs requeued, jobs ended}
+--   | {OK, time, {lost node, …}, jobs requeued, {{id, tenant, state, code} of an ended job, …}}
 -- jump: by how many ms Redis's clock has jumped; 0 if it has not.
 local MAX_JOBS, MIN_JUMP_MS, SLOWDOWN = 128, 1000, 100
 local MAX_READER_SILENCE_MS, MAX_RELEASED = 600000, 4096
@@ -63,17 +63,13 @@ end
 
 redis.call('ZREM', P .. ':free', '')
 redis.call('HSET', KEYS[1], 'swept_ms', now, 'ahead_ms', nearer(math.floor((now - last) / SLOWDOWN)))
-local requeued, ended = 0, 0
+local requeued = 0
 
 local function lose(job, was_draining)
-  if not was_draining and end_if_lost_too_often(job, job.node, config, now) then
-    ended = ended + 1
-  elseif end_if_over(job, config, now) then
-    ended = ended + 1
-  else
-    requeue(job, now, 'lost', job.cost, 0)
-    requeued = requeued + 1
-  end
+  if not was_draining and end_if_lost_too_often(job, job.node, config, now) then return end
+  if end_if_over(job, config, now) then return end
+  requeue(job, now, 'lost', job.cost, 0)
+  requeued = requeued + 1
 end
 
 -- Drops completions of a tenant that are older than the jobs' records, about 10,000 at a time. Once the last one is,
@@ -96,6 +92,7 @@ end
 local nodes_lost = {}
 for _, dead in ipairs(lost) do
   redis.call('ZREM', P .. ':free', dead.node)
+  redis.call('HDEL', P .. ':paces', dead.node)
   redis.call('HDEL', P .. ':reservations', dead.node)
   for _, job in ipairs(dead.jobs) do lose(job, dead.was_draining) end
   if dead.empty then
@@ -108,9 +105,7 @@ for _, dead in ipairs(lost) do
     note_event(now, 'node_lost', dead.node, '-', '-', '-')
   end
 end
-for _, job in ipairs(due) do
-  if end_if_over(job, config, now) then ended = ended + 1 end
-end
+for _, job in ipairs(due) do end_if_over(job, config, now) end
 release_delayed(config, now)
 token_limit.release_waiting(config, now)
 redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - math.max(MAX_READER_SILENCE_MS, config.abandon_after_ms))
@@ -121,4 +116,4 @@ for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', P .. ':ended', '-inf', now, 
   trim_completions(tenant)
 end
 flush()
-return {'OK', now, nodes_lost, requeued, ended}
+return {'OK', now, nodes_lost, requeued, lists.ended}

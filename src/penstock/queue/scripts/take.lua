@@ -3,15 +3,17 @@
 -- Tasks, such as tokenization, occupy no sequence and no KV cache. The walk takes them in the same order, whatever
 -- capacity is left. Where it stops, because a job does not fit, the oldest other tasks follow: nothing that they need is
 -- reserved for that job. `task_slots` alone limits them.
--- ARGV: node call nonce kv_tokens0 … kv_tokens5 slots0 … slots5 kv_total slots_total revision hold_ms task_slots held
+-- A burst is divided: from the second job on, a take leaves other nodes their share of what waits (*Shares of nodes*).
+-- ARGV: node, msgpack of a map: call, nonce, revision, hold_ms, kv_tokens, slots, kv_total, slots_total, task_slots, held,
 --   background_due
 --   call: number of this take; repeating the last call gets the same answer. nonce: makes leases unique.
---   kv_tokens, slots: free KV tokens and sequence slots, per level. kv_total, slots_total: the node's whole capacity.
---   task_slots: tasks that the node can take. held: msgpack of tenant → [KV tokens, sequences, weight] of the node's
---   jobs, or ''.
---   background_due: '1' if background work had less than its share of the node's time lately.
+--   kv_tokens, slots: free KV tokens and sequence slots, a list by level. kv_total, slots_total: the node's whole capacity.
+--   task_slots: tasks that the node can take. held: tenant → [KV tokens, sequences, weight] of the node's jobs, absent for
+--   none.
+--   background_due: whether background work had less than its share of the node's time lately; absent for false.
 --   hold_ms: expected time for which a KV token of cost is held. A tenant is charged cost × hold_ms ÷ weight.
--- Answer: {OK, {row…}, {depth0, … depth5}, again_in_ms, num_nodes} | {UNKNOWN_NODE} | {STALE}
+-- Answer: {OK, {row…}, {depth0, … depth5}, again_in_ms, num_nodes, {{id, tenant, state, code} of an ended job, …}}
+--   | {UNKNOWN_NODE} | {STALE}
 --   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, n, level,
 --   waited_ms, taken_at}. urgency is the level that the job counts as. waited_ms: time since its submission. taken_at:
 --   when this lease began. A request above MAX_REQUEST_BYTES is '' here; the node reads it separately.
@@ -40,13 +42,12 @@ local LEAST_URGENT = LEVELS - 1
 -- A take adds background jobs up to this number of jobs, because a chat waits while the node prepares what it took.
 local MAX_WITH_BACKGROUND = 32
 
-local node, call, nonce = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local kv_tokens, slots = {}, {}
+local node, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
+local call, kv_tokens, slots, task_slots = asked.call, {}, {}, asked.task_slots
 for level = 0, LEAST_URGENT do
-  kv_tokens[level], slots[level] = tonumber(ARGV[4 + level]), tonumber(ARGV[10 + level])
+  kv_tokens[level], slots[level] = asked.kv_tokens[level + 1], asked.slots[level + 1]
 end
-local kv_total, slots_total, revision, hold_ms = tonumber(ARGV[16]), tonumber(ARGV[17]), ARGV[18], tonumber(ARGV[19])
-local task_slots, held_by_tenant, background_due = tonumber(ARGV[20]), ARGV[21], ARGV[22] == '1'
+local kv_total, slots_total, revision, held_by_tenant = asked.kv_total, asked.slots_total, asked.revision, asked.held
 
 local config = read_config()
 local now = clock()
@@ -509,6 +510,118 @@ local function pass(job, name)
   return false
 end
 
+-- Shares of nodes -----------------------------------------------------------------------------------
+-- The take that comes first would get a whole burst. So a take of several jobs leaves other live nodes their share of what
+-- waits: what nodes hold and get is divided by their paces, as P:paces has them. What nodes hold is counted now. More work
+-- than all nodes have room for is not divided. A node may have no use for what is left for it, so P:left notes the time
+-- and the first job that was left: while it still waits LEFT_MS later, takes leave nothing.
+
+local shares = {num_taken = 0}
+do
+  local MAX_NODES, LEFT_MS, UNLIMITED = 32, 50, math.huge
+  -- Under whether the job has begun: how many jobs this take may have, and the nodes for which it leaves others.
+  local limits, others = {}, {}
+
+  -- How many jobs wait for an engine in what is not paused.
+  local function num_waiting()
+    local count = -redis.call('ZCARD', P .. ':tasks')
+    for level = 0, LEAST_URGENT do
+      if not paused.levels[tostring(level)] then count = count + redis.call('ZCARD', P .. ':waiting:' .. level) end
+    end
+    return count
+  end
+
+  -- The other live nodes that take jobs and have room for jobs like this one, and this node, which is the last.
+  local function nodes_for(job, has_begun)
+    local silent_since = now - config.lease_ms / 5
+    local names = redis.call('ZREVRANGEBYSCORE', P .. ':nodes', '+inf', silent_since, 'LIMIT', 0, MAX_NODES)
+    local nodes, sum, num_known = {}, 0, 0
+    local function note_node(name, pace, max_num, kv_tokens)
+      local most = math.min(max_num, math.floor(kv_tokens / math.max(1, tonumber(job.cost))))
+      local held = name == node and num_held or redis.call('SCARD', P .. ':running:' .. name)
+      if pace > 0 then sum, num_known = sum + pace, num_known + 1 end
+      if name == node or held < most then nodes[#nodes + 1] = {name = name, pace = pace, held = held, room = most - held} end
+    end
+    local found, own_pace = redis.call('HMGET', P .. ':paces', node, unpack(names)), 0
+    for at, text in ipairs(found) do
+      local pace, max_num, kv_tokens, of = string.match(text or '', '^(%S+) (%d+) (%d+) (.*)$')
+      if at == 1 then
+        own_pace = finite(pace)
+      elseif max_num and names[at - 1] ~= node and not (has_begun and of ~= revision) then
+        note_node(names[at - 1], math.max(0, finite(pace)), tonumber(max_num), tonumber(kv_tokens))
+      end
+    end
+    if #nodes == 0 then return nodes end
+    note_node(node, own_pace, slots_total, kv_total)
+    -- A node that has not run yet counts as one of the mean pace.
+    for _, one in ipairs(nodes) do
+      if one.pace <= 0 then one.pace = num_known > 0 and sum / num_known or 1 end
+    end
+    return nodes
+  end
+
+  -- How many jobs this take may have, and the nodes that then get some.
+  local function divide(job, has_begun)
+    local nodes = nodes_for(job, has_begun)
+    if #nodes < 2 then return UNLIMITED end
+    local num_jobs, room, own, pace = num_waiting(), 0, nodes[#nodes], 0
+    for _, one in ipairs(nodes) do room, pace = room + one.room, pace + one.pace end
+    if num_jobs >= room then return UNLIMITED end
+    -- Each node gets what it lacks of its part of all jobs. One that holds more already gets none, and a node at most its room.
+    local total = num_jobs
+    for _, one in ipairs(nodes) do total = total + one.held end
+    local function part_of(one) return total / pace * one.pace - one.held end
+    local function give_fixed(fixed)
+      repeat
+        local is_done = true
+        for _, one in ipairs(nodes) do
+          local gets = not one.gets and fixed(one)
+          if gets then
+            one.gets, is_done = gets, false
+            total, pace = total - one.held - gets, pace - one.pace
+          end
+        end
+      until is_done
+    end
+    give_fixed(function(one) return part_of(one) < 0 and 0 end)
+    give_fixed(function(one) return part_of(one) > one.room and one.room end)
+    for _, one in ipairs(nodes) do
+      one.gets = one.gets or part_of(one)
+      if one ~= own and one.gets > 0 then others[#others + 1] = one.name end
+    end
+    return math.ceil(own.gets - 1e-6)
+  end
+
+  -- Whether what was left earlier still waits, so that this take may have it. Else notes that it leaves the job.
+  local function is_overdue(job)
+    local at, id = string.match(redis.call('GET', P .. ':left') or '', '^(%d+) (%S+)$')
+    local since, state, by = whole(at) or now, unpack(id and redis.call('HMGET', job_key(id), 'state', 'node') or {})
+    local waited_ms = now - since
+    if state == 'queued' and waited_ms >= LEFT_MS then return true end
+    -- If this node took the job itself, the next one has been left for as long.
+    if waited_ms < 0 or waited_ms >= LEFT_MS or (state ~= 'queued' and by ~= node) then since = now end
+    shares.left = since .. ' ' .. job.id
+    look_again_in(LEFT_MS - now + since)
+    return false
+  end
+
+  -- Whether the take leaves this job, and what follows, to other nodes.
+  function shares.leaves(job)
+    if num_nodes < 2 or shares.num_taken == 0 or is_task(job) then return false end
+    local has_begun = job.revision ~= ''
+    limits[has_begun] = limits[has_begun] or divide(job, has_begun)
+    if shares.num_taken < limits[has_begun] then return false end
+    if shares.is_over == nil then shares.is_over = not is_overdue(job) end
+    return shares.is_over
+  end
+
+  function shares.write()
+    if not shares.left then return end
+    redis.call('SET', P .. ':left', shares.left, 'PX', 60000)
+    for _, name in ipairs(others) do redis.call('PUBLISH', P .. ':doorbell:' .. name, '') end
+  end
+end
+
 -- `fit` has functions that tell whether the node and Redis have capacity for a job.
 -- Memory. A job is taken only if Redis has memory for its output, and its tenant's share has. Otherwise it stays queued
 -- until something expires, and the jobs behind it go on. memory_left: nil before it is read, false without a limit.
@@ -549,7 +662,7 @@ do
 
   local function read_held()
     held, weights = {}, 0
-    for tenant, row in pairs(held_by_tenant ~= '' and cmsgpack.unpack(held_by_tenant) or {}) do
+    for tenant, row in pairs(held_by_tenant) do
       held[tenant] = {kv = row[1], slots = row[2], weight = row[3]}
       weights = weights + row[3]
     end
@@ -566,7 +679,7 @@ do
   local function part_of(kv, num_slots) return math.max(kv / kv_total, num_slots / slots_total) end
 
   function fit.fits_by_share(job, need, seqs)
-    if policy ~= 'fair' or is_task(job) or held_by_tenant == '' or tonumber(job.level) >= CLASSES - 1 then return false end
+    if policy ~= 'fair' or is_task(job) or not held_by_tenant or tonumber(job.level) >= CLASSES - 1 then return false end
     if not held then read_held() end
     local own = holding_of(job)
     local share = own.weight / weights
@@ -596,7 +709,7 @@ end
 
 -- What a start charges its tenant: under round_robin a turn (TURN of policy.py).
 local function charge_of(job)
-  return policy == 'round_robin' and 1e6 or tonumber(job.cost) * hold_ms / weight_of(job)
+  return policy == 'round_robin' and 1e6 or tonumber(job.cost) * asked.hold_ms / weight_of(job)
 end
 
 -- Takes a job if it fits. Returns whether the walk continues. DUE is the urgency of background work that is due: it needs
@@ -605,6 +718,7 @@ local DUE = -1
 local function try(job, urgency, is_head)
   tried[job.id] = true
   if #taken >= (is_background(job) and MAX_WITH_BACKGROUND or MAX_TAKEN) then return false end
+  if shares.leaves(job) then return false end
   local is_alone = is_isolated(job)
   if is_alone and num_held + #taken > 0 then return pass(job, ISOLATED) end
   if is_task(job) and task_slots == 0 then return true end
@@ -614,7 +728,7 @@ local function try(job, urgency, is_head)
   local has_room = is_task(job) or (need <= kv_tokens[room_of] and seqs <= slots[room_of])
   if not has_room and not fit.fits_by_share(job, need, seqs) then return pass(job, job.id) end
   if not fit.has_memory(job) then return true end
-  if is_task(job) then task_slots = task_slots - 1 end
+  if is_task(job) then task_slots = task_slots - 1 else shares.num_taken = shares.num_taken + 1 end
   fit.note_held(job, need, seqs)
   urgency = math.max(0, urgency)
   for q = urgency, LEAST_URGENT do kv_tokens[q], slots[q] = kv_tokens[q] - need, slots[q] - seqs end
@@ -679,7 +793,7 @@ do
       end
     end
 
-    if background_due and not take_due_background(head_of) then return end
+    if asked.background_due and not take_due_background(head_of) then return end
     if walk(0, CLASSES - 1) then walk(CLASSES, LEAST_URGENT) end
   end
 
@@ -708,7 +822,7 @@ do
   end
 
   local function walk_by_class()
-    if background_due and not take_due_background(first_of) then return end
+    if asked.background_due and not take_due_background(first_of) then return end
     for class = 0, CLASSES - 1 do queues[class] = QUEUES[policy](class) end
     if policy == 'fair' and redis.call('ZCARD', P .. ':waiting:0') > 0 then read_uses() end
     local risen = risen_heads()
@@ -733,7 +847,7 @@ do
     local job, urgency = upcoming()
     while job and try(job, urgency, job == queues[tonumber(job.level)].head) do job, urgency = upcoming() end
     -- Where the walk stopped for a job that does not fit, tenants that hold nothing here need not wait for it.
-    if policy ~= 'fair' or held_by_tenant == '' or reserves_for == ISOLATED then return end
+    if policy ~= 'fair' or not held_by_tenant or reserves_for == ISOLATED then return end
     for class = 0, CLASSES - 2 do
       job = queues[class].next(fit.holds_nothing)
       while job do
@@ -796,6 +910,7 @@ local function begin_deadline(job)
   redis.call('HDEL', job_key(job.id), 'begun_deadline')
 end
 
+shares.write()
 charge_tenants(taken)
 leave_queues(taken)
 
@@ -807,9 +922,9 @@ local function hand_out()
     reserve_output(job)
     begin_deadline(job)
     if job.is_head and not is_background(job) then redis.call('HSET', P .. ':head_served', job.level, now) end
-    job.lease = call .. ':' .. nonce .. ':' .. i
+    job.lease = call .. ':' .. asked.nonce .. ':' .. i
     local taken_at = job.revision == '' and 'taken' or 'retaken'
-    redis.call('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
+    sure('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
       'revision', revision, 'urgency', job.urgency, 'charge', job.charge, 'window', window, taken_at, now, 'reserved',
       job.reserved or 0)
     add_member(P .. ':running:' .. node, job.id)
@@ -827,4 +942,4 @@ end
 local rows = hand_out()
 write_collected()
 flush()
-return {'OK', rows, depths(), again_in, num_nodes}
+return {'OK', rows, depths(), again_in, num_nodes, lists.ended}

@@ -14,8 +14,8 @@ from typing import Any, cast
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
+from penstock.contract.durability import MEMORY, Durability
 from penstock.contract.errors import ConflictError, NotFoundError, PenstockError, RequestError
-from penstock.contract.job import MEMORY, Durability
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import ANONYMOUS, OPENED, ApiKey, Terms, keys_in_use, mint
@@ -221,7 +221,7 @@ class SeenKeys:
                 await self._redis.eval(_REVOKE, 2, keys.API_KEYS, keys.key_terms(), found.key_id, *records)
             _LOG.warning("redis had lost the revocation of an API key; it is revoked again", extra=facts)
         except PenstockError as error:
-            _LOG.warning("a revocation cannot be repeated", extra={**facts, "reason": error.message})
+            _LOG.warning("a revocation cannot be repeated", extra={**facts, "reason": error.reason})
         return revoked
 
 

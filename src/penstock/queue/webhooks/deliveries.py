@@ -1,4 +1,4 @@
-"""Webhook endpoints of all tenants, and the deliveries to them: from the ends of jobs in an outbox to the last attempt.
+"""Webhook endpoints of all tenants, and the deliveries to them: from the untold ends of jobs to the last attempt.
 
 Only gateways and the operator can read the secrets of endpoints.
 """
@@ -151,7 +151,7 @@ DAMAGED = "the record of the delivery or of its endpoint is damaged"
 """The answer of a delivery that is given up for that."""
 MAX_PENDING_OF_TENANT = 100_000
 """Pending deliveries of a tenant. Further ones are dead at once, so that their owner may deliver them again."""
-OUTBOX_PAGE = 128
+UNTOLD_PAGE = 128
 AttemptOutcome = Literal["delivered", "retry", "dead"]
 _RESPONSE_OF = {"cancelled": "cancelled", "succeeded": "completed"}
 _LISTS: dict[DeliveryState, str] = {"pending": "due", "delivered": "delivered", "dead": "dead"}
@@ -225,7 +225,7 @@ class DeliveryQueue:
         self._redis = cast(Any, redis)
         self._endpoints = EndpointStore(redis)
 
-    # From the outbox to the deliveries
+    # From the untold ends to the deliveries
 
     @retried
     async def has_endpoints(self) -> bool:
@@ -235,41 +235,41 @@ class DeliveryQueue:
 
     @retried
     async def collect(self, pools: Sequence[str], server: Redis | None = None) -> int:
-        """Hand up to OUTBOX_PAGE ends of jobs of each pool over to the endpoints. Return their number.
+        """Hand up to UNTOLD_PAGE ends of jobs of each pool over to the endpoints. Return their number.
 
         `server`: the Redis that has these pools, if it is another one than that of the endpoints.
 
-        An end leaves the outbox once its deliveries are stored. So a death in between hands it over again, which adds
+        An end leaves P:untold once its deliveries are stored. So a death in between hands it over again, which adds
         no further delivery.
         """
         redis = self._redis if server is None else cast(Any, server)
         with translated():
             async with redis.pipeline(transaction=False) as pipe:
                 for pool in pools:
-                    pipe.xrange(keys.outbox(pool), "-", "+", OUTBOX_PAGE)
+                    pipe.xrange(keys.untold(pool), "-", "+", UNTOLD_PAGE)
                 found = await pipe.execute(raise_on_error=False)
         number = 0
         for pool, entries in zip(pools, found, strict=True):
             if isinstance(entries, Exception) or not entries:
-                continue  # A damaged outbox concerns its pool alone.
+                continue  # A damaged stream concerns its pool alone.
             events = [await _event_of(redis, pool, entry_id, fields) for entry_id, fields in entries]
             await self._record([event for event in events if event is not None])
             done = [value for (entry_id, fields) in entries for value in (entry_id, _tenant_of(fields))]
-            await scripts.call(redis, "outbox", pool, *done)
+            await scripts.call(redis, "untold", pool, *done)
             number += len(entries)
         return number
 
     @retried
     async def drop_ends(self, tenant: str, pool: str) -> None:
-        """Remove the ends of a tenant's jobs from a pool's outbox."""
+        """Remove the untold ends of a tenant's jobs from a pool."""
         start = "-"
         while True:
             with translated():
-                entries = await self._redis.xrange(keys.outbox(pool), start, "+", OUTBOX_PAGE)
+                entries = await self._redis.xrange(keys.untold(pool), start, "+", UNTOLD_PAGE)
             own = [entry_id for entry_id, fields in entries if _tenant_of(fields) == tenant]
             if own:
-                await scripts.call(self._redis, "outbox", pool, *(value for one in own for value in (one, tenant)))
-            if len(entries) < OUTBOX_PAGE:
+                await scripts.call(self._redis, "untold", pool, *(value for one in own for value in (one, tenant)))
+            if len(entries) < UNTOLD_PAGE:
                 return
             start = f"({entries[-1][0].decode()}"
 
@@ -286,8 +286,8 @@ class DeliveryQueue:
             for name in event.endpoint_ids
             if (one := known.get(name)) is not None and one.tenant == event.tenant and event.type in one.event_types
         ]
-        for at in range(0, len(rows), OUTBOX_PAGE):
-            await call(self._redis, "add", MAX_PENDING_OF_TENANT, rows[at : at + OUTBOX_PAGE])
+        for at in range(0, len(rows), UNTOLD_PAGE):
+            await call(self._redis, "add", MAX_PENDING_OF_TENANT, rows[at : at + UNTOLD_PAGE])
 
     # Attempts
 

@@ -13,9 +13,9 @@ from pydantic_core import from_json
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Chunk, FinishReason, Usage
 from penstock.gateway.apis.anthropic.encoder import MessagesDialect
-from penstock.gateway.apis.anthropic.schemas import SHOWS_THINKING
 from penstock.gateway.stream.dialect import AnswerHead
-from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
+from penstock.producer.anthropic.bodies import SHOWS_THINKING
+from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
 
 JOB = "pool.job"
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "\\u2028é"}}</tool_call>'

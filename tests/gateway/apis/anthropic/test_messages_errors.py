@@ -21,6 +21,7 @@ from penstock.contract.errors import (
 from penstock.gateway.apis.anthropic.encoder import AnthropicErrors
 from penstock.gateway.errors import ErrorShapes
 from penstock.gateway.http.middleware import Drain
+from penstock.gateway.metrics import GatewayMetrics
 
 MODEL = "acme/echo"
 USER = {"role": "user", "content": "hi"}
@@ -197,7 +198,7 @@ async def test_answer_that_a_shutdown_cuts_off_ends_in_the_shape_of_its_path(
         raise asyncio.CancelledError
 
     receive: Any = None
-    drain = Drain(cut_off, errors=ErrorShapes([AnthropicErrors()]))
+    drain = Drain(cut_off, errors=ErrorShapes([AnthropicErrors()]), metrics=GatewayMetrics())
     await drain({"type": "http", "path": path, "headers": [], "state": {"request_id": "r1"}}, receive, send)
     said = sent[-1]["body"].decode()
     assert ('"type":"api_error"' in said) == is_anthropic

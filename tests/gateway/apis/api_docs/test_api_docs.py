@@ -15,16 +15,16 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.routing import Route, WebSocketRoute
 
 from penstock import __version__
-from penstock.gateway.apis.api_docs import openapi
+from penstock.gateway.apis.api_docs import openapi, routes
 from penstock.gateway.app import create_app
+from penstock.gateway.http.dialect import RouteIf
 from penstock.gateway.request.encoding import MAX_LIST_ITEMS
 from penstock.gateway.settings import GatewaySettings
-from tests.gateway.conftest import MODEL, EchoEngine, Stack
+from tests.gateway.conftest import MODEL, EchoEngine, Stack, routes_of
 
 PUBLIC = ("/", "/version", "/openapi.json", "/docs")
 BODIES = {
@@ -42,11 +42,6 @@ BODIES = {
 def document(http: httpx.Client) -> dict[str, Any]:
     found: dict[str, Any] = http.get("/openapi.json").json()
     return found
-
-
-def routes_of(app: FastAPI) -> list[Route]:
-    """The routes that OpenAPI can describe. WebSockets are none."""
-    return [route for route in app.routes if isinstance(route, Route) and route.include_in_schema]
 
 
 def test_document_has_every_route_of_the_gateway_and_no_other(document: dict[str, Any]) -> None:
@@ -173,7 +168,7 @@ def answer_to(command: str, variables: dict[str, str]) -> httpx.Response:
 
 async def test_first_requests_for_the_description_get_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
     render = Mock(wraps=openapi.document_of)
-    monkeypatch.setattr(openapi, "document_of", render)
+    monkeypatch.setattr(routes, "document_of", render)
     app = create_app(GatewaySettings.load(redis_url="redis://127.0.0.1:1"))
     assert not render.called, "a gateway's start need not wait for it"
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
@@ -185,7 +180,7 @@ async def test_first_requests_for_the_description_get_the_same_one(monkeypatch: 
 def test_no_request_builds_routes() -> None:
     """FastAPI builds the routes of an included router during the first request, which holds the loop for 20 ms."""
     app = create_app(GatewaySettings.load(redis_url="redis://127.0.0.1:1"))
-    assert {*map(type, app.routes)} <= {Route, APIRoute, WebSocketRoute}
+    assert {*map(type, app.routes)} <= {Route, RouteIf, APIRoute, WebSocketRoute}
 
 
 def test_index_names_the_release_and_every_endpoint(http: httpx.Client, document: dict[str, Any]) -> None:

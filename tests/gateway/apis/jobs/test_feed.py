@@ -160,7 +160,7 @@ def test_metrics_tell_how_far_behind_the_slowest_reader_is() -> None:
     feeds = open_feeds.OpenFeeds()
 
     def values() -> list[float]:
-        return [sample.value for family in feeds.metrics() for sample in family.samples]
+        return [sample.value for family in feeds.metrics(time.time()) for sample in family.samples]
 
     assert values() == [0, 0]
     with feeds.counting("acme"), feeds.counting("acme") as first, feeds.counting("rival") as second:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,12 +13,10 @@ import redis
 from pydantic import BaseModel
 
 from penstock.contract.job import SamplingParams
-from penstock.contract.output import Choice, Chunk, Usage
-from penstock.contract.tools import MAX_CALLS
-from penstock.gateway.apis.anthropic.encoder import MessagesDialect
+from penstock.contract.output import Chunk
 from penstock.gateway.apis.openai.encoder import ChatDialect
-from penstock.gateway.stream.dialect import AnswerHead, Dialect
-from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.gateway.stream.dialect import AnswerHead
+from penstock.producer.parsing.parsed_text import AnswerFormat
 from penstock.queue import keys
 
 CALLS = """Wait.
@@ -247,15 +244,3 @@ def test_part_of_a_call_and_the_finish_reason_of_one_chunk_come_in_two_events():
     assert _said(first)[0]["delta"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1'}
     assert (_said(last)[0]["delta"], _said(last)[0]["finish_reason"]) == ({}, "length")
     assert first.split("\n")[0] == last.split("\n")[0] + ".1"
-
-
-@pytest.mark.parametrize("dialect", [ChatDialect(), MessagesDialect()])
-def test_a_long_text_of_calls_is_parsed_a_kilobyte_at_a_time(dialect: Dialect):
-    """Other requests get their turn at each part, as `BodyWriter.send_all` sees to."""
-    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    text = call * (64 * 1024 // len(call))
-    encoder = dialect.whole(AnswerHead(["pool.job"], "m", 1, SamplingParams(max_tokens=9), AnswerFormat("hermes")))
-    result: Any = SimpleNamespace(job_id="pool.job", choices=(Choice(0, text, (), "stop"),), usage=Usage(5, 9, 2))
-    parts = [encoder.head(), *encoder.parts_of(0, result), encoder.tail([Usage(5, 9, 2)])]
-    assert parts.count(b"") >= len(text) // 1024
-    assert b"".join(parts).count(b'"name":"f"') == MAX_CALLS

@@ -17,9 +17,9 @@ import openai
 import pytest
 from fakes.scripted_model import ScriptedEngine, call_text, script_of
 
-from penstock.gateway.apis.responses.output import OutputReader
-from penstock.gateway.apis.responses.tools import CalledTool
-from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.producer.parsing.parsed_text import AnswerFormat
+from penstock.producer.responses.output import OutputReader
+from penstock.producer.responses.tools import CalledTool
 
 BODIES = Path(__file__).parent / "codex"
 MODEL = "acme/scripted"

@@ -11,9 +11,9 @@ import httpx
 import openai
 import pytest
 import redis
+from docs_site.fields import HONORED, REFUSED, UNKNOWN, WITHOUT_EFFECT, effects
 
-from penstock.gateway.apis.api_docs.fields import HONORED, REFUSED, UNKNOWN, WITHOUT_EFFECT, effects
-from penstock.gateway.apis.responses.compaction import (
+from penstock.producer.responses.compaction import (
     BYTES_PER_SUMMARY_TOKEN,
     MIN_SUMMARY_LIMIT,
     MIN_SUMMARY_TOKENS,

@@ -21,7 +21,7 @@ from penstock.gateway.apis.responses.record import (
     decode_stored_response,
     decoding_bytes_to_claim,
 )
-from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.producer.parsing.parsed_text import AnswerFormat
 from penstock.queue.wire import pack
 
 MODEL = "acme/echo"

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from penstock.contract.tenant import UNLIMITED
-from penstock.gateway.apis.responses.compaction import sealed
+from penstock.producer.responses.compaction import sealed
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.jobs import ResponseBroker
 from penstock.queue.tenants.key_store import KeyStore

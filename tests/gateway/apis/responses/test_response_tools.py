@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.gateway.apis.responses.output import OutputReader
-from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.producer.parsing.parsed_text import AnswerFormat
+from penstock.producer.responses.output import OutputReader
 
 MODEL = "acme/response-caller"
 CALLS = """Wait.

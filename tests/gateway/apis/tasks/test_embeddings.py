@@ -20,10 +20,9 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.pool import PoolRecord
 from penstock.contract.tasks import Embed, Embedding
 from penstock.contract.tenant import Terms
-from penstock.gateway.apis.tasks.schemas import MAX_INPUTS
-from penstock.gateway.request.generation import RequestContent
-from penstock.gateway.request.jobs import check_num_jobs
-from penstock.gateway.stream.answer import MAX_JOBS_SHOWN
+from penstock.gateway.request.jobs import MAX_JOBS_SHOWN, check_num_jobs
+from penstock.producer.openai.embeddings import MAX_INPUTS
+from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.producer import ServedPool
 from tests.gateway.conftest import MAX_MODEL_LEN, MODEL, EchoEngine, Stack
@@ -337,9 +336,9 @@ def test_more_texts_than_jobs_may_be_open_are_refused_by_name(stack: Stack, redi
 
 
 def test_more_texts_than_a_key_may_have_jobs_are_refused_by_name() -> None:
-    content = RequestContent(MODEL, ["a"] * 4, SamplingParams(), {"prompt": "input"})
-    check_num_jobs(content, Terms(max_open_jobs=4), ServedPool("echo", MODEL))
+    body = ParsedBody(MODEL, ["a"] * 4, names={"prompt": "input"})
+    check_num_jobs(body, Terms(max_open_jobs=4), ServedPool("echo", MODEL))
     with pytest.raises(RequestError) as caught:
-        check_num_jobs(content, Terms(max_open_jobs=3), ServedPool("echo", MODEL))
+        check_num_jobs(body, Terms(max_open_jobs=3), ServedPool("echo", MODEL))
     assert caught.value.param == "input"
     assert caught.value.message.startswith("input: 4 prompts become as many jobs, and this tenant may have at most 3")

@@ -30,8 +30,8 @@ from tests.gateway.apis.websocket.raw_socket import (
     ServerFrame,
     frame,
 )
-from tests.gateway.apis.websocket.socket_client import text_of
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
+from tests.gateway.socket_client import text_of
 
 MAX_HOLD_S = 0.03
 """CPU seconds of one round of the event loop. A round parses for 2 ms; the rest is for a slow machine."""

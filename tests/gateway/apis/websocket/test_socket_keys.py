@@ -18,8 +18,8 @@ from penstock.producer.client.pools import KEYS_TTL_S
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.tenants.key_store import KeyStore
-from tests.gateway.apis.websocket.socket_client import socket_to, status_of_refusal, text_of
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
+from tests.gateway.socket_client import socket_to, status_of_refusal, text_of
 
 PEPPER = "of the tests"
 

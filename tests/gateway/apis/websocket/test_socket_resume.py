@@ -16,8 +16,8 @@ from websockets.exceptions import ConnectionClosed
 
 from penstock.gateway.http import socket_protocol
 from tests.gateway.apis.websocket.raw_socket import TEXT, RawSocket
-from tests.gateway.apis.websocket.socket_client import Message, SocketClient, data_of, is_end, socket_to, text_of
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
+from tests.gateway.socket_client import Message, SocketClient, data_of, is_end, socket_to, text_of
 from tests.gateway.test_process import gateway_process
 
 PROMPT = "gates open by pressure"

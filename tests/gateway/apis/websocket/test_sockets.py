@@ -13,8 +13,8 @@ from fakes.waiting import wait_until
 from penstock.contract.errors import UnavailableError
 from penstock.gateway.apis.websocket.stream import SocketStream
 from penstock.producer.client import AsyncClient
-from tests.gateway.apis.websocket.socket_client import SocketClient, data_of, socket_to, status_of_refusal, text_of
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
+from tests.gateway.socket_client import SocketClient, data_of, socket_to, status_of_refusal, text_of
 
 
 @pytest.fixture

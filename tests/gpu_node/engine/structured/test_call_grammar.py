@@ -20,7 +20,7 @@ from penstock.contract.tools import MAX_CALLS, text_parameters
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.producer.openai.parsed_text import AnswerFormat, ParsedText
+from penstock.producer.parsing.parsed_text import AnswerFormat, ParsedText
 
 EOS = 2
 MARKS = {"<tool_call>": False, "</tool_call>": False, "[TOOL_CALLS]": True, "<think>": False, "</think>": False}

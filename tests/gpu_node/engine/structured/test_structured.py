@@ -19,7 +19,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.producer.parsing.parsed_text import AnswerFormat
 
 MAX_TOKENS = 200
 """The longest text of each form below has fewer."""

@@ -13,7 +13,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.tools import reasoning_parser_for
 from penstock.gpu_node.engine.text.chat import ChatTemplate, reasoning_parser_of, thinking_switches_of, tool_parser_of
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.producer.openai.tool_calls import CALL_FORMS
+from penstock.producer.parsing.tool_calls import CALL_FORMS
 
 TOOLS = [
     {

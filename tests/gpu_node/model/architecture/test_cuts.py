@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.hf_config import llama_shapes
+from penstock.gpu_node.model.architecture.hf_config import llama_attention, llama_layer, llama_mlp, llama_model
 from penstock.gpu_node.model.architecture.rank_part import (
     PANEL_ROWS,
     CutRunner,
@@ -30,7 +30,8 @@ _LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads"
 
 def _spec(sizes: dict[str, int], **changes: Any) -> ModelSpec:
     config = {"num_hidden_layers": 4, "vocab_size": 49152, **sizes, **changes}
-    return ModelSpec(**llama_shapes(config), windows=(None,) * config["num_hidden_layers"])
+    layer = llama_layer(llama_attention(config), llama_mlp(config))
+    return llama_model(config, (layer,) * config["num_hidden_layers"])
 
 
 def _problems(spec: ModelSpec, runner: CutRunner, tensor: int = 1, pipeline: int = 1, **group: int) -> list[str]:
@@ -44,8 +45,8 @@ def test_panels_are_those_of_the_kernels() -> None:
 def test_native_cuts_unevenly_by_kv_head() -> None:
     spec = _spec(_SMOLLM)
     assert _problems(spec, "native", 2) == []
-    assert kv_head_spans(spec, 2) == (range(2), range(2, 3))
-    assert head_spans(spec, 2) == (range(6), range(6, 9))
+    assert kv_head_spans(spec.attentions[0], 2) == (range(2), range(2, 3))
+    assert head_spans(spec.attentions[0], 2) == (range(6), range(6, 9))
     assert _problems(spec, "native", 4) == [
         "tensor_parallel_size 4: the native runner cuts by KV head, and the model has 3 (num_kv_heads)"
     ]
@@ -63,8 +64,8 @@ def test_other_runners_name_each_size_that_does_not_divide(runner: CutRunner) ->
 def test_ranks_beyond_the_kv_heads_share_them() -> None:
     spec = _spec(_LLAMA)
     assert _problems(spec, "gpu", 16) == []
-    assert kv_head_spans(spec, 16)[:3] == (range(1), range(1), range(1, 2))
-    assert head_spans(spec, 16)[:3] == (range(2), range(2, 4), range(4, 6))
+    assert kv_head_spans(spec.attentions[0], 16)[:3] == (range(1), range(1), range(1, 2))
+    assert head_spans(spec.attentions[0], 16)[:3] == (range(2), range(2, 4), range(4, 6))
 
 
 def test_columns_are_cut_between_groups_that_share_a_scale() -> None:

@@ -25,8 +25,8 @@ SETTINGS: dict[str, Any] = {"load_format": "dummy", "num_kv_blocks": 32, "num_th
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_known_shape_is_that_of_the_model(name: str) -> None:
     spec = family_of(SHAPES[name]).spec_of(SHAPES[name])
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    of_layer = spec.hidden_size * (2 * queries + 2 * keys + 3 * spec.intermediate_size)
+    (attention,), (mlp,) = spec.attentions, spec.mlps
+    of_layer = spec.hidden_size * (2 * attention.queries + 2 * attention.keys + 3 * mlp.intermediate_size)
     tables = (1 if spec.tied_head else 2) * spec.vocab_size * spec.hidden_size
     billions = round((spec.num_layers * of_layer + tables) / 1e9, 2)
     assert billions == {"llama-8b": 8.03, "llama-3b": 3.21, "llama-1b": 1.24, "qwen3-0.6b": 0.6, "tiny": 0.0}[name]

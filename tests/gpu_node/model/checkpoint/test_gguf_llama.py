@@ -60,7 +60,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 LEFT_TO_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "another architecture": {"architecture": "qwen2"},
     "a model that transformers renames": {"name": "mistral"},
-    "heads that do not divide": {"heads": 3},
     "an id without a token": {"ids": {"eos": 100_000}},
 }
 

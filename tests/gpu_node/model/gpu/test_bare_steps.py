@@ -59,7 +59,8 @@ class Adapter:
 
     def low_ranks(self, layer: int, matrix: MatrixName) -> tuple[LowRank, ...]:
         rng = np.random.default_rng([layer, len(matrix)])
-        columns, parts = self.spec.columns_of(matrix), list(enumerate(self.spec.parts_of(matrix)))
+        kind = self.spec.layers[layer]
+        columns, parts = self.spec.columns_of(kind, matrix), list(enumerate(self.spec.parts_of(kind, matrix)))
         return tuple(
             LowRank(
                 part,
@@ -71,9 +72,10 @@ class Adapter:
 
     def added(self, layer: int, matrix: MatrixName) -> torch.Tensor:
         """Return the sum that the terms add to the matrix."""
-        parts = self.spec.parts_of(matrix)
+        kind = self.spec.layers[layer]
+        parts = self.spec.parts_of(kind, matrix)
         by_part = {term.part: term.up @ term.down for term in self.low_ranks(layer, matrix)}
-        zeros = [np.zeros((rows, self.spec.columns_of(matrix)), np.float32) for _, rows in parts]
+        zeros = [np.zeros((rows, self.spec.columns_of(kind, matrix)), np.float32) for _, rows in parts]
         return torch.from_numpy(np.concatenate([by_part.get(i, zeros[i]) for i in range(len(parts))]))
 
 

@@ -23,6 +23,7 @@ from bench_gpu.plans import Ints, decode_plan, plan_of
 from fakes.runners.deferred_device import DeferredDevice
 from fakes.runners.deferred_gpu import DeferredGpu
 from fakes.runners.deferred_work import RaceError, Site
+from fixtures.tiny_runners import changed_layer
 from triton.runtime.errors import InterpreterError
 
 from penstock.gpu_node.model import gpu as gpu_folder
@@ -38,14 +39,9 @@ from penstock.gpu_node.model.torch_common.layers import LayerWeights, Norm
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run in Triton's interpreter")
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "vocab_size": 64,
-}
-TINY = replace(spec_of("tiny"), num_layers=1, windows=(None,), **SMALL)
+WHOLE = spec_of("tiny")
+SMALL = changed_layer(WHOLE.layers[0], {"num_heads": 2, "num_kv_heads": 1}, {"intermediate_size": 32})
+TINY = replace(WHOLE, layers=(SMALL,), hidden_size=32, vocab_size=64)
 NUM_BLOCKS, NUM_HOST_BLOCKS = 6, 3
 HOST = NUM_BLOCKS + 1
 """The first host block."""
@@ -173,10 +169,10 @@ class RandomAdapter:
 
     def low_ranks(self, layer: int, matrix: MatrixName) -> tuple[LowRank, ...]:
         """Return one term for each part of a matrix."""
-        rng, columns = np.random.default_rng([self.seed, layer, len(matrix)]), TINY.columns_of(matrix)
+        rng, columns = np.random.default_rng([self.seed, layer, len(matrix)]), TINY.columns_of(SMALL, matrix)
         return tuple(
             LowRank(i, rng.standard_normal((RANK, columns), np.float32), rng.standard_normal((rows, RANK), np.float32))
-            for i, (_, rows) in enumerate(TINY.parts_of(matrix))
+            for i, (_, rows) in enumerate(TINY.parts_of(SMALL, matrix))
         )
 
 

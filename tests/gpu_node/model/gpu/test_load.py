@@ -118,7 +118,8 @@ def test_memory_of_a_gpu_is_filled_without_a_number_of_blocks(
         tiny_model, monkeypatch, gpu_memory_utilization=utilization, max_num_seqs=4, num_swap_blocks=3
     )
     decoder, layout = given[2], given[3]
-    splits = 4 * 4 * 8 * decoder.spec.num_heads * (decoder.spec.head_dim + 1)
+    (attention,) = decoder.spec.attentions
+    splits = 4 * 4 * 8 * attention.num_heads * (attention.head_dim + 1)
     shapes = GraphShapes(4, given[1].max_num_batched_tokens, has_adapters=False).all
     graphs = GraphMemory(
         num_graphs=len(shapes), num_rows=4, logits_width=384, itemsize=4, max_blocks=4, step_bytes=16 * mib + splits

@@ -51,7 +51,7 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"hidden_act": "relu"}, "relu"),
         ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "proportional.*longrope"),
         ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 9}}, "no 'short_factor'"),
-        ({"intermediate_size": 100}, "gate_proj"),
+        ({"intermediate_size": 100}, r"gate_proj.*compare config.* intermediate_size"),
         ({"num_hidden_layers": 3}, r"model\.layers\.2"),
         ({"num_hidden_layers": "two"}, r"num_hidden_layers is 'two' but must be a whole number from 1 to 1,024"),
         ({"num_attention_heads": 0, "head_dim": None}, r"config\.json: num_attention_heads is 0"),
@@ -59,12 +59,15 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"rope_parameters": "far"}, r"config\.json: rope_parameters is 'far' but must be an object"),
         ({"hidden_size": "a", "head_dim": 16}, "hidden_size is 'a'"),
         ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"rms_norm_eps": None}, "norm_eps is None"),
-        ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None but must be a number from 0 to 1"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4 but must be a multiple of num_key_value_heads .* is 3"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -5}, "sliding_window is -5"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 2.5}, r"sliding_window is 2\.5"),
         ({"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 8.0}, r"rotary_pct is 8\.0"),
-        ({"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.2}, "rope dim is 3 .* head_dim 16"),
+        (
+            {"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.2},
+            "RoPE turns 3 channels .* from 0 to 16: head_dim .* rotary_pct",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model_copy: Path, changes: dict[str, Any], named: str) -> None:
@@ -202,7 +205,7 @@ def test_rope_angles_equal_those_of_transformers(rope: dict[str, Any]) -> None:
     raw = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     spec = family_of(raw).spec_of(raw)
     want = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(512)[None])
-    for ours, theirs in zip(rope_angles(spec.rope, 512), want, strict=True):
+    for ours, theirs in zip(rope_angles(spec.ropes[0], 512), want, strict=True):
         # A frequency's last bit counts once a position.
         np.testing.assert_allclose(np.concatenate((ours, ours), axis=1), theirs[0].numpy(), rtol=0, atol=512 * 2**-23)
 
@@ -225,8 +228,9 @@ def test_configs_of_older_transformers_are_read() -> None:
         },
     }
     spec = family_of(raw).spec_of(raw)
-    assert (spec.num_kv_heads, spec.head_dim) == (2, 4)
-    assert spec.rope == Rope(500_000.0, 4, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    (attention,) = spec.attentions
+    assert (attention.num_kv_heads, attention.head_dim) == (2, 4)
+    assert attention.rope == Rope(500_000.0, 4, Llama3Scaling(8.0, 1.0, 4.0, 8192))
 
 
 def test_names_of_missing_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def check_native(folder: Path, **options: Any) -> None:
     sizes = sizes_of(found.described, given, "native")
     spec, runner = found.described.spec, load_found(found, given, lambda *_: None).runner
     assert sizes.weight_bytes == runner.placement.weight_bytes
-    token_bytes = spec.num_layers * spec.num_kv_heads * sizes.kv_head_bytes
+    token_bytes = sizes.kv_token_bytes(spec, range(spec.num_layers))
     assert token_bytes * given.block_size == runner.cache_sizes.block_bytes
 
 

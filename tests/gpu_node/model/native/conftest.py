@@ -72,13 +72,9 @@ def load_native(isa: Isa) -> Iterator[LoadNative]:
 
     @cache
     def load(folder: Path, **options: Any) -> NativeRunner:
-        with (
-            mock.patch.object(native_load, "best_isa", lambda flags: isa),
-            mock.patch.object(native_load, "library_path", lambda isa, *_: built(isa)),
-        ):
-            model: LoadedModel = load_model(
-                str(folder), runner_options(**OPTIONS | options), lambda stage, fraction: None
-            )
+        with mock.patch.object(native_load, "library_path", lambda isa, *_: built(isa)):
+            wanted = runner_options(**OPTIONS | {"cpu_isa": isa} | options)
+            model: LoadedModel = load_model(str(folder), wanted, lambda stage, fraction: None)
         assert isinstance(model.runner, NativeRunner)
         loaded.append(model.runner)
         return model.runner
@@ -118,11 +114,9 @@ def load(isa: Isa, library: Path, cache: Path) -> LoadNative:
     """Load a model as two nodes of a machine do. Wait until it is packed if the test asks for it."""
 
     def load(folder: Path, *, waits: bool = True, **options: Any) -> NativeRunner:
-        with (
-            mock.patch.object(native_load, "best_isa", lambda flags: isa),
-            mock.patch.object(native_load, "library_path", lambda *_: library),
-        ):
-            wanted = {"runner": "native", "dtype": "bfloat16", "num_threads": 1, "weight_cache": True} | options
+        with mock.patch.object(native_load, "library_path", lambda *_: library):
+            wanted = {"runner": "native", "dtype": "bfloat16", "num_threads": 1, "weight_cache": True, "cpu_isa": isa}
+            wanted |= options
             runner = load_model(str(folder), runner_options(**wanted), lambda stage, fraction: None).runner
         assert isinstance(runner, NativeRunner)
         if waits:

@@ -20,7 +20,7 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine import Engine, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget
+from penstock.gpu_node.engine.speculative.drafts import DraftBudget
 from penstock.gpu_node.model.native.ranks import NativeRank
 
 PROMPTS = [[5, *range(3, 43)], [5, *range(3, 40), 7], [9, 8, 7, 6] * 12, [11]]

@@ -8,6 +8,7 @@ import torch
 from fixtures.sampling import rows_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from penstock.gpu_node.model.architecture.spec import Attention
 from penstock.gpu_node.model.protocol import StepPlan
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 from penstock.kernels.arguments import PagedCache
@@ -52,18 +53,18 @@ def test_equals_the_reference(
     torch.manual_seed(0)
     heads, kv_heads, head_dim = 6, 2, 16
     plan, total = _plan(counts, contexts, block_size, np.random.default_rng(0))
-    attention = PagedAttention(kv_heads, total, block_size, dtype)
-    cache = KvCache(kv_heads, total, block_size, head_dim, dtype)
+    spec = Attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, rope=None, qkv=("qkv",), out="out")
+    attention, cache = PagedAttention((spec,), total, block_size, dtype), KvCache(spec, total, block_size, dtype)
     cache.k[:, 1:] = torch.randn_like(cache.k[:, 1:])
     cache.v[:, 1:] = torch.randn_like(cache.v[:, 1:])
     k_cache, v_cache = cache.k.clone(), cache.v.clone()
     q = torch.randn(sum(counts), heads, head_dim).to(dtype)
     k, v = torch.randn(2, sum(counts), kv_heads, head_dim).to(dtype).unbind(0)
-    slots, _ = attention.targets(plan)
+    slots = attention.targets(plan)[0][kv_heads]
     cache.store(k, v, slots)
     store_kv(k, v, PagedCache(k_cache, v_cache), slots[: sum(counts)])
     assert torch.equal(cache.k, k_cache) and torch.equal(cache.v, v_cache)
-    got = attention.attend(q, cache, attention.groups(plan))
+    got = attention.attend(q, cache, attention.groups(plan), spec)
     tables = [torch.from_numpy(array) for array in (plan.query_starts, plan.context_lens, plan.block_tables)]
     torch.testing.assert_close(
         got, paged_attention(q, PagedCache(k_cache, v_cache), *tables), atol=tolerance, rtol=tolerance
@@ -73,9 +74,10 @@ def test_equals_the_reference(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_prefill_runs_on_torchs_fast_attention(dtype: torch.dtype) -> None:
     plan, total = _plan([31, 5], [95, 5], 16, np.random.default_rng(0))
-    attention, cache = PagedAttention(2, total, 16, dtype), KvCache(2, total, 16, 16, dtype)
+    spec = Attention(num_heads=6, num_kv_heads=2, head_dim=16, rope=None, qkv=("qkv",), out="out")
+    attention, cache = PagedAttention((spec,), total, 16, dtype), KvCache(spec, total, 16, dtype)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        attention.attend(torch.zeros(36, 6, 16, dtype=dtype), cache, attention.groups(plan))
+        attention.attend(torch.zeros(36, 6, 16, dtype=dtype), cache, attention.groups(plan), spec)
 
 
 def test_every_sequence_is_in_exactly_one_group() -> None:
@@ -83,7 +85,7 @@ def test_every_sequence_is_in_exactly_one_group() -> None:
     contexts = rng.integers(1, 900, size=50).tolist()
     counts = [min(int(count), context) for count, context in zip(rng.integers(1, 3, size=50), contexts, strict=True)]
     plan, total = _plan(counts, contexts, 16, rng)
-    groups = PagedAttention(1, total, 16, torch.float32).groups(plan)
+    groups = PagedAttention((), total, 16, torch.float32).groups(plan)
     tokens = torch.cat([group.tokens for group in groups]).sort().values
     assert tokens.tolist() == list(range(sum(counts)))
     assert all(group.tokens.tolist() == sorted(group.tokens.tolist()) for group in groups)

@@ -154,7 +154,7 @@ def test_ranks_know_the_bytes_of_their_matrices(
 
 
 def _num_experts(part: Any) -> int:
-    return 1 if part.spec.experts is None else int(part.spec.experts.count)
+    return int(part.spec.mlps[0].num_experts)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_step_that_fails_at_one_rank_fails_at_all_and_the_next_one_succeeds(
     whole, runner = two_runners(*sizes)
     decoder = runner._ranks[rank]._decoder
     calls: list[None] = []
-    name = {"before the first exchange": "_rotations", "at the end": "outputs"}.get(at, "_gated")
+    name = {"before the first exchange": "_rotations", "at the end": "outputs"}.get(at, "_mlp")
     kept = getattr(decoder, name)
 
     def fail(*given: Any) -> Any:

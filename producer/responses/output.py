@@ -11,13 +11,19 @@ from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from penstock.contract.output import Chunk, FinishReason, TokenLogprobs
-from penstock.gateway.apis.responses.record import output_item_id
-from penstock.gateway.apis.responses.tools import CalledTool, CallKind, TextInputReader, arguments_of, offered_name
-from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText
 from penstock.producer.openai.render import call_id_of, is_cut
-from penstock.producer.openai.tool_calls import Call
+from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText
+from penstock.producer.parsing.tool_calls import Call
+from penstock.producer.responses.tools import CalledTool, CallKind, TextInputReader, arguments_of, offered_name
 from penstock.queue.results import PackedResult
 
+ITEM_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "tool_search_call": "tsc",
+}
 Kind = Literal["reasoning", "message"] | CallKind
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 NO_NAMES: Mapping[str, CalledTool] = {}
@@ -42,8 +48,8 @@ class OutputItem:
 
     @property
     def id(self) -> str:
-        """The item's id."""
-        return output_item_id(self.kind, self.index, self.job_id)
+        """The item's id. It contains that of the job, so any gateway can resolve it."""
+        return f"{ITEM_PREFIXES[self.kind]}_{self.index}_{self.job_id}"
 
     @property
     def is_call(self) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from penstock.contract.errors import DamagedDataError
+from penstock.contract.errors import DamagedDataError, UnavailableError
 from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.contract.output import Outcome
+from penstock.contract.pool import AWAY
 from penstock.contract.priority import NUM_LEVELS, PerLevel, Priority, is_background
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.times import DrainEstimator, EndedJob, NodeCounts
@@ -27,7 +29,7 @@ MAX_REPORTED_TENANTS = 8
 """Tenants whose jobs a heartbeat counts. The limit bounds the size of pressure records."""
 
 
-class Ledger:
+class HeldJobs:
     """All jobs of a node. The engine knows a job by its lease, so tokens computed under an older lease never mix in."""
 
     def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT) -> None:
@@ -44,6 +46,10 @@ class Ledger:
         """How long each KV token of a job's cost was held, in milliseconds; an average over jobs that ended here."""
         # Keyed by id: a part of the node.
         self._failing: dict[str, str] = {}
+        self._without_redis = set[str]()
+        """The parts of the node that do not reach Redis."""
+        self._told_states = dict[str, float]()  # Keyed by id: state of Redis.
+        """The states of Redis that were logged since it last served all parts, and when."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -59,12 +65,25 @@ class Ledger:
     def round_failed(self, part: str, error: DamagedDataError) -> None:
         """Note that Redis refused a call, because of damaged data or a bug. It ends one round of that part."""
         self.counts.failed_rounds += 1
-        self._failing[part] = error.message[:MAX_REASON_CHARS]
-        log.error("redis refused a call; the node tries again", extra={"part": part, "reason": error.message})
+        self._failing[part] = error.reason[:MAX_REASON_CHARS]
+        log.error("redis refused a call; the node tries again", extra={"part": part, "reason": error.reason})
+
+    def redis_failed(self, part: str, error: UnavailableError) -> None:
+        """Note that a part did not reach Redis. Each state has one line until Redis serves all parts again."""
+        state = error.redis_state or AWAY
+        self._without_redis.add(part)
+        if state not in self._told_states:
+            self._told_states[state] = time.monotonic()
+            log.warning("redis has a problem", extra={"state": state, "part": part, "reason": error.reason})
 
     def round_done(self, part: str) -> None:
-        """Note that a round of that part succeeded."""
+        """Note that a round of that part succeeded. A line is written once no part is without Redis."""
         self._failing.pop(part, None)
+        self._without_redis.discard(part)
+        if self._told_states and not self._without_redis:
+            seconds = round(time.monotonic() - min(self._told_states.values()), 1)
+            log.warning("redis serves again", extra={"before": ", ".join(self._told_states), "seconds": seconds})
+            self._told_states.clear()
 
     @property
     def job_ids(self) -> list[str]:

@@ -26,9 +26,9 @@ from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES
 from penstock.contract.tools import MAX_ARGUMENTS_CHARS, MAX_CALLS_OF_CHAT, MAX_TOOLS, Arguments, CallId, FunctionName
-from penstock.gateway.apis.responses.compaction import Seal, opened, summary_message
-from penstock.gateway.apis.responses.tools import TOOL_SEARCH, AnyTool, arguments_of, offered_name, read_as, tool_of
 from penstock.producer.openai.messages import placeholder_of
+from penstock.producer.responses.compaction import Seal, opened, summary_message
+from penstock.producer.responses.tools import TOOL_SEARCH, AnyTool, arguments_of, offered_name, read_as, tool_of
 
 MAX_ITEM_ID_CHARS = 256
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}

@@ -1,30 +1,24 @@
-"""The tables of docs/FIELDS.md, made from the schemas: `python -m penstock.gateway.apis.api_docs.fields`."""
+"""The tables of docs/FIELDS.md, made from the schemas: `make fields`."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from starlette.routing import Route
 
 from penstock.contract.fields import NO_EFFECT, RESPONSES, neutral_values_of, renamed_options
+from penstock.contract.job import QueueFields
 from penstock.contract.sampling import SamplingParams
-from penstock.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
-from penstock.gateway.apis.jobs.schemas import JobRequest
-from penstock.gateway.apis.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
-from penstock.gateway.apis.responses.body import CompactBody, ResponseBody, ResponseStreamOptions
-from penstock.gateway.apis.tasks.schemas import (
-    DetokenizeRequest,
-    EmbeddingRequest,
-    RerankRequest,
-    ScoreRequest,
-    TokenizeRequest,
-)
-from penstock.producer.batch.request import EMBEDDINGS_URL, ROWS
+from penstock.gateway.app import create_app
+from penstock.gateway.settings import GatewaySettings
+from penstock.producer.batch.endpoints import ENDPOINTS
 from penstock.producer.openai.messages import ChatMessage
 
 BEGIN, END = "<!-- begin: made by `make fields` -->", "<!-- end -->"
@@ -36,29 +30,43 @@ BODIES, TEXTS = "Fields of the body", "Fields of a body with texts to embed"
 ANTHROPIC, TOKENS = "Fields of Anthropic's bodies", "Fields of a body about tokens"
 JOB, PARAMS = "Fields of a job", "Fields of a job's `params`"
 STREAM_OPTIONS, MESSAGE = "Fields of `stream_options`", "Fields of a message"
-_TABLES: Mapping[str, Mapping[str, type[BaseModel]]] = {
-    BODIES: {
-        "/v1/chat/completions": ChatRequest,
-        "/v1/completions": CompletionRequest,
-        "/v1/responses": ResponseBody,
-        "/v1/responses/compact": CompactBody,
-        **{f"batch: {url}": row for url, row in ROWS.items() if url != EMBEDDINGS_URL},
-    },
-    ANTHROPIC: {"/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest},
-    JOB: {"/v1/jobs": JobRequest},
-    PARAMS: {"/v1/jobs": SamplingParams},
-    TOKENS: {"/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest},
-    TEXTS: {
-        "/v1/embeddings": EmbeddingRequest,
-        "/rerank": RerankRequest,
-        "/score": ScoreRequest,
-        f"batch: {EMBEDDINGS_URL}": ROWS[EMBEDDINGS_URL],
-    },
-    STREAM_OPTIONS: {"chats and completions": StreamOptions, "/v1/responses": ResponseStreamOptions},
-    MESSAGE: {"`messages[]`": ChatMessage},
+_PATHS = {
+    BODIES: ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/compact"),
+    ANTHROPIC: ("/v1/messages", "/v1/messages/count_tokens"),
+    JOB: ("/v1/jobs",),
+    PARAMS: (),
+    TOKENS: ("/tokenize", "/detokenize"),
+    TEXTS: ("/v1/embeddings", "/rerank", "/score"),
+    STREAM_OPTIONS: (),
+    MESSAGE: (),
 }
+"""Table → the paths whose bodies have a column in it."""
+
+
+# Of one user, or of our own code and files.
+@cache
+def _columns() -> Mapping[str, Mapping[str, type[BaseModel]]]:
+    """Map each table to its columns, with the schemas that the gateway's table of APIs has."""
+    # It connects to its Redis only when it begins to serve.
+    app = create_app(GatewaySettings(redis_url="unix:///nowhere"))
+    endpoints: dict[str, Any] = {route.path: route.endpoint for route in app.routes if type(route) is Route}
+    schemas = {path: endpoint.schema for path, endpoint in endpoints.items() if hasattr(endpoint, "schema")}
+    found = {title: {path: schemas[path] for path in paths if path in schemas} for title, paths in _PATHS.items()}
+    found[PARAMS] = {"/v1/jobs": SamplingParams}
+    for title in (BODIES, ANTHROPIC, TEXTS):
+        found[title] |= {f"batch: {url}": ENDPOINTS[url].schema for url in found[title] if url in ENDPOINTS}
+    names = {"chats and completions": "/v1/chat/completions", "/v1/responses": "/v1/responses"}
+    found[STREAM_OPTIONS] = {
+        column: next(_types_in(schemas[path].model_fields["stream_options"].annotation))
+        for column, path in names.items()
+        if path in schemas
+    }
+    found[MESSAGE] = {"`messages[]`": ChatMessage}
+    return found
+
 
 _LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_OPTIONS = SamplingParams.model_fields | QueueFields.model_fields
 _OPTION_OF = {"max_completion_tokens": "max_tokens"}
 _OPTION_OF |= {there: name for name, there in renamed_options(SamplingParams, RESPONSES).items()}
 """Fields that penstock's sampling options call otherwise."""
@@ -83,14 +91,14 @@ def effect_of(schema: type[BaseModel], name: str) -> str:
 
 def effects(title: str = BODIES) -> dict[tuple[str, str], str]:
     """Map each (column, field) of a table to what the field does."""
-    schemas = _TABLES[title]
+    schemas = _columns()[title]
     names = _names_of(schemas)
     return {(path, name): effect_of(schema, name) for path, schema in schemas.items() for name in names}
 
 
 def tables() -> str:
     """Return the tables as Markdown."""
-    lines = [line for title, schemas in _TABLES.items() for line in _table(title, schemas)]
+    lines = [line for title, schemas in _columns().items() for line in _table(title, schemas)]
     return "\n".join([*lines, *_values_table()])
 
 
@@ -98,11 +106,11 @@ def values() -> dict[str, str]:
     """Map each sampling option and each choice of a body to the values that it accepts."""
     found: dict[str, str] = {}
     for title in (BODIES, ANTHROPIC, JOB, TOKENS, TEXTS):
-        for schema in _TABLES[title].values():
+        for schema in _columns()[title].values():
             for name, field in _fields_of(schema).items():
                 if effect_of(schema, name) != HONORED:
                     continue
-                option = SamplingParams.model_fields.get(_OPTION_OF.get(name, name), field)
+                option = _OPTIONS.get(_OPTION_OF.get(name, name), field)
                 said = _choices_of(field.annotation) or _range_of(field) or _range_of(option)
                 if said:
                     found.setdefault(name, said)

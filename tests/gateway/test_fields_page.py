@@ -10,10 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-
-from penstock.contract.errors import RequestError
-from penstock.gateway.apis.anthropic.schemas import MessagesRequest
-from penstock.gateway.apis.api_docs.fields import (
+from docs_site.fields import (
     ANTHROPIC,
     BEGIN,
     BODIES,
@@ -33,6 +30,9 @@ from penstock.gateway.apis.api_docs.fields import (
     tables,
     values,
 )
+
+from penstock.contract.errors import RequestError
+from penstock.gateway.apis.anthropic.schemas import MessagesRequest
 from penstock.gateway.apis.jobs.schemas import JobRequest
 from penstock.gateway.apis.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.apis.responses.body import ResponseBody

@@ -17,8 +17,14 @@ from pydantic_core import PydanticCustomError
 from penstock.contract.fields import OpenWire, Wire
 from penstock.contract.problems import problem_of
 from penstock.contract.sampling import MAX_GRAMMAR_CHARS
-from penstock.contract.tools import MAX_FUNCTION_NAME_CHARS, MAX_TOOLS, TEXT_ARGUMENT, FunctionName, text_parameters
-from penstock.producer.openai.messages import ToolUse
+from penstock.contract.tools import (
+    MAX_FUNCTION_NAME_CHARS,
+    MAX_TOOLS,
+    TEXT_ARGUMENT,
+    FunctionName,
+    ToolUse,
+    text_parameters,
+)
 
 T = TypeVar("T", bound=BaseModel)
 CallKind = Literal["function_call", "custom_tool_call", "tool_search_call"]

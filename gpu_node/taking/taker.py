@@ -16,7 +16,7 @@ from penstock.contract.errors import DamagedDataError, UnavailableError
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.gpu_node.engine.worker import EngineLike
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.held_jobs import HeldJobs
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.taking.preparation import JobPreparation
 from penstock.queue.broker.connection import pauses
@@ -43,11 +43,11 @@ class Bell:
         """Whether the doorbell channel is subscribed. Otherwise new jobs are found later, by polling."""
 
     def ring(self) -> None:
-        """Wake the inbox: there may be a new job."""
+        """Wake the taker: there may be a new job."""
         self._rung.set()
 
     def capacity_freed(self) -> None:
-        """Wake the inbox if jobs wait: a job has freed capacity."""
+        """Wake the taker if jobs wait: a job has freed capacity."""
         if self.depth:
             self._rung.set()
 
@@ -99,13 +99,13 @@ IDLE_TAKE_S = 1.0
 """Interval at which the queue is polled anyway, since pub/sub may lose a doorbell message."""
 
 
-class JobInbox:
+class JobTaker:
     """The loop that takes jobs from the queue, as many as the node's engine has capacity for."""
 
     def __init__(
         self,
         broker: NodeBroker,
-        ledger: Ledger,
+        held_jobs: HeldJobs,
         bell: Bell,
         outbox: Outbox,
         preparation: JobPreparation,
@@ -119,7 +119,7 @@ class JobInbox:
         `may_take`: false while Redis may lack ends of jobs, which it then shows as queued.
         """
         self._broker = broker
-        self._ledger = ledger
+        self._held_jobs = held_jobs
         self._kv_tokens, self._max_num_seqs = capacity
         self._outbox = outbox
         self._preparation = preparation
@@ -170,12 +170,12 @@ class JobInbox:
                 try:
                     wait_s = await self._take()
                     patience = pauses()
-                    self._ledger.round_done("take")
+                    self._held_jobs.round_done("take")
                 except UnavailableError as error:
-                    log.warning("redis is unreachable", extra={"reason": error.message})
+                    self._held_jobs.redis_failed("take", error)
                     wait_s = next(patience)
                 except DamagedDataError as error:
-                    self._ledger.round_failed("take", error)
+                    self._held_jobs.round_failed("take", error)
                     wait_s = next(patience)
         finally:
             await self._preparation.close()
@@ -188,12 +188,12 @@ class JobInbox:
         if self._call == self.answered_call:
             self._call += 1
             self._nonce = secrets.token_hex(16)
-        answer = await self._broker.take(self._call, self._nonce, self._capacity(), hold_ms=self._ledger.hold_ms)
+        answer = await self._broker.take(self._call, self._nonce, self._capacity(), hold_ms=self._held_jobs.hold_ms)
         jobs = self._hold(answer)
         self._bell.depth = sum(answer.depth)
         self._queued_kinds = any(answer.depth[:NUM_PRIORITIES]), any(answer.depth[NUM_PRIORITIES:])
         self._engine.note_queued_background(self._queued_kinds[1])
-        self._ledger.counts.queue_share = sum(answer.depth) / max(1, answer.num_nodes)
+        self._held_jobs.counts.queue_share = sum(answer.depth) / max(1, answer.num_nodes)
         for job in jobs:
             self._preparation.begin(job)
         if len(jobs) >= MAX_BACKGROUND_TAKEN:
@@ -202,14 +202,14 @@ class JobInbox:
 
     def _capacity(self) -> Capacity:
         """The free capacity for each level. A level may also use what less urgent jobs hold, by preempting them."""
-        tokens, sequences = self._ledger.expected_usage()
+        tokens, sequences = self._held_jobs.expected_usage()
         return Capacity(
             _left_of(self._kv_tokens, tokens),
             _left_of(self._max_num_seqs, sequences),
             self._kv_tokens,
             self._max_num_seqs,
-            max(0, MAX_TASKS - self._ledger.num_tasks),
-            self._ledger.usage_by_tenant(),
+            max(0, MAX_TASKS - self._held_jobs.num_tasks),
+            self._held_jobs.usage_by_tenant(),
             self._engine.background_due,
         )
 
@@ -225,12 +225,13 @@ class JobInbox:
         for job in jobs:
             if job.taken.deadline_in_ms:
                 job.expires_s = now_s + job.taken.deadline_in_ms / 1000
-            if (older := self._ledger.get(job.job_id)) is not None:
+            if (older := self._held_jobs.get(job.job_id)) is not None:
                 self._outbox.drop(older)
-            self._ledger.add(job)
+            self._held_jobs.add(job)
             if not job.is_task:
-                self._ledger.counts.jobs.taken(job.taken.priority, job.times)
-        counts = self._ledger.counts
+                is_background = job.taken.is_background
+                self._held_jobs.counts.jobs.taken(job.taken.priority, job.times, is_background=is_background)
+        counts = self._held_jobs.counts
         counts.taken += len(jobs)
         counts.taken_over += sum(bool(job.taken.num_chunks or job.taken.losses) for job in jobs)
         self.answered_call = self._call

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.contract.job import Message
 from penstock.contract.tools import MAX_ARGUMENTS_CHARS, MAX_CALLS, MAX_FUNCTION_NAME_CHARS, ToolCall
-from penstock.producer.openai.parsed_text import AnswerFormat, AnswerReader, ParsedText
-from penstock.producer.openai.tool_calls import CALL_FORMS, MAX_OPENING_CHARS, Call, num_held
+from penstock.producer.parsing.parsed_text import AnswerFormat, AnswerReader, ParsedText
+from penstock.producer.parsing.tool_calls import CALL_FORMS, MAX_OPENING_CHARS, Call, num_held
 
 LONGEST_MARK = len("<|python_tag|>")
 MAX_UNDECIDED = 32

@@ -20,6 +20,7 @@ from penstock.contract.problems import request_error
 from penstock.contract.tenant import ACCOUNT_PATTERN, ApiKey
 from penstock.contract.usage import MAX_DAYS, MAX_PAGE_ROWS, Period, UsagePage, UsageQuery, csv_of, usage_object
 from penstock.gateway.errors import soon
+from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.request.reading import caller_of
 from penstock.gateway.route_doc import NUMBER, TEXT, list_of, object_of
 from penstock.producer.client import AsyncClient
@@ -212,3 +213,10 @@ def _dumped(value: dict[str, Any]) -> str:
 def _members(values: dict[str, Any]) -> str:
     """Return the members of a JSON object without its braces."""
     return _dumped(values)[1:-1]
+
+
+def _routes(services: Services) -> list[APIRouter]:
+    return [UsageRoutes(services.client, services.yielder).router]
+
+
+USAGE = HttpDialect(_routes)

@@ -12,7 +12,7 @@ from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, Chunk, Outcome, To
 from penstock.contract.priority import NUM_LEVELS
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.ledger import MAX_REPORTED_TENANTS, Ledger
+from penstock.gpu_node.jobs.held_jobs import MAX_REPORTED_TENANTS, HeldJobs
 from penstock.queue import results
 from penstock.queue.broker.node import Taken
 from penstock.queue.wire import decode_chunks
@@ -114,14 +114,14 @@ def test_a_replayed_job_goes_on_at_the_next_index_and_position() -> None:
 
 
 def test_new_lease_of_a_job_replaces_the_old_one_and_removing_the_old_one_has_no_effect() -> None:
-    ledger, old, new = Ledger(), held(lease="1:x:1"), held(lease="2:y:1")
-    ledger.add(old)
-    ledger.add(new)
-    assert ledger.of_lease("1:x:1") is None
-    ledger.remove(old)
-    assert ledger.get(JOB_ID) is new
-    ledger.remove(new)
-    assert len(ledger) == 0
+    held_jobs, old, new = HeldJobs(), held(lease="1:x:1"), held(lease="2:y:1")
+    held_jobs.add(old)
+    held_jobs.add(new)
+    assert held_jobs.of_lease("1:x:1") is None
+    held_jobs.remove(old)
+    assert held_jobs.get(JOB_ID) is new
+    held_jobs.remove(new)
+    assert len(held_jobs) == 0
 
 
 def test_job_that_ends_before_its_log_was_read_has_no_result() -> None:
@@ -179,29 +179,29 @@ def test_the_next_node_keeps_what_an_earlier_one_logged_of_a_prompt() -> None:
 
 
 def test_bytes_are_summed_while_another_thread_adds_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Ledger()
-    ledger.add(held())
+    held_jobs = HeldJobs()
+    held_jobs.add(held())
 
     def unsent_bytes(_job: HeldJob) -> int:
-        if len(ledger) == 1:
-            ledger.add(held(job_id="another", lease="1:x:2"))
+        if len(held_jobs) == 1:
+            held_jobs.add(held(job_id="another", lease="1:x:2"))
         return 7
 
     monkeypatch.setattr(HeldJob, "unsent_bytes", property(unsent_bytes))
-    assert (ledger.unsent_bytes, ledger.unsent_bytes) == (7, 14)
+    assert (held_jobs.unsent_bytes, held_jobs.unsent_bytes) == (7, 14)
 
 
-def test_ledger_counts_its_jobs_by_level_and_names_the_largest_tenants() -> None:
-    ledger = Ledger()
+def test_held_jobs_are_counted_by_level_and_for_the_largest_tenants() -> None:
+    held_jobs = HeldJobs()
     counts = {f"t{number}": number + 1 for number in range(MAX_REPORTED_TENANTS + 2)}
     for tenant, count in counts.items():
         for number in range(count):
             job_id = f"{tenant}.{number}"
             taken = Taken(job_id, job_id, 0, 0, 1, 0, tenant=tenant, level=number % NUM_LEVELS)
-            ledger.add(HeldJob(taken))
+            held_jobs.add(HeldJob(taken))
     largest = dict(sorted(counts.items(), key=lambda row: -row[1])[:MAX_REPORTED_TENANTS])
-    assert ledger.jobs_by_tenant == largest
-    assert sum(ledger.jobs_by_level) == len(ledger) == sum(counts.values())
-    assert ledger.jobs_by_level == tuple(
+    assert held_jobs.jobs_by_tenant == largest
+    assert sum(held_jobs.jobs_by_level) == len(held_jobs) == sum(counts.values())
+    assert held_jobs.jobs_by_level == tuple(
         sum(len(range(level, count, NUM_LEVELS)) for count in counts.values()) for level in range(NUM_LEVELS)
     )

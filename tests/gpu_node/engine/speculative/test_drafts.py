@@ -22,8 +22,9 @@ from penstock.contract.output import TokenLogprobs
 from penstock.contract.sampling import StructuredOutputs
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget, StepCost
+from penstock.gpu_node.engine.speculative.draft_cost import StepCost
 from penstock.gpu_node.engine.speculative.drafter import Drafter, NgramDrafter
+from penstock.gpu_node.engine.speculative.drafts import DraftBudget
 from penstock.gpu_node.model.protocol import StepHandle, StepPlan, StepResult
 
 MakeEngine = Callable[..., Engine]

@@ -1,24 +1,12 @@
-"""What drafts cost, and how many tokens each sequence drafts for it."""
+"""What drafts cost: the time of a step by its number of rows."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Sequence as Items
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-
-from penstock.gpu_node.engine.speculative.drafter import Drafter, common_odds
-from penstock.gpu_node.model.protocol import ModelRunner
-
-if TYPE_CHECKING:
-    from penstock.gpu_node.engine.config import EngineConfig
-
-log = logging.getLogger(__package__)
-
 
 _ENOUGH = 3
 """Steps after which the time of a number of rows is known."""
@@ -134,54 +122,3 @@ class StepCost:
             return 0.0
         counts, logs = np.array(known).T
         return float(np.interp(num_seqs, counts, np.exp(logs - base)))
-
-
-def speculation_of(config: EngineConfig, runner: ModelRunner, cost: StepCost) -> DraftBudget:
-    """Create the draft budget for an engine's settings and runner; `cost` is what drafts are known to cost."""
-    if config.speculative == "off":
-        return DraftBudget(0, cost)
-    if not runner.verifies_drafts:
-        log.warning(
-            "speculative decoding is off: this runner cannot verify drafts", extra={"speculative": config.speculative}
-        )
-        return DraftBudget(0, cost)
-    return DraftBudget(config.max_draft_tokens, cost)
-
-
-class DraftBudget:
-    """Weighs the drafts of all sequences in a step together.
-
-    With R decoding sequences, an accepted token saves an R-th of a step. The cost of rows therefore gives the number of
-    tokens that must be accepted. The success of earlier drafts predicts how many will be.
-    """
-
-    def __init__(self, max_draft_tokens: int, cost: StepCost) -> None:
-        """With 0 tokens, no sequence drafts."""
-        self.max_draft_tokens = max_draft_tokens
-        self._cost = cost
-        self._common = common_odds()
-
-    def drafter(self, max_num_tokens: int) -> Drafter:
-        """Create a drafter for a sequence of at most `max_num_tokens` tokens."""
-        return Drafter(max_num_tokens, self._common)
-
-    def needs(self, num_decoding: int, max_drafted: int) -> list[float]:
-        """Return how many of 1, 2, …, `max_drafted` drafted tokens must be accepted to pay; ends where none can."""
-        return self._cost.needs(num_decoding, min(max_drafted, num_decoding * self.max_draft_tokens))
-
-    def choose(self, chances: Items[Items[float]], needs: Items[float]) -> list[int]:
-        """Return how many tokens each sequence should draft, given the chance of each token to be accepted.
-
-        It takes the likeliest tokens of all drafts, in the number with the largest expected gain over `needs`.
-        """
-        offers = sorted(((chance, i) for i, own in enumerate(chances) for chance in own), reverse=True)
-        gain = best = 0.0
-        num_chosen = 0
-        for num, ((chance, _), need) in enumerate(zip(offers, needs, strict=False), 1):
-            gain += chance
-            if gain - need > best:
-                best, num_chosen = gain - need, num
-        counts = [0] * len(chances)
-        for _, i in offers[:num_chosen]:
-            counts[i] += 1
-        return counts

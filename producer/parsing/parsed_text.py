@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from penstock.producer.openai.tool_calls import CALL_FORMS, Call, ToolCallReader, num_held
+from penstock.producer.parsing.tool_calls import CALL_FORMS, Call, ToolCallReader, num_held
 
 _OPEN, _CLOSE = "<think>", "</think>"
 _CHARS_READ_AT_ONCE = 1 << 10

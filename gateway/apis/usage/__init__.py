@@ -1,0 +1,1 @@
+"""What API keys used, and the caller's key, over HTTP."""

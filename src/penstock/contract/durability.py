@@ -1,0 +1,22 @@
+"""What an answered write survives, by the name under which callers ask for it."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, cast, get_args
+
+from penstock.contract.errors import RequestError
+
+Durability = Literal["memory", "fsync", "replicated"]
+"""What an answered write survives: `memory`, the death of every process; `fsync`, that of Redis's machine too, because
+Redis's disk has it; `replicated`, a fail-over, because a replica has it."""
+MEMORY: Final = "memory"
+FSYNC: Final = "fsync"
+REPLICATED: Final = "replicated"
+
+
+def checked_durability(name: str | None) -> Durability | None:
+    """Return the durability of this name; None for None. Raises RequestError for an unknown name."""
+    if name not in (None, *get_args(Durability)):
+        message = f"durability must be one of {', '.join(get_args(Durability))}, not {str(name)[:32]!r}"
+        raise RequestError(message, param="durability")
+    return cast("Durability | None", name)
