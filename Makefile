@@ -91,6 +91,7 @@ modules: $(STAMP)
 
 fields: $(STAMP)
 	PYTHONPATH=ops $(BIN)/python -m docs_site.fields docs/FIELDS.md
+	PYTHONPATH=ops $(BIN)/python -m docs_site.sizes
 
 language: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m language $(LANGUAGE)

@@ -223,7 +223,7 @@ def words_of(given: Mapping[str, object], flags: Mapping[str, Sequence[str]] | N
     return tuple(words)
 
 
-def _option(name: str, field: FieldInfo, flags: Sequence[str], **said: Any) -> Parameter:
+def _option(name: str, field: FieldInfo, flags: Sequence[str], **settings: Any) -> Parameter:
     kind: Any = list[str] if get_origin(field.annotation) is tuple else field.annotation
-    option = typer.Option(*flags, **said)
+    option = typer.Option(*flags, **settings)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])

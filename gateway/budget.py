@@ -242,7 +242,7 @@ class SharedBudget:
                 progress = True
 
     def _next_of(self, owner: str) -> _WaitingClaim | None:
-        """Return an owner's next waiting claim if its share permits it; of steps, the first that can be granted."""
+        """Return the next claim of an owner if its share permits it; of steps, the first that can be granted."""
         for waiting in self._waiting[owner]:
             if waiting.granted.done():  # canceled; its waiter has not removed it yet
                 continue

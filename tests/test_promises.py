@@ -40,7 +40,7 @@ def test_each_promise_names_a_test_or_says_that_none_proves_it() -> None:
 @pytest.mark.parametrize(
     ("page", "heading", "at_least"),
     [
-        ("docs/PROTOCOL.md", "## Faults", 40),
+        ("docs/PROMISES.md", "## Faults", 40),
         ("ops/RUNBOOK.md", "## Redis fails over", 8),
         ("ops/RUNBOOK.md", "## What each durability setting risks", 9),
     ],

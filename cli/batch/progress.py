@@ -54,7 +54,7 @@ class BatchBar:
         )
 
     def wait(self, reason: str) -> None:
-        """Show why nothing goes on."""
+        """Show why the batch waits."""
         self._progress.update(self._task, waiting=reason)
 
     def __enter__(self) -> Self:
@@ -84,7 +84,7 @@ class BatchLines:
         self._progress = progress
 
     def wait(self, reason: str) -> None:
-        """Note why nothing goes on."""
+        """Note why the batch waits."""
         self._progress = replace(self._progress, waiting=reason)
 
     def line(self, now_s: float, clock_s: float) -> str:

@@ -101,7 +101,7 @@ class AsyncEngine:
         if self._engine is None or self._worker is None:
             raise InvariantError("an AsyncEngine is used outside of its `async with`")
         if self._worker.stopped.done():
-            raise UnavailableError("the engine has ended")
+            raise _stopped(self._worker.stopped.exception())
         return self._engine, self._worker
 
     async def _call(self, command: Callable[[], T]) -> T:
@@ -138,7 +138,7 @@ class AsyncEngine:
             await self._call(partial(engine.add, request, is_timed=True))
             while not has_ended and (output := await outputs.get()) is not None:
                 if isinstance(output, BaseException):
-                    raise UnavailableError("the engine has ended") from output
+                    raise _stopped(output) from output
                 has_ended = output.usage is not None
                 yield output
         finally:
@@ -158,7 +158,12 @@ class AsyncEngine:
             stream.put_nowait(error)
         for answer in self._calls:
             if not answer.done():
-                answer.set_exception(UnavailableError("the engine has ended"))
+                answer.set_exception(_stopped(error))
+
+
+def _stopped(error: BaseException | None) -> UnavailableError:
+    cause = f"because of {error!r}" if error else "at the end of its `async with`"
+    return UnavailableError(f"the engine stopped {cause}: enter a new AsyncEngine")
 
 
 def _on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

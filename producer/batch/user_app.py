@@ -1,7 +1,7 @@
 """What penstock's tasks need of the settings of a user's Celery app, checked before a task can be lost.
 
 A worker removes a message in a format that its app does not accept, and only writes a line into its log. So a caller
-waits for ever.
+never gets an answer.
 """
 
 from __future__ import annotations

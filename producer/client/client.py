@@ -81,15 +81,15 @@ class AsyncClient:
         self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
         self._highest_class = Priority.of(settings.highest_class)
         self._queues_without_node, self._durability = settings.queue_without_node, settings.durability
-        of_none = servers.directory.redis, servers.directory.patience
+        directory_connection = servers.directory.redis, servers.directory.patience
         # Of several servers, keys are fetched before they are too old, so that no call waits for the directory.
         ttl_s = KEYS_TTL_S / len(servers.all[:2])
-        self._keys = CachedState(SeenKeys(*of_none).all, ttl_s, KEYS_TTL_S - ttl_s)
+        self._keys = CachedState(SeenKeys(*directory_connection).all, ttl_s, KEYS_TTL_S - ttl_s)
         self.runs = Runs(self.ack, settings.outage_s)
         self.dead = DeadLetterBox(servers, self.submit)
-        self.webhooks = Webhooks(*of_none, tenant, is_away=lambda: servers.has_no_directory)
+        self.webhooks = Webhooks(*directory_connection, tenant, is_away=lambda: servers.has_no_directory)
         self.control = JobControl(servers, self.submit_unread, self.webhooks, tenant=tenant, terms=self._terms)
-        self.files, self.batches = FileRecords(*of_none), BatchRecords(*of_none)
+        self.files, self.batches = FileRecords(*directory_connection), BatchRecords(*directory_connection)
         self.feed = CompletionFeed(servers, self.pools)
         self._connecting, self._is_closed = asyncio.Lock(), False
 
@@ -227,10 +227,11 @@ class AsyncClient:
         with naming_pool(record.pool):
             cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await server.inbox.ensure_heartbeat(record.pool)
-        wish = options.get("queue_without_node")
-        needs_node = not (job.background or self._queues_without_node if wish is None else wish)
+        queue_without_node = options.get("queue_without_node")
+        if queue_without_node is None:
+            queue_without_node = job.background or self._queues_without_node
         try:
-            if needs_node:
+            if not queue_without_node:
                 await admission.require_node()
         except UnavailableError as refusal:
             # A repeated submission adds no job, so it needs no node.

@@ -70,7 +70,7 @@ class CompletionFeed:
         return CompletionCursor(tenant, pool, positions)
 
     async def pages(self, cursor: CompletionCursor, tag: str | None = None) -> AsyncGenerator[FeedPage, None]:
-        """Yield what follows the cursor, for ever. A page may be empty; its cursor is behind what other tags have."""
+        """Yield pages behind the cursor without end. A page may be empty if only jobs of other tags have ended."""
         pause_s = FIRST_PAUSE_S
         while True:
             names = [*dict.fromkeys((*cursor.positions, *await self._names(cursor.pool)))]

@@ -173,7 +173,7 @@ class Files:
                 self._threads.submit(source.close)
 
     async def keep_clean(self) -> None:
-        """Delete what has expired, for ever. Any number of processes may do it at once."""
+        """Delete expired files until cancelled. Any number of processes may do so at once."""
         clock = asyncio.get_running_loop().time
         next_orphans_s = clock()
         while True:

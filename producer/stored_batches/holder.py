@@ -49,7 +49,7 @@ class BatchHolder:
         """The history of Redis in which the leases were taken."""
 
     async def run(self) -> None:
-        """Take and run batches, for ever. A cancellation ends all runs; another process goes on with them at once."""
+        """Take and run batches until cancelled. Then all runs end, and another process continues them at once."""
         if self._files.settings.url is None:
             return
         try:

@@ -59,9 +59,9 @@ _DELTA = {
 }
 
 
-def _choice(**said: Any) -> dict[str, Any]:
+def _choice(**fields: Any) -> dict[str, Any]:
     reason = {"enum": ["stop", "length", "tool_calls", None]}
-    whole = object_of(index=NUMBER, finish_reason=reason, logprobs=_or_null({"type": "object"}), **said)
+    whole = object_of(index=NUMBER, finish_reason=reason, logprobs=_or_null({"type": "object"}), **fields)
     return _with_optional(whole, prompt_logprobs={"type": "array"}, warnings=list_of(TEXT))
 
 

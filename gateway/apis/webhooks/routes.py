@@ -206,7 +206,7 @@ class WebhookRoutes:
         return {"object": "webhook_endpoint.redelivery", "webhook_endpoint_id": endpoint_id, "count": number}
 
     async def _body(self, request: Request, schema: type[Body]) -> Body:
-        # Clients send no body, and no content type, where nothing is to be said.
+        # Clients send neither a body nor a content type if a request needs no fields.
         is_empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
         try:
             return schema.model_validate_json(b"{}" if is_empty else await self._reader.small_json(request) or b"{}")

@@ -81,7 +81,7 @@ def blames_task(exit_status: int | None, grammar: Grammar | None) -> bool:
 
 
 def is_memory_death(exit_status: int | None) -> bool:
-    """Whether a worker ended itself, as one without memory does. Limits of time and kills from outside have signals."""
+    """Whether a worker exited by itself, as one without memory does. Time limits and outside kills are signals."""
     return exit_status not in (None, 0, -signal.SIGPROF, -signal.SIGKILL)
 
 

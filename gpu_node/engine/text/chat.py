@@ -312,7 +312,7 @@ class _Processes:
         if answer is None and time.monotonic() - began_s >= MAX_RENDER_CPU_S * 0.9:
             raise ConfigError(f"the model's chat template does not compile within {MAX_RENDER_CPU_S:g} s of CPU time")
         if answer is None:
-            raise ConnectionResetError("the process that compiles the chat template has ended")
+            raise ConnectionResetError("the process that compiles the chat template ended without an answer")
         text, _, kind = answer
         if kind != RENDERED:
             raise ConfigError(f"the model's chat template does not compile: {text.decode()}")

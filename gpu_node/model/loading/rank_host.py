@@ -64,7 +64,7 @@ class RankProcesses:
             self._start_rank,
             stall_s=options.rank_stall_s,
             watch=StoppedRank,
-            # A GPU that waits for one that is gone would wait for ever.
+            # A GPU that waits for a lost one would never stop waiting.
             on_lost=partial(leave_gpus, is_lost=True),
         )
 

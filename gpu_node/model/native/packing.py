@@ -249,7 +249,7 @@ class Packer:
         return None
 
     def _begin(self, slot: Slot, layer: int, runs: list[Run], columns: int) -> NDArray[np.uint8] | None:
-        """Let the matrix, or a slab of it, have its bytes in a buffer of the writer; None if there is no writer."""
+        """Reserve a buffer of the writer for a matrix or a slab of it. Return None without a writer."""
         if self._keep is None:
             return None
         self._model.allocate(slot, layer, runs, columns)

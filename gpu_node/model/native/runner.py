@@ -207,7 +207,7 @@ class NativeRunner:
 
     @property
     def placement(self) -> Placement:
-        """On the CPU."""
+        """Where the model computes: on the CPU."""
         return Placement(self._weight_bytes, leaves_core_free=self._leaves_core_free)
 
     @property

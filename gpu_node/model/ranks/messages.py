@@ -76,7 +76,7 @@ def write_step(memory: SharedMemory, plan: StepPlan, *, returns_logits: bool, al
         *(len(plan.copies), len(adapters), len(scored), len(pooled), int(returns_logits), int(all_sample)),
     )
     if all_sample and plan.sampling.masks is not None:
-        # They follow while the step runs. If there were no memory for them then, the ranks would wait for ever.
+        # They follow while the step runs. If there were no memory for them then, the ranks would never stop waiting.
         memory.grow(_aligned(plan.sampling.masks.words.nbytes))
     _write(memory, [np.array(counts, np.int32), *arrays, *(_arrays_of(plan.sampling) if all_sample else ())])
 

@@ -1,6 +1,6 @@
-"""The words of a group whose ranks exchange tensors elsewhere, by torch: messages, and what each rank shows of itself.
+"""The shared memory of ranks that exchange tensors by torch: messages, and what each rank reports of its progress.
 
-They are those of `penstock.kernels.cpu.exchange`, without the kernel library, which not every machine has.
+It has the layout of `penstock.kernels.cpu.exchange`, without the kernel library, which not every machine has.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class PlainExchange:
         return is_waiting or (rank > 0 and bool(self._done[rank] >= self.num_messages))
 
     def progress_of(self, rank: int) -> tuple[int, ...]:
-        """Return numbers that change as long as a rank goes on, or, while it is idle, as long as its process runs."""
+        """Return numbers that change while a rank makes progress; for an idle rank, while its process runs."""
         if self.is_idle(rank):
             return 1, self.pulse_of(rank)
         return 0, int(self.state_of(rank).meetings), int(self._done[rank])

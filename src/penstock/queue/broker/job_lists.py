@@ -49,7 +49,7 @@ class JobPage:
 
 @dataclass(slots=True)
 class _Source:
-    """Some tenants' lists in a pool: the ids that were found there, and where the search goes on."""
+    """Some tenants' lists in a pool: the ids that were found there, and where the next search begins."""
 
     pool: str
     tenants: list[str]

@@ -12,6 +12,9 @@
 --   BUSY: another audit repairs this pool.
 -- What cannot be read is a finding, and the others go on. Without a repairer nothing is written: `redis.call` of an audit
 -- mends nothing by itself.
+-- A repair deletes members that name no job, entries without `id` and keys of another type, and writes what the lists of a job
+-- tell of its fields. A job whose record or request is lost ends as `failed: internal_error`. The repairer's lock ends with
+-- it, also if it fails. broker/audit.py lists the invariants.
 local redis = _G.redis
 if ARGV[2] == 'release' then
   if redis.pcall('GET', P .. ':audit') == ARGV[1] then redis.call('DEL', P .. ':audit') end

@@ -2,6 +2,35 @@
 -- Of all scripts only this one touches the keys of F. It belongs to no pool, so it has no prelude.
 -- KEYS[1]: F:config, which does not exist; it tells F. ARGV: what to do, and msgpack of its arguments, a table.
 -- Answer: {OK, …} | {name of a refusal, …}
+--
+-- Storage: the first process that needs one makes a folder with a random name and a mark behind PENSTOCK_FILES_URL, and notes
+-- the name in F:storage. A process that does not find the mark serves no files. If a storage is lost for good, deleting
+-- F:storage lets the next process make a new one; the records of lost files stay until they expire.
+-- Files: an object never changes. It is written under the id of an upload, which `upload` has counted against the limits before
+-- the first byte. Only when it is whole does `save` make it a file, so no reader sees a part of one. An upload has a lease of
+-- 10 minutes, which its gateway renews. After it, any gateway drops the upload.
+-- Garbage: what drops a record adds its object to F:garbage. A gateway deletes the object and then `forget`s it, so no death
+-- between the two leaves an object behind. Once an hour, gateways delete objects older than an hour that no record names.
+--
+-- A batch is a record, the file that it reads, and parts of the files that it writes.
+-- Lease: `take` gives a batch that no process holds to the caller, with a token that is higher than the last by a random number.
+-- The holder `keep`s its leases six times within their length, and learns then of a cancellation or a pause. Every other
+-- function for a holder compares the token first, and answers LOST to an older one. The holder also stops by its own clock
+-- when its lease may be over, so that it submits no row that another process has stored and acknowledged.
+-- Rows: the holder keeps as many rows in the queue as twice the sequences of the live nodes, at least 64, at most 4,096 or 32
+-- MiB. It divides them among its batches. A row's idempotency key derives from batch and custom_id, so the next holder finds the
+-- jobs of an earlier one.
+-- Parts: finished rows go to parts/<batch>/<token>-<number>, an object for the output and one for errors. Only when both are
+-- whole does `commit` list them and set a bit for each of their rows; it refuses a part with a row whose bit is set. Then the
+-- holder acknowledges the jobs. A death before the commit leaves objects that no list names, and the rows' results in Redis.
+-- A death behind it leaves a committed part. Either way each row is in one part.
+-- End: the holder joins the parts of each kind to one object. `finish` makes them files, ends the batch, and makes its parts
+-- garbage in one step. A repeated `commit` or `finish` changes nothing, because the first answer may have been lost. A
+-- cancellation or the end of the window stops the expansion: the holder cancels the jobs in the queue, keeps what is answered
+-- by then, and commits the other rows as errors.
+-- Message batches: the body becomes a file of lines while it arrives, and each line is checked for its custom_id then.
+-- `create_with_input` saves the file and makes the batch in one step, within the tenant's limits. The end of the batch deletes
+-- the input.
 local F = string.sub(KEYS[1], 1, -8)
 local what, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
 local ALL, IDEM_MS, MAX_GARBAGE, MAX_UNTOLD, UNTOLD_MS = '*', 86400000, 500, 32, 259200000

@@ -26,6 +26,26 @@
 --   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it. spread: the standard
 --   error of the pace's logarithm, in thousandths.
 -- All accepted jobs are written before anything else. So a full Redis refuses each of them, and answers the other jobs.
+--
+-- Memory, in bytes. A stored job counts its request, the record of a response, and 1,056 for its record and its entries
+-- in other keys. A running job reserves its output: 110 for each token, 28 for each log-probability, and 512. Its
+-- tokens are max_tokens per choice, or 256 if it names no limit. A task reserves four times its request, an embedding
+-- 16 KiB. emit moves the bytes of a log from reserved to stored every 12 chunks; at least 4 KiB stay reserved, and at
+-- least as much as these chunks took. The end of a job replaces both by what stays. That is log, result and a dead
+-- letter's request, each with 256 for its key, and 1,056 for the record. A record with a field above 64 bytes counts
+-- 5,120, because Redis stores it in another way. Stored bytes are at most 15 % or 72 KiB less than MEMORY USAGE says of
+-- all keys of jobs. Where jobs are small they may be 60 % or 96 KiB more, because Valkey keeps small records in less
+-- memory than Redis.
+--
+-- A tenant's share of maxmemory in a pool, in percent. p: memory_percent of the key, or tenant_memory_percent of the pool.
+-- limit: 60 for background work, 80 for foreground work of class batch, 90 for other foreground work. used: used memory, all
+-- reserved bytes and the job's own. free = (limit − used) ÷ (limit − p), between 0 and 1. The share is p × free where free is ½
+-- or more, otherwise 2 × p × free². A p of limit or more is the share itself. So a tenant alone may fill p percent, and some
+-- memory remains for another one however many tenants take all they get.
+--
+-- Rates: P:rate:<t> states a debt in milliseconds at a rate, and names that rate. A submit at another rate converts it, so a
+-- changed limit applies to the whole debt. A refund creates a burst of at most burst_s seconds' worth. A job with not_before
+-- reserves its tokens when it is due; while the tenant's rate does not allow it, it stays delayed and other jobs go on.
 local MAX_JOBS, PAYLOADS = 128, 5
 local MEMORY_RETRY_MS, MIN_RETRY_MS, JITTER = 5000, 1000, 0.2
 local MAX_RETRY_MS = 600000

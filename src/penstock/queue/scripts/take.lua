@@ -19,6 +19,24 @@
 --   when this lease began. A request above MAX_REQUEST_BYTES is '' here; the node reads it separately.
 --   depth: jobs still queued per level. again_in_ms: when a job may become available, 0 if unknown.
 --   STALE: a later take of this node was already answered.
+--
+-- Skipped: some jobs are not for the node that takes: those with tokens of another revision, those that it gave back lately
+-- or whose adapter it lacks, and tasks while it has no free task slot. They do not count among the MAX_EXAMINED jobs of a
+-- level. So jobs that old nodes gave back in a rolling upgrade do not keep new nodes from the jobs behind them. At most
+-- MAX_SKIPPED jobs of a level are skipped. Under `fair` its tenants share this number evenly, so that none hides others.
+--
+-- Tasks: a task costs 1, plus 1 for each KiB of its prompt, which counts in its tenant's virtual time and is not corrected at
+-- its end. A cost of zero would let a flood of tasks come first forever. The tasks behind the walk pass jobs that wait for
+-- capacity and take none of it. Only an isolated job holds tasks back: beside it no task runs, and a node that is
+-- reserved for it takes none.
+--
+-- Reservations: each node reserves capacity for at most one job, and at most one node does so for isolated jobs. A reservation
+-- lasts a lease, so that the other nodes continue. No job is too large for all nodes: the nodes of a pool agree on the
+-- longest context, and the engine can run the choices of a job one after another.
+--
+-- Shares of a full node (`held`): a tenant's share is its weight ÷ the weights of all tenants with jobs there. What it holds
+-- is its part of the sequence slots or of the KV tokens, whichever is larger. A tenant's interactive jobs preempt no running
+-- job of another tenant while it used more than the mean of all tenants with recent use.
 local MAX_TAKEN, MAX_EXAMINED, MAX_SKIPPED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 512, 128, 32, 16384
 local LEAST_URGENT = LEVELS - 1
 -- A take adds background jobs up to this number of jobs, because a chat waits while the node prepares what it took.
@@ -553,20 +571,20 @@ do
     local total = num_jobs
     for _, one in ipairs(nodes) do total = total + one.held end
     local function part_of(one) return total / pace * one.pace - one.held end
-    local function settle(fixed)
+    local function give_fixed(fixed)
       repeat
-        local is_settled = true
+        local is_done = true
         for _, one in ipairs(nodes) do
           local gets = not one.gets and fixed(one)
           if gets then
-            one.gets, is_settled = gets, false
+            one.gets, is_done = gets, false
             total, pace = total - one.held - gets, pace - one.pace
           end
         end
-      until is_settled
+      until is_done
     end
-    settle(function(one) return part_of(one) < 0 and 0 end)
-    settle(function(one) return part_of(one) > one.room and one.room end)
+    give_fixed(function(one) return part_of(one) < 0 and 0 end)
+    give_fixed(function(one) return part_of(one) > one.room and one.room end)
     for _, one in ipairs(nodes) do
       one.gets = one.gets or part_of(one)
       if one ~= own and one.gets > 0 then others[#others + 1] = one.name end

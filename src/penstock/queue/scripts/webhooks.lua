@@ -17,6 +17,11 @@
 --   again: how many there were
 -- Fields of a delivery: tenant type object created since attempts state holder answer ended. since: from when on its
 -- attempts count. state: pending, delivered or dead. attempts: those that a process has begun.
+--
+-- A leased delivery is due again when its lease ends, so a gateway that sleeps through its lease changes nothing, and its
+-- receiver may get the event twice. A delivery is known for a day after it was delivered, and for 7 days after it was given
+-- up; one that left the list of its endpoint, for 10 min. If Redis loses writes and a job ends again later than that, its
+-- end is told again with the same id, which is a hash of type and object.
 local MAX_ENDPOINTS, MAX_CLEARED, MAX_EVENTS = 64, 256, 256
 local PUT_OFF_MS = 60000
 local MAX_DEAD_OF_ENDPOINT, DEAD_MS, MAX_DELIVERED, DELIVERED_MS, SHORT_MS = 10000, 604800000, 1000, 86400000, 600000
