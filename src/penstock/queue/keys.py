@@ -55,8 +55,7 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:jobs:<state>:<t>       zset    submit (scheduled), take (running),  the same of its jobs in another state; ended
                                      end; submit, sweep                   ones until the record expires
     P:tagged:<t>:<tag>       zset    submit; sweep                        the same of its jobs with a tag
-    P:metadata:<id>          string  submit; end (PEXPIRE)                the job's metadata, as JSON; as long as its
-                                                                          record
+    P:metadata:<id>          string  submit; end (PEXPIRE)                the job's metadata, as long as its record
     P:ended:<t>              stream  end; sweep                           the tenant's completions: its ended jobs
                                                                           about 200,000 for result_ttl_ms
     P:ended                  zset    end; sweep                           tenant → when to look at its oldest completion
@@ -73,10 +72,8 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:pressure               hash    heartbeat; sweep, leave              node → pressure record (wire.py)
     P:paces                  hash    heartbeat; sweep, leave              node that takes jobs → its pace, its most
                                                                           sequences, its KV tokens and its revision
-    P:left                   string  take                                 when a take left jobs to other nodes, and the
-                                                                          first of them; 1 min
-    P:adapters               hash    node; sweep, leave                   node with adapters → the pool record that it
-                                                                          announced
+    P:left                   string  take                                 when a take left jobs, and the first; 1 min
+    P:adapters               hash    node; sweep, leave                   node with adapters → its pool record
     P:backlog                hash    submit, requeue, release, take, end  level → predicted KV tokens of its queued jobs
     P:queued                 hash    submit, requeue, release, take, end  tenant → those of its foreground jobs; no
                                                                           field where it is 0

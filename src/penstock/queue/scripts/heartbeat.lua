@@ -2,7 +2,8 @@
 -- jobs with P:running:<node>. Redis assigned a job but the node does not list it: requeue it, without counting a loss,
 -- if the node has seen the answer of its take. The node lists a job that is not assigned to it: report the job as fenced.
 -- ARGV: node revision free pace record answered_call check, then the held ids
---   free: free KV tokens. pace: what P:paces has of the node, '' while it takes no jobs. record: packed pressure record. answered_call: number of the last take answered to the node.
+--   free: free KV tokens. pace: what P:paces has of the node, '' while it takes no jobs. record: packed
+--   pressure record. answered_call: number of the last take answered to the node.
 -- Answer: {OK, {cancelled…}, {expired…}, {fenced…}, is_damaged} | {SWEPT}
 --   is_damaged: 1 if P:config has a number that is none: the node should join once more. cancelled, expired: held jobs that
 --   the node must end. SWEPT: a sweep declared the node dead; it must join again.
