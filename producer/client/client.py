@@ -218,13 +218,12 @@ class AsyncClient:
         record = await self.served_pool(model, job_id, adapter=adapter, key=key, hides_models=hides)
         with naming_pool(record.pool):
             job = await built_job(prompt, options, record, self._tenant)
-        if job.webhooks:
-            await self.webhooks.check(job.webhooks, job.tenant)
-        if job.priority < self._highest_class:
-            raise class_not_allowed(job.priority, self._highest_class, "this client (highest_class)")
-        server = self.servers.of(record.pool)
-        admission = server.admissions.of(record.pool)
-        with naming_pool(record.pool):
+            if job.webhooks:
+                await self.webhooks.check(job.webhooks, job.tenant)
+            if job.priority < self._highest_class:
+                raise class_not_allowed(job.priority, self._highest_class, "this client (highest_class)")
+            server = self.servers.of(record.pool)
+            admission = server.admissions.of(record.pool)
             cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await server.inbox.ensure_heartbeat(record.pool)
         queue_without_node = options.get("queue_without_node")
@@ -235,8 +234,11 @@ class AsyncClient:
                 await admission.require_node()
         except UnavailableError as refusal:
             # A repeated submission adds no job, so it needs no node.
-            has_name = job.idempotency_key or job_id
-            if refusal.code == "redis_away" or not has_name or not await server.known_jobs.has(job):
+            if (
+                refusal.code == "redis_away"
+                or not (job.idempotency_key or job_id)
+                or not await server.known_jobs.has(job)
+            ):
                 raise
         terms = options.get("terms") or self._terms
         tokens = rate_tokens(job, record.max_model_len)
