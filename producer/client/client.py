@@ -226,19 +226,15 @@ class AsyncClient:
             admission = server.admissions.of(record.pool)
             cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await server.inbox.ensure_heartbeat(record.pool)
-        queue_without_node = options.get("queue_without_node")
-        if queue_without_node is None:
-            queue_without_node = job.background or self._queues_without_node
+        asked = options.get("queue_without_node")
+        waits = (job.background or self._queues_without_node) if asked is None else asked
         try:
-            if not queue_without_node:
+            if not waits:
                 await admission.require_node()
         except UnavailableError as refusal:
             # A repeated submission adds no job, so it needs no node.
-            if (
-                refusal.code == "redis_away"
-                or not (job.idempotency_key or job_id)
-                or not await server.known_jobs.has(job)
-            ):
+            has_name = job.idempotency_key or job_id
+            if refusal.code == "redis_away" or not has_name or not await server.known_jobs.has(job):
                 raise
         terms = options.get("terms") or self._terms
         tokens = rate_tokens(job, record.max_model_len)
