@@ -287,3 +287,11 @@ def test_a_field_of_a_tokenizer_that_cannot_be_used_is_named(
     with pytest.raises(ConfigError) as refused:
         Tokenizer(_edit(folder, **fields), vocab_size=384)
     assert named in refused.value.message
+
+
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "LlamaTokenizer"])
+def test_a_list_of_tokens_that_is_none_is_named(folder: Path, tokenizer_class: str) -> None:
+    config = {"tokenizer_class": tokenizer_class, "extra_special_tokens": 5}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="extra_special_tokens is '5' but must be a list or an object"):
+        Tokenizer(folder, vocab_size=384)
