@@ -21,6 +21,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
     "Model": (
         *(
             "runner",
+            "cpu_isa",
             "load_format",
             "dtype",
             "quantization",

@@ -218,20 +218,18 @@ class AsyncClient:
         record = await self.served_pool(model, job_id, adapter=adapter, key=key, hides_models=hides)
         with naming_pool(record.pool):
             job = await built_job(prompt, options, record, self._tenant)
-        if job.webhooks:
-            await self.webhooks.check(job.webhooks, job.tenant)
-        if job.priority < self._highest_class:
-            raise class_not_allowed(job.priority, self._highest_class, "this client (highest_class)")
-        server = self.servers.of(record.pool)
-        admission = server.admissions.of(record.pool)
-        with naming_pool(record.pool):
+            if job.webhooks:
+                await self.webhooks.check(job.webhooks, job.tenant)
+            if job.priority < self._highest_class:
+                raise class_not_allowed(job.priority, self._highest_class, "this client (highest_class)")
+            server = self.servers.of(record.pool)
+            admission = server.admissions.of(record.pool)
             cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await server.inbox.ensure_heartbeat(record.pool)
-        queue_without_node = options.get("queue_without_node")
-        if queue_without_node is None:
-            queue_without_node = job.background or self._queues_without_node
+        asked = options.get("queue_without_node")
+        waits = (job.background or self._queues_without_node) if asked is None else asked
         try:
-            if not queue_without_node:
+            if not waits:
                 await admission.require_node()
         except UnavailableError as refusal:
             # A repeated submission adds no job, so it needs no node.

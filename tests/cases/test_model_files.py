@@ -144,7 +144,7 @@ def _text_in(name: str, text: str) -> Callable[[Path], object]:
         (_text_in("generation_config.json", "[1]"), r"generation_config\.json is not a JSON object"),
         (_text_in("chat_template.jinja", "{% if"), r"cannot load .*/copy: the model's chat template .* in chat_temp"),
         (_text_in("tokenizer_config.json", '{"tokenizer_class": [1]}'), r"tokenizer_config\.json: tokenizer_class is"),
-        (_text_in("tokenizer.json", "{}"), r"cannot load .*/copy: .* in tokenizer\.json"),
+        (_text_in("tokenizer.json", "{}"), r"tokenizer\.json: the field model is"),
         (_two_checkpoints, r"shards of several checkpoints.*model-\*-of-2, model-\*-of-3"),
         (_lost_shard, "lacks shards of its checkpoint: model-00002-of-00002.safetensors"),
         (_two_copies, r"tensor \S+ is in both model.fp16.safetensors and model.fp32.safetensors"),

@@ -216,8 +216,7 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
     metadata = json.dumps(notes, separators=(",", ":"), ensure_ascii=False) if notes else ""
     rate = submission.rate_tokens
     limits = (job.params.max_tokens, job.max_total_tokens)
-    # What is None or '' is left out: submit.lua has the defaults.
-    fields = {
+    row: dict[str, Any] = {
         "id": job.id,
         "level": job.level,
         "n": None if job.num_sequences == 1 else job.num_sequences,
@@ -245,7 +244,9 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         "model": short(submission.model),
         "words": first_words(job),
     }
-    row = {name: value for name, value in fields.items() if value is not None and value != ""}
+    # submit.lua has the defaults.
+    for name in [name for name, value in row.items() if value is None or value == ""]:
+        del row[name]
     return PackedSubmission(job, inbox, terms, row, request, record.data)
 
 

@@ -56,7 +56,7 @@ def cache_with_kernels(cache: Path, best_library: Path) -> Path:
     """The folder of packed weights, beside compiled kernels. Processes with this cache would compile them anew."""
     native = cache.parent / "native"
     native.mkdir(parents=True)
-    (native / best_library.name).symlink_to(best_library)
+    shutil.copyfile(best_library, native / best_library.name)
     return cache
 
 
@@ -77,13 +77,13 @@ class Gate:
         self.num_calls = 0
         method = getattr(Packer, name)
 
-        def gated(packer: Packer, *args: Any) -> Any:
+        def gated(packer: Packer, *args: Any, **options: Any) -> Any:
             if not packer._on_read:
                 self.num_calls += 1
                 self.reached.release()
                 assert threading.current_thread().name == "penstock-pack", "a step or a loading packs"
                 assert self.opened.acquire(timeout=WAIT_S)
-            return method(packer, *args)
+            return method(packer, *args, **options)
 
         monkeypatch.setattr(Packer, name, gated)
 

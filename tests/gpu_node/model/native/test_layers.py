@@ -101,7 +101,7 @@ def _described(name: str) -> Description:
 def _native(isa: Isa, name: str, **options: Any) -> Iterator[NativeRunner]:
     given = {"runner": "native", "dtype": "bfloat16", "quantization": "none", "num_kv_blocks": 60}
     with (
-        mock.patch.object(native_load, "best_isa", lambda flags: isa),
+        mock.patch.object(native_load, "best_isa", lambda *_: isa),
         mock.patch.object(native_load, "library_path", lambda isa, *_: built(isa)),
     ):
         runner, _ = native_load.load_native(_described(name), runner_options(**given | options), lambda *_: None)
