@@ -101,8 +101,11 @@ def _class_name(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
     config = read_object(path) if path.is_file() else {}
     extra = config.get("extra_special_tokens")
-    if not isinstance(extra, list | dict | None):
-        raise ConfigError(f"{path}: extra_special_tokens is {str(extra)[:100]!r} but must be a list or an object")
+    tokens = list(extra.values()) if isinstance(extra, dict) else extra or []
+    if not isinstance(tokens, list) or not all(isinstance(token, str | dict) for token in tokens):
+        raise ConfigError(
+            f"{path}: extra_special_tokens is {str(extra)[:100]!r} but must be a list or an object of tokens"
+        )
     name = config.get("tokenizer_class")
     if not isinstance(name, str | None):
         raise ConfigError(f"{path}: tokenizer_class is {str(name)[:100]!r} but must be the name of a class")
