@@ -105,6 +105,11 @@ def test_each_number_of_a_config_has_a_range_in_each_family(tiny: Path, tmp_path
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type is ['yarn'] but must be a text"),
         ({"rope_parameters": {"rope_type": "linear", "factor": None}}, "no 'factor'"),
         ({"rope_parameters": {"full_attention": 3}}, "rope_parameters.full_attention is 3 but must be an object"),
+        ({"architectures": ["MixtralForCausalLM"]}, "num_local_experts (or num_experts) is missing"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 64},
+            "num_local_experts (or num_experts) is",
+        ),
         ({"quantization_config": {"quant_method": {}}}, "quantization_config.quant_method is {} but must be a text"),
     ],
     ids=str,
@@ -390,6 +395,15 @@ def test_each_number_of_an_adapter_has_a_range(
     said = said_within(MIB, partial(_load, tiny, lora={"one": own}, num_kv_blocks=8))
     assert said.startswith("ConfigError")
     assert f"adapter_config.json: {field} is" in said
+
+
+def test_a_pipe_in_place_of_a_description_is_refused_without_waiting(tiny: Path, adapter: Path, tmp_path: Path) -> None:
+    """To open it waits until another process writes."""
+    own = Path(shutil.copytree(adapter, tmp_path / "own"))
+    (own / "adapter_config.json").unlink()
+    os.mkfifo(own / "adapter_config.json")
+    with pytest.raises(ConfigError, match=r"adapter_config\.json is a device or a pipe, not a file"):
+        _load(tiny, lora={"one": own}, num_kv_blocks=8)
 
 
 def test_an_adapter_larger_than_its_matrices_is_not_read(tiny: Path, adapter: Path, tmp_path: Path) -> None:

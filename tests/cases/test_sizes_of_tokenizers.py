@@ -287,3 +287,12 @@ def test_a_field_of_a_tokenizer_that_cannot_be_used_is_named(
     with pytest.raises(ConfigError) as refused:
         Tokenizer(_edit(folder, **fields), vocab_size=384)
     assert named in refused.value.message
+
+
+@pytest.mark.parametrize("extra", [5, [5], {"a": 5}], ids=str)
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "LlamaTokenizer"])
+def test_a_list_of_tokens_that_is_none_is_named(folder: Path, tokenizer_class: str, extra: Any) -> None:
+    config = {"tokenizer_class": tokenizer_class, "extra_special_tokens": extra}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"extra_special_tokens is .* but must be a list or an object of tokens"):
+        Tokenizer(folder, vocab_size=384)

@@ -58,7 +58,7 @@ TEXTS = ("the gate opens by pressure", "Größe 水門 🌊 ''' 12345  \n\n<|im_
 _NAMES_FILE = re.compile(r"/|\b(json|jinja|safetensors|gguf)\b")
 _PLACES = (
     *(
-        "tensor ",
+        "tensors? ",
         r"at line \d",
         "header",
         "metadata",

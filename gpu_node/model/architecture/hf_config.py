@@ -161,6 +161,14 @@ def layers_of(
     return tuple(made[kind] for kind in kinds)
 
 
+def num_experts_of(config: Config) -> int:
+    """Return the number of experts, which has two names. Raises ConfigError if it is absent or 0."""
+    count: int | None = config.get("num_local_experts") or config.get("num_experts")
+    if not count:
+        raise ConfigError("num_local_experts (or num_experts) is missing; it must be at least 1")
+    return count
+
+
 LAYER = "model.layers.{layer}."
 ATTENTION = LAYER + "self_attn."
 MLP = LAYER + "mlp."

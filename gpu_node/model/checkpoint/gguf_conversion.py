@@ -31,7 +31,7 @@ from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
     named_templates,
 )
 from penstock.gpu_node.model.protocol import WrittenTokenizer
-from penstock.runtime.reading import reading
+from penstock.runtime.reading import is_of_content, reading, reason_of
 
 LLAMA_LIKE = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 """Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's."""
@@ -107,7 +107,13 @@ def describe_by_transformers(
     with _readable(gguf, str(header.metadata.get("general.architecture"))) as file:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         progress("convert", 0.5)
-        tokenizer = auto_tokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        try:
+            tokenizer = auto_tokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        except BaseException as error:
+            if not is_of_content(error):
+                raise
+            said = f"tokenizer.ggml.tokens, its types and its merges make no tokenizer: {reason_of(error)}"
+            raise ConfigError(said) from error
     # Without weights: only the class name and the end-of-sequence ids are needed.
     with torch.device("meta"):
         model = auto_model.from_config(config, dtype=torch.bfloat16)

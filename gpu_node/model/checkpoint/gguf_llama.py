@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufHeader
 from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
     CONTROL,
@@ -25,6 +26,7 @@ from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
     follow_llama_cpp,
 )
 from penstock.gpu_node.model.protocol import WrittenTokenizer
+from penstock.runtime.reading import reason_of
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -139,7 +141,12 @@ def _tokenizer(metadata: Mapping[str, Any], named: Mapping[str, str | None]) -> 
     spellings = _spellings(tokens, alphabet)
     vocab = {spelling: index for index, spelling in enumerate(spellings)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
-    backend = Tokenizer(BPE(vocab=vocab, merges=pairs, continuing_subword_prefix="", end_of_word_suffix=""))
+    try:
+        backend = Tokenizer(BPE(vocab=vocab, merges=pairs, continuing_subword_prefix="", end_of_word_suffix=""))
+    except Exception as error:
+        # The library raises its base class.
+        reason = reason_of(error)
+        raise ConfigError(f"tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {reason}") from error
     backend.decoder = decoders.ByteLevel()
     marked = [index for index, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)]
     control = [tokens[i] for i in marked if kinds[i] == CONTROL and tokens[i] == spellings[i]]

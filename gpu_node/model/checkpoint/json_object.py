@@ -13,7 +13,9 @@ from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 
 def read_object(path: Path, *, max_bytes: int = MAX_DESCRIPTION_BYTES) -> dict[str, Any]:
     """Read a JSON object from a file. Raises ConfigError if it is missing, unreadable, too large or not an object."""
-    if path.is_symlink() and not path.exists():
+    is_gone = path.is_symlink() and not path.exists()
+    # To open a pipe waits for a writer.
+    if is_gone or (path.exists() and not path.is_file() and not path.is_dir()):
         require_usable(path)
     try:
         content = json.loads(read_within(path, max_bytes))

@@ -43,10 +43,15 @@ _BASES = ("model", "gpt_neox", "transformer")
 """What names of a decoder's tensors begin with in a checkpoint of the decoder and its head."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _STACK_DIMS = 3
+_SCALED_PARTS = (
+    *("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_shape", "weight_scale"),
+    *("weight_scale_inv", "weight_zero_point", "weight_g_idx"),
+)
+"""The last parts of the names of tensors that make up a quantized matrix."""
 _SIZES = (
     "compare config.json, or a GGUF file's metadata: vocab_size, hidden_size, intermediate_size, num_hidden_layers, "
     "num_attention_heads, num_key_value_heads (num_kv_heads), head_dim, num_experts, attention_bias, mlp_bias, "
-    "tie_word_embeddings"
+    "tie_word_embeddings, quantization_config, of Falcon new_decoder_architecture, parallel_attn and multi_query"
 )
 """The fields of which the names and shapes of tensors are made, for a reader of an error."""
 
@@ -196,7 +201,9 @@ class Checkpoint:
             tensor = self._read_scaled(matrix, self._find)
             is_whole = tensor is None or tensor.is_whole
         except (ValueError, TypeError, IndexError, ArithmeticError) as error:
-            raise ConfigError(f"the tensors of {matrix} do not fit together: {error}") from error
+            parts = {part: self._find(f"{matrix}.{part}") for part in _SCALED_PARTS}
+            shapes = ", ".join(f"{part} {list(one.shape)}" for part, one in parts.items() if one is not None)
+            raise ConfigError(f"the tensors of {matrix} do not fit together ({shapes}): {error}") from error
         if tensor is not None and not is_whole:
             found = list(tensor.scales.shape)
             raise ConfigError(f"tensor {name} {list(tensor.shape)} has scales {found} of {tensor.group} columns each")

@@ -99,7 +99,14 @@ def _is_readable(content: dict[str, Any]) -> bool:
 
 def _class_name(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
-    name = read_object(path).get("tokenizer_class") if path.is_file() else None
+    config = read_object(path) if path.is_file() else {}
+    extra = config.get("extra_special_tokens")
+    tokens = list(extra.values()) if isinstance(extra, dict) else extra or []
+    if not isinstance(tokens, list) or not all(isinstance(token, str | dict) for token in tokens):
+        raise ConfigError(
+            f"{path}: extra_special_tokens is {str(extra)[:100]!r} but must be a list or an object of tokens"
+        )
+    name = config.get("tokenizer_class")
     if not isinstance(name, str | None):
         raise ConfigError(f"{path}: tokenizer_class is {str(name)[:100]!r} but must be the name of a class")
     return name

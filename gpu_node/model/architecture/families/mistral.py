@@ -9,6 +9,7 @@ from penstock.gpu_node.model.architecture.hf_config import (
     llama_layer,
     llama_mlp,
     llama_model,
+    num_experts_of,
 )
 from penstock.gpu_node.model.architecture.spec import Experts, Family, ModelSpec
 
@@ -24,7 +25,7 @@ def _mistral(config: Config) -> ModelSpec:
 
 def _mixtral(config: Config) -> ModelSpec:
     config = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, **config}
-    num_experts = config.get("num_local_experts") or config["num_experts"]
+    num_experts = num_experts_of(config)
     mlp = llama_mlp(
         config,
         experts=Experts(num_experts, config["num_experts_per_tok"], normalized=True, router=_MLP + "gate"),

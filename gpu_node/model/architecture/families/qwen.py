@@ -15,6 +15,7 @@ from penstock.gpu_node.model.architecture.hf_config import (
     llama_layer,
     llama_mlp,
     llama_model,
+    num_experts_of,
     sliding_windows,
 )
 from penstock.gpu_node.model.architecture.spec import Experts, Family, LayerSpec, ModelSpec
@@ -44,7 +45,7 @@ def _qwen3_moe(config: Config) -> ModelSpec:
         config,
         intermediate_size=config["moe_intermediate_size"],
         experts=Experts(
-            config.get("num_experts") or config["num_local_experts"],
+            num_experts_of(config),
             config["num_experts_per_tok"],
             normalized=bool(config.get("norm_topk_prob")),
             router=MLP + "gate",

@@ -245,6 +245,11 @@ def test_a_chat_begins_with_bos_once(template: str, add_bos: bool, rendered: str
     assert tokenizer.text_of(tokenizer.encode_chat([{"role": "user", "content": "the"}])) == rendered
 
 
+def test_merges_of_tokens_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"m\.gguf.*tokenizer\.ggml\.merges does not fit tokenizer\.ggml\.tokens"):
+        _described(tmp_path, merges=[*MERGES, "q q"])
+
+
 def test_an_unknown_way_to_split_words_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"m\.gguf: tokenizer\.ggml\.pre is 'kimi-k2'.*known: .*llama-bpe"):
         _described(tmp_path, pre="kimi-k2")
