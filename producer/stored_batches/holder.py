@@ -21,6 +21,7 @@ from penstock.runtime.event_loop import cancel_until_done
 _LOG = logging.getLogger(__package__)
 LOOKS_PER_LEASE, CALLS_PER_LEASE = 6, 2
 """Looks for batches without a holder, and renewals of leases, within one lease; and the same of calls that hang."""
+RELEASE_TRIES, RELEASE_PAUSE_S = 5, 0.5
 MAX_HELD = 32
 """Batches that one process runs at once. Further ones wait for another process, or for the end of one."""
 _TAKEN_AT_ONCE = 4
@@ -132,8 +133,11 @@ class BatchHolder:
             _LOG.exception("the run of a batch failed", extra=facts)
             if isinstance(error, InvariantError):
                 # Redis has lost parts that this run had committed. `_look` did not hear of it before the run ended, so
-                # it did not release the lease.
-                await self._release(lease)
+                # it did not release the lease. Redis may just be coming back, so a failed call is repeated.
+                for _ in range(RELEASE_TRIES):
+                    if await self._release(lease):
+                        break
+                    await asyncio.sleep(RELEASE_PAUSE_S)
 
     async def _fail(self, lease: BatchLease, error: PenstockError) -> None:
         # Otherwise it is taken again once the lease is over.
@@ -141,13 +145,14 @@ class BatchHolder:
             problem = RowProblem(error.code, error.message)
             await self._batches.fail(lease, [problem], self._files.settings.retention_ms)
 
-    async def _release(self, lease: BatchLease) -> None:
+    async def _release(self, lease: BatchLease) -> bool:
+        """Release a lease, and return whether Redis noted it. Otherwise the batch is taken once the lease is over."""
         try:
             async with asyncio.timeout(1):
                 await self._batches.release(lease)
         except (PenstockError, TimeoutError):
-            # Then it is taken once the lease is over.
-            return
+            return False
+        return True
 
     def _tell(self, reason: str) -> None:
         if reason != self._told:
