@@ -22,6 +22,7 @@ _LOG = logging.getLogger(__package__)
 LOOKS_PER_LEASE, CALLS_PER_LEASE = 6, 2
 """Looks for batches without a holder, and renewals of leases, within one lease; and the same of calls that hang."""
 RELEASE_TRIES, RELEASE_PAUSE_S = 5, 0.5
+"""How often a lease is released whose run found that Redis has lost parts, and the pause between two tries."""
 MAX_HELD = 32
 """Batches that one process runs at once. Further ones wait for another process, or for the end of one."""
 _TAKEN_AT_ONCE = 4
