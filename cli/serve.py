@@ -324,7 +324,8 @@ def serve(
         words = (words_of(of_node, NODE_FLAGS), words_of(of_gateway, GATEWAY_FLAGS))
         _log_start(model, url, server)
         try:
-            with _files_folder(data_dir, ephemeral=ephemeral) as files:
+            removed = server.own_folder if isinstance(server, EmbeddedRedis) else None
+            with _files_folder(data_dir, removed, ephemeral=ephemeral) as files:
                 of_model = node_command(model, url, arguments=words[0], drain_s=settings.drain_s)
                 nodes = replica_commands(of_model, replicas)
                 shared = {**secrets, "PENSTOCK_FILES_URL": files}
@@ -340,10 +341,15 @@ def serve(
 
 
 @contextmanager
-def _files_folder(data_dir: Path | None, *, ephemeral: bool) -> Iterator[str]:
-    """Yield PENSTOCK_FILES_URL, or a folder for stored files: beside the jobs, or one that this command removes."""
+def _files_folder(data_dir: Path | None, removed: Path | None, *, ephemeral: bool) -> Iterator[str]:
+    """Yield PENSTOCK_FILES_URL, or a folder for stored files: beside the jobs, or one that is removed at the end.
+
+    removed: a folder that is removed even if this command is killed.
+    """
     if given := os.environ.get("PENSTOCK_FILES_URL"):
         yield given
+    elif ephemeral and removed is not None:
+        yield str(removed / "files")
     elif ephemeral:
         with tempfile.TemporaryDirectory(prefix="penstock-files-") as folder:
             yield folder

@@ -243,6 +243,11 @@ class EmbeddedRedis:
         return self._data_dir
 
     @property
+    def own_folder(self) -> Path | None:
+        """The running server's folder, removed when it ends, even by kill -9; None at an address, which stays."""
+        return self._folder if self._address is None else None
+
+    @property
     def keeps_jobs(self) -> bool:
         """Whether jobs survive a restart of the server."""
         return self._data_dir is not None
