@@ -159,11 +159,13 @@ async def test_a_damaged_key_of_the_pool_stops_no_script(queue: Queue, name: str
     assert await node.finish(running, 1, kv_token_ms=5) == "OK"
     await node.heartbeat([])
     await other.heartbeat(taken)
-    await queue.run_sweep()
+    later = await queue.submit(tenant="d")
+    assert (await queue.sweep())[0] == "OK"
     config = await cast(Any, queue.redis).hgetall(keys.config(POOL))
     assert (config[b"lease_ms"], config[b"max_losses"], config[b"policy"]) == (b"%d" % LEASE_MS, b"3", b"fair")
     tenants = await cast(Any, queue.redis).zrange(f"{P}:virtual_time:1", 0, -1, withscores=True)
-    assert all(score < 1e24 for _, score in tenants)
+    assert tenants and all(score < 1e24 for _, score in tenants)
+    assert ids_of(await node.take()) == [later]
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,8 @@ class Queue:
         if ms_ago is None:
             await cast(Any, self.redis.hdel(keys.config(POOL), "swept_ms"))
         else:
-            ahead_ms = int(await cast(Any, self.redis.hget(keys.config(POOL), "ahead_ms")) or 0)
+            ahead = await cast(Any, self.redis.hget(keys.config(POOL), "ahead_ms")) or b""
+            ahead_ms = int(ahead) if ahead.isdigit() else 0
             swept_ms = await self.now_ms() + ahead_ms - ms_ago
             await cast(Any, self.redis.hset(keys.config(POOL), "swept_ms", str(swept_ms)))
 
