@@ -289,7 +289,7 @@ async def _disturbed(args: argparse.Namespace, fleet: Fleet, work: Run, ears: di
         "events": num_events,
         "messages heard": num_heard,
         "ends": ", ".join(f"{number} {state}" for state, number in sorted(work.ends().items())),
-        "killed": ", ".join(f"{number} {kind}" for kind, number in sorted(killed.items())),
+        "what was killed": ", ".join(f"{number} {kind}" for kind, number in sorted(killed.items())),
         "seconds": round(time.monotonic() - begun_s),
     }
     print(f"{time.strftime('%H:%M:%S')} {measurements}")

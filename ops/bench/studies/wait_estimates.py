@@ -430,15 +430,13 @@ HEAD = """# Estimated waits
 
 `{command}` on {cores} cores of {cpu}, {date}, {revision}.
 
-Every {sample:.0f} s the wait of {sampled} queued jobs is estimated, and compared with the time until a node took them.
-The *error* is the larger quotient of the two. *Inside*: part of the waits between `estimated_wait_p10_ms` and
-`estimated_wait_p90_ms`, which are to hold 80 %. Only true waits of at least {min_wait:.0f} s count. Where a node joins
-or dies, only estimates from 30 s after that count, and their first minute begins then. Replays are
-{seeds} runs in virtual time. The steps of simulated nodes take what a model of step times says, with noise. Before the
-backlog the nodes have computed nothing but the steps that a node measures at its start.
+Every {sample:.0f} s the wait of {sampled} queued jobs is estimated. *Error*: the larger quotient of estimate and truth.
+*Inside*: part of the waits between `estimated_wait_p10_ms` and `estimated_wait_p90_ms`, which are to hold 80 %. Only
+true waits of at least {min_wait:.0f} s count, and only estimates from 30 s after a node joined or died. {seeds} replays
+in virtual time, where steps take what a model of step times says, with noise.
 
-| backlog | first minute: median error | p90 | inside | all: median error | p90 | inside | estimates |
-|---|---|---|---|---|---|---|---|
+| backlog | first minute: median error | p90 | inside | all: median error | p90 | inside |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -460,9 +458,7 @@ def row(name: str, compared: Sequence[ComparedWait], changes_s: float = math.inf
     """Return a line of the table. The first minute of a backlog whose nodes change is the one after these 30 s."""
     counting = counted(compared, changes_s)
     until_s = 60 if changes_s == math.inf else changes_s + 90
-    return (
-        f"| {name} | {_cells([one for one in counting if one.at_s < until_s])} | {_cells(counting)} | {len(counting)} |"
-    )
+    return f"| {name} | {_cells([one for one in counting if one.at_s < until_s])} | {_cells(counting)} |"
 
 
 def plot(panels: dict[str, tuple[Sequence[ComparedWait], float]]) -> None:
