@@ -261,7 +261,7 @@ async def run(args: argparse.Namespace) -> list[str]:
 
 async def _disturbed(args: argparse.Namespace, fleet: Fleet, work: Run, ears: dict[str, Ear]) -> list[str]:
     begun_s, clock = time.monotonic(), asyncio.get_running_loop().time
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         until_s = clock() + args.seconds
         kills = asyncio.create_task(kill_now_and_then(fleet, work.rng, every_s=args.every, until_s=until_s))
         async with asyncio.TaskGroup() as group:
