@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import redis as sync_redis
 from fakes.cover import examples
@@ -50,10 +49,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 # So does the one of numpy, whose threads wait busily.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-# By default, httpx waits for five seconds. A machine with other work may hold up an answer for longer.
-for _wait in ("connect", "read", "write", "pool"):
-    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _wait, 60.0)
 
 SERVICES = pytest.StashKey[ForkServer]()
 """The server of services that xdist's workers share."""

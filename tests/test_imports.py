@@ -1,4 +1,4 @@
-"""Imports go one way: every file's syntax tree is held against the arrows that are drawn in CONTRIBUTING.md."""
+"""Imports go one way: every file's syntax tree is held against the arrows that ARCHITECTURE.md lists."""
 
 from __future__ import annotations
 

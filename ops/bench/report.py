@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import peers
 from bench.contestants import Contestant
-from bench.journal import MAX_FOREIGN_CPU, Run
+from bench.journal import Run
 from bench.verdicts import Cell, Medians, Verdict, medians, verdicts
 
 Columns = dict[str, tuple[str, str]]
@@ -105,21 +105,15 @@ def write_raw(name: str, content: Any) -> None:
 
 
 def head(name: str, scene: Scene, runs: list[Run]) -> str:
-    """Title, machine, versions, method."""
+    """Title, machine, versions."""
     machine = scene.machine
-    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
     revisions = ", ".join(sorted({run.revision for run in runs}))
     return "\n".join(
         [
             f"# Bench: {name}, {machine['date']}",
             "",
-            f"`{scene.command}` on {machine['cpu']} ({machine['cores']} cores, {', '.join(machine['cpu_features'])}; "
-            f"{machine['memory_gib']} GiB). Versions: Python {machine['python']}, {versions}. Peers: "
-            f"{'; '.join(scene.peers.values()) or 'none installed'}. Revision: {revisions}.",
-            "",
-            "Each run is a process of its own. Engines alternate within each repeat, all on the same cores. Values are "
-            f"medians. A run is dirty if other processes took {MAX_FOREIGN_CPU:.0%} of the CPU; it is repeated, and "
-            "left out unless all were dirty. Commands and single runs are in `build/bench/results/` after a run.",
+            f"`{scene.command}` on {machine['cores']} cores of {machine['cpu']}, {revisions}; "
+            f"{', '.join(scene.peers.values()) or 'no peers installed'}. Medians of runs by turns.",
             "",
         ]
     )
@@ -134,43 +128,27 @@ def section(workload: str, columns: Columns, table: Medians) -> str:
         [
             f"## {workload}: {DESCRIPTIONS[workload]}",
             "",
-            "| engine | " + " | ".join(heading for heading, _ in columns.values()) + " | runs (dirty) |",
-            "|---" * (len(columns) + 2) + "|",
+            "| engine | " + " | ".join(heading for heading, _ in columns.values()) + " |",
+            "|---" * (len(columns) + 1) + "|",
             *(_row(name, cells[name], columns) for name in ordered),
             "",
-            *_breakdown(cells),
         ]
     )
 
 
 def _row(name: str, cell: Cell, columns: Columns) -> str:
     values = [format(cell.values[m], spec) if m in cell.values else "–" for m, (_, spec) in columns.items()]
-    return f"| {name} | {' | '.join(values)} | {cell.num_runs} ({cell.num_dirty}) |"
-
-
-def _breakdown(cells: Mapping[str, Cell]) -> list[str]:
-    """Where the time of our engine's steps went."""
-    lines = []
-    for name, cell in cells.items():
-        steps = {key: value for key, value in cell.values.items() if key.startswith("step_")}
-        if steps:
-            parts = ", ".join(
-                f"{key.removeprefix('step_').removeprefix('ms_').removesuffix('_ms')} {value:.2f}"
-                for key, value in steps.items()
-            )
-            lines.append(f"- {name}, ms a step: {parts}")
-    return [*lines, ""] if lines else []
+    return f"| {name} | {' | '.join(values)} |"
 
 
 def targets_table(found: list[Verdict]) -> str:
     """Ours beside the best peer beside the target."""
-    lines = ["| target | ours | against | result | bound | |", "|---|---|---|---|---|---|"]
+    lines = ["| target | ours | against | result | |", "|---|---|---|---|---|"]
     for one in found:
-        sign = "≤" if one.target.lowest else "≥"
         against = "" if one.other_value is None else f"{one.other_value:.2f} ({one.other})"
         lines.append(
-            f"| {one.target.text} | {one.our_value:.2f} ({one.ours}) | {against} | {one.value:.2f} "
-            f"| {sign} {one.target.bound:g} | {'met' if one.is_met else '**missed**'} |"
+            f"| {one.target.text} | {one.our_value:.2f} | {against} | {one.value:.2f} "
+            f"| {'met' if one.is_met else '**missed**'} |"
         )
     return "\n".join([*lines, ""])
 

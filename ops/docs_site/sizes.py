@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from penstock.gpu_node.model.architecture.limits import ADAPTER_LIMITS, CONFIG_LIMITS, QUANTIZATION_LIMITS, ROPE_LIMITS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/SIZES.md"
@@ -54,7 +57,7 @@ def _default_in(field: ast.Call) -> ast.expr:
 def tables() -> str:
     """Return the tables as Markdown."""
     limits = tomllib.loads(Path(__file__).with_name("sizes.toml").read_text())
-    return "\n".join([*_asked(limits["asked"]), *_inside(limits["inside"])])
+    return "\n".join([*_asked(limits["asked"]), *_inside(limits["inside"]), *_of_model_files()])
 
 
 def _asked(rows: dict[str, list[str]]) -> Iterator[str]:
@@ -70,6 +73,23 @@ def _inside(rows: dict[str, str]) -> Iterator[str]:
         for place in (place for place in rows if place.startswith(f"{folder}/")):
             yield f"| {rows[place]} | {_limit(place)} | `{place}` |"
         yield ""
+
+
+def _of_model_files() -> Iterator[str]:
+    yield from ("## Numbers in a model's files\n", "| file | fields | range |", "|---|---|---|")
+    tables = {
+        "`config.json`": CONFIG_LIMITS,
+        "in it: `rope_parameters`": ROPE_LIMITS,
+        "in it: `quantization_config`": QUANTIZATION_LIMITS,
+        "`adapter_config.json`": ADAPTER_LIMITS,
+    }
+    for file, limits in tables.items():
+        fields = defaultdict[str, list[str]](list)
+        for field, limit in limits.items():
+            fields[str(limit)].append(f"`{field}`")
+        for limit, names in fields.items():
+            yield f"| {file} | {', '.join(names)} | {limit} |"
+    yield ""
 
 
 def _limit(place: str) -> str:

@@ -151,12 +151,15 @@ def test_the_files_say_what_a_model_is_good_for(tmp_path: Path, change: Change, 
 def test_text_of_a_model_for_embeddings_carries_a_notice_too(tmp_path: Path) -> None:
     said = "the model's files say that it is for embed, not for completion"
     with served(of_sentence_transformers(make_tiny_model(tmp_path)), dtype="bfloat16") as url:
-        (model,) = httpx.get(f"{url}/v1/models").json()["data"]
+        (model,) = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
         assert model["capabilities"] == ["embed"]
         body = {"model": model["id"], "prompt": "Hi", "max_tokens": 1}
-        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as stream:
+        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as stream:
             assert stream.headers[NOTICE] == said
-        assert NOTICE not in httpx.post(f"{url}/v1/embeddings", json={"model": model["id"], "input": "Hi"}).headers
+        assert (
+            NOTICE
+            not in httpx.post(f"{url}/v1/embeddings", json={"model": model["id"], "input": "Hi"}, timeout=60).headers
+        )
         with connect(f"{url.replace('http', 'ws')}/v1/stream") as socket:
             socket.send(json.dumps({"type": "submit", "id": "a", "path": "/v1/completions", "body": body}))
             while (message := json.loads(socket.recv(timeout=30)))["type"] != "accepted":

@@ -28,12 +28,11 @@ from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import GENERATE
 from penstock.producer.client.job_objects import outcome_object
 from penstock.queue import keys
-from tests.pages import blocks_of
 from tests.source_tree import ROOT
 
 pytestmark = pytest.mark.model
 
-PAGE = ROOT / "docs/howto/redis_channels.md"
+PROGRAMS = ROOT / "examples/channels"
 CHAT = {"messages": [{"role": "user", "content": "Name three rivers."}]}
 SHORT = {"max_tokens": 4, "temperature": 0}
 NAMED = {"name": "all.of_us-1", "format": "json"}
@@ -238,14 +237,7 @@ def test_the_subscriber_hears_its_own_tenant_and_reads_no_key(server: RedisProce
     assert [command for command in refused if may(*command)] == []
 
 
-# The page's programs.
-
-
-def program(folder: Path, language: str, name: str) -> Path:
-    """Write a program of the page into a folder."""
-    text = next(block.text for block in blocks_of(PAGE) if block.language == language)
-    (folder / name).write_text(text)
-    return folder / name
+# The programs of the page.
 
 
 @pytest.fixture(scope="module")
@@ -256,16 +248,16 @@ def node_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     install = ("npm", "install", "--no-audit", "--no-fund", "--silent", "ioredis@5")
     if subprocess.run(install, cwd=folder, capture_output=True, timeout=200).returncode:
         pytest.skip("npm finds no registry")
-    return program(folder, "js", "read_job.mjs")
+    return Path(shutil.copy(PROGRAMS / "read_job.mjs", folder))
 
 
 @pytest.fixture(scope="module")
 def go_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's program for Go, built with the redigo of Debian or of Go's module proxy."""
+    """The program in Go, built with the redigo of Debian or of Go's module proxy."""
     if shutil.which("go") is None:
         pytest.skip("needs go")
     folder = tmp_path_factory.mktemp("go")
-    source = program(folder, "go", "read_job.go")
+    source = Path(shutil.copy(PROGRAMS / "read_job.go", folder))
     assert subprocess.run(("gofmt", "-l", source), capture_output=True, text=True, timeout=60).stdout == ""
     env = os.environ | {"GO111MODULE": "off", "GOPATH": "/usr/share/gocode"}
     if not Path("/usr/share/gocode/src/github.com/gomodule/redigo").exists():
@@ -281,20 +273,14 @@ def go_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("language", ["python", "node", "go"])
 @pytest.mark.parametrize("channel", ["json", NAMED], ids=["own", "shared"])
 def test_program_of_the_page_prints_the_whole_job(
-    server: RedisProcess,
-    http: httpx.Client,
-    pool: str,
-    tmp_path: Path,
-    language: str,
-    channel: Any,
-    request: pytest.FixtureRequest,
+    server: RedisProcess, http: httpx.Client, pool: str, language: str, channel: Any, request: pytest.FixtureRequest
 ) -> None:
     if language == "node":
         words = ["node", str(request.getfixturevalue("node_program"))]
     elif language == "go":
         words = [str(request.getfixturevalue("go_program"))]
     else:
-        words = [sys.executable, str(program(tmp_path, "python", "read_job.py"))]
+        words = [sys.executable, str(PROGRAMS / "read_job.py")]
     body = {"model": pool, **CHAT, "params": {"max_tokens": 30, "temperature": 0}, "channel": channel}
     job = http.post("/v1/jobs", json=body).json()
     http.post("/v1/jobs", json=body)

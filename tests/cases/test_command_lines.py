@@ -348,7 +348,10 @@ def keyed(demo_file: Path) -> Iterator[httpx.Client]:
     """A client of a server with a key of its operator, and with a template that ignores the chat."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_GATEWAY_API_KEY", f"{KEY} another-key-of-the-operator")
-        with served(demo_file, chat_template="{{ 'Name a river.' }}") as url, httpx.Client(base_url=url) as client:
+        with (
+            served(demo_file, chat_template="{{ 'Name a river.' }}") as url,
+            httpx.Client(base_url=url, timeout=60) as client,
+        ):
             yield client
 
 

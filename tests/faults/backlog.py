@@ -289,7 +289,7 @@ async def kills(args: argparse.Namespace) -> list[str]:
                 reader.close()
             fleet.close()
     measurements: dict[str, Measurement] = {"jobs": args.requests, "kills": killed.total()}
-    measurements |= {"killed": ", ".join(f"{number} {kind}" for kind, number in sorted(killed.items()))}
+    measurements |= {"what was killed": ", ".join(f"{number} {kind}" for kind, number in sorted(killed.items()))}
     measurements |= {"seconds": round(answers.took_s), "nodes lost": after.counts["nodes_lost"]}
     measurements |= {"readers of completions told of losses": num_told}
     told(f"{killed.total()} kills, reference engine", measurements, found, args)

@@ -103,7 +103,7 @@ async def run(args: argparse.Namespace) -> list[str]:
     measurements: dict[str, Measurement] = {
         "rows": args.rows,
         "kills": batch.killed.total(),
-        "killed": ", ".join(f"{number} {kind}" for kind, number in sorted(batch.killed.items())),
+        "what was killed": ", ".join(f"{number} {kind}" for kind, number in sorted(batch.killed.items())),
         "Redis MiB above idle": grown >> 20,
         "seconds": round(took_s),
         **others,

@@ -1,6 +1,6 @@
 """`python -m faults.channels`: plain subscribers in Python and Node read jobs' channels while everything is killed.
 
-The subscribers are the programs of docs/howto/redis_channels.md, each as the Redis user `subscriber` of its tenant.
+The subscribers are the programs of examples/channels, each as the Redis user `subscriber` of its tenant.
 What they read must be the text and the end that the record has, each event once and in order. A subscriber of all
 channels of a tenant must hear no job of another one. Half of the jobs share a named channel. The campaign prints what
 it measured and what was violated.
@@ -13,8 +13,8 @@ import asyncio
 import json
 import os
 import random
-import re
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,7 +40,7 @@ from penstock.queue.tenants.key_store import KeyStore
 POOL = "channels"
 TENANTS = ("one", "two")
 LANGUAGES = ("python", "js")
-PAGE = Path(__file__).parents[2] / "docs/howto/redis_channels.md"
+PROGRAMS = Path(__file__).parents[2] / "examples/channels"
 PATIENCE_S = 120.0
 """After the last kill, for all jobs to be read."""
 END_STATES = ("succeeded", "cancelled", "dead")
@@ -85,12 +85,9 @@ for await (const line of createInterface({ input: process.stdin })) read(JSON.pa
 
 
 def write_programs(folder: Path) -> None:
-    """Write the page's programs, what starts them for many jobs, and Node's library."""
-    text = PAGE.read_text()
-    for language, name in (("python", "read_job.py"), ("js", "read_job.mjs")):
-        block = re.search(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-        assert block is not None, language
-        (folder / name).write_text(block[1])
+    """Copy the programs, and write what starts them for many jobs, and Node's library."""
+    for name in ("read_job.py", "read_job.mjs"):
+        shutil.copy(PROGRAMS / name, folder)
     (folder / "drive.py").write_text(_PYTHON_DRIVER)
     (folder / "drive.mjs").write_text(_NODE_DRIVER)
     install = ("npm", "install", "--no-audit", "--no-fund", "--silent", "ioredis@5")
@@ -98,7 +95,7 @@ def write_programs(folder: Path) -> None:
 
 
 class Subscribers:
-    """A process that reads jobs of one tenant by a program of the page."""
+    """A process that reads jobs of one tenant by one of the programs."""
 
     def __init__(self, folder: Path, language: str, env: dict[str, str]) -> None:
         words = [sys.executable, "drive.py"] if language == "python" else ["node", "drive.mjs"]
@@ -264,7 +261,7 @@ async def run(args: argparse.Namespace) -> list[str]:
 
 async def _disturbed(args: argparse.Namespace, fleet: Fleet, work: Run, ears: dict[str, Ear]) -> list[str]:
     begun_s, clock = time.monotonic(), asyncio.get_running_loop().time
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         until_s = clock() + args.seconds
         kills = asyncio.create_task(kill_now_and_then(fleet, work.rng, every_s=args.every, until_s=until_s))
         async with asyncio.TaskGroup() as group:
@@ -292,7 +289,7 @@ async def _disturbed(args: argparse.Namespace, fleet: Fleet, work: Run, ears: di
         "events": num_events,
         "messages heard": num_heard,
         "ends": ", ".join(f"{number} {state}" for state, number in sorted(work.ends().items())),
-        "killed": ", ".join(f"{number} {kind}" for kind, number in sorted(killed.items())),
+        "what was killed": ", ".join(f"{number} {kind}" for kind, number in sorted(killed.items())),
         "seconds": round(time.monotonic() - begun_s),
     }
     print(f"{time.strftime('%H:%M:%S')} {measurements}")

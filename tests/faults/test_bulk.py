@@ -47,7 +47,11 @@ async def changed_by(redis: Any, bulk_id: str, num_changed: int) -> int:
 async def test_another_gateway_finishes_the_actions_of_killed_ones(redis_url: str) -> None:
     redis = cast(Any, connect(redis_url))
     with GatewayProcess(redis_url) as other:
-        async with FakeNode(redis_url, auto=False), AsyncClient(redis_url) as client, httpx.AsyncClient() as http:
+        async with (
+            FakeNode(redis_url, auto=False),
+            AsyncClient(redis_url) as client,
+            httpx.AsyncClient(timeout=60) as http,
+        ):
             ids = {action: await submit_all(client, tags=[action], not_before_s=600) for action in ("cancel", "retry")}
             assert (await client.control.bulk("cancel", tag="retry")).num_changed == NUM_JOBS
             bulk_ids = list[str]()

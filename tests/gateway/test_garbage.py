@@ -41,7 +41,7 @@ def read(url: str, *, max_events: int | None = None) -> int:
     """Read a stream, or only its first events; return their number."""
     body = {"model": "acme/echo", "messages": [{"role": "user", "content": "x" * 40}], "stream": True}
     num_events = 0
-    with suppress(httpx.ReadError), httpx.stream("POST", url + "/v1/chat/completions", json=body) as answer:
+    with suppress(httpx.ReadError), httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=60) as answer:
         for line in answer.iter_lines():
             num_events += line.startswith("data: {") and bool(json.loads(line[6:]))
             if num_events == max_events:
@@ -53,7 +53,7 @@ def test_ended_streams_leave_no_circular_garbage(url: str, engine: EchoEngine, g
     engine.step_s = 0.005
     assert all(read(url) > 1 for _ in range(NUM_STREAMS))
     assert [read(url, max_events=3) for _ in range(NUM_STREAMS)] == [3] * NUM_STREAMS
-    while "penstock_http_open_streams 0.0" not in httpx.get(url + "/metrics").text:
+    while "penstock_http_open_streams 0.0" not in httpx.get(url + "/metrics", timeout=60).text:
         time.sleep(0.01)
     gc.collect()
     assert OF_STREAMS & {type(found).__name__ for found in garbage} == set()

@@ -29,7 +29,7 @@ def body_of(path: str, model: str) -> dict[str, str]:
 def callers(redis_url: str, shared_engine: EchoEngine, stack: Stack) -> Iterator[dict[str, httpx.Client]]:
     """Clients of keys that may use every model, another model alone, the served one alone, and both."""
     url = stack.start_gateway()
-    served = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    served = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]
     listed = {"all": (), "other": ("elsewhere",), "one": (served,), "both": (served, "elsewhere")}
 
     async def add() -> dict[str, str]:

@@ -96,7 +96,7 @@ def test_metrics_need_a_scope_that_allows_them(callers: Callers) -> None:
 def test_health_stays_open(callers: Callers) -> None:
     url = callers["infer"].base_url
     for path in ("/health", "/ready"):
-        assert httpx.get(f"{url}{path}").status_code == 200
+        assert httpx.get(f"{url}{path}", timeout=60).status_code == 200
 
 
 def test_web_socket_needs_a_key_with_the_scope_of_generation(redis_url: str, made: dict[Scope, str]) -> None:

@@ -246,7 +246,7 @@ def test_cors_lets_pages_of_allowed_sites_read_answers_and_refusals(closed):
     url, made = closed
     origin = {"origin": "https://page.example"}
     asking = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    assert httpx.options(f"{url}/v1/completions", headers=asking).status_code == 200
+    assert httpx.options(f"{url}/v1/completions", headers=asking, timeout=60).status_code == 200
     refused = ask(url, headers=origin)
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, origin["origin"])
     _, late = [ask(url, made["limited"], headers=origin, prompt=text) for text in ("more", "again")]

@@ -198,7 +198,7 @@ def test_metrics_of_pools_are_those_of_redis(fresh, redis_url, engine):
     assert found["penstock_redis_up",] == 1
     assert found["penstock_redis_max_bytes",] == 512 << 20
     assert found["penstock_client_chunks_total",] > 0
-    meanings = re.findall(r"# HELP penstock_client_\w+ (.+)", httpx.get(f"{fresh}/metrics").text)
+    meanings = re.findall(r"# HELP penstock_client_\w+ (.+)", httpx.get(f"{fresh}/metrics", timeout=60).text)
     # The decisions have a metric of their own, with a label.
     assert len(set(meanings)) == len(fields(ClientStats)) - 1, "each says what it counts"
 

@@ -52,8 +52,10 @@ def gateway_process(redis_url: str, *, program: str = "", **variables: str) -> I
 def test_gateway_reports_its_address_and_logs_no_prompts(redis_url, engine):
     with gateway_process(redis_url) as (process, url):
         body = {"model": MODEL, "prompt": "s3cret"}
-        assert httpx.post(f"{url}/v1/completions?q=s3cret", json=body).status_code == 200
-        assert httpx.post(f"{url}/v1/completions", json={**body, "prompt": {"s3cret": 1}}).status_code == 400
+        assert httpx.post(f"{url}/v1/completions?q=s3cret", json=body, timeout=60).status_code == 200
+        assert (
+            httpx.post(f"{url}/v1/completions", json={**body, "prompt": {"s3cret": 1}}, timeout=60).status_code == 400
+        )
         process.send_signal(signal.SIGTERM)
         out, log = process.communicate(timeout=60)
     lines = [json.loads(line) for line in log.splitlines() if '"request"' in line]
@@ -79,7 +81,7 @@ def test_sigterm_lets_an_open_answer_end(redis_url, engine):
             assert list(lines)[-2] == "data: [DONE]"
         assert process.wait(timeout=60) == 0
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/health")
+            httpx.get(f"{url}/health", timeout=60)
 
 
 def test_sigterm_ends_an_open_stream_of_completions_at_once(redis_url, engine):
@@ -177,17 +179,17 @@ def test_redis_going_away_is_seen_by_ready_and_not_by_health():
     with EmbeddedRedis() as server, gateway_process(server.url) as (_, url):
         server.stop()
         assert httpx.get(f"{url}/ready", timeout=10).status_code == 503
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
 
 
 def test_not_ready_without_a_node():
     with EmbeddedRedis() as empty, gateway_process(empty.url) as (_, url):
-        response = httpx.get(f"{url}/ready")
+        response = httpx.get(f"{url}/ready", timeout=60)
         assert response.status_code == 503
         assert int(response.headers["retry-after"]) >= 1
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
         body = {"model": MODEL, "prompt": "a"}
-        refused = httpx.post(f"{url}/v1/completions", json=body)
+        refused = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
 
 
@@ -195,7 +197,7 @@ def test_cors_allows_only_named_origins(stack, shared_engine, http):
     preflight = {"origin": "https://page.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in http.options("/v1/models", headers=preflight).headers
     url = stack.start_gateway(cors_origins=("https://page.example",))
-    allowed = httpx.options(f"{url}/v1/models", headers=preflight)
+    allowed = httpx.options(f"{url}/v1/models", headers=preflight, timeout=60)
     assert allowed.headers["access-control-allow-origin"] == "https://page.example"
 
 
@@ -206,15 +208,15 @@ def test_cors_never_covers_the_paths_of_operators_and_never_allows_credentials(s
     url = stack.start_gateway(cors_origins=(PAGE,))
     preflight = {"origin": PAGE, "access-control-request-method": "GET", "access-control-request-headers": "x"}
     for path in ("/dashboard?one=1", "/metrics", "/health/nodes", "/v1/usage"):
-        answers = [httpx.options(f"{url}{path}", headers=preflight)]
+        answers = [httpx.options(f"{url}{path}", headers=preflight, timeout=60)]
         if not path.startswith("/dashboard"):
-            answers.append(httpx.get(f"{url}{path}", headers={"origin": PAGE}))
+            answers.append(httpx.get(f"{url}{path}", headers={"origin": PAGE}, timeout=60))
             assert answers[-1].status_code == 200
         for answer in answers:
             assert not [name for name in answer.headers if name.startswith("access-control")], path
     for answer in (
-        httpx.options(f"{url}/v1/models", headers=preflight),
-        httpx.get(f"{url}/v1/models", headers={"origin": PAGE, "cookie": "a=b"}),
+        httpx.options(f"{url}/v1/models", headers=preflight, timeout=60),
+        httpx.get(f"{url}/v1/models", headers={"origin": PAGE, "cookie": "a=b"}, timeout=60),
     ):
         assert answer.headers["access-control-allow-origin"] == PAGE
         assert "access-control-allow-credentials" not in answer.headers
@@ -224,8 +226,10 @@ def test_cors_never_covers_the_paths_of_operators_and_never_allows_credentials(s
 def test_cors_compares_whole_origins(stack, shared_engine, origin):
     url = stack.start_gateway(cors_origins=(PAGE,))
     for answer in (
-        httpx.get(f"{url}/v1/models", headers={"origin": origin}),
-        httpx.options(f"{url}/v1/models", headers={"origin": origin, "access-control-request-method": "POST"}),
+        httpx.get(f"{url}/v1/models", headers={"origin": origin}, timeout=60),
+        httpx.options(
+            f"{url}/v1/models", headers={"origin": origin, "access-control-request-method": "POST"}, timeout=60
+        ),
     ):
         assert "access-control-allow-origin" not in answer.headers
 
@@ -237,7 +241,10 @@ def test_an_origin_of_any_page_needs_keys(stack, shared_engine, origin):
             stack.start_gateway(cors_origins=(origin,), **settings)
         assert caught.value.param == "cors_origins"
     url = stack.start_gateway(cors_origins=(origin,), require_keys=True)
-    assert httpx.get(f"{url}/v1/models", headers={"origin": "null"}).headers["access-control-allow-origin"] == origin
+    assert (
+        httpx.get(f"{url}/v1/models", headers={"origin": "null"}, timeout=60).headers["access-control-allow-origin"]
+        == origin
+    )
 
 
 def test_a_gateway_with_keys_may_allow_any_page_and_requires_a_key_from_its_start() -> None:
@@ -260,12 +267,12 @@ def test_a_gateway_with_keys_may_allow_any_page_and_requires_a_key_from_its_star
         with gateway_process(server.url, **any_page) as (_, url):
             with sync_redis.Redis.from_url(server.url) as queue:
                 queue.delete(keys.API_KEYS)
-            answer = httpx.get(f"{url}/v1/models", headers={"origin": PAGE})
+            answer = httpx.get(f"{url}/v1/models", headers={"origin": PAGE}, timeout=60)
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, "*")
         key = asyncio.run(key_of(server.url))
         with gateway_process(server.url, **any_page) as (_, url):
             for headers, status in (({}, 401), ({"authorization": f"Bearer {key}"}, 200)):
-                answer = httpx.get(f"{url}/v1/models", headers={"origin": PAGE, **headers})
+                answer = httpx.get(f"{url}/v1/models", headers={"origin": PAGE, **headers}, timeout=60)
                 assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, "*")
 
 
@@ -276,7 +283,11 @@ def test_what_is_no_origin_is_refused_at_the_start(stack, shared_engine, origin)
 
 
 def test_reads_are_refused_within_seconds_while_redis_is_away() -> None:
-    with EmbeddedRedis() as server, gateway_process(server.url) as (_, url), httpx.Client(base_url=url) as http:
+    with (
+        EmbeddedRedis() as server,
+        gateway_process(server.url) as (_, url),
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
         job_id = "echo.00000000-0000-7000-8000-000000000000"
         assert http.get("/v1/models").status_code == 200
         server.stop()
@@ -307,7 +318,7 @@ def test_connections_beyond_the_limit_are_answered_503_and_closed(redis_url: str
         until_s = time.monotonic() + 60
         while True:
             with suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health").status_code == 200:
+                if httpx.get(f"{url}/health", timeout=60).status_code == 200:
                     break
             assert time.monotonic() < until_s
 

@@ -412,7 +412,9 @@ def test_a_key_is_revoked_for_all_pools_while_the_redis_of_one_is_away(mortal: S
         wait_until(lambda: complete(http, ONE).status_code == 401)
         assert complete(http, TWO).status_code == 401
         mortal.other.start()
-        wait_until(lambda: httpx.get(f"{mortal.url}/ready").json()["pools"] == {"one": "ready", "two": "ready"})
+        wait_until(
+            lambda: httpx.get(f"{mortal.url}/ready", timeout=60).json()["pools"] == {"one": "ready", "two": "ready"}
+        )
         assert complete(http, TWO).status_code == 401
 
 
@@ -429,7 +431,10 @@ def test_while_the_directory_is_away_known_keys_are_served_in_other_pools(mortal
         assert ended(http, submit(http, TWO))["state"] == "succeeded"
         assert http.get("/health").json() == {"status": "ok", "directory": "redis_away", "pools": {"two": "ok"}}
         assert http.get("/ready").json()["pools"] == {"one": "redis_away", "two": "ready"}
-        assert httpx.post(f"{mortal.url}/v1/completions", json={"model": TWO, "prompt": "a"}).status_code == 401
+        assert (
+            httpx.post(f"{mortal.url}/v1/completions", json={"model": TWO, "prompt": "a"}, timeout=60).status_code
+            == 401
+        )
         revoke = ("keys", "revoke", "acme", "--redis-url", mortal.directory.url)
         assert run_command(*revoke).returncode == EXIT_TRY_AGAIN
         mortal.directory.start()

@@ -313,7 +313,7 @@ def test_interrupted_stream_resumes_at_another_gateway(stack, http, narrow, how,
         with redis.Redis.from_url(stack.redis_url) as client:
             client.delete(f"penstock:{{narrow}}:log:{job_id}")
     asked = {"headers": {"Last-Event-ID": place}} if how == "header" else {"params": {"after": place}}
-    rest = httpx.post(f"{stack.start_gateway()}/v1/completions", json=body, **asked)
+    rest = httpx.post(f"{stack.start_gateway()}/v1/completions", json=body, **asked, timeout=60)
     assert rest.headers[JOB] == job_id
     events = events_of(rest.content)
     assert events[0][0].startswith(f"{job_id}:5:")

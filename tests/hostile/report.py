@@ -1,6 +1,6 @@
 """`python -m hostile.report`: run the catalogue and write the results to ops/bench/results/hostile.md.
 
-`--label` names the column, so that two versions of the code can be compared: `before` and `after`.
+`--label` names the run in hostile.json, so that two versions of the code can be compared. The page has `after`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,12 @@ from hostile.stack import running_stack
 from penstock.cli.demo_model import demo_model
 
 RESULTS = Path(__file__).parents[2] / "ops" / "bench" / "results"
+SHOWN = "after"
 _HEAD = """# Hostile tenants
 
-Made by `python -m hostile.report`; `ops/bench/README.md` says how. Each attack comes from a tenant of its own. Two
-streams of another tenant run beside it on the same gateway and the same node (the demo model).
-
-- "p99 gap" is the 99th percentile of the time between two events of the neighbor: undisturbed → during the attack / in
-  the seconds after it. A long gap counts as often as undisturbed ones would have fitted into it.
-- "Longest" is the neighbor's longest gap during the attack.
-- "Held" is the longest time for which one callback, or native code with the interpreter lock, held up the event loop of
-  the gateway / of the node.
-- "Grew" is the process whose RSS grew the most.
-- Rows marked ⚖ put honest work beside the neighbor. They show what sharing a node costs by itself.
+`make hostile`: each attack comes from a tenant of its own, beside two streams of another one on the same gateway and
+node (the demo model). *Gap*: the time between two events of the neighbor, p99 undisturbed → during the attack / after
+it, and the longest. ⚖: honest work. `hostile.json` has hold times, memory and earlier runs too.
 """
 
 
@@ -50,36 +44,22 @@ def record(label: str, verdict: Verdict, results: Path) -> None:
 
 def _table(known: dict[str, dict[str, Any]]) -> str:
     ordered = [*TABLE, *(name for name in ATTACKS if name not in TABLE)]
-    head = [
-        "attack",
-        "run",
-        "p99 gap ms",
-        "longest s",
-        "held ms (gateway / node)",
-        "grew MiB",
-        "ended",
-        "the attacker got",
-    ]
-    lines = [head, ["---"] * len(head)]
+    head = ["attack", "p99 gap ms", "longest s", "the attacker got"]
+    lines = list[list[str]]()
     for name in ordered:
-        for label, verdict in known.get(name, {}).items():
+        if (verdict := known.get(name, {}).get(SHOWN)) is not None:
             mark = "⚖ " if ATTACKS[name].load else ""
-            lines.append([mark + ATTACKS[name].what.replace("|", "\\|"), label, *_cells(Verdict(**verdict))])
-    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+            lines.append([mark + ATTACKS[name].what.replace("|", "\\|"), *_cells(Verdict(**verdict))])
+    rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"\n| {' | '.join(head)} |\n{'|---' * len(head)}|\n{rows}"
 
 
 def _cells(verdict: Verdict) -> list[str]:
-    name, size = max(verdict.growth.items(), key=lambda item: item[1], default=("", 0))
-    held = " / ".join(_ms(verdict.holds_s.get(process, 0.0)) for process in ("gateway", "node"))
-    ended = ", ".join(f"{process} ({status})" for process, status in verdict.ended.items())
     got = [f"{count} × {label}" for label, count in sorted(verdict.answers.items(), key=lambda item: -item[1])[:3]]
     got += [f"{figure}: {value:.2f}" for figure, value in verdict.figures.items()]
     return [
         f"{_ms(verdict.quiet_p99_s)} → {_ms(verdict.attacked_p99_s)} / {_ms(verdict.afterwards_p99_s)}",
         f"{verdict.longest_gap_s:.2f}",
-        held,
-        f"{size >> 20} ({name})",
-        ended or "–",
         ", ".join(got),
     ]
 
@@ -92,7 +72,7 @@ def main() -> None:
     """Parse the arguments and run."""
     parser = argparse.ArgumentParser()
     parser.add_argument("attacks", nargs="*", help=f"names of {', '.join(ATTACKS)}; none: those of the table; all: all")
-    parser.add_argument("--label", default="after")
+    parser.add_argument("--label", default=SHOWN)
     parser.add_argument("--seconds", type=float, help="for how long each attack sends new requests")
     parser.add_argument("--rounds", type=int, default=1, help="how often to alternate quiet and attack")
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -235,7 +235,7 @@ def assert_redis_keeps_what_it_accepted(host: Host) -> None:
 
 def assert_stream_over_http(host: Host) -> None:
     url, headers = f"http://127.0.0.1:{host.gateway_port}/v1/completions", {}
-    assert httpx.post(url, json={"prompt": "the gate"}).status_code == 401
+    assert httpx.post(url, json={"prompt": "the gate"}, timeout=60).status_code == 401
     headers["Authorization"] = f"Bearer {host.first_key.read_text().strip()}"
     assert host.first_key.stat().st_mode & 0o777 == 0o600
     body = {"model": "tiny", "prompt": "the gate", "max_tokens": 8, "stream": True, "ignore_eos": True}
@@ -251,8 +251,8 @@ def assert_stream_over_http(host: Host) -> None:
 def assert_metrics_for_prometheus(host: Host) -> None:
     key = (host.first_key.parent.with_name("keys-of-prometheus") / "penstock.key").read_text().strip()
     url, headers = f"http://127.0.0.1:{host.gateway_port}", {"Authorization": f"Bearer {key}"}
-    assert "penstock_nodes" in httpx.get(f"{url}/metrics", headers=headers).text
-    assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 403
+    assert "penstock_nodes" in httpx.get(f"{url}/metrics", headers=headers, timeout=60).text
+    assert httpx.get(f"{url}/v1/models", headers=headers, timeout=60).status_code == 403
 
 
 def assert_batch(host: Host) -> None:

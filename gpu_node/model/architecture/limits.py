@@ -1,7 +1,7 @@
 """The table of what a model's files may say: the range of each size and factor, checked before code of a family runs.
 
 `plan` and models of random weights have no other bound. Where a checkpoint has tensors, their shapes bound sizes too.
-docs/MODELS.md has the table for readers.
+`make fields` writes it to docs/SIZES.md.
 """
 
 from __future__ import annotations

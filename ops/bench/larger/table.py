@@ -14,23 +14,11 @@ from bench.larger import ceilings, costs
 from bench.larger.ceilings import Ceilings
 from bench.larger.contestants import LARGER, bits_of
 from bench.larger.models import MODEL_SHAPES
-from bench.report import Columns, Scene
+from bench.report import Scene
 from bench.verdicts import Medians, best, medians
 
 FORMATS = {16: "bf16", 8: "8 bits", 4: "Q4_K_M"}
-MIN_DECODE_SHARE, MIN_PROMPT_SHARE = 0.90, 0.75
 CEILINGS = peers.BUILD / "bench" / "ceilings.json"
-
-_COLUMNS: Columns = {
-    "itl_mean_ms": ("one stream, ms a token", ".1f"),
-    "read_gb_per_s": ("read bandwidth around it, GB/s", ".1f"),
-    "ttft_p50_ms": ("TTFT of 32, ms", ".0f"),
-    "itl_p50_ms": ("gap of events p50, ms", ".1f"),
-    "tokens_per_event": ("tokens per event", ".2f"),
-    "prompt_ttft_p50_ms": ("prompt of 512, ms", ".0f"),
-    "batch_tokens_per_s": ("16 at once, tokens/s", ".0f"),
-    "rss_peak_mib": ("RSS peak, MiB", ".0f"),
-}
 
 
 @dataclass(frozen=True)
@@ -122,12 +110,12 @@ def write(folder: Path, scene: Scene, campaign: str) -> str:
     highest = ceilings.best(CEILINGS, runs=0)
     every_run = [run for runs in journals.values() for run in runs]
     content = asdict(scene) | {"ceilings": asdict(highest) if highest else None, "shapes": {}}
-    sections = [report.head("larger models", scene, every_run), _ceilings_line(highest)]
+    sections = [report.head("larger models", scene, every_run)]
     for shape, runs in journals.items():
         table = _of_rows(medians(runs), shape)
         results = compared(table)
         shares = shares_of(table, shape, highest) if highest else []
-        sections += [f"## {shape}", "", _verdicts(results), _shares(shares), *_engines(table, shape)]
+        sections += [f"## {shape}", "", _verdicts(results)]
         sections.append(report.not_measured(scene, runs))
         content["shapes"][shape] = {
             "rows": [asdict(one) | {"is_met": one.is_met} for one in results],
@@ -146,22 +134,13 @@ def _of_rows(table: Medians, shape: str) -> Medians:
     return {name.removesuffix(f"-{shape}"): cells for name, cells in table.items()}
 
 
-def _ceilings_line(highest: Ceilings | None) -> str:
-    if highest is None:
-        return ""
-    return (
-        f"Measured ceilings of all cores: {highest.read_gb_per_s:.1f} GB/s read, {highest.bf16_gop_per_s:.0f} G "
-        f"operations/s in bfloat16, {highest.int8_gop_per_s:.0f} in int8.\n"
-    )
-
-
 def _verdicts(results: list[Compared]) -> str:
-    lines = ["| | penstock | best peer | ours ÷ theirs | bound | |", "|---|---|---|---|---|---|"]
+    lines = ["| | penstock | best peer | ours ÷ theirs | |", "|---|---|---|---|---|"]
     for one in results:
-        sign, verdict = "≤" if one.row.lowest else "≥", "met" if one.is_met else "**missed**"
+        verdict = "met" if one.is_met else "**missed**"
         lines.append(
-            f"| {one.row.text} | {one.our_value:.2f} ({one.ours}) | {one.other_value:.2f} ({one.other}) "
-            f"| {one.ratio:.2f} | {sign} {one.row.bound:g} | {verdict} |"
+            f"| {one.row.text} | {one.our_value:.2f} | {one.other_value:.2f} ({one.other}) "
+            f"| {one.ratio:.2f} | {verdict} |"
         )
     return "\n".join([*lines, ""])
 
@@ -189,24 +168,3 @@ def shares_of(table: Medians, shape: str, highest: Ceilings) -> list[Share]:
         operations_per_s = costs.prompt_operations(shape) / (cell.values["prompt_ttft_p50_ms"] / 1e3)
         found.append(Share(name, decode, operations_per_s / 1e9 / peak))
     return found
-
-
-def _shares(shares: list[Share]) -> str:
-    if not shares:
-        return ""
-    lines = [
-        f"| engine | decode ÷ read bandwidth around the run (≥ {MIN_DECODE_SHARE:.0%}) "
-        f"| prompt of 512 ÷ peak of products (≥ {MIN_PROMPT_SHARE:.0%}) |",
-        "|---|---|---|",
-    ]
-    ordered = sorted(shares, key=lambda share: -share.decode)
-    lines += [f"| {one.engine} | {one.decode:.0%} | {one.prompt:.0%} |" for one in ordered]
-    return "\n".join([*lines, ""])
-
-
-def _engines(table: Medians, shape: str) -> Iterator[str]:
-    if "larger" in table:
-        name = f"larger-{shape}"
-        yield report.section(name, _COLUMNS, {name: table["larger"]})
-    if "load" in table:
-        yield report.section("load", {"first_token_s": ("start to first token, s", ".2f")}, table)

@@ -15,8 +15,7 @@ from bench.queue_cost.turns import Turn, compared, medians, run_plain, run_queue
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.queue_cost model"
-LOADS = ("mix", "single", "chance")
-PERCENTS = (50, 90, 99)
+LOADS = ("mix", "single")
 
 
 def measure_model(num_turns: int) -> None:
@@ -28,7 +27,6 @@ def measure_model(num_turns: int) -> None:
         *_head(num_turns),
         *_speeds({name: turns["mix"] for name, turns in measured.items()}),
         *_alone({name: turns["single"] for name, turns in measured.items()}, plain),
-        *_by_chance([(setting, measured[setting.name]["chance"]) for setting in settings]),
         *_costs({name: turns["mix"] for name, turns in measured.items()}),
     ]
     (RESULTS / "queue.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -56,13 +54,9 @@ def _head(num_turns: int) -> list[str]:
         f"SmolLM2-135M, native runner, {machine['cores']} cores of {machine['cpu']}, {machine['date']}, {revision()}. "
         f"`{COMMAND}`",
         "",
-        "The engine alone in a process, and client → Redis → node → client, answer the same loads alternately. Cells "
-        f"are medians of {num_turns} turns; ratios and differences are of each turn's two runs, with their quartiles. "
-        "A turn in which other processes had 5 % of the CPU is done again.",
-        "",
-        "*On both cores*: Redis, client and the node's loop take their time from the model's threads. *On one core*: "
-        "they have the other. *Elsewhere*: an engine whose steps take their time without computing here, as those of a "
-        "GPU do.",
+        "The engine alone in a process, and client → Redis → node → client, answer the same loads alternately. Medians "
+        f"of {num_turns} turns, with quartiles of ratios and differences. *Elsewhere*: an engine whose steps take time "
+        "without computing here, as a GPU's do.",
     ]
 
 
@@ -87,9 +81,8 @@ def _alone(measured: dict[str, list[Turn]], plain: list[Turn]) -> list[str]:
         "",
         "## One stream behind the other",
         "",
-        "32 tokens in, 32 out; the median of 12 in each turn. *A list and a channel* is the same way through Redis "
-        "without penstock: LPUSH, BRPOP and a PUBLISH for each token by redis-py. Nothing is admitted, leased, kept "
-        "or acknowledged; the engine is the one that computes elsewhere.",
+        "32 tokens in, 32 out. *A list and a channel* is the same way through Redis without penstock: LPUSH, BRPOP and "
+        "a PUBLISH for each token by redis-py.",
         "",
         "| engine | TTFT ms bare | through Redis | added ms | ITL ms bare | through Redis |",
         "|---|---|---|---|---|---|",
@@ -99,39 +92,20 @@ def _alone(measured: dict[str, list[Turn]], plain: list[Turn]) -> list[str]:
     return lines
 
 
-def _by_chance(measured: list[tuple[Setting, list[Turn]]]) -> list[str]:
-    lines = [
-        "",
-        "## Streams that come by chance",
-        "",
-        "64 such streams in each turn; milliseconds from when a request was due. Those that come while others run wait "
-        "for the end of a step, bare too.",
-        "",
-        "| engine | requests/s | " + " | ".join(f"TTFT p{p} bare | through Redis | added" for p in PERCENTS) + " |",
-        "|---|---" + "|---" * 3 * len(PERCENTS) + "|",
-    ]
-    for setting, turns in measured:
-        cells = " | ".join(_added(turns, f"ttft_p{percent}_ms") for percent in PERCENTS)
-        lines.append(f"| {setting.name} | {setting.per_s:g} | {cells} |")
-    return lines
-
-
 def _costs(measured: dict[str, list[Turn]]) -> list[str]:
     lines = [
         "",
         "## What it takes",
         "",
-        "Per token of the 64 requests at once: CPU of the whole process (of the node: its event loop), and bytes on "
-        "Redis's sockets.",
+        "CPU time per token of the 64 requests at once.",
         "",
-        "| engine | CPU µs/token: Redis | client | node's loop | bytes/token to Redis | from Redis |",
-        "|---|---|---|---|---|---|",
+        "| engine | µs/token: Redis | client | node's loop |",
+        "|---|---|---|---|",
     ]
-    names = {"redis": ".1f", "client": ".1f", "node loop": ".1f", "in": ".0f", "out": ".0f"}
     for name, turns in measured.items():
         cells = [
-            format(median(turn.queued[key] / turn.queued["output_tokens"] for turn in turns), number_format)
-            for key, number_format in names.items()
+            f"{median(turn.queued[key] / turn.queued['output_tokens'] for turn in turns):.1f}"
+            for key in ("redis", "client", "node loop")
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines

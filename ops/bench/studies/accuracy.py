@@ -171,68 +171,22 @@ def machine_name(described: dict[str, Any]) -> str:
     return f"{described['cpu']}, {described['cores']} cores ({features})"
 
 
-REMARKS = """\
-- `auto` and `int8_group` round activations to 8 bits with a scale for 32 of them, as llama.cpp does for these formats.
-- BF16 with penstock's default cache is further from float32 than llama.cpp is with its own. Nothing is quantized there,
-  so all of it is rounding to 16 bits. Penstock keeps keys, values, queries and attention weights in bfloat16, which has
-  8 significant bits. llama.cpp keeps keys and values in float16, which has 11. With equal caches, both in bfloat16 or
-  both in float16, the programs are the same: the cache is the whole difference.
-- float16 is not penstock's default on CPUs, because steps take longer with it. CPUs with AVX-512 BF16 multiply pairs of
-  bfloat16 in one instruction, but widen float16 first. [Times by cache](int8_steps.md#kv-cache) are on another page.
-- `int8` has one scale for a whole row of weights or activations, not one for 32, which is why it is faster. What finer
-  scales cost in speed stands in [int8 in steps](int8_steps.md).
-- An int8 KV cache has one scale for each value, and one for each 32 channels of a key. Keys and queries are rotated
-  before, because a few channels of a key are far larger than the others. It adds 0.07 to the RMS Δp of the demo model's
-  file, and 0.25 to that of BF16. With BF16 it is 7 % further from float32 than q8_0 in llama.cpp: penstock also keeps
-  the weights of the attention in 8 bits.
-- The rows of `int4` do not compare two ways to quantize: the weights were in Q4_1 before, so `llama-quantize` finds the
-  same codes again. Its Q4_0 of the same weights is at 13.8.
-- In the *wide* files, llama.cpp rounds activations with one scale for 256 numbers where the weights have blocks of 256,
-  and penstock with one for 32. That is why penstock is closer to float32 there.
-"""
 HEAD = """# Accuracy, {date}
 
-`PYTHONPATH=ops python -m bench.studies.accuracy` with {versions}, after `make bench-peers`. All values compare with
-float32. *KL* is the mean divergence in nats. *RMS Δp* is the root of the mean squared difference of the next token's
-probability, in percent. *Same top* is how often the likeliest token is the same, in percent. The definitions are those
-of `llama-perplexity --kl-divergence`, whose own output is the column llama.cpp. ± is 95 %; it takes tokens as
-independent, as `llama-perplexity` does.
+`PYTHONPATH=ops python -m bench.studies.accuracy` with {versions}, on {machines}.
+*RMS Δp*: the root of the mean squared difference of the next token's probability from float32, in percent, as in
+`llama-perplexity --kl-divergence`, over {scored:,} tokens of Python's help texts; ± is 95 %. `accuracy.json` has
+divergences and shares of equal tokens.
 
-- **Text**: Python's help texts (`pydoc_data.topics`), {tokens:,} tokens in {windows} windows of {window}. As in
-  `llama-perplexity`, the second half of each window is scored: {scored:,} tokens.
-- **float32**: the demo model exists only as a file of Q4_1 layers and a Q8_0 head. `llama-quantize` dequantized all of
-  it to float32; every other file is made from the float32 file. So the table has the distance from this file, not from
-  the model as it was trained. Its own row has no error of weights: all of it is rounding of activations.
-- **The base** is llama.cpp on the float32 file with keys and values in float32 and without flash attention. Both
-  programs are compared with the same stored distributions, which have 16 bits for each log probability.
-- **Weights**: a file runs as it is stored (`--quantization auto`). `int8`, `int8_group` and `int4` are quantizations by
-  penstock of the BF16 file; beside them stands llama.cpp's file of the same width. The demo model's rows of 576 numbers
-  do not fill K-quants' blocks of 256, so `llama-quantize` takes other formats for them. *Wide* files are of the same
-  model with zeros up to 768, which fills the blocks and changes nothing that the model computes.
-- **KV cache**: penstock's default is bfloat16 and llama.cpp's is float16. Further tables have penstock's
-  `--kv-cache-dtype float16` beside float16, and `int8` beside q8_0.
-- **Verdict** compares RMS Δp: *same* if the two intervals overlap.
-- **Machines** are those of penstock's run and of llama.cpp's. The base was computed anew on each, with the same
-  settings.
-{machines}
+All files come from the demo model's Q4_1, dequantized to float32, so four bits find the same codes again. *Wide* files
+have rows of 768 numbers, which fill blocks of 256. With equal caches of 16 bits both programs are the same; float16 is
+not the default, because [steps take longer](int8_steps.md#kv-cache). `int8` has one scale for a row, not
+for 32 numbers.
 
-What the rows say:
-
-{remarks}
 """
-SECTIONS = {
-    "bfloat16": "Each program's own KV cache of 16 bits",
-    "float16": "KV cache in float16 by both",
-    "int8": "KV cache in 8 bits",
-}
+SECTIONS = {"bfloat16": "Each program's own KV cache of 16 bits", "int8": "KV cache in 8 bits"}
 """Penstock's type of the KV cache, and the title of its table."""
-_COLUMNS = (
-    "weights",
-    "matrices",
-    *(f"{figure}, {engine}" for figure in ("KL", "RMS Δp", "same top") for engine in ("penstock", "llama.cpp")),
-    "verdict",
-    "machines",
-)
+_COLUMNS = ("weights", "RMS Δp, penstock", "RMS Δp, llama.cpp", "verdict")
 
 
 def verdict(ours: Figure, theirs: Figure) -> str:
@@ -242,46 +196,28 @@ def verdict(ours: Figure, theirs: Figure) -> str:
     return "better" if ours.value < theirs.value else "**worse**"
 
 
-def line(row: Row, runs: dict[str, Any], letters: dict[str, str]) -> str:
-    """A row of the page. A dash stands for what is not measured. `letters` are the machines' names on the page."""
+def line(row: Row, runs: dict[str, Any]) -> str:
+    """Return a row of the page. A dash stands for what is not measured."""
     pair = [runs.get(run.name) for run in (row.ours, row.theirs)]
-
-    def cells(name: str, digits: int) -> str:
-        return " | ".join(
-            "–" if run is None else f"{run[name]['value']:.{digits}f} ± {run[name]['error']:.{digits}f}" for run in pair
-        )
-
-    counts: dict[str, int] = next((run["matrices"] for run in pair if run), {})
-    matrices = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     ours, theirs = (None if run is None else Figure(**run["rms_delta_p"]) for run in pair)
-    judged = verdict(ours, theirs) if ours and theirs else "–"
-    cells_of_row = f"{cells('kl', 5)} | {cells('rms_delta_p', 2)} | {cells('same_top', 2)}"
-    machines = ", ".join("–" if run is None else letters[run["machine"]] for run in pair)
-    return f"| {row.title} | {matrices} | {cells_of_row} | {judged} | {machines} |\n"
+    cells = " | ".join("–" if one is None else f"{one.value:.2f} ± {one.error:.2f}" for one in (ours, theirs))
+    return f"| {row.title} | {cells} | {verdict(ours, theirs) if ours and theirs else '–'} |\n"
 
 
 def report(content: dict[str, Any]) -> str:
-    """The results as a page."""
+    """Return the results as a page."""
     windows, runs = content["windows"], content["runs"]
-    letters = {name: chr(ord("A") + i) for i, name in enumerate(dict.fromkeys(run["machine"] for run in runs.values()))}
-    facts = {
-        "date": content["date"],
-        "versions": content["versions"],
-        "windows": windows,
-        "window": WINDOW,
-        "remarks": REMARKS,
-        "machines": "\n".join(f"  - {letter}: {name}" for name, letter in letters.items()),
-    }
-    lines = [HEAD.format(tokens=windows * WINDOW, scored=windows * (WINDOW - 1 - WINDOW // 2), **facts)]
+    machines = " and ".join(dict.fromkeys(run["machine"].partition(" (")[0] for run in runs.values()))
+    scored = windows * (WINDOW - 1 - WINDOW // 2)
+    lines = [HEAD.format(scored=scored, date=content["date"], versions=content["versions"], machines=machines)]
     for kv, title in SECTIONS.items():
-        lines.append(f"## {title}\n\n| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|\n")
         known = [row for row in rows() if row.ours.kv == kv and {row.ours.name, row.theirs.name} & runs.keys()]
-        lines += [line(row, runs, letters) for row in known]
-        lines.append("\n")
+        if known:
+            lines.append(f"## {title}\n\n| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|\n")
+            lines += [*(line(row, runs) for row in known), "\n"]
     missing = [run.name for run in _runs() if run.name not in runs]
-    lines.append("Every run is measured.\n" if not missing else "Not measured yet, and measured by the next start:\n\n")
-    lines += [f"- {name}\n" for name in missing]
-    return "".join(lines)
+    lines.append("Not measured yet:\n\n" if missing else "")
+    return "".join([*lines, *(f"- {name}\n" for name in missing)]).rstrip("\n") + "\n"
 
 
 def _runs() -> list[Run]:

@@ -55,7 +55,7 @@ def measure(
 
 def cell(run: dict[str, Any]) -> str:
     """What `measure` found, for a table."""
-    return f"{run['max_error']:.2g} · {run['rms_error']:.2g} · {run['same_best']:.2%}"
+    return f"{run['rms_error']:.2g}, {run['same_best']:.2%}"
 
 
 @contextmanager

@@ -42,10 +42,10 @@ BACKGROUND_S = 20.0
 """Seconds for which background work alone is measured, at most."""
 HEAD = """# Chats beside background work
 
-`{command}` on {cores} cores of {cpu}, {date}, {revision}. Chats of 32–256 tokens in and 32–128 out come by chance;
-the backlog of background requests, 128 tokens in and out, never ends. {backlog}. Modes alternate in {repeats} turns.
-Times are ms, p50 / p99; speeds are tokens a second. *Left*: the share of engine time that chats alone
-leave; *part*: the background speed beside chats ÷ (alone × left).
+`{command}` on {cores} cores of {cpu}, {date}, {revision}. Chats of 32–256 tokens in and 32–128 out come by chance,
+beside an endless backlog of 128 tokens in and out. {backlog}. {repeats} turns of each mode; times in ms, p50 / p99;
+speeds in tokens a second. *Left*: the share of engine time that chats alone leave. *Part*: the background speed beside
+chats ÷ (alone × left).
 
 | chats/s | chats | TTFT alone | beside | ITL alone | beside | background alone | beside | left | part |
 |---|---|---|---|---|---|---|---|---|---|

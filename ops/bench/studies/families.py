@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench import machine
 from bench.report import write_raw
-from bench.studies.agreement import MAX_LENGTH, NUM_PROMPTS, cell, measure, prompts, wanted
+from bench.studies.agreement import NUM_PROMPTS, cell, measure, prompts, wanted
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -40,19 +40,14 @@ STORED_SIZES = SIZES | {"hidden_size": 512, "intermediate_size": 512}
 
 HEAD = f"""# Families, {{date}}
 
-`PYTHONPATH=ops python -m bench.studies.families`: {NUM_PROMPTS} texts of 8 to {MAX_LENGTH} tokens in mixed batches,
-small random models in bfloat16, against transformers in float32. Each cell has a logit's largest error, the errors'
-root mean square by the logits' spread, and how often the same token is the best. Random weights are the worst case of
-four bits; trained ones lose far less ([perplexity](perplexity.md), which has GGUF too). `int8` has a scale for each
-group of 32 in families with layer norms; GGUF is a file in {GGUF_OF_FAMILIES.upper()}, as it is stored.
+`PYTHONPATH=ops python -m bench.studies.families`: {NUM_PROMPTS} texts in mixed batches, small random models, against
+transformers in float32. Each cell has the errors' root mean square by the logits' spread, and how often the same token
+is the best. Random weights are the worst case of four bits ([perplexity](perplexity.md) has a trained model).
 """
 STORED_HEAD = f"""
 ## As they are stored
 
-The {STORED_FAMILY} model in each layout of quantized checkpoints and each format of GGUF. Packed, int8 and float8 are
-compressed-tensors'. The reference is transformers in float32 with the numbers that the checkpoint means. The native
-runner's error is the rounding of activations, and of matrices that it keeps in int8 by groups of 32, as its kernels
-lack their format. Q5_0, Q5_1, K-quants and IQ4 are random blocks, of no trained model's size.
+The {STORED_FAMILY} model in each layout of quantized checkpoints. [accuracy](accuracy.md) has formats of GGUF.
 """
 
 
@@ -100,9 +95,10 @@ def tables(families: dict[str, list[dict[str, Any]]], stored: dict[str, list[dic
     """All of it as Markdown."""
     columns = [*(" ".join(setting) for setting in SETTINGS), "native GGUF"]
     lines = [HEAD.format(date=machine.describe()["date"]), *_rows("family", columns, families)]
-    columns = ["torch float32", "native", "native keeps"]
-    kept = {name: runs[-1]["arithmetic"].split("-")[2] for name, runs in stored.items()}
-    return "\n".join((*lines, STORED_HEAD, *_rows("checkpoint", columns, stored, kept))) + "\n"
+    columns = ["native", "native keeps"]
+    layouts = {name: runs[-1:] for name, runs in stored.items() if not name.startswith("GGUF")}
+    kept = {name: runs[-1]["arithmetic"].split("-")[2] for name, runs in layouts.items()}
+    return "\n".join((*lines, STORED_HEAD, *_rows("checkpoint", columns, layouts, kept))) + "\n"
 
 
 def _rows(

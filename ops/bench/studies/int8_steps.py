@@ -78,11 +78,9 @@ SECONDS = 40
 HEAD = """# Speed against accuracy of int8, {date}
 
 `PYTHONPATH=ops python -m bench.studies.int8_steps` on {cpu}, {cores} cores. RMS Δp is that of
-[accuracy](accuracy.md), over its first {windows} windows of {window} tokens, with keys and values in bfloat16. `int8`
-has one scale for a row of a weight matrix and for a row of activations. The other variants give some matrices, and
-their activations, one scale for 32 columns, or keep them in bf16. All but `int8_group` have `int8`'s Hadamard rotation.
-Times are medians of steps that ran by turns within {seconds} s, relative to `int8`, with keys and values in int8. Each
-step computes the head for all of its tokens, so a prompt's layers alone differ by a quarter more.
+[accuracy](accuracy.md), over {windows} windows of {window} tokens, with keys and values in bfloat16. `int8` has one
+scale for a row; the variants have one for 32 columns of some matrices, or keep them in bf16. Times are medians of steps
+that ran by turns within {seconds} s, relative to `int8`, with keys and values in int8.
 
 """
 CACHES_HEAD = """

@@ -5,7 +5,6 @@ A large model is made for it: random, in the shape of a Llama, safetensors in sh
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -33,35 +32,25 @@ LARGE: dict[str, Any] = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 2048,
 }
-SETTINGS = (("native", "auto"), ("native", "int8"), ("native", "int4"), ("torch", "auto"))
+QUANTIZATIONS = ("auto", "int8")
 SMALL_GGUF, SMALL_FOLDER, LARGE_FOLDER = "SmolLM2, GGUF Q4_1", "SmolLM2, bf16", "random Llama, bf16 in shards"
-SHARED_SETTINGS = ((SMALL_GGUF, "auto"), (SMALL_FOLDER, "auto"), (LARGE_FOLDER, "auto"))
-FIRST, AGAIN, PRIVATE = "packs", "maps", "keeps its own"
 
 HEAD = """# Loading, {date}
 
-`PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.studies.loading` on {cpu}, {cores} cores,
-{revision}. Every line is a process of its own that loads a model and runs one step; checkpoints are in the page cache.
-*Packs*: the first process, which writes the cached file; *maps*: any later one; *keeps its own*: `--no-weight-cache`.
-Memory is the growth of the process's RSS since its modules were imported, at most and in the end. The end is divided
-into *anonymous* pages, this process's own, and pages of *files*. Those stay in the page cache, where processes share
-them and the system may take them back. ÷ is the most by the size of the weights as they run. A mapped
-table of embeddings counts by the few rows that were read. torch reads layers in the first step; its lines include some
-20 MiB of its own, most of it code.
+`PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.studies.loading` on {cpu}, {cores} cores. Every line is a
+process that loads a model and runs one step; checkpoints are in the page cache. *Packs*: the first process, which
+writes the cached file; *maps*: any later one. ÷: the most memory by the size of the weights.
 
-Where stored rows are used as they are (auto), the first process runs its step before the weights are packed: *load* is
-without the packing. It is measured once they are packed, before it has read them, so its *files* are nearly none.
-
-| model | runner | weights | start | MiB | most, MiB | ÷ | end, MiB | anonymous | files | load, s | step 1, ms |
-|---|---|---|---|---|---|---|---|---|---|---|---|
+| model | weights | start | ÷ | load, s | step 1, ms |
+|---|---|---|---|---|---|
 """
 SHARED = """
 ## Two nodes on one machine
 
 Both at once, after a step. A proportional size (PSS) counts a page by half where two processes map it.
 
-| model | weights | weights, MiB | each: RSS, MiB | each: PSS, MiB | both together, MiB | without a shared file |
-|---|---|---|---|---|---|---|
+| model | weights, MiB | each: PSS, MiB | both together, MiB | without a shared file |
+|---|---|---|---|---|
 """
 
 
@@ -77,9 +66,9 @@ class Loaded:
         return _kib(Path(f"/proc/{self.process.pid}/smaps_rollup").read_text(), field) / 1024
 
 
-def start(model: Path, runner: str, quantization: str, cache: Path, *, shares: bool) -> Loaded:
+def start(model: Path, quantization: str, cache: Path, *, shares: bool) -> Loaded:
     """Load a model in a process that stays."""
-    command = [sys.executable, "-m", "bench.studies.loading", str(model), runner, quantization, str(int(shares))]
+    command = [sys.executable, "-m", "bench.studies.loading", str(model), quantization, str(int(shares))]
     env = os.environ | {"PENSTOCK_CACHE": str(cache)}
     process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -91,17 +80,15 @@ def end(loaded: Loaded) -> None:
     loaded.process.communicate()
 
 
-def child(model: str, runner: str, quantization: str, shares: str) -> None:
+def child(model: str, quantization: str, shares: str) -> None:
     """Load, run a step, print the times, and wait until stdin ends."""
     from fixtures.plans import logits_alone
 
     from penstock.gpu_node.model.loading.load import load_model
     from penstock.gpu_node.model.options import RunnerOptions
 
-    if runner == "torch":
-        importlib.import_module("penstock.gpu_node.model.torch_cpu.load")
     options = RunnerOptions(
-        runner=runner,
+        runner="native",
         dtype="bfloat16",
         quantization=quantization,
         block_size=16,
@@ -110,19 +97,15 @@ def child(model: str, runner: str, quantization: str, shares: str) -> None:
         max_num_seqs=1,
         weight_cache=shares == "1",
     )
-    before_kib = {field: _status(field) for field in ("VmRSS", "RssAnon", "RssFile")}
+    before_kib = _status("VmRSS")
     started_s = time.perf_counter()
     loaded: Any = load_model(model, options, lambda _stage, _fraction: None).runner
     loaded_s = time.perf_counter()
     logits_alone(loaded, [5])
     stepped_s = time.perf_counter()
-    if runner == "native":
-        loaded.wait_until_packed()
+    loaded.wait_until_packed()
     measured = {
-        "most_mib": (_status("VmHWM") - before_kib["VmRSS"]) / 1024,
-        "end_mib": (_status("VmRSS") - before_kib["VmRSS"]) / 1024,
-        "anonymous_mib": (_status("RssAnon") - before_kib["RssAnon"]) / 1024,
-        "files_mib": (_status("RssFile") - before_kib["RssFile"]) / 1024,
+        "most_mib": (_status("VmHWM") - before_kib) / 1024,
         "load_s": loaded_s - started_s,
         "step_ms": (stepped_s - loaded_s) * 1e3,
     }
@@ -177,35 +160,29 @@ def fresh_cache() -> Iterator[Path]:
         yield Path(folder)
 
 
-def loadings(name: str, model: Path, runner: str, quantization: str, as_bfloat16_mib: float) -> Iterator[str]:
-    """Lines of the first table; torch runs all weights in bfloat16."""
+def loadings(name: str, model: Path, quantization: str) -> Iterator[str]:
+    """Yield lines of the first table."""
     with fresh_cache() as cache:
-        starts = {PRIVATE: False} if runner == "torch" else {FIRST: True, AGAIN: True, PRIVATE: False}
-        for start_name, shares in starts.items():
-            loaded = start(model, runner, quantization, cache, shares=shares)
+        for start_name in ("packs", "maps"):
+            loaded = start(model, quantization, cache, shares=True)
             end(loaded)
-            weights_mib = packed_mib(cache) if runner == "native" else as_bfloat16_mib
             measured = loaded.measured
-            cells = [name, runner, quantization, start_name, f"{weights_mib:.0f}", f"{measured['most_mib']:.0f}"]
-            cells.append(f"{measured['most_mib'] / weights_mib:.2f}")
-            cells += [f"{measured[f'{part}_mib']:.0f}" for part in ("end", "anonymous", "files")]
+            cells = [name, quantization, start_name, f"{measured['most_mib'] / packed_mib(cache):.2f}"]
             yield f"| {' | '.join(cells)} | {measured['load_s']:.2f} | {measured['step_ms']:.0f} |"
 
 
-def sharing(name: str, model: Path, quantization: str) -> str:
-    """A line of the second table."""
+def sharing(name: str, model: Path) -> str:
+    """Return a line of the second table."""
     with fresh_cache() as cache:
-        end(start(model, "native", quantization, cache, shares=True))
+        end(start(model, "auto", cache, shares=True))
         sizes = {}
         for shares in (True, False):
-            pair = [start(model, "native", quantization, cache, shares=shares) for _ in range(2)]
-            sizes[shares] = [(loaded.rollup_mib("Rss"), loaded.rollup_mib("Pss")) for loaded in pair]
+            pair = [start(model, "auto", cache, shares=shares) for _ in range(2)]
+            sizes[shares] = [loaded.rollup_mib("Pss") for loaded in pair]
             for loaded in pair:
                 end(loaded)
-        (rss, pss), _ = sizes[True]
-        together, apart = (sum(pss for _, pss in sizes[shares]) for shares in (True, False))
-        weights_mib = packed_mib(cache)
-        return f"| {name} | {quantization} | {weights_mib:.0f} | {rss:.0f} | {pss:.0f} | {together:.0f} | {apart:.0f} |"
+        each, together, apart = sizes[True][0], sum(sizes[True]), sum(sizes[False])
+        return f"| {name} | {packed_mib(cache):.0f} | {each:.0f} | {together:.0f} | {apart:.0f} |"
 
 
 def packed_mib(cache: Path) -> float:
@@ -213,22 +190,15 @@ def packed_mib(cache: Path) -> float:
     return sum(path.stat().st_size for path in (cache / "weights").iterdir()) / MIB
 
 
-def _stored_mib(folder: Path) -> float:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / MIB
-
-
 def main() -> None:
     """Writes results/loading.md."""
     known, others = models(), machine.ForeignCpu()
-    lines = [HEAD.format(revision=machine.revision(), **machine.describe())]
+    lines = [HEAD.format(**machine.describe())]
     for name, model in known.items():
-        as_bfloat16_mib = _stored_mib(known[SMALL_FOLDER] if name == SMALL_GGUF else model)
-        for runner, quantization in SETTINGS:
-            lines += [f"{line}\n" for line in loadings(name, model, runner, quantization, as_bfloat16_mib)]
-    lines.append(SHARED)
-    for name, quantization in SHARED_SETTINGS:
-        lines.append(f"{sharing(name, known[name], quantization)}\n")
-    lines.append(f"\nMeanwhile others took {others.share():.0%} of the CPU; times are longer by that, memory is not.\n")
+        for quantization in QUANTIZATIONS:
+            lines += [f"{line}\n" for line in loadings(name, model, quantization)]
+    lines += [SHARED, *(f"{sharing(name, model)}\n" for name, model in known.items())]
+    lines.append(f"\nOthers took {others.share():.0%} of the CPU.\n")
     (RESULTS / "loading.md").write_text("".join(lines))
 
 

@@ -40,12 +40,10 @@ LOADS: dict[str, list[int]] = {
 }
 HEAD = f"""# Adapters, {{date}}
 
-`PYTHONPATH=ops python -m bench.studies.lora` on {{cpu}}: SmolLM2-135M on the native runner with one thread, adapters of
-rank {RANK} on all matrices of all layers. Steps in which {NUM_SEQS} sequences decode at a context of {CONTEXT}
-alternate with a prompt's chunk of {CHUNK} tokens. Cells are the median of {ROUNDS} in milliseconds of CPU time; in
-brackets, how much more that is than without adapters. `to load`: from its file into an adapter slot, on the engine's
-thread, median of {NUM_ADAPTERS}. Other processes took {{foreign:.0%}} of the machine meanwhile; CPU time leaves them
-out, except for what they take of shared caches.
+`PYTHONPATH=ops python -m bench.studies.lora` on {{cpu}}: SmolLM2-135M, native runner, one thread, adapters of rank
+{RANK} on all matrices. Steps in which {NUM_SEQS} sequences decode at a context of {CONTEXT} alternate with a prompt's
+chunk of {CHUNK} tokens. Medians of {ROUNDS} in ms of CPU time, and how much more than without adapters. `to load`:
+from its file into a slot. Other processes took {{foreign:.0%}} of the machine.
 
 | weights | {" | ".join(LOADS)} | chunk without | chunk with | to load |
 |---|{"---|" * (len(LOADS) + 3)}

@@ -60,18 +60,16 @@ def _live_waste() -> Iterator[str]:
     yield ""
     yield "Tokens that held blocks could store but do not, mean over all steps; swapped sequences count too."
     yield ""
-    yield "| load | mean waste | mean tokens a sequence | blocks in use, peak | preemptions (swaps) |"
-    yield "|---|---|---|---|---|"
+    yield "| load | mean waste | blocks in use, peak |"
+    yield "|---|---|---|"
     for name, load in _loads().items():
         for num_blocks in (3000, 500):
             engine = _engine(num_kv_blocks=num_blocks, num_swap_blocks=600)
             for i, (prompt, output, n) in enumerate(load):
                 params = SamplingParams(temperature=1, max_tokens=output, ignore_eos=True, n=n)
                 engine.add(EngineRequest(str(i), prompt, params, seed=i))
-            wastes, lengths, peak = _watch(engine)
-            stats = engine.stats()
-            preempted = f"{stats.num_preemptions} ({stats.num_swaps})"
-            yield f"| {name}; {num_blocks} blocks | {mean(wastes):.1%} | {mean(lengths):.0f} | {peak} | {preempted} |"
+            wastes, peak = _watch(engine)
+            yield f"| {name}; {num_blocks} blocks | {mean(wastes):.1%} | {peak} |"
 
 
 def _loads() -> dict[str, Load]:
@@ -86,22 +84,16 @@ def _loads() -> dict[str, Load]:
 def _block_sizes() -> Iterator[str]:
     yield "## Block sizes"
     yield ""
-    yield "The same loads, scheduled without a model. A sequence fills one block, half empty on average, so waste"
-    yield "cannot be below (block − 1) / 2 tokens a sequence, and where choices share their prompt there are few"
-    yield "tokens to each. Blocks of 8 are torch's alone: a page of the native runner has 16 tokens."
+    yield "Waste of the same loads, scheduled without a model, with blocks of 8, 16 and 32 tokens:"
     yield ""
-    yield "| load | block | waste | of it in blocks being filled | bound by mean length |"
-    yield "|---|---|---|---|---|"
+    yield "| load | 8 | 16 | 32 |"
+    yield "|---|---|---|---|"
     for name, load in _loads().items():
-        for block_size in (8, 16, 32):
-            waste = block_waste(load, block_size)
-            half = (block_size - 1) / 2
-            bound = half / (half + waste.tokens_a_sequence)
-            yield f"| {name} | {block_size} | {waste.of_all:.1%} | {waste.in_last_blocks:.1%} | {bound:.1%} |"
+        yield f"| {name} | {' | '.join(f'{block_waste(load, size):.1%}' for size in (8, 16, 32))} |"
 
 
-def _watch(engine: Engine) -> tuple[list[float], list[float], int]:
-    wastes, lengths, peak = [], [], 0
+def _watch(engine: Engine) -> tuple[list[float], int]:
+    wastes, peak = [], 0
     while engine.has_work():
         engine.step()
         stats = engine.stats()
@@ -109,45 +101,33 @@ def _watch(engine: Engine) -> tuple[list[float], list[float], int]:
         allocated = (held + stats.swap_blocks_total - stats.swap_blocks_free) * BLOCK_SIZE
         if stats.num_running + stats.num_swapped:
             wastes.append(1 - stats.kv_tokens_used / allocated)
-            lengths.append(stats.kv_tokens_used / (stats.num_running + stats.num_swapped))
             peak = max(peak, held)
-    return wastes, lengths, peak
+    return wastes, peak
 
 
 def _copies() -> Iterator[str]:
-    yield "## Copies, and what they save"
+    yield "## Copies"
     yield ""
     engine = _engine(num_swap_blocks=1000)
     runner, sizes = engine._runner, engine._runner.cache_sizes
     _touch(engine)
-    yield f"A block is {sizes.block_bytes / 2**10:.0f} KiB. A step begins with so many copies of blocks to the host:"
-    yield ""
-    yield "| blocks | ms, best of all | GiB/s | µs a block |"
-    yield "|---|---|---|---|"
-    for count in (1, 8, 64, 512):
-        pairs = [(1 + i, 1 + sizes.num_device_blocks + i) for i in range(count)]
-        plan = _plan([1], [[5]], copies=np.array(pairs, np.int32))
-        best_ms = min(runner.submit(plan).result().copy_ms for _ in range(REPEATS))
-        rate = count * sizes.block_bytes / best_ms * 1e3 / 2**30
-        yield f"| {count} | {best_ms:.2f} | {rate:.1f} | {best_ms / count * 1e3:.0f} |"
+    count = 512
+    pairs = [(1 + i, 1 + sizes.num_device_blocks + i) for i in range(count)]
+    plan = _plan([1], [[5]], copies=np.array(pairs, np.int32))
+    best_ms = min(runner.submit(plan).result().copy_ms for _ in range(REPEATS))
+    rate = count * sizes.block_bytes / best_ms * 1e3 / 2**30
     tokens = np.arange(512, dtype=np.int32) + 1000
     chunk = _plan([512], [list(range(100, 132))], token_ids=tokens)
     prefill_ms = min(runner.submit(chunk).result().forward_ms for _ in range(REPEATS)) * BLOCK_SIZE / 512
-    yield ""
-    yield f"Computing a block of {BLOCK_SIZE} tokens again takes {prefill_ms:.2f} ms; out and in again by copies,"
-    yield f"{2 * best_ms / count:.2f} ms: {prefill_ms / (2 * best_ms / count):.0f} times less."
+    yield f"A block of {sizes.block_bytes / 2**10:.0f} KiB goes to the host at {rate:.0f} GiB/s. Computing it again"
+    yield f"takes {prefill_ms:.2f} ms; out and in again by copies, {2 * best_ms / count:.2f} ms."
 
 
 def _tiers() -> Iterator[str]:
-    yield "## A prefix of 2,048 tokens: time to the first token"
-    yield ""
-    yield "| | ms, best of 3 | tokens computed |"
-    yield "|---|---|---|"
     rng = random.Random(0)
     engine = _engine(num_kv_blocks=140, num_swap_blocks=400)
     prompts = [[rng.randrange(1000, 40_000) for _ in range(2049)] for _ in range(2)]
     times: dict[str, list[float]] = {"computed": [], "in the first tier": [], "evicted to the host": []}
-    computed: dict[str, int] = {}
     for i in range(3):
         fresh = [rng.randrange(1000, 40_000) for _ in range(2049)]
         for kind, prompt in (
@@ -157,19 +137,13 @@ def _tiers() -> Iterator[str]:
             ("evicted to the host", fresh),
         ):
             started_s = time.perf_counter()
-            usage = engine.generate([prompt], ONE)[0].usage
+            engine.generate([prompt], ONE)
             if kind:
                 times[kind].append((time.perf_counter() - started_s) * 1e3)
-                computed[kind] = len(prompt) - usage.cached_tokens
-    for kind, of in times.items():
-        yield f"| {kind} | {min(of):.0f} | {computed[kind]} |"
+    yield f"A prefix of 2,048 tokens: {', '.join(f'{min(of):.0f} ms {kind}' for kind, of in times.items())}."
 
 
 def _shared_prefix() -> Iterator[str]:
-    yield "## 64 requests with a common prefix of 1,024 tokens"
-    yield ""
-    yield "| prefix cache | mean TTFT, ms | tokens found computed |"
-    yield "|---|---|---|"
     rng = random.Random(1)
     prefix = [rng.randrange(1000, 40_000) for _ in range(1024)]
     prompts = [[*prefix, *(rng.randrange(1000, 40_000) for _ in range(16))] for _ in range(64)]
@@ -181,18 +155,12 @@ def _shared_prefix() -> Iterator[str]:
         started_s, times = time.perf_counter(), []
         while engine.has_work():
             times += [time.perf_counter() - started_s for _ in engine.step()]
-        means.append(mean(times) * 1e3)
-        share = engine.stats().prefix_hit_tokens / sum(map(len, prompts))
-        yield f"| {'on' if cached else 'off'} | {means[-1]:.0f} | {share:.1%} |"
-    yield ""
-    yield f"{means[1] / means[0]:.1f} times."
+        means.append(mean(times))
+    yield "64 requests with a common prefix of 1,024 tokens get their first token"
+    yield f"{means[1] / means[0]:.1f} times sooner with the prefix cache."
 
 
 def _layouts() -> Iterator[str]:
-    yield "## Why paging needs no compaction"
-    yield ""
-    yield "A step in which 16 sequences of 1,024 tokens decode, their blocks one behind the other or anywhere:"
-    yield ""
     engine = _engine(num_kv_blocks=2000)
     _touch(engine)
     in_order = np.arange(1, 1 + 16 * 64, dtype=np.int32)
@@ -202,12 +170,8 @@ def _layouts() -> Iterator[str]:
         for name, blocks in (("in order", in_order), ("anywhere", anywhere)):
             plan = _plan([1] * 16, blocks.reshape(16, 64).tolist(), context=1024)
             best[name] = min(best.get(name, 1e9), engine._runner.submit(plan).result().forward_ms)
-    yield "| blocks | ms a step, best |"
-    yield "|---|---|"
-    for name, took_ms in best.items():
-        yield f"| {name} | {took_ms:.2f} |"
-    yield ""
-    yield f"{best['anywhere'] / best['in order'] - 1:+.1%}: a block is read in runs of kilobytes, wherever it lies."
+    yield f"A step in which 16 sequences of 1,024 tokens decode takes {best['in order']:.1f} ms with blocks in order,"
+    yield f"and {best['anywhere']:.1f} ms with blocks anywhere: kilobytes are read at once, so nothing is compacted."
 
 
 def _touch(engine: Engine) -> None:

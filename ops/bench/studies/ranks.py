@@ -29,7 +29,6 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.gpu_node.model.protocol import RankStats
 from penstock.gpu_node.model.ranks.control import GroupMemory
 from penstock.kernels.cpu.build import library_path
 from penstock.kernels.cpu.probe import best_isa, cpu_flags, cpu_vendor
@@ -93,8 +92,7 @@ def _lines(model: Path, quantization: str, *, realtime: bool) -> Iterator[str]:
         f"{revision()}. `{COMMAND}`",
         "",
         f"**An exchange** of {ROWS} rows of {COLUMNS} numbers between two ranks, each on a thread: "
-        f"{_exchange_us():.1f} µs. Each rank writes its half, meets the other one, reads all rows, and meets it again. "
-        f"An `all_gather` of as much through gloo, between two processes: {_gloo_us():.1f} µs.",
+        f"{_exchange_us():.1f} µs; through gloo, an `all_gather` between two processes: {_gloo_us():.1f} µs.",
         "",
     )
     yield from _speeds(str(model), settings, realtime=realtime)
@@ -160,25 +158,19 @@ def _speeds(model: str, settings: dict[str, Any], *, realtime: bool) -> Iterator
     engines = {name: _engine(model, settings | shape) for name, shape in SHAPES.items()}
     rates = {count: _rates(engines, count, realtime=realtime) for count in BATCHES}
     yield (
-        f"Tokens a second: the median of {REPEATS} runs of {OUTPUTS} tokens for each stream. All shapes are loaded at "
-        "once and run by turns, because the speed of a virtual machine's memory changes. The last row has the median "
-        f"of each turn's quotient.{_REALTIME if realtime else ''} PSS counts the weights and the KV cache that a rank "
-        "has mapped, while no other process has them. The share is its part of what one rank has. Each rank's time at "
-        "a meeting is that of waiting for the other one, then that from its arrival until this rank went on."
+        f"Tokens a second: the median of {REPEATS} runs of {OUTPUTS} tokens for each stream, all shapes by turns."
+        f"{_REALTIME if realtime else ''}"
     )
     yield ""
-    yield "| | " + " | ".join(f"{count} streams" for count in BATCHES) + " | PSS, MiB | share | at a meeting, µs |"
-    yield "|---" * (len(BATCHES) + 4) + "|"
-    (of_one,) = sizes[ONE]
-    for name, engine in engines.items():
+    yield "| | " + " | ".join(f"{count} streams" for count in BATCHES) + " | PSS, MiB |"
+    yield "|---" * (len(BATCHES) + 2) + "|"
+    for name in engines:
         speeds = " | ".join(f"{median(rates[count][name]):.0f}" for count in BATCHES)
-        mib = ", ".join(f"{size:.0f}" for size in sizes[name])
-        shares = ", ".join(f"{size / of_one:.2f}" for size in sizes[name])
-        yield f"| {name} | {speeds} | {mib} | {shares} | {_meetings(_runner_of(engine).ranks)} |"
+        yield f"| {name} | {speeds} | {', '.join(f'{size:.0f}' for size in sizes[name])} |"
     quotients = (
         median(two / one for two, one in zip(rates[count][TWO], rates[count][ONE], strict=True)) for count in BATCHES
     )
-    yield f"| {TWO} ÷ {ONE} | {' | '.join(f'{quotient:.2f}' for quotient in quotients)} | | | |"
+    yield f"| {TWO} ÷ {ONE} | {' | '.join(f'{quotient:.2f}' for quotient in quotients)} | |"
     for engine in engines.values():
         _runner_of(engine).close()
 
@@ -261,14 +253,6 @@ def _pss_mib(pid: str) -> float:
     return total / 1024
 
 
-def _meetings(ranks: RankStats) -> str:
-    if not ranks.num_meetings:
-        return ""
-    per_meeting = 1e6 / ranks.num_meetings
-    times = zip(ranks.waited_s, ranks.exchanged_s, strict=True)
-    return ", ".join(f"{per_meeting * waited:.0f} + {per_meeting * exchanged:.0f}" for waited, exchanged in times)
-
-
 def _over_http(model: str, settings: dict[str, Any], *, realtime: bool) -> Iterator[str]:
     """Yield what `penstock serve` does with the mix of the benchmarks, with and without ranks. It has no goal."""
     found: dict[str, dict[str, float]] = {}
@@ -278,9 +262,8 @@ def _over_http(model: str, settings: dict[str, Any], *, realtime: bool) -> Itera
         spec = Spec("mix", model, {"command": command, "ready": "/ready", "env": env}, spawned_s=time.monotonic())
         with open_session(spec) as session:
             found[name] = measure(session, spec)
-    yield "**Over HTTP**: 64 requests at once to `penstock serve`, with prompts of 16 to 512 and outputs of 16 to 256"
-    other = ", and so did other work of the machine" if realtime else ""
-    yield f"tokens. Gateway, Redis and the client use the same cores{other}."
+    other = ", beside other work of the machine" if realtime else ""
+    yield f"**Over HTTP**: 64 requests at once to `penstock serve`, on the same cores{other}."
     yield ""
     yield "| | output tokens/s | first token p50, s | between tokens p50, ms |"
     yield "|---|---|---|---|"

@@ -34,8 +34,8 @@ NUM_ALONE = 100
 HEAD = """# Scrapes of metrics, {date}
 
 `PYTHONPATH=ops python -m bench.studies.scrapes` on {cores} cores of {cpu}: {streams} streams decode on a node with
-SmolLM2-135M. Turns of {turn:.0f} s with a scrape of node and gateway each second alternate with turns without one. Cost
-of a scrape: of idle processes, the mean of {alone}. Other processes took {foreign:.0%} of the machine meanwhile.
+SmolLM2-135M, by turns of {turn:.0f} s with a scrape of node and gateway each second and without. Cost of a scrape: of
+idle processes, the mean of {alone}. Other processes took {foreign:.0%} of the machine.
 
 """
 
@@ -131,9 +131,7 @@ def main() -> None:
         *rows,
         "",
         f"Decode without scrapes: {medians['without']:.0f} tokens/s; with a scrape each second: {medians['with']:.0f}, "
-        f"{medians['with'] / medians['without'] - 1:+.1%}. Medians of {len(found['with'])} turns each; they range over "
-        f"{min(found['without']):.0f} to {max(found['without']):.0f} and {min(found['with']):.0f} to "
-        f"{max(found['with']):.0f}.",
+        f"{medians['with'] / medians['without'] - 1:+.1%}. Medians of {len(found['with'])} turns each.",
     ]
     page = HEAD.format(**facts) + "\n".join(lines) + "\n"
     print(page)

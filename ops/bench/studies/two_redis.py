@@ -34,10 +34,9 @@ RUNS = 5
 HEAD = """# Two Redis, one gateway, {date}
 
 `PYTHONPATH=ops python -m bench.studies.two_redis` on {cores} cores of {cpu}. Each pool gets {rate:.0f} completions of
-{tokens} tokens a second from one gateway; a node computes a step in {step:.0f} ms. After {phase:.0f} s, the Redis
-of one pool gets a SIGKILL, while its callers go on asking: their requests wait at the gateway. Times and failed answers
-are those of the other pool, in the {phase:.0f} s before and behind the kill. A row is the median of {runs} runs. Other
-processes took {foreign:.0%} of the machine meanwhile.
+{tokens} tokens a second from one gateway; a node's step takes {step:.0f} ms. Then the Redis of one pool gets a SIGKILL,
+while its callers go on asking. Times and failed answers of the other pool, {phase:.0f} s before and behind the kill.
+Medians of {runs} runs; other processes took {foreign:.0%} of the machine.
 
 | killed | p50 before / after | p99 before / after | p99 after ÷ before | failed answers |
 |---|---|---|---|---|

@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:ops python -m bench_gpu.without_gpu.launch_counts     launches of decode and mixed steps
     PYTHONPATH=.:ops python -m bench_gpu.without_gpu.host_ceiling      microseconds of `GpuRunner.submit`
-    PYTHONPATH=.:ops python -m bench_gpu.without_gpu.estimates         the table of WITHOUT_GPU.md
+    PYTHONPATH=.:ops python -m bench_gpu.without_gpu.estimates         a table of steps
 
 None of these may run with TRITON_INTERPRET=1.
 """

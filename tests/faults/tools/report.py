@@ -12,19 +12,20 @@ RESULTS = Path(__file__).parents[3] / "ops" / "bench" / "results"
 _HEAD = """# Faults
 
 Made by `make faults`, `make soak`, `make backlog`, `make batches`, `make webhooks`, `make ranks`, `make failovers` and
-`make upgrades`.
-Each row says when it was last run. It is there only if nothing was violated: every stream and log equal to an
-undisturbed run's, one end per job, every key in agreement with the jobs' records. `faults.json` has
-further columns. All ran on x86_64, Linux, two cores.
+`make upgrades`, on two cores. A row is here only if nothing was violated: every stream and log equal to an undisturbed
+run's, one end per job, every key in agreement with the jobs' records. `faults.json` has more columns and rows.
 """
 _ONLY_STORED = re.compile(
     "machine.*|too late|mean place.*|p99 s|steepest.*|caller.*|slow in.*|most MiB.*|rewrite.*|bytes an? .*|chats|"
     "bytes a job|"
     "Redis MiB.*|scheduled.*|left the path.*|longest gap, median s|later than.*|ranks gone.*|after a stop.*|cancel: .*|"
     "response .*|key revoked.*|revocations.*|queued jobs, .*|streams over.*|promotion.*|replica behind.*|oldest.*|"
-    "all repaired.*|ends repeated.*|by clients.*|given back|processes.*|packed.*|refused at first|minutes|refused"
+    "all repaired.*|ends repeated.*|by clients.*|given back|processes.*|packed.*|refused at first|minutes|refused|run|"
+    "jobs submitted again|what was killed|open at once|given to.*"
 )
 """Columns that the page leaves out."""
+_ROWS_ONLY_STORED = re.compile(r".*, Redis [78].*|.*replica's clock.*")
+"""Rows that the page leaves out: the same with other servers, and with jumps of the clock."""
 
 Measurement = str | int | float
 
@@ -50,13 +51,16 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def _table(section: str, rows: dict[str, dict[str, Measurement]]) -> str:
+    rows = {row: measurements for row, measurements in rows.items() if not _ROWS_ONLY_STORED.fullmatch(row)}
     found = dict.fromkeys(name for measurements in rows.values() for name in measurements)
     names = [name for name in found if not _ONLY_STORED.fullmatch(name)]
     lines = [["", *names]] + [
         [row, *(_shown(measurements.get(name, "")) for name in names)] for row, measurements in rows.items()
     ]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return f"\n## {section}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    head, *others = (f"| {' | '.join(line)} |\n" for line in lines)
+    table = f"{head}{'|---' * len(lines[0])}|\n{''.join(others)}"
+    runs = sorted({str(measurements["run"]) for measurements in rows.values()})
+    return f"\n## {section}\n\nRun {' to '.join(dict.fromkeys((runs[0], runs[-1])))}.\n\n{table}"
 
 
 def _shown(value: Measurement) -> str:

@@ -56,6 +56,6 @@ def test_foreign_host_reaches_nothing_but_public_paths(http: httpx.Client) -> No
 
 def test_foreign_host_needs_a_key_or_its_name_in_the_settings(stack: Stack, shared_engine: EchoEngine) -> None:
     named = stack.start_gateway(allowed_hosts=("attacker.example",))
-    assert httpx.get(f"{named}/v1/models", headers=FOREIGN).status_code == 200
+    assert httpx.get(f"{named}/v1/models", headers=FOREIGN, timeout=60).status_code == 200
     closed = stack.start_gateway(require_keys=True)
-    assert httpx.get(f"{closed}/v1/models", headers=FOREIGN).status_code == 401
+    assert httpx.get(f"{closed}/v1/models", headers=FOREIGN, timeout=60).status_code == 401

@@ -262,13 +262,13 @@ def test_http_1_0_gets_a_long_answer_without_chunks(url, engine):
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models", "/health/nodes", "/v1/usage"])
 def test_head_answers_as_get_does_without_a_body(url, engine, path):
-    got, head = httpx.get(url + path), httpx.head(url + path)
+    got, head = httpx.get(url + path, timeout=60), httpx.head(url + path, timeout=60)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers.keys() == got.headers.keys()
 
 
 def test_head_on_a_route_without_get_names_the_method_that_is_allowed(url, engine):
-    answer = httpx.head(url + "/v1/completions")
+    answer = httpx.head(url + "/v1/completions", timeout=60)
     assert (answer.status_code, answer.headers["allow"], answer.content) == (405, "POST", b"")
 
 

@@ -25,7 +25,7 @@ def in_chunks() -> Iterator[bytes]:
 
 
 def held_bytes(url: str) -> float:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("penstock_gateway_body_bytes "))
 
 

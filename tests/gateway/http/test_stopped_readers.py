@@ -46,7 +46,7 @@ def num_kernel_bytes(connection: socket.socket) -> int:
 
 
 def num_open_streams(url: str) -> float:
-    lines = httpx.get(url + "/metrics").text.splitlines()
+    lines = httpx.get(url + "/metrics", timeout=60).text.splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("penstock_http_open_streams "))
 
 
@@ -89,7 +89,7 @@ def test_a_reader_that_pauses_gets_every_token_once(stack: Stack, shared_engine:
 
 
 def result_bytes(url: str) -> float:
-    lines = httpx.get(url + "/metrics").text.splitlines()
+    lines = httpx.get(url + "/metrics", timeout=60).text.splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("penstock_gateway_result_bytes "))
 
 

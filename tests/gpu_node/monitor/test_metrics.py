@@ -47,7 +47,7 @@ async def running(
 async def scrape(port: int) -> dict[str, float]:
     # What a Prometheus server asks for.
     accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         text = (await http.get(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})).text
     return {
         ":".join([sample.name, *sample.labels.values()]): sample.value
@@ -57,7 +57,7 @@ async def scrape(port: int) -> dict[str, float]:
 
 
 async def test_health_is_that_of_the_last_heartbeat(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(redis_url) as node, httpx.AsyncClient() as http:
+    async with running(redis_url) as node, httpx.AsyncClient(timeout=60) as http:
         with serving_metrics(node, settings_of(redis_url)) as port:
             url = f"http://127.0.0.1:{port}/health"
             well = await http.get(url)

@@ -1,4 +1,4 @@
-"""The table of estimated GPU steps is what the program prints, and no estimate is below its floor."""
+"""No estimate of a GPU step is below its floor."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def _printed(program: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_documented_table_of_estimates_is_what_the_program_prints() -> None:
+def test_estimates_are_above_floors_that_are_computed_by_hand() -> None:
     printed = _printed("estimates")
-    assert printed in (ROOT / "ops/bench_gpu/WITHOUT_GPU.md").read_text()
     rows = [line.split("|")[1:-1] for line in printed.splitlines()[2:] if line.startswith("|")]
     # What reading weights and cache once takes, computed by hand for two of the steps.
     needed = {row[0].strip(): row[1].strip() for row in rows}

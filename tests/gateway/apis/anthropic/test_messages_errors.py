@@ -125,7 +125,7 @@ def test_errors_of_other_paths_keep_openais_shape(http: httpx.Client) -> None:
 
 def test_body_that_is_too_large_is_refused_in_the_same_shape(stack: Any, engine: Any) -> None:
     url = stack.start_gateway(max_body_bytes=2000)
-    answer = httpx.post(f"{url}/v1/messages", json=body(system="x" * 2000))
+    answer = httpx.post(f"{url}/v1/messages", json=body(system="x" * 2000), timeout=60)
     refusal(answer, 413, "request_too_large")
 
 

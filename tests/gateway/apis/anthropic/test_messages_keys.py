@@ -54,23 +54,29 @@ def closed(redis_url: str, stack: Any, shared_engine: Any) -> Iterator[tuple[str
 def test_key_in_x_api_key_is_accepted_in_place_of_bearer(closed: tuple[str, dict[str, str]]) -> None:
     url, made = closed
     post = f"{url}/v1/messages"
-    assert httpx.post(post, json=body(), headers={"x-api-key": made["acme"]}).status_code == 200
-    assert httpx.post(post, json=body(), headers={"Authorization": f"Bearer {made['acme']}"}).status_code == 200
-    assert httpx.get(f"{url}/v1/models", headers={"x-api-key": made["acme"]}).status_code == 200
+    assert httpx.post(post, json=body(), headers={"x-api-key": made["acme"]}, timeout=60).status_code == 200
+    assert (
+        httpx.post(post, json=body(), headers={"Authorization": f"Bearer {made['acme']}"}, timeout=60).status_code
+        == 200
+    )
+    assert httpx.get(f"{url}/v1/models", headers={"x-api-key": made["acme"]}, timeout=60).status_code == 200
 
 
 def test_missing_or_wrong_key_is_an_authentication_error(closed: tuple[str, dict[str, str]]) -> None:
     url, made = closed
     post = f"{url}/v1/messages"
-    assert "x-api-key" in refusal(httpx.post(post, json=body()), 401, "authentication_error")
+    assert "x-api-key" in refusal(httpx.post(post, json=body(), timeout=60), 401, "authentication_error")
     for headers in ({"x-api-key": "pk-wrong"}, {"x-api-key": made["acme"], "Authorization": "Bearer pk-wrong"}):
-        answer = httpx.post(post, json=body(), headers=headers)
+        answer = httpx.post(post, json=body(), headers=headers, timeout=60)
         refusal(answer, 401, "authentication_error")
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
 def test_callers_own_limit_is_a_rate_limit_error(closed: tuple[str, dict[str, str]]) -> None:
     url, made = closed
-    answers = [httpx.post(f"{url}/v1/messages", json=body(), headers={"x-api-key": made["limited"]}) for _ in range(3)]
+    answers = [
+        httpx.post(f"{url}/v1/messages", json=body(), headers={"x-api-key": made["limited"]}, timeout=60)
+        for _ in range(3)
+    ]
     refusal(answers[-1], 429, "rate_limit_error")
     assert int(answers[-1].headers["retry-after"]) >= 1

@@ -135,7 +135,7 @@ def test_every_example_of_the_page_runs(
 ) -> None:
     monkeypatch.setenv("PENSTOCK_FILES_URL", str(tmp_path))
     url = stack.start_gateway()
-    examples = examples_of(httpx.get(f"{url}/docs").text)
+    examples = examples_of(httpx.get(f"{url}/docs", timeout=60).text)
     assert len(examples) >= len(BODIES) + len(PUBLIC)
     assert {path for path in BODIES if any(f'{path}"' in one for one in examples)} == {*BODIES}
     variables = {"PENSTOCK_URL": url, "PENSTOCK_KEY": "none", "PENSTOCK_MODEL": MODEL}
@@ -215,7 +215,7 @@ def test_model_is_found_by_its_id_with_and_without_escaped_slashes(http: httpx.C
 
 def test_description_is_public_and_everything_else_needs_a_key(stack: Stack, engine: EchoEngine) -> None:
     url = stack.start_gateway(require_keys=True)
-    with httpx.Client(base_url=url) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         document = client.get("/openapi.json").json()
         for path in PUBLIC:
             assert client.get(path).status_code == client.head(path).status_code == 200
@@ -233,7 +233,7 @@ def test_browsers_of_allowed_origins_may_read_the_description(stack: Stack, engi
     origin = "https://app.example"
     url = stack.start_gateway(cors_origins=(origin,))
     headers = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x"}
-    with httpx.Client(base_url=url) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         for path in PUBLIC:
             assert client.get(path, headers={"Origin": origin}).headers["access-control-allow-origin"] == origin
         preflight = client.options("/tokenize", headers=headers)

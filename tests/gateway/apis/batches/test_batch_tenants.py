@@ -147,7 +147,7 @@ def test_a_revoked_key_stops_its_batches(
     assert ann.post(f"/v1/batches/{batch_id}/pause").json()["paused"] is True
     asyncio.run(change_keys(redis_url, revoked="ann"))
     other = asyncio.run(add_key(redis_url, "ann"))
-    with httpx.Client(base_url=ann.base_url, headers={"authorization": f"Bearer {other}"}) as client:
+    with httpx.Client(base_url=ann.base_url, headers={"authorization": f"Bearer {other}"}, timeout=60) as client:
         until_s = time.monotonic() + 60
         # Gateways and batches read keys anew every 2 s.
         time.sleep(KEY_TTL_S)

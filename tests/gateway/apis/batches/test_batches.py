@@ -76,7 +76,7 @@ def test_webhook_endpoints_are_told_of_the_end_of_a_batch(api: openai.OpenAI, ur
     endpoint = api.webhooks.create(url="https://receiver.invalid/hook", name="ends", event_types=types)
     done = ended(api, make(api, [row("r", "text")]).id)
     path, until_s = f"{url}/v1/webhook_endpoints/{endpoint.id}/deliveries", time.monotonic() + 60
-    while not (found := httpx.get(path, params={"status": "pending"}).json()["data"]):
+    while not (found := httpx.get(path, params={"status": "pending"}, timeout=60).json()["data"]):
         assert time.monotonic() < until_s
         time.sleep(0.1)
     assert [(one["event_type"], one["data"]["id"]) for one in found] == [("batch.completed", done.id)]

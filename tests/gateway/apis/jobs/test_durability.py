@@ -40,7 +40,7 @@ def always(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RedisProc
 def test_a_job_of_either_durability_is_accepted(
     always: tuple[RedisProcess, str], path: str, body: dict[str, object], status: int, durability: str | None
 ) -> None:
-    answer = httpx.post(always[1] + path, json={**body, "durability": durability})
+    answer = httpx.post(always[1] + path, json={**body, "durability": durability}, timeout=60)
     assert answer.status_code == status, answer.text
 
 
@@ -48,7 +48,7 @@ def test_a_job_of_either_durability_is_accepted(
 def test_an_unknown_durability_is_refused_by_name(
     always: tuple[RedisProcess, str], path: str, body: dict[str, object]
 ) -> None:
-    answer = httpx.post(always[1] + path, json={**body, "durability": "disk"})
+    answer = httpx.post(always[1] + path, json={**body, "durability": "disk"}, timeout=60)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == "durability"
@@ -126,12 +126,12 @@ def test_a_job_that_no_replica_confirms_is_a_503_and_the_same_request_waits_agai
 ) -> None:
     both, url = paused
     ask = {"json": {**body, "durability": "replicated"}, "headers": {"Idempotency-Key": f"k{path}"}}
-    refused = httpx.post(url + path, **ask)  # type: ignore[arg-type]
+    refused = httpx.post(url + path, **ask, timeout=60)  # type: ignore[arg-type]
     error = refused.json()["error"]
     assert (refused.status_code, error["code"], refused.headers["Retry-After"]) == (503, "not_replicated", "2")
     both.replica.resume()
     monkeypatch.setattr(durable_calls, "CONFIRM_TIMEOUT_S", 60.0)
-    accepted = httpx.post(url + path, **ask)  # type: ignore[arg-type]
+    accepted = httpx.post(url + path, **ask, timeout=60)  # type: ignore[arg-type]
     assert accepted.is_success, accepted.text
     assert accepted.json()["id"].removeprefix("resp_") == error["job_id"]
     assert both.replica_has(keys.job(error["job_id"]))
@@ -141,17 +141,17 @@ def test_a_deleted_response_is_gone_from_the_replica_too(
     paused: tuple[ReplicatedRedis, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both, url = paused
-    made = httpx.post(f"{url}/v1/responses", json=RESPONSE).json()["id"]
+    made = httpx.post(f"{url}/v1/responses", json=RESPONSE, timeout=60).json()["id"]
     path = f"{url}/v1/responses/{made}"
-    refused = httpx.delete(path, params={"durability": "replicated"})
+    refused = httpx.delete(path, params={"durability": "replicated"}, timeout=60)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_replicated")
-    assert httpx.get(path).status_code == 404
+    assert httpx.get(path, timeout=60).status_code == 404
     both.replica.resume()
     monkeypatch.setattr(durable_calls, "CONFIRM_TIMEOUT_S", 60.0)
-    assert httpx.delete(path, params={"durability": "replicated"}).json()["deleted"]
+    assert httpx.delete(path, params={"durability": "replicated"}, timeout=60).json()["deleted"]
     assert not both.replica_has(keys.response(made.removeprefix("resp_")))
-    assert httpx.delete(path).status_code == 404
-    wrong = httpx.delete(path, params={"durability": "disk"}).json()["error"]
+    assert httpx.delete(path, timeout=60).status_code == 404
+    wrong = httpx.delete(path, params={"durability": "disk"}, timeout=60).json()["error"]
     assert wrong["param"] == "durability"
 
 

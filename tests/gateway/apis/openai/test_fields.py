@@ -184,9 +184,9 @@ def test_interrupted_stream_with_token_ids_resumes(http: httpx.Client, engine: E
 
 def test_the_ids_of_too_many_prompt_tokens_are_refused(stack: Stack, shared_engine: EchoEngine) -> None:
     url = stack.start_gateway(max_logprobs=9)
-    refused = httpx.post(url + TEXT, json=text_body("x" * 100, return_token_ids=True))
+    refused = httpx.post(url + TEXT, json=text_body("x" * 100, return_token_ids=True), timeout=60)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_token_ids")
-    assert httpx.post(url + TEXT, json=text_body("x" * 9, return_token_ids=True)).status_code == 200
+    assert httpx.post(url + TEXT, json=text_body("x" * 9, return_token_ids=True), timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -299,10 +299,10 @@ def class_of(stack: Stack, response: httpx.Response) -> int:
 def test_priorities_and_service_tiers_are_classes(
     stack: Stack, generous_url: str, path: str, options: dict[str, Any], expected: int, tier: str | None
 ) -> None:
-    response = httpx.post(generous_url + path, json=body_of(path, **options))
+    response = httpx.post(generous_url + path, json=body_of(path, **options), timeout=60)
     assert response.json().get("service_tier") == tier
     assert class_of(stack, response) == expected
-    streamed = httpx.post(generous_url + path, json=body_of(path, stream=True, **options))
+    streamed = httpx.post(generous_url + path, json=body_of(path, stream=True, **options), timeout=60)
     assert {piece.get("service_tier") for piece in pieces_of(streamed.text)} == {tier}
 
 
@@ -416,18 +416,18 @@ def test_a_gateway_may_ignore_unknown_names_and_lists_them(lenient_url: str, str
     assert response.status_code == 200
     listed = response.headers["x-penstock-ignored-fields"].split(", ")
     assert listed == ["top_a", "%C3%BCber%2C%20all%0D%0A", "x" * 128]
-    assert "x-penstock-ignored-fields" not in httpx.post(lenient_url + TEXT, json=text_body("hi")).headers
+    assert "x-penstock-ignored-fields" not in httpx.post(lenient_url + TEXT, json=text_body("hi"), timeout=60).headers
 
 
 def test_a_list_of_ignored_names_is_bounded(lenient_url: str) -> None:
     body = text_body("hi", **{f"a{number}": 1 for number in range(500)})
-    response = httpx.post(lenient_url + TEXT, json=body)
+    response = httpx.post(lenient_url + TEXT, json=body, timeout=60)
     assert len(response.headers["x-penstock-ignored-fields"].split(", ")) == 32
 
 
 def test_header_of_ignored_names_is_short_enough_for_proxies(lenient_url: str) -> None:
     body = text_body("hi", **{chr(0x1F600 + number) * 128: 1 for number in range(32)})
-    header = httpx.post(lenient_url + TEXT, json=body).headers["x-penstock-ignored-fields"]
+    header = httpx.post(lenient_url + TEXT, json=body, timeout=60).headers["x-penstock-ignored-fields"]
     assert 1024 < len(header) <= 2048
     assert header.startswith("%F0%9F%98%80")
 
@@ -443,7 +443,7 @@ def test_header_of_ignored_names_is_short_enough_for_proxies(lenient_url: str) -
 def test_known_names_are_checked_although_unknown_ones_are_ignored(
     lenient_url: str, options: dict[str, Any], param: str
 ) -> None:
-    response = httpx.post(lenient_url + TEXT, json=text_body("hi", **options))
+    response = httpx.post(lenient_url + TEXT, json=text_body("hi", **options), timeout=60)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 

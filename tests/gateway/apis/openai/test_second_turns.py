@@ -72,7 +72,7 @@ def test_a_call_without_arguments_is_one_with_no_members(
     agent_url: str, agent_engine: EchoEngine, message: dict[str, Any], given: Any
 ) -> None:
     messages = [message, {"role": "user", "content": "x"}]
-    answer = httpx.post(f"{agent_url}/v1/chat/completions", json={"model": MODEL, "messages": messages})
+    answer = httpx.post(f"{agent_url}/v1/chat/completions", json={"model": MODEL, "messages": messages}, timeout=60)
     assert answer.status_code == 200, answer.text
     call = {"id": "c1", "name": "f", "arguments": "{}"}
     assert as_json(last_chat(agent_engine)[0][0]) == {"role": "assistant", "tool_calls": [call], **given}
@@ -108,7 +108,7 @@ def test_unknown_names_inside_a_message_are_ignored(
     agent_url: str, agent_engine: EchoEngine, message: dict[str, Any], given: Any
 ) -> None:
     messages = [message, {"role": "user", "content": "x"}]
-    answer = httpx.post(f"{agent_url}/v1/chat/completions", json={"model": MODEL, "messages": messages})
+    answer = httpx.post(f"{agent_url}/v1/chat/completions", json={"model": MODEL, "messages": messages}, timeout=60)
     assert answer.status_code == 200, answer.text
     assert last_chat(agent_engine)[0][0] == given
 
@@ -125,7 +125,7 @@ def test_unknown_names_inside_a_message_are_ignored(
     ],
 )
 def test_content_that_the_model_cannot_be_given_is_refused(agent_url: str, message: dict[str, Any], param: str) -> None:
-    answer = httpx.post(f"{agent_url}/v1/chat/completions", json={"model": MODEL, "messages": [message]})
+    answer = httpx.post(f"{agent_url}/v1/chat/completions", json={"model": MODEL, "messages": [message]}, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
 
@@ -158,6 +158,6 @@ def test_unknown_names_of_tools_are_ignored(agent_url: str, agent_engine: EchoEn
     function = {"name": "f", "parameters": {"type": "object"}, "returns": "x"}
     tools = [{"type": "function", "function": function, "cache_control": {"type": "ephemeral"}}]
     body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "tools": tools}
-    assert httpx.post(f"{agent_url}/v1/chat/completions", json=body).status_code == 200
+    assert httpx.post(f"{agent_url}/v1/chat/completions", json=body, timeout=60).status_code == 200
     del function["returns"]
     assert json.loads(last_chat(agent_engine)[1] or "[]") == [{"type": "function", "function": function}]

@@ -100,7 +100,7 @@ def check(response: dict[str, Any]) -> None:
     ids=["basic", "system-prompt", "tool-calling", "multi-turn"],
 )
 def test_a_response_has_what_the_schema_requires(weather: str, options: dict[str, Any], kind: str) -> None:
-    answer = httpx.post(f"{weather}/v1/responses", json={"model": MODEL, "stream": False, **options})
+    answer = httpx.post(f"{weather}/v1/responses", json={"model": MODEL, "stream": False, **options}, timeout=60)
     assert answer.status_code == 200
     check(answer.json())
     assert kind in [item["type"] for item in answer.json()["output"]]
@@ -115,7 +115,7 @@ def test_a_response_has_what_the_schema_requires(weather: str, options: dict[str
     ids=["streaming", "tool-calling-streaming"],
 )
 def test_a_stream_has_what_the_schema_requires(weather: str, options: dict[str, Any], kind: str) -> None:
-    answer = httpx.post(f"{weather}/v1/responses", json={"model": MODEL, "stream": True, **options})
+    answer = httpx.post(f"{weather}/v1/responses", json={"model": MODEL, "stream": True, **options}, timeout=60)
     *blocks, last = answer.text.removesuffix("\n\n").split("\n\n")
     assert last == "data: [DONE]"
     events = []
@@ -134,7 +134,7 @@ def test_a_stream_has_what_the_schema_requires(weather: str, options: dict[str, 
 
 
 def test_an_image_is_refused_by_name(weather: str) -> None:
-    answer = httpx.post(f"{weather}/v1/responses", json={"model": MODEL, "input": [message("user", IMAGE)]})
+    answer = httpx.post(f"{weather}/v1/responses", json={"model": MODEL, "input": [message("user", IMAGE)]}, timeout=60)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, "input", "unsupported_value")
     assert "input_image" in error["message"]

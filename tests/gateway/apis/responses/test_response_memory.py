@@ -41,7 +41,7 @@ def narrow(stack: Any, shared_engine: Any) -> str:
 
 
 def held_bytes(url: str) -> float:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("penstock_gateway_result_bytes "))
 
 
@@ -86,10 +86,10 @@ def test_record_without_memory_for_it_is_refused_with_a_time_to_retry(narrow: st
     path = f"/v1/responses/{stored['id']}"
     with slow_reader(narrow, path), slow_reader(narrow, path), slow_reader(narrow, path):
         until_s = time.monotonic() + 60
-        while (refused := httpx.get(narrow + path + "/input_items")).status_code != 503:
+        while (refused := httpx.get(narrow + path + "/input_items", timeout=60)).status_code != 503:
             assert time.monotonic() < until_s
         # Small records need no memory of the budget.
-        assert httpx.get(f"{narrow}/v1/responses/{small['id']}").json() == small
+        assert httpx.get(f"{narrow}/v1/responses/{small['id']}", timeout=60).json() == small
     assert refused.json()["error"]["code"] == "answer_memory_full"
     assert int(refused.headers["retry-after"]) > 0
     while (answer := httpx.get(narrow + path, timeout=60)).status_code == 503:

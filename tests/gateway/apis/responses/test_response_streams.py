@@ -81,7 +81,7 @@ def test_a_gateway_may_ignore_unknown_fields_of_a_response_and_lists_them(
 ) -> None:
     lenient = stack.start_gateway(unknown_fields="ignore")
     body = {"model": "acme/echo", "input": "hi", "top_a": 1, **options}
-    answer = httpx.post(f"{lenient}/v1/responses", json=body)
+    answer = httpx.post(f"{lenient}/v1/responses", json=body, timeout=60)
     assert (answer.status_code, answer.headers["x-penstock-ignored-fields"]) == (200, "top_a")
 
 

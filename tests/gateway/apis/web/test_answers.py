@@ -135,7 +135,7 @@ def test_a_schema_constrains_the_answer_which_is_shown_as_json(chat: Playground,
 def calling(stack: Stack, url: str) -> EchoEngine:
     engine = EchoEngine()
     stack.start_node(engine, model=CALLER, pool="page_caller", tool_parser="hermes", reattach_grace_ms=500)
-    wait_until(lambda: CALLER in httpx.get(f"{url}/v1/models").text)
+    wait_until(lambda: CALLER in httpx.get(f"{url}/v1/models", timeout=60).text)
     return engine
 
 

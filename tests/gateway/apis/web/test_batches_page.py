@@ -75,7 +75,7 @@ def test_a_message_batch_is_shown_and_its_results_are_downloaded(
     params = {"model": MODEL, "max_tokens": 50, "messages": [{"role": "user", "content": "a text"}]}
     requests = [{"custom_id": f"m{number}", "params": params} for number in range(3)]
     requests.append({"custom_id": "wrong", "params": {**params, "temperature": -1}})
-    made = httpx.post(f"{batch_url}/v1/messages/batches", json={"requests": requests}).json()
+    made = httpx.post(f"{batch_url}/v1/messages/batches", json={"requests": requests}, timeout=60).json()
     page.goto(f"{batch_url}/#batches")
     batch = page.locator(".batch", has_text=made["id"])
     expect(batch.locator(".badge")).to_have_text("completed")
@@ -98,7 +98,7 @@ def test_a_batch_is_paused_resumed_and_canceled(page: Page, batch_url: str, engi
 
 def test_webhook_endpoints_show_their_deliveries(page: Page, batch_url: str) -> None:
     """Its receiver does not exist. A disabled endpoint's deliveries are dead at once."""
-    with httpx.Client(base_url=batch_url) as http:
+    with httpx.Client(base_url=batch_url, timeout=60) as http:
         fields = {"url": "https://receiver.invalid/", "name": "ends of batches", "event_types": ["batch.completed"]}
         endpoint = http.post("/v1/webhook_endpoints", json=fields).json()["id"]
         page.goto(f"{batch_url}/#batches")

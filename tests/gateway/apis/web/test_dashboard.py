@@ -75,7 +75,7 @@ def test_state_counts_running_and_waiting_jobs_by_class_and_tenant(stack: Stack,
     engine = EchoEngine()
     engine.step_s = 0.05
     stack.start_node(engine, model="acme/slow", pool="slow", max_num_seqs=1, reattach_grace_ms=500)
-    with httpx.Client(base_url=url) as http:
+    with httpx.Client(base_url=url, timeout=60) as http:
         body = {"model": "acme/slow", "prompt": "x" * 200, "params": {"max_tokens": 200}, "priority": "batch"}
         jobs = [http.post("/v1/jobs", json=body).raise_for_status().json()["id"] for _ in range(3)]
 
@@ -98,7 +98,7 @@ def test_viewers_share_a_state_and_none_is_made_without_viewers(
 ) -> None:
     monkeypatch.setattr(routes, "STATE_INTERVAL_S", 0.2)
     url = stack.start_gateway()
-    with httpx.Client(base_url=url) as http:
+    with httpx.Client(base_url=url, timeout=60) as http:
         num_pools = len(http.get("/dashboard").json()["pools"])
     before = num_reads(redis_url)
     viewers: list[list[dict[str, Any]]] = [[] for _ in range(6)]
@@ -118,13 +118,13 @@ def test_viewers_share_a_state_and_none_is_made_without_viewers(
 def test_further_viewers_are_refused(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "MAX_VIEWERS", 1)
     url = stack.start_gateway()
-    with httpx.stream("GET", f"{url}/dashboard", headers=EVENTS) as first:
+    with httpx.stream("GET", f"{url}/dashboard", headers=EVENTS, timeout=60) as first:
         states = first.iter_raw()
         next(states)
-        refused = httpx.get(f"{url}/dashboard", headers=EVENTS)
+        refused = httpx.get(f"{url}/dashboard", headers=EVENTS, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_viewers")
         assert refused.headers["retry-after"] == "10"
-    wait_until(lambda: not httpx.head(f"{url}/dashboard", headers=EVENTS).is_error)
+    wait_until(lambda: not httpx.head(f"{url}/dashboard", headers=EVENTS, timeout=60).is_error)
 
 
 @contextmanager

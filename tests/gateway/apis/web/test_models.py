@@ -35,7 +35,7 @@ def serve(page: Page, uses: dict[str, list[str]]) -> None:
 def base(stack: Stack, url: str) -> EchoEngine:
     engine = EchoEngine()
     stack.start_node(engine, model=BASE, pool="base", reattach_grace_ms=500)
-    wait_until(lambda: BASE in httpx.get(f"{url}/v1/models").text)
+    wait_until(lambda: BASE in httpx.get(f"{url}/v1/models", timeout=60).text)
     return engine
 
 

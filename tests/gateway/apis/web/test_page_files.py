@@ -37,7 +37,7 @@ def test_head_has_the_headers_of_get(http: httpx.Client) -> None:
 
 
 def test_page_and_its_files_need_no_key(closed: str) -> None:
-    with httpx.Client(base_url=closed) as http:
+    with httpx.Client(base_url=closed, timeout=60) as http:
         assert http.get("/", headers=BROWSER).status_code == 200
         assert {http.get(path).status_code for path in ASSET_PATHS} == {200}
         assert http.get("/dashboard").status_code == 401

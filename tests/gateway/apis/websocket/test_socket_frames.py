@@ -332,7 +332,7 @@ def test_slow_large_messages_delay_no_other(stack: Stack, shared_engine: EchoEng
 
 
 def held_bytes(url: str) -> float:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("penstock_gateway_body_bytes "))
 
 

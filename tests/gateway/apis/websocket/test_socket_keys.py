@@ -73,7 +73,9 @@ def test_key_opens_a_websocket_of_its_tenant(closed: tuple[str, dict[str, str]],
 
 def test_jobs_of_other_tenants_are_not_found(closed: tuple[str, dict[str, str]]) -> None:
     url, made = closed
-    job = httpx.post(f"{url}/v1/jobs", json={"model": MODEL, "prompt": "mine"}, headers=bearer(made["acme"])).json()
+    job = httpx.post(
+        f"{url}/v1/jobs", json={"model": MODEL, "prompt": "mine"}, headers=bearer(made["acme"]), timeout=60
+    ).json()
     with socket_to(url, additional_headers=bearer(made["rival"])) as socket:
         socket.send("attach", "a", job=job["id"])
         (error,) = socket.end_of("a")
@@ -92,7 +94,7 @@ def test_rights_and_rates_of_the_key_apply_and_its_usage_is_counted(closed: tupl
         (busy,) = socket.end_of("c")
     assert (busy["status"], busy["error"]["code"]) == (429, "rate_limit_exceeded")
     assert busy["error"]["retry_after_ms"] > 0
-    (usage,) = httpx.get(f"{url}/v1/usage", headers=bearer(made["limited"])).json()["data"]
+    (usage,) = httpx.get(f"{url}/v1/usage", headers=bearer(made["limited"]), timeout=60).json()["data"]
     assert (usage["jobs"], usage["prompt_tokens"], usage["completion_tokens"]) == (1, 5, 5)
 
 

@@ -34,7 +34,7 @@ def test_stream_resumes_after_any_event_at_another_gateway(
         socket.submit("a", PROMPT, path=path)
         whole = [message for message in socket.end_of("a") if message["type"] == "event"]
     assert len(whole) > 2  # a busy machine sends several tokens in one event
-    job = httpx.get(f"{url}/v1/jobs?limit=1").json()["data"][0]["id"]
+    job = httpx.get(f"{url}/v1/jobs?limit=1", timeout=60).json()["data"][0]["id"]
     with socket_to(stack.start_gateway()) as other:
         for at, message in enumerate(whole):
             if path == "/v1/jobs":
@@ -206,7 +206,7 @@ def test_streams_of_a_reader_that_takes_nothing_end_with_a_named_error(
     stack: Stack, shared_engine: EchoEngine, protocols: set[Any]
 ) -> None:
     url = stack.start_gateway(send_timeout_s=0.3, keep_alive_s=0.1, first_chunk_wait_s=0.1)
-    with RawSocket(url, received_bytes=4096) as stuck, httpx.Client(base_url=url) as http:
+    with RawSocket(url, received_bytes=4096) as stuck, httpx.Client(base_url=url, timeout=60) as http:
         submit_large(stuck, "a", "b")
         until_s = time.monotonic() + 60
         while not protocols:

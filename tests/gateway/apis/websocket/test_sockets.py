@@ -149,7 +149,7 @@ def test_cancel_before_a_job_is_known_ends_the_stream(stack: Stack, url: str, sh
     engine = EchoEngine()
     engine.step_s = 0.05
     stack.start_node(engine, model="acme/single", pool="single", max_num_seqs=1)
-    with httpx.Client(base_url=url) as http, socket_to(url) as socket:
+    with httpx.Client(base_url=url, timeout=60) as http, socket_to(url) as socket:
         wait_until(lambda: "acme/single" in http.get("/v1/models").text)
         socket.submit("first", "a" * 200, body={"model": "acme/single"})
         socket.until(lambda message: message["type"] == "event")
@@ -188,7 +188,7 @@ def test_job_without_event_ids_is_canceled_as_soon_as_its_socket_closes(
     engine = EchoEngine()
     engine.step_s = 0.05
     stack.start_node(engine, model="acme/patient", pool="patient", reattach_grace_ms=60_000)
-    with httpx.Client(base_url=url) as http:
+    with httpx.Client(base_url=url, timeout=60) as http:
         wait_until(lambda: "acme/patient" in http.get("/v1/models").text)
         with socket_to(url) as socket:
             socket.submit("a", "a" * 200, body={"model": "acme/patient"}, event_ids=False)
@@ -247,7 +247,7 @@ def test_metrics_count_open_websockets_and_their_streams(stack: Stack, shared_en
     with socket_to(url) as socket:
         socket.submit("a", "hello")
         socket.end_of("a")
-        metrics = httpx.get(f"{url}/metrics").text
+        metrics = httpx.get(f"{url}/metrics", timeout=60).text
     assert "penstock_http_open_sockets 1.0" in metrics
     assert 'penstock_http_requests_total{path="/v1/completions",status="200"} 1.0' in metrics
 

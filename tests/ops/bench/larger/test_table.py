@@ -107,7 +107,7 @@ def test_the_page_has_each_shape_that_was_measured(monkeypatch: pytest.MonkeyPat
         Journal(journal_path("main", "3b")).add(one)
     text = table.write(tmp_path / "results", SCENE, "main")
     assert "## 3b" in text and "## 1b" not in text
-    assert "| one stream, bf16, HTTP, ms a token | 20.00 (penstock-http bf16) | 40.00 (vllm-server) | 0.50 |" in text
+    assert "| one stream, bf16, HTTP, ms a token | 20.00 | 40.00 (vllm-server) | 0.50 |" in text
     content = json.loads((report.raw_folder() / "larger.json").read_text())
     assert content["shapes"]["3b"]["rows"][0]["is_met"] is True
     assert (tmp_path / "results" / "larger.md").read_text() == text

@@ -5,7 +5,8 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
-from bench.studies.wait_estimates import SCENARIOS, ComparedWait, Replay, Scenario, counted, row
+from bench.studies.wait_estimates import counted, row
+from bench.studies.wait_replay import SCENARIOS, ComparedWait, Replay, Scenario
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
