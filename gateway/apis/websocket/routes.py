@@ -1,6 +1,6 @@
 """The route `/v1/stream`: the checks before a WebSocket is accepted. A plain request is told to open one.
 
-`SubprotocolKey` in `http/middleware.py` takes the key of a WebSocket.
+`SubprotocolKey` in `http/middleware/request_forms.py` takes the key of a WebSocket.
 """
 
 from __future__ import annotations
