@@ -46,20 +46,11 @@ from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import ErrorHandlers, ErrorShapes, soon
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.http.entry import Entry, is_closed_without_keys, tell_without_keys
-from penstock.gateway.http.middleware import (
-    END_GRACE_S,
-    TRACE_HEADER,
-    AccessLog,
-    Cors,
-    Drain,
-    HeadRequests,
-    PlainPaths,
-    SubprotocolKey,
-    TracedRequests,
-    allows_any_page,
-    check_origins,
-    cut_off_after,
-)
+from penstock.gateway.http.middleware.access_log import AccessLog
+from penstock.gateway.http.middleware.cors import Cors, allows_any_page, check_origins
+from penstock.gateway.http.middleware.drain import END_GRACE_S, Drain, cut_off_after
+from penstock.gateway.http.middleware.request_forms import HeadRequests, PlainPaths, SubprotocolKey
+from penstock.gateway.http.middleware.traces import TRACE_HEADER, TracedRequests
 from penstock.gateway.http.protocol import head_with_sockets
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
 from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes

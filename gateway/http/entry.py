@@ -1,18 +1,19 @@
-"""The entry of each request: the checks of its Host header and its page, its authentication, and its scopes."""
+"""The entry of each request: authentication, which maps an API key to a caller with a tenant and limits, and scopes.
+
+Callers without a key are refused while keys exist, and if keys existed before and are missing. If there were never any,
+a gateway on a loopback address serves them with all scopes, unless a proxy passed their request on. On other addresses
+it refuses them. With `allow_anonymous` it serves them in all of these cases, with the scope `infer` alone.
+"""
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
-import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from functools import lru_cache
 from pathlib import Path
 from typing import get_args
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -31,131 +32,14 @@ from penstock.contract.tenant import (
 )
 from penstock.contract.tenant import Scope as KeyScope
 from penstock.gateway.errors import ErrorShapes, soon
+from penstock.gateway.http.allowed_hosts import AllowedHosts, is_loopback
+from penstock.gateway.http.foreign_pages import SAFE_METHODS, check_page
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings, given_records
 from penstock.producer.client import AsyncClient
 from penstock.runtime.trusted_folders import open_own, trusted_folder
 
 logger = logging.getLogger("penstock.gateway")
-
-# The check of the Host header while a gateway has no API keys, against DNS rebinding.
-#
-# A web site can point its own name at this machine. Its pages then call the gateway as their own origin, and no check
-# of `Origin` refuses them. But a browser always sends the name of the page's address as `Host`. So a gateway without
-# keys accepts only names that an attacker cannot point to this machine. https://en.wikipedia.org/wiki/DNS_rebinding
-
-_LOCAL_DOMAINS = ("localhost", "local", "internal")
-"""Domains that the public DNS does not have. RFC 6761, RFC 6762, and a reservation of ICANN."""
-_MAX_NAMES = 256
-
-
-class AllowedHosts:
-    """The hosts that callers may name while the gateway has no API keys.
-
-    Without `names`, only a gateway on a loopback address checks: on another address it serves a network, which may know
-    it by any name.
-    """
-
-    def __init__(self, address: str, names: Sequence[str] = ()) -> None:
-        """`address` is the one that the gateway listens on. `names` are allowed as well; `*` allows every name."""
-        self._names = {*map(_name_of, names), _plain(address), _plain(socket.gethostname())}
-        self._checks = "*" not in names and (bool(names) or is_loopback(address))
-        # Keyed by id: Host header, of a gateway without keys: it has one tenant.
-        self._is_allowed = lru_cache(_MAX_NAMES)(self._decide)
-
-    def check(self, headers: Headers) -> None:
-        """Raise ForbiddenError if a request names a host that is not allowed. HTTP/1.0 needs no Host header."""
-        host = headers.get("host")
-        if not self._checks or host is None or self._is_allowed(host):
-            return
-        message = (
-            f"Host {host[:100]!r} is not allowed while this gateway has no API keys: "
-            "add the name to PENSTOCK_GATEWAY_ALLOWED_HOSTS, a JSON list, or make a key"
-        )
-        raise ForbiddenError(message, code="host_not_allowed", param="host")
-
-    def _decide(self, host: str) -> bool:
-        name = _name_of(host)
-        if not name:
-            return False
-        # No public name has a single label. Names of services in a container network have one.
-        is_local = "." not in name or name.rpartition(".")[2] in _LOCAL_DOMAINS
-        return is_local or name in self._names or _is_ip(name)
-
-
-def _name_of(host: str) -> str:
-    """Return the host of `host:port`, or an empty text if it is malformed."""
-    try:
-        return _plain(urlsplit(f"//{host}").hostname or "")
-    except ValueError:
-        return ""
-
-
-def _plain(name: str) -> str:
-    return name.lower().removesuffix(".")
-
-
-def _is_ip(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether only processes of this machine reach an address."""
-    return address == "localhost" or (_is_ip(address) and ipaddress.ip_address(address).is_loopback)
-
-
-# The check of the page that sends a request, where no API key protects the gateway.
-#
-# A browser lets a page of any site send a form, an upload or a post without a body to this machine. It only hides the
-# answer. The rule is that of Go's `http.CrossOriginProtection`: https://pkg.go.dev/net/http#CrossOriginProtection
-
-SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
-"""Methods that change nothing."""
-_OWN_SITES = ("same-origin", "none")
-"""Of `Sec-Fetch-Site`. `none` is a person who typed the address; `same-site` may be another port of this machine."""
-_MAX_SHOWN = 100
-
-
-def check_page(headers: Headers, allowed: Sequence[str]) -> None:
-    """Raise ForbiddenError if a page of another origin sends the request. `allowed` are the gateway's `cors_origins`.
-
-    Programs send neither header, so they pass. No page of another site can set the headers that name the host.
-    """
-    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-    if origin is not None and (origin in allowed or "*" in allowed):
-        return
-    if site in _OWN_SITES or (site is None and (origin is None or _host_of(origin) in _own_hosts(headers))):
-        return
-    page = f"a page of {origin[:_MAX_SHOWN]!r}" if origin else "a page of another site"
-    message = (
-        f"{page} may not use this gateway without an API key: allow its origin with PENSTOCK_GATEWAY_CORS_ORIGINS, a "
-        "JSON list, or let the page send a key. If the page is this gateway's own, let the proxy pass X-Forwarded-Host"
-    )
-    raise ForbiddenError(message, code="origin_not_allowed", param="origin")
-
-
-def _own_hosts(headers: Headers) -> set[str]:
-    """The hosts, with ports, by which the browser may know this gateway."""
-    forwarded = headers.get("x-forwarded-host", "").split(",")
-    return {host.strip().lower() for host in (headers.get("host", ""), *forwarded)} - {""}
-
-
-def _host_of(origin: str) -> str:
-    try:
-        return urlsplit(origin).netloc.lower()
-    except ValueError:
-        return ""
-
-
-# Authentication: map a request's API key to a caller with a tenant and limits.
-#
-# Callers without a key are refused while keys exist, and if keys existed before and are missing. If there were never
-# any, a gateway on a loopback address serves them with all scopes, unless a proxy passed their request on. On other
-# addresses it refuses them. With `allow_anonymous` it serves them in all of these cases, with the scope `infer` alone.
 
 PUBLIC_PATHS = frozenset(("/health", "/ready"))
 """Paths of probes, which need no API key. An API may add its own."""

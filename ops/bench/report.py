@@ -142,15 +142,21 @@ def _row(name: str, cell: Cell, columns: Columns) -> str:
 
 
 def targets_table(found: list[Verdict]) -> str:
-    """Ours beside the best peer beside the target."""
-    lines = ["| target | ours | against | result | |", "|---|---|---|---|---|"]
+    """Return ours beside the best peer and the goal. A missed goal is bold."""
+    lines = ["| target | ours | against | result | goal |", "|---|---|---|---|---|"]
     for one in found:
         against = "" if one.other_value is None else f"{one.other_value:.2f} ({one.other})"
         lines.append(
             f"| {one.target.text} | {one.our_value:.2f} | {against} | {one.value:.2f} "
-            f"| {'met' if one.is_met else '**missed**'} |"
+            f"| {goal_of(one.target.bound, lowest=one.target.lowest, is_met=one.is_met)} |"
         )
     return "\n".join([*lines, ""])
+
+
+def goal_of(bound: float, *, lowest: bool, is_met: bool) -> str:
+    """Return a goal as text, bold if it is missed."""
+    goal = f"{'≤' if lowest else '≥'} {bound:g}"
+    return goal if is_met else f"**{goal}**"
 
 
 def not_measured(scene: Scene, runs: list[Run]) -> str:

@@ -19,7 +19,7 @@ from starlette.types import Message, Scope
 
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Outcome, Usage
-from penstock.gateway.http.middleware import TracedRequests
+from penstock.gateway.http.middleware.traces import TracedRequests
 from penstock.gpu_node.engine import RankStats
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.held_jobs import JobReports

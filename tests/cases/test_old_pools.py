@@ -11,7 +11,7 @@ from fakes.command import run_command
 from fakes.queue.harness import Queue
 from redis.asyncio import Redis
 
-from penstock.gateway.apis.web.routes import Dashboard
+from penstock.gateway.apis.web.dashboard import Dashboard
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.gateway.errors import ErrorShapes, error_body
-from penstock.gateway.http.middleware import Drain
+from penstock.gateway.http.middleware.drain import Drain
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.event_stream import EventSource, EventStream

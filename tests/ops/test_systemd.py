@@ -20,7 +20,7 @@ from faults.tools.processes import GatewayProcess
 
 from penstock import Client
 from penstock.cli.demo_model import is_demo
-from penstock.gateway.http.middleware import END_GRACE_S
+from penstock.gateway.http.middleware.drain import END_GRACE_S
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.batch.settings import CelerySettings

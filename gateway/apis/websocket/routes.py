@@ -1,6 +1,6 @@
 """The route `/v1/stream`: the checks before a WebSocket is accepted. A plain request is told to open one.
 
-`SubprotocolKey` in `http/middleware.py` takes the key of a WebSocket.
+`SubprotocolKey` in `http/middleware/request_forms.py` takes the key of a WebSocket.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.contract.tenant import ApiKey
 from penstock.gateway.apis.websocket.session import SocketSession
 from penstock.gateway.errors import ErrorShapes, error_body
 from penstock.gateway.http.dialect import HttpDialect, Services
-from penstock.gateway.http.entry import check_page
+from penstock.gateway.http.foreign_pages import check_page
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.request.reading import Parser, RequestReader
 from penstock.gateway.settings import GatewaySettings

@@ -135,12 +135,11 @@ def _of_rows(table: Medians, shape: str) -> Medians:
 
 
 def _verdicts(results: list[Compared]) -> str:
-    lines = ["| | penstock | best peer | ours ÷ theirs | |", "|---|---|---|---|---|"]
+    lines = ["| | penstock | best peer | ours ÷ theirs | goal |", "|---|---|---|---|---|"]
     for one in results:
-        verdict = "met" if one.is_met else "**missed**"
+        goal = report.goal_of(one.row.bound, lowest=one.row.lowest, is_met=one.is_met)
         lines.append(
-            f"| {one.row.text} | {one.our_value:.2f} | {one.other_value:.2f} ({one.other}) "
-            f"| {one.ratio:.2f} | {verdict} |"
+            f"| {one.row.text} | {one.our_value:.2f} | {one.other_value:.2f} ({one.other}) | {one.ratio:.2f} | {goal} |"
         )
     return "\n".join([*lines, ""])
 

@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 SEEDS = range(5)
 MEASURES = ("ttft_p50", "ttft_p99", "completion_p99")
-SHOWN = ("fcfs", "sjf", "fair")
+SHOWN: tuple[PolicyName, ...] = ("fcfs", "sjf", "fair")
 """The policies on the page. `round_robin` and `priority` are near one of these; policies.json has all of it."""
 LOADS_SHOWN = ("classes", "tenants", "flood")
 HEADER = "| policy | class | TTFT p50 | TTFT p99 | completion p99 | Jain |"

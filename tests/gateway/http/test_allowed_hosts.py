@@ -9,7 +9,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from penstock.contract.errors import ForbiddenError
-from penstock.gateway.http.entry import AllowedHosts
+from penstock.gateway.http.allowed_hosts import AllowedHosts
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
 FOREIGN = {"Host": "attacker.example:8000"}

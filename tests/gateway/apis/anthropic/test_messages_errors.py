@@ -20,7 +20,7 @@ from penstock.contract.errors import (
 )
 from penstock.gateway.apis.anthropic.encoder import AnthropicErrors
 from penstock.gateway.errors import ErrorShapes
-from penstock.gateway.http.middleware import Drain
+from penstock.gateway.http.middleware.drain import Drain
 from penstock.gateway.metrics import GatewayMetrics
 
 MODEL = "acme/echo"

@@ -22,7 +22,7 @@ from playwright.sync_api import Page, expect
 
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.pool import SECONDS
-from penstock.gateway.apis.web import routes
+from penstock.gateway.apis.web import dashboard
 from penstock.queue.broker.connection import connect
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests.gateway.apis.web.conftest import REBOUND, Playground, scroll_width
@@ -96,7 +96,7 @@ def test_state_counts_running_and_waiting_jobs_by_class_and_tenant(stack: Stack,
 def test_viewers_share_a_state_and_none_is_made_without_viewers(
     stack: Stack, engine: EchoEngine, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "STATE_INTERVAL_S", 0.2)
+    monkeypatch.setattr(dashboard, "STATE_INTERVAL_S", 0.2)
     url = stack.start_gateway()
     with httpx.Client(base_url=url, timeout=60) as http:
         num_pools = len(http.get("/dashboard").json()["pools"])
@@ -111,12 +111,12 @@ def test_viewers_share_a_state_and_none_is_made_without_viewers(
     made = num_reads(redis_url) - before
     assert len(times) * num_pools + MAX_LOOKS >= made > 0
     assert len(times) < 3 * len(viewers)
-    time.sleep(5 * routes.STATE_INTERVAL_S)
+    time.sleep(5 * dashboard.STATE_INTERVAL_S)
     assert num_reads(redis_url) - before - made <= MAX_LOOKS < 5 * num_pools
 
 
 def test_further_viewers_are_refused(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "MAX_VIEWERS", 1)
+    monkeypatch.setattr(dashboard, "MAX_VIEWERS", 1)
     url = stack.start_gateway()
     with httpx.stream("GET", f"{url}/dashboard", headers=EVENTS, timeout=60) as first:
         states = first.iter_raw()

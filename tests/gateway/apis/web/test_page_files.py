@@ -9,7 +9,7 @@ from importlib.resources import files
 import httpx
 import pytest
 
-from penstock.gateway.apis.web.routes import ASSET_PATHS, POLICY
+from penstock.gateway.apis.web.page_files import ASSET_PATHS, POLICY
 from tests.gateway.conftest import EchoEngine, Stack
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
