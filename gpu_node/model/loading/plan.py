@@ -350,7 +350,7 @@ def _cpu_tokens(
     spec = described.spec
     total = sizes.kv_token_bytes(spec, range(spec.num_layers))
     own = options.model_copy(update={"kv_cache_gib": options.kv_cache_gib or DEFAULT_KV_CACHE_GIB / replicas})
-    num_tokens = cache_sizes(described, own, total).num_device_blocks * options.block_size
+    num_tokens = cache_sizes(described.max_model_len, own, total).num_device_blocks * options.block_size
     kv_bytes = sum(rank.kv_token_bytes for rank in ranks) * num_tokens
     if devices.rank_bytes is not None:
         # Stages are for other runners, so there is one.
