@@ -373,8 +373,8 @@ def _describe_module(
     if opened.gguf is not None:
         raise ConfigError("runner transformers reads safetensors, not GGUF files", param="runner")
     with _torch_for("runner transformers"):
-        from penstock.gpu_node.model.transformers_runner.description import describe_module
-        from penstock.gpu_node.model.transformers_runner.load import LACKS, check_settings
+        from penstock.gpu_node.model.transformers_runner.description import LACKS, describe_module
+        from penstock.gpu_node.model.transformers_runner.load import check_settings
 
     check_settings(options)
     without_nulls = {name: value for name, value in config.items() if value is not None}

@@ -222,6 +222,10 @@ def plan_model(
     found: FoundModel, options: RunnerOptions, devices: Devices, shapes: Sequence[tuple[int, int, int]]
 ) -> ModelPlan:
     """Return what each shape takes of the devices: ranks in both directions, and replicas."""
+    if not isinstance(found.description, Description):
+        from penstock.gpu_node.model.transformers_runner.plan import plan_module
+
+        return plan_module(found.name, found.description, options, devices, shapes)
     described, spec = found.described, found.described.spec
     runner = runner_for(described, options, on_gpus=devices.kind == "gpu")
     sizes = sizes_of(described, options, runner)

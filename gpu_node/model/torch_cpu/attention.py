@@ -163,8 +163,8 @@ class PagedAttention:
     ) -> Tensor:
         """Compute a layer's attention of q, [num_tokens, num_heads, head_dim].
 
-        Return [num_tokens, num_heads, value_dim]. The step's keys and values must be stored already. sinks: [num_heads],
-        a score of each head that takes a share of the attention and has no value.
+        Return [num_tokens, num_heads, value_dim]. The step's keys and values must be stored already.
+        sinks: [num_heads], a score of each head that takes a share of the attention and has no value.
         """
         if len(groups) == 1:
             return self._attend_group(q, cache, groups[0], attention, sinks)
@@ -194,7 +194,7 @@ class PagedAttention:
         needed = len(pages) * sum(sizes)
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=self._dtype)
-        parts = self._scratch[:needed].split([len(pages) * size for size in sizes])
+        parts = torch.split(self._scratch[:needed], [len(pages) * size for size in sizes])
         out = [part.view(len(pages), size) for part, size in zip(parts, sizes, strict=True)]
         for kept, size, gathered in zip(kinds, sizes, out, strict=True):
             torch.index_select(kept.view(-1, size), 0, pages, out=gathered)

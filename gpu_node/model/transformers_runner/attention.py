@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from penstock.contract.errors import ConfigError
 
 IMPLEMENTATION = "penstock_paged"
 """The name of our attention among those of transformers."""
+NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 
 
 class UnsupportedModuleError(ConfigError):
@@ -64,6 +66,27 @@ def register() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a module is told the positions of packed tokens, beside `position_ids`."""
+
+    counts_each: bool
+    """Whether it gets a number of earlier tokens for each token (`PackedCache`), else always 0."""
+    has_mask: bool
+    """Whether it gets a mask of ones for the step's tokens. Some modules make one for earlier tokens otherwise."""
+
+
+CALL_FORMS = (CallForm(True, False), CallForm(True, True), CallForm(False, False), CallForm(False, True))
+"""The best form first."""
+
+
+class _NoLayers(list[Any]):
+    """Stands for the layers of a cache that has none."""
+
+    def __getitem__(self, index: object) -> Any:
+        raise UnsupportedModuleError("a layer keeps something of its own in the cache")
+
+
 class PackedCache(Cache):
     """Tells a module the positions of packed tokens. It keeps nothing: keys and values are stored at the attention.
 
@@ -71,10 +94,14 @@ class PackedCache(Cache):
     a step belong to several sequences.
     """
 
-    def __init__(self, positions: Tensor) -> None:
-        """positions: [tokens]."""
-        super().__init__(layers=[])
-        self._earlier = positions - torch.arange(len(positions), device=positions.device)
+    def __init__(self, positions: Tensor, *, counts_each: bool, length: int = 0) -> None:
+        """positions: [tokens]; counts_each: whether the module can take a number for each token.
+
+        length: the keys that masks stand for; by default the step's own tokens.
+        """
+        self._length = length or len(positions)
+        super().__init__(layers=_NoLayers())
+        self._earlier = positions - torch.arange(len(positions), device=positions.device) if counts_each else 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -83,12 +110,12 @@ class PackedCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the number that makes a token's index in the step its position, [tokens]."""
+        """Return the number that makes a token's index in the step its position, [tokens]; else 0."""
         return self._earlier
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the sizes of a mask over the step's own tokens."""
-        return query_length, 0
+        """Return the number of keys of a mask, and that of the first one."""
+        return self._length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Return 0: masks stand for the step's own tokens."""

@@ -18,17 +18,24 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.limits import check_all_numbers, check_positions
 from penstock.gpu_node.model.architecture.transformers_class import architecture_of, transformers_class
 from penstock.gpu_node.model.checkpoint.source import ModelSource
-from penstock.gpu_node.model.transformers_runner.attention import IMPLEMENTATION, UnsupportedModuleError, register
-from penstock.gpu_node.model.transformers_runner.observed import Observed, observe
+from penstock.gpu_node.model.transformers_runner.attention import (
+    IMPLEMENTATION,
+    NO_INTERFACE,
+    UnsupportedModuleError,
+    register,
+)
+from penstock.gpu_node.model.transformers_runner.observed import Observed, head_of, observe
 from penstock.runtime.reading import reason_of
 
 log = logging.getLogger(__package__)
 
+LACKS = "LoRA adapters, ranks, speculative decoding, quantization, GPUs"
+"""What this runner does not have, in words for a log."""
 _MAX_MODULES = 200_000
 """Modules of a model. A config may ask for layers in fields that no limit knows."""
 _RECURRENT = ("linear", "mamba", "conv", "recurrent", "ssm", "gdn", "kda", "lightning")
 """Parts of the names of `layer_types` that keep states."""
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions")
 _GROWING_ROPES = ("dynamic", "longrope")
 """RoPE scalings whose rotations depend in transformers on the longest text of a step."""
 
@@ -68,14 +75,15 @@ def describe_module(source: ModelSource, config: Mapping[str, Any], max_model_le
         raise _unsupported(architecture, "its checkpoint is quantized")
     if kept := [kind for kind in _layer_types(config) if any(part in kind for part in _RECURRENT)]:
         raise _unsupported(architecture, f"it has recurrent layers ({kept[0]}), whose states are not kept")
+    if not module_class._can_set_attn_implementation():
+        raise _unsupported(architecture, NO_INTERFACE)
     register()
     with _as_refusals(path, architecture):
-        made = module_class.config_class.from_dict(dict(config))
-        made.get_text_config()
-        length = _length(made, max_model_len, path)
+        made = module_class.config_class.from_dict(_with_floats(config))
+        length = _length(made, config, max_model_len, path)
         module = _on_meta(module_class, made)
         observed = _observed(module, length)
-    text, embedding = made.get_text_config(), module.get_input_embeddings()
+        head: Any = head_of(module).weight
     return ModuleDescription(
         source=source,
         architecture=architecture,
@@ -85,9 +93,20 @@ def describe_module(source: ModelSource, config: Mapping[str, Any], max_model_le
         max_model_len=length,
         num_weights=sum(one.numel() for one in module.parameters()),
         observed=observed,
-        vocab_size=embedding.num_embeddings if observed is None else observed.vocab_size,
-        hidden_size=text.hidden_size if observed is None else observed.hidden_size,
+        vocab_size=head.shape[0] if observed is None else observed.vocab_size,
+        hidden_size=head.shape[1] if observed is None else observed.hidden_size,
     )
+
+
+def _with_floats(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the numbers that JSON does not have, which transformers writes as objects."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, dict):
+            return float(value["__float__"]) if set(value) == {"__float__"} else {k: read(v) for k, v in value.items()}
+        return [read(one) for one in value] if isinstance(value, list) else value
+
+    return {name: read(value) for name, value in config.items()}
 
 
 def _unsupported(architecture: str, reason: str) -> ConfigError:
@@ -108,6 +127,8 @@ def _as_refusals(path: Path, architecture: str) -> Iterator[None]:
     except ImportError as error:
         raise _unsupported(architecture, f"it needs a package: {reason_of(error)}") from error
     except Exception as error:
+        if isinstance(error, KeyError) and IMPLEMENTATION in error.args:
+            raise _unsupported(architecture, NO_INTERFACE) from error
         raise ConfigError(f"{path}: transformers rejects it: {reason_of(error)}") from error
 
 
@@ -117,18 +138,17 @@ def _layer_types(config: Mapping[str, Any]) -> Iterator[str]:
         yield from (kind for kind in kinds if isinstance(kind, str)) if isinstance(kinds, list) else ()
 
 
-def _length(config: Any, wanted: int | None, path: Path) -> int:
+def _length(made: Any, config: Mapping[str, Any], wanted: int | None, path: Path) -> int:
     """Return the tokens that a model can attend to. Raises ConfigError."""
-    text = config.get_text_config()
+    text = made.get_text_config()
     found = next((value for name in _LENGTHS if isinstance(value := getattr(text, name, None), int)), None)
     if found is None and wanted is None:
         raise ConfigError(f"{path} does not say how many tokens the model attends to; set max_model_len")
     if found is not None and wanted is not None and wanted > found:
         raise ConfigError(f"max_model_len {wanted} is more than the model's own limit of {found} tokens")
     length = wanted or found or 0
-    heads = getattr(text, "num_attention_heads", None)
-    head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if isinstance(heads, int) and heads else 1)
-    check_positions(found or length, head_dim if isinstance(head_dim, int) else 1, has_own=False)
+    # Each position has so many numbers at most, whatever the module makes of them.
+    check_positions(found or length, _head_dim(config), has_own=False)
     ropes = getattr(text, "rope_parameters", None) or {}
     for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):
         if rope.get("rope_type") in _GROWING_ROPES:
@@ -137,6 +157,16 @@ def _length(config: Any, wanted: int | None, path: Path) -> int:
                 reason = f"rotations of rope_type {rope['rope_type']} depend on the length of a text"
                 raise ConfigError(f"{reason}; max_model_len {original} or less avoids that", param="max_model_len")
     return length
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    """Return the channels of a head that a config.json states, or else 1."""
+    inner = config.get("text_config")
+    stated = inner if isinstance(inner, dict) else config
+    dim, hidden, heads = (stated.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    if isinstance(dim, int) and dim > 0:
+        return dim
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else 1
 
 
 def _on_meta(module_class: Any, config: Any) -> nn.Module:

@@ -22,15 +22,13 @@ from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_
 from penstock.gpu_node.model.torch_cpu.load import TORCH_DTYPES, choose_dtype, set_threads
 from penstock.gpu_node.model.transformers_runner.agreement import require_agreement
 from penstock.gpu_node.model.transformers_runner.attention import IMPLEMENTATION, UnsupportedModuleError
-from penstock.gpu_node.model.transformers_runner.description import ModuleDescription
+from penstock.gpu_node.model.transformers_runner.description import LACKS, ModuleDescription
 from penstock.gpu_node.model.transformers_runner.observed import observe
 from penstock.gpu_node.model.transformers_runner.runner import TransformersRunner
 from penstock.runtime.reading import reason_of
 
 log = logging.getLogger(__package__)
 
-LACKS = "LoRA adapters, ranks, speculative decoding, quantization, GPUs"
-"""What this runner does not have, in words for a log."""
 _MAX_NAMES = 10
 """Names of tensors in a message."""
 _MAX_MISSING = 1 << 28
@@ -82,10 +80,13 @@ def load_module(
         try:
             observed = observe(module, described.max_model_len, torch.device("cpu"))
             require_agreement(module, observed, dtype)
-        except UnsupportedModuleError as error:
-            raise ConfigError(
-                f"runner transformers does not support {described.architecture}: {error.message}"
-            ) from error
+        except MemoryError:
+            raise
+        except Exception as error:
+            # A module may also fail where it does not expect packed tokens.
+            reason = error.message if isinstance(error, UnsupportedModuleError) else reason_of(error)
+            refused = f"runner transformers does not support {described.architecture}"
+            raise ConfigError(f"{refused}: {reason}") from error
     sizes = cache_sizes(described.max_model_len, options, observed.channels * dtype.itemsize)
     runner = TransformersRunner(module, observed, sizes, block_size=options.block_size, dtype=dtype)
     facts = {"architecture": described.architecture, "dtype": name, "num_threads": torch.get_num_threads()}

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.gpu_node.model.transformers_runner.attention import PackedCache, UnsupportedModuleError, running
+from penstock.contract.errors import InvariantError
+from penstock.gpu_node.model.transformers_runner.attention import (
+    CALL_FORMS,
+    NO_INTERFACE,
+    CallForm,
+    PackedCache,
+    UnsupportedModuleError,
+    running,
+)
 
 NUM_TOKENS = 8
 """Of the pass that is observed."""
@@ -68,6 +76,7 @@ class Observed:
     hidden_size: int
     """Of the head's input."""
     vocab_size: int
+    form: CallForm
 
     def owns(self, at: int) -> bool:
         """Return whether an attention call stores keys and values."""
@@ -84,27 +93,48 @@ def observe(module: nn.Module, max_model_len: int, device: torch.device) -> Obse
 
     Raises UnsupportedModuleError for what the runner does not support.
     """
+    problem: Exception | None = None
+    for form in CALL_FORMS:
+        try:
+            return _observed(module, max_model_len, device, form)
+        except (TypeError, RuntimeError) as error:
+            problem = problem or error
+    raise problem or InvariantError("there is no form of a call")
+
+
+def _observed(module: nn.Module, max_model_len: int, device: torch.device, form: CallForm) -> Observed:
     watched, seen = _ObservingPass(max_model_len), list[Tensor]()
-    head = head_of(module)
-    watching = head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    watching = head_of(module).register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     positions = torch.arange(NUM_TOKENS, device=device)
     try:
         with running(watched), torch.inference_mode():
-            logits = call(module, positions, positions).logits
+            logits = call(module, positions, positions, form, max_model_len).logits
     finally:
         watching.remove()
     if not watched.layers:
-        raise UnsupportedModuleError("its attention does not go through transformers' AttentionInterface")
+        raise UnsupportedModuleError(NO_INTERFACE)
     if len(seen) != 1 or seen[0].shape[:2] != (1, NUM_TOKENS) or logits.shape[:2] != (1, NUM_TOKENS):
         raise UnsupportedModuleError("its head is not computed once from the hidden states of all tokens")
-    return Observed(tuple(watched.layers), seen[0].shape[-1], logits.shape[-1])
+    return Observed(tuple(watched.layers), seen[0].shape[-1], logits.shape[-1], form)
 
 
-def call(module: nn.Module, token_ids: Tensor, positions: Tensor) -> Any:
-    """Run a module over packed tokens and return its output. token_ids, positions: [tokens]."""
-    given: dict[str, Any] = {"past_key_values": PackedCache(positions), "use_cache": True}
-    if "position_ids" in inspect.signature(module.forward).parameters:
+def call(module: nn.Module, token_ids: Tensor, positions: Tensor, form: CallForm, length: int = 0) -> Any:
+    """Run a module over packed tokens and return its output.
+
+    token_ids, positions: [tokens]; length: the keys that masks stand for (`PackedCache`).
+    """
+    given: dict[str, Any] = {
+        "past_key_values": PackedCache(positions, counts_each=form.counts_each, length=length),
+        "use_cache": True,
+    }
+    if form.has_mask:
+        given["attention_mask"] = torch.ones(1, len(token_ids), dtype=torch.long, device=token_ids.device)
+    taken = inspect.signature(module.forward).parameters
+    if "position_ids" in taken:
         given["position_ids"] = positions[None]
+    if "logits_to_keep" in taken:
+        # All of them, because a hook chooses later. Given a number, Gemma 4 computes its last layers for fewer tokens.
+        given["logits_to_keep"] = torch.arange(len(token_ids), device=token_ids.device)
     return module(input_ids=token_ids[None], **given)
 
 
@@ -122,13 +152,13 @@ class _ObservingPass:
     def __init__(self, max_model_len: int) -> None:
         self.layers: list[ObservedLayer] = []
         self._max_model_len = max_model_len
-        self._keys: list[Tensor] = []
-        self._masks: list[tuple[Tensor, tuple[int | None, int | None]]] = []
+        self._stored: list[tuple[Tensor, Tensor]] = []
+        self._masks: list[tuple[Tensor, Callable[..., Any]]] = []
 
     def mask(self, sees: Callable[..., Any], num_tokens: int, device: torch.device) -> Tensor:
-        """Find out the window or the chunks of a mask."""
+        """Keep the function of a mask, in case that an attention gets it."""
         tag = torch.zeros(1, 1, 1, 1, device=device).expand(1, 1, num_tokens, num_tokens)
-        self._masks.append((tag, window_and_chunk(sees, self._max_model_len)))
+        self._masks.append((tag, sees))
         return tag
 
     def attend(
@@ -148,8 +178,8 @@ class _ObservingPass:
         if num_heads % num_kv_heads or k.shape[3] != head_dim or v.shape[1] != num_kv_heads:
             raise UnsupportedModuleError(f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}")
         at = len(self.layers)
-        owner = next((i for i, earlier in enumerate(self._keys) if earlier is k), at)
-        self._keys.append(k)
+        owner = next((i for i, stored in enumerate(self._stored) if stored[0] is k and stored[1] is v), at)
+        self._stored.append((k, v))
         self.layers.append(
             ObservedLayer(
                 num_heads=num_heads,
@@ -174,10 +204,10 @@ class _ObservingPass:
             if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
                 raise UnsupportedModuleError("a token attends to later ones")
             return None, None
-        found = next((seen for tag, seen in self._masks if tag is mask), None)
+        found = next((sees for tag, sees in self._masks if tag is mask), None)
         if found is None:
             raise UnsupportedModuleError("it makes an attention mask of its own")
-        return found
+        return window_and_chunk(found, self._max_model_len)
 
 
 def window_and_chunk(sees: Callable[..., Any], length: int) -> tuple[int | None, int | None]:
@@ -189,9 +219,7 @@ def window_and_chunk(sees: Callable[..., Any], length: int) -> tuple[int | None,
     first, at = torch.zeros((), dtype=torch.long), torch.arange(length)
 
     def seen(queries: Tensor, keys: Tensor) -> Tensor:
-        return torch.as_tensor(sees(first, first, queries, keys)).expand(
-            torch.broadcast_shapes(queries.shape, keys.shape)
-        )
+        return torch.as_tensor(sees(first, first, queries, keys)).expand((queries + keys).shape)
 
     hidden = (~seen(at, first)).nonzero()
     if not len(hidden):
@@ -203,7 +231,7 @@ def window_and_chunk(sees: Callable[..., Any], length: int) -> tuple[int | None,
     window, chunk = found
     queries = at[:: max(1, length // 64)][:, None]
     keys = torch.cat((at[:: max(1, length // _PROBED)], torch.tensor([value for value in found if value is not None])))
-    keys = torch.cat((keys, keys - 1, keys + 1)).clamp(0, length - 1).unique()[None].long()
+    keys = torch.cat((keys, keys - 1, keys + 1)).clamp(0, length - 1)[None].long()
     expected = keys <= queries
     if window is not None:
         expected &= keys > queries - window

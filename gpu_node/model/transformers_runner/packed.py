@@ -55,7 +55,7 @@ class PackedModule:
         try:
             with running(step):
                 ids, positions = (torch.from_numpy(one).long() for one in (plan.token_ids, plan.positions))
-                logits: Tensor = call(self._module, ids, positions).logits
+                logits: Tensor = call(self._module, ids, positions, self._observed.form).logits
         finally:
             choosing.remove()
         step.finish()
@@ -96,7 +96,8 @@ class _PackedPass:
             kept = cache.k.dtype
             cache.store(k[0].transpose(0, 1).to(kept), v[0].transpose(0, 1).to(kept), self._slots[layer.num_kv_heads])
         queries = q[0].transpose(0, 1).to(cache.k.dtype).contiguous()
-        return self._paged.attend(queries, cache, self._groups, layer, settings.get("s_aux"))[None].to(q.dtype)
+        out = self._paged.attend(queries, cache, self._groups, layer, settings.get("s_aux"))
+        return out[None].to(q.dtype).contiguous()
 
     def finish(self) -> None:
         """Raise InvariantError if the module has called other attentions than before."""
