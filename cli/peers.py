@@ -138,7 +138,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, str, str], ...] = (
     ("steps of a GPU are compiled by its kernels", "", "--max-seq-len-to-capture --cuda-graph-sizes -cc"),
     ("steps of a GPU are compiled by its kernels", "", "--cuda-graph-max-bs --torch-compile-max-bs"),
     ("the model's files say which task it has", "--embedding --embeddings --is-embedding --rerank", "--task --convert"),
-    ("the model's files say which task it has", "--reranking", "--pooling --model-impl --config-format"),
+    ("the model's files say which task it has", "--reranking", "--pooling --config-format"),
     ("texts only are served", "--language-model-only --mmproj-auto --language-only", "--limit-mm-per-prompt"),
     ("texts only are served", "--disable-mm-preprocessor-cache", "--mm-processor-kwargs --allowed-local-media-path"),
     ("the tokenizer comes from the model's files", "", "--tokenizer-mode --tokenizer-revision --code-revision"),
@@ -263,6 +263,13 @@ def _gpu_layers(text: str) -> Words | str:
     return [("--device", "cpu")] if text == "0" else []
 
 
+def _model_impl(text: str) -> Words | str:
+    """Return our options for vLLM's --model-impl, which names what computes: its own code or transformers."""
+    if text.lower() == "transformers":
+        return [("--runner", "transformers")]
+    return [] if text.lower() in ("auto", "vllm") else f"{text} computes no model here; --runner names what does"
+
+
 def _kv_cache_bytes(text: str) -> Words | str:
     number = _count(text)[0]
     if number is None or not number.isdecimal():
@@ -290,6 +297,7 @@ def _entries() -> Iterator[tuple[str, Peer]]:
     yield from (
         (name, Peer("one", words=_origins)) for name in ("--allowed-origins", "--cors-origins", "--cors-allow-origin")
     )
+    yield "--model-impl", Peer("one", words=_model_impl, needless="--runner names what computes")
     yield "--speculate", Peer("one", words=_speculate)
     yield "--lora-adapters", Peer("one", words=_adapters)
     yield "-a", Peer("one", words=_aliases)

@@ -50,6 +50,7 @@ MODEL_FLOORS = (
     {"checkpoint"},
     {"lora", "torch_common"},
     {"native", "gpu", "torch_cpu"},
+    {"transformers_runner"},
     {"loading"},
 )
 GATEWAY_FLOORS = (

@@ -148,6 +148,8 @@ def lines_of(found: ModelPlan) -> Iterator[str]:
         f"{found.layers} layers, {found.heads} heads, {found.kv_heads} KV heads; weights {_size(found.weight_bytes)}; "
         f"KV cache {_size(found.kv_token_bytes)} per token; context {found.max_model_len:,} tokens"
     )
+    if found.why:
+        yield found.why
     yield ""
     yield f"  {'TP':>3} {'PP':>3} {'replicas':>8}  {'weights/rank':>12} {'KV cache/rank':>13} {'KV tokens/replica':>18}"
     for shape in found.shapes:
@@ -168,7 +170,8 @@ def summary(found: ModelPlan) -> str:
     if best is None:
         return f"{pool_of_model(found.model)} does not fit: {found.shapes[0].problem}"
     words = f"{pool_of_model(found.model)} fits as {_in_words(best)}: {_size(best.weight_bytes)} of weights"
-    return f"{words} and {_size(best.kv_bytes)} of KV cache per rank, {best.kv_tokens:,} KV tokens per replica"
+    words += f" and {_size(best.kv_bytes)} of KV cache per rank, {best.kv_tokens:,} KV tokens per replica"
+    return f"{words}; {found.why}" if found.why else words
 
 
 def _in_words(shape: ShapeFit) -> str:

@@ -60,7 +60,7 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
         wait([loading], _HEAD_START_S)
         try:
             defaults = sampling_defaults(config.generation_config, found.source.folder)
-            vocab_size = found.described.spec.vocab_size
+            vocab_size = found.vocab_size
             tokenizer = Tokenizer(
                 found.source.folder, vocab_size=vocab_size, written=found.tokenizer, chat_template=template
             )

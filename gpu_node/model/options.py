@@ -28,7 +28,7 @@ def for_device(on_cpu: _Number, on_gpu: _Number) -> Callable[[dict[str, Any]], _
     return default
 
 
-_RUNNERS = ("auto", "cpu", "native", "torch", "gpu")
+_RUNNERS = ("auto", "cpu", "native", "torch", "gpu", "transformers")
 _GPU = re.compile(r"(?:gpu|cuda)(:\d{1,3})?")
 
 
@@ -72,7 +72,8 @@ class RunnerSettings(BaseModel):
 
     runner: Annotated[str, AfterValidator(runner_name)] = "auto"
     """What computes the model. gpu or cuda: a CUDA GPU, cuda:1: the second of those that the process sees; native: C++
-    kernels on the CPU; torch: PyTorch on the CPU; cpu: native, else torch. auto: a GPU if there is one, else as cpu."""
+    kernels on the CPU; torch: PyTorch on the CPU; transformers: modules of that library on the CPU; cpu: native, else
+    torch, or transformers if no family of ours is the model's. auto: a GPU if there is one, else as cpu."""
     cpu_isa: Literal["auto", "avx512", "avx512_vnni", "avx2"] = "auto"
     """Instruction set of the native kernels. auto: the fastest that this CPU has. Nodes continue each other's jobs if
     they compute the same bits: avx512_vnni and avx2 do, and all sets do with integer weights and a KV cache of int8 or
@@ -159,7 +160,7 @@ class RunnerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _has_native_kernels(self) -> Self:
-        if self.cpu_isa != "auto" and (is_gpu(self.runner) or self.runner == "torch"):
+        if self.cpu_isa != "auto" and (is_gpu(self.runner) or self.runner in ("torch", "transformers")):
             raise ValueError(f"cpu_isa {self.cpu_isa}: runner {self.runner} does not use the native kernels")
         return self
 

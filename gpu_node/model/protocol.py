@@ -477,6 +477,8 @@ class ModelPlan:
     weight_bytes: int
     kv_token_bytes: int
     shapes: tuple[ShapeFit, ...]
+    why: str = ""
+    """Why this runner was chosen and what it lacks, if it is not one of the usual ones."""
 
     @property
     def best(self) -> ShapeFit | None:

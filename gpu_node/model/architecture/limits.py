@@ -237,6 +237,34 @@ def checked_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return found
 
 
+_ANY_NUMBER = Limit(-(1 << 31), 1 << 22)
+_MAX_NESTING = 8
+
+
+def check_all_numbers(config: Mapping[str, Any], path: Path) -> None:
+    """Check each whole number of a config.json of any architecture, also in objects and lists of it.
+
+    A field that is known has its own range. Raises ConfigError that names file, field and range.
+    """
+    _check_numbers(config, f"{path}: ", 0)
+
+
+def _check_numbers(values: Mapping[str, Any], where: str, depth: int) -> None:
+    if depth > _MAX_NESTING:
+        raise ConfigError(f"{where[:200]} is nested more than {_MAX_NESTING} deep")
+    for name, value in values.items():
+        known = CONFIG_LIMITS.get(name)
+        limit = known if known is not None and known.is_whole else _ANY_NUMBER
+        items = value if isinstance(value, list) else [value]
+        if len(items) > MAX_LIST:
+            raise ConfigError(f"{where}{name} has {len(items):,} values, at most {MAX_LIST:,} are read")
+        for one in items:
+            if isinstance(one, dict):
+                _check_numbers(one, f"{where}{name}.", depth + 1)
+            elif isinstance(one, int) and not isinstance(one, bool) and not limit.allows(one):
+                raise ConfigError(f"{where}{name} is {_shown(one)} but must be {limit}")
+
+
 def _check_layers(config: Mapping[str, Any], path: Path) -> None:
     num_layers = config.get("num_hidden_layers")
     for field, allowed in _LAYER_LISTS.items():

@@ -178,6 +178,16 @@ class Attention:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def value_dim(self) -> int:
+        """The channels of a value: as many as those of a key."""
+        return self.head_dim
+
+    @property
+    def chunk(self) -> int | None:
+        """None: no family has chunks, of which each token sees its own alone."""
+        return None
+
+    @property
     def scale(self) -> float:
         """The factor of scores."""
         return self.head_dim**-0.5 if self.score_scale is None else self.score_scale

@@ -41,6 +41,21 @@ class Description:
     gguf: GgufFile | None = None
     """The source's GGUF file, if it is open."""
 
+    @property
+    def vocab_size(self) -> int:
+        """The tokens that the model gives logits for."""
+        return self.spec.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Channels of the hidden state."""
+        return self.spec.hidden_size
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in all matrices."""
+        return self.spec.num_weights
+
     def open_checkpoint(self) -> Checkpoint:
         """Map the weight files. Raises ConfigError for files that are missing, truncated or invalid."""
         return Checkpoint.open(self.source, self.read_scaled, self.gguf)
@@ -61,7 +76,7 @@ class Description:
             tensors.layer(last)
 
 
-def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int) -> CacheSizes:
+def cache_sizes(max_model_len: int, options: RunnerOptions, token_bytes: int) -> CacheSizes:
     """Return the number of KV blocks of a CPU runner; `token_bytes` is the size of one token over all layers.
 
     Raises ConfigError if kv_cache_gib does not hold one block, and for options that only the GPU runner supports.
@@ -74,7 +89,7 @@ def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int
     num_device_blocks = options.wanted_blocks
     if num_device_blocks is None:
         affordable = int(kv_cache_gib * 2**30) // block_bytes
-        useful = options.max_num_seqs * -(-described.max_model_len // options.block_size)
+        useful = options.max_num_seqs * -(-max_model_len // options.block_size)
         num_device_blocks = min(affordable, useful)
     if num_device_blocks < 1:
         raise ConfigError(f"kv_cache_gib {kv_cache_gib} does not hold one block of {options.block_size} tokens")

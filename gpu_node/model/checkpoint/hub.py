@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any, Self
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.families import family_of
+from penstock.gpu_node.model.architecture.families import require_known
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.weight_files import INDEX, SINGLE, first_parts, gguf_names, index_of, is_gguf
 from penstock.runtime.proxies import proxy_error
@@ -81,7 +81,7 @@ def downloaded(model: HubModel, progress: Progress) -> Path:
         folder = _snapshot(model, _DESCRIPTIONS, ignored=_FOLDERS)
         if (config := folder / "config.json").is_file():
             # An unsupported architecture is refused before gigabytes are downloaded.
-            family_of(read_object(config))
+            require_known(read_object(config))
         sizes = _sizes(model, folder)
         wanted = _weight_names(model, folder, sizes)
         missing = sum(sizes[name] for name in wanted if name in sizes and not (folder / name).is_file())

@@ -168,7 +168,7 @@ def _sizes(
     block_bytes = layout.block_bytes
     if not device.is_gpu:
         cpu_options = options.model_copy(update={"cpu_offload_gib": 0.0})
-        return cache_sizes(described, cpu_options, block_bytes // options.block_size)
+        return cache_sizes(described.max_model_len, cpu_options, block_bytes // options.block_size)
     num_blocks = options.wanted_blocks
     if num_blocks is None:
         left = _bytes_for_cache(described, options, decoder, layout, device)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
-from penstock.gpu_node.model.architecture.families import family_of
+from penstock.gpu_node.model.architecture.families import family_of, needs_transformers
 from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, checked_config
 from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
 from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
@@ -37,6 +37,7 @@ from penstock.runtime.reading import reading
 if TYPE_CHECKING:
     from penstock.gpu_node.model.torch_common.ranked_runner import PartRunner
     from penstock.gpu_node.model.torch_common.ranks import RankLinks
+    from penstock.gpu_node.model.transformers_runner.description import ModuleDescription
 
 log = logging.getLogger(__package__)
 
@@ -57,7 +58,8 @@ class FoundModel:
 
     name: str
     config: Mapping[str, Any]
-    described: Description
+    description: Description | ModuleDescription
+    """By a family of ours, or of a module of transformers."""
     stamps: list[tuple[int, ...]]
     """Stamps of its files (device, inode, size, mtime); they change when a file is replaced."""
     tokenizer: WrittenTokenizer | None
@@ -66,7 +68,19 @@ class FoundModel:
     @property
     def source(self) -> ModelSource:
         """Its files."""
-        return self.described.source
+        return self.description.source
+
+    @property
+    def described(self) -> Description:
+        """Its description by a family. Raises ConfigError for a model that a module of transformers computes."""
+        if not isinstance(self.description, Description):
+            raise ConfigError(f"{self.name}: runner transformers computes {self.description.architecture} in one rank")
+        return self.description
+
+    @property
+    def vocab_size(self) -> int:
+        """The tokens that it gives logits for."""
+        return self.description.vocab_size
 
 
 def load_model(model: str, options: RunnerOptions, progress: Progress, *, revision: str | None = None) -> LoadedModel:
@@ -103,12 +117,11 @@ def load_found(
     Raises it also if a file was replaced since it was found: the revision is read from the files, and must be that of
     the loaded weights.
     """
-    source, described = found.source, found.described
+    source, described = found.source, found.description
     if source.is_dummy and not options.remote_ranks:
-        _check_room(described.spec, options)
-    adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
+        _check_room(described.num_weights, options)
     try:
-        runner, arithmetic = _load(described, options, progress, links)
+        runner, arithmetic, adapters = _loaded(found, options, progress, links)
     except MemoryError as error:
         raise ConfigError(f"no memory for the model with {_cache_of(options)}: {error}") from error
     if source.is_dummy:
@@ -117,8 +130,8 @@ def load_found(
         loaded = LoadedModel(
             runner=runner,
             folder=source.folder,
-            vocab_size=described.spec.vocab_size,
-            hidden_size=described.spec.hidden_size,
+            vocab_size=described.vocab_size,
+            hidden_size=described.hidden_size,
             max_model_len=described.max_model_len,
             eos_token_ids=_eos_token_ids(source.folder, found.config),
             adapters=adapters,
@@ -132,11 +145,11 @@ def load_found(
     return loaded
 
 
-def _check_room(spec: ModelSpec, options: RunnerOptions) -> None:
+def _check_room(num_weights: int, options: RunnerOptions) -> None:
     """Refuse random weights that the host's memory cannot hold: no file bounds them. Raises ConfigError."""
     if options.wants_gpu or (options.runner == "auto" and _has_gpu()):
         return
-    least = int(spec.num_weights * _LEAST_BYTES.get(options.quantization, 2))
+    least = int(num_weights * _LEAST_BYTES.get(options.quantization, 2))
     if 0 < (free := available_bytes()) < least:
         needs, has = (f"{number / 2**30:,.1f} GiB" for number in (least, free))
         raise ConfigError(f"load_format dummy: the weights take at least {needs}, but {has} of memory are free")
@@ -153,6 +166,19 @@ def _open(model: str, options: RunnerOptions, progress: Progress, revision: str 
         raise ConfigError(f"revision {revision} is only for models of the hub; load_format dummy downloads nothing")
     log.warning("weights are random (load_format dummy)", extra={"model": model})
     return OpenModel(ModelSource(dummy_folder(model), is_dummy=True))
+
+
+def _loaded(
+    found: FoundModel, options: RunnerOptions, progress: Progress, links: RankLinks | None
+) -> tuple[ModelRunner, str, AdapterSource]:
+    """Return the runner of a model, the name of its arithmetic, and its adapters."""
+    if not isinstance(found.description, Description):
+        from penstock.gpu_node.model.transformers_runner.load import NoAdapters, load_module
+
+        return *load_module(found.description, options, progress), NoAdapters()
+    described = found.description
+    adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
+    return *_load(described, options, progress, links), adapters
 
 
 def _load(
@@ -308,7 +334,10 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= MIN_COMPUTE_CAPABILITY
 
 
-def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptions) -> Description:
+def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptions) -> Description | ModuleDescription:
+    is_chosen = opened.gguf is None and options.runner in ("auto", "cpu") and needs_transformers(config)
+    if options.runner == "transformers" or is_chosen:
+        return _describe_module(opened, config, options, is_chosen=is_chosen)
     source, family = opened.source, family_of(config)
     config = checked_config(config, source.folder / "config.json")
     try:
@@ -337,6 +366,25 @@ def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptio
     )
 
 
+def _describe_module(
+    opened: OpenModel, config: Mapping[str, Any], options: RunnerOptions, *, is_chosen: bool
+) -> ModuleDescription:
+    """Describe a model that transformers' own class computes. is_chosen: whether we have chosen that runner."""
+    if opened.gguf is not None:
+        raise ConfigError("runner transformers reads safetensors, not GGUF files", param="runner")
+    with _torch_for("runner transformers"):
+        from penstock.gpu_node.model.transformers_runner.description import LACKS, describe_module
+        from penstock.gpu_node.model.transformers_runner.load import check_settings
+
+    check_settings(options)
+    without_nulls = {name: value for name, value in config.items() if value is not None}
+    described = describe_module(opened.source, without_nulls, options.max_model_len)
+    if is_chosen:
+        facts = {"reason": f"no family of ours is {described.architecture}", "lacks": LACKS}
+        log.warning("transformers computes, slower than the runners of families", extra=facts)
+    return described
+
+
 def _pooling_of(folder: Path) -> Pooling:
     """Return the pooling that a file in sentence-transformers' format names, or `mean`."""
     path = folder / POOLING_FILE
@@ -349,7 +397,8 @@ def _pooling_of(folder: Path) -> Pooling:
 
 def _is_embedder(found: FoundModel) -> bool:
     """Return whether the model's files say that it embeds: files of sentence-transformers, or no head for tokens."""
-    folder, gguf = found.source.folder, found.described.gguf
+    folder = found.source.folder
+    gguf = found.description.gguf if isinstance(found.description, Description) else None
     if gguf is not None:
         metadata = gguf.header.metadata
         return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))

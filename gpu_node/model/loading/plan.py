@@ -222,6 +222,10 @@ def plan_model(
     found: FoundModel, options: RunnerOptions, devices: Devices, shapes: Sequence[tuple[int, int, int]]
 ) -> ModelPlan:
     """Return what each shape takes of the devices: ranks in both directions, and replicas."""
+    if not isinstance(found.description, Description):
+        from penstock.gpu_node.model.transformers_runner.plan import plan_module
+
+        return plan_module(found.name, found.description, options, devices, shapes)
     described, spec = found.described, found.described.spec
     runner = runner_for(described, options, on_gpus=devices.kind == "gpu")
     sizes = sizes_of(described, options, runner)
@@ -350,7 +354,7 @@ def _cpu_tokens(
     spec = described.spec
     total = sizes.kv_token_bytes(spec, range(spec.num_layers))
     own = options.model_copy(update={"kv_cache_gib": options.kv_cache_gib or DEFAULT_KV_CACHE_GIB / replicas})
-    num_tokens = cache_sizes(described, own, total).num_device_blocks * options.block_size
+    num_tokens = cache_sizes(described.max_model_len, own, total).num_device_blocks * options.block_size
     kv_bytes = sum(rank.kv_token_bytes for rank in ranks) * num_tokens
     if devices.rank_bytes is not None:
         # Stages are for other runners, so there is one.

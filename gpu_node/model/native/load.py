@@ -96,7 +96,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     _check_isa(options)
     isa, library = _kernels(options.cpu_isa, progress)
     spec, kv_format = described.spec, _KV_FORMATS[options.kv_cache_dtype]
-    sizes = cache_sizes(described, options, token_bytes_of(spec, options.kv_cache_dtype, RankPlace()))
+    sizes = cache_sizes(described.max_model_len, options, token_bytes_of(spec, options.kv_cache_dtype, RankPlace()))
     threads = options.num_threads or max(1, usable_cores() - options.reserved_cores)
     place = RankPlace(0, options.tensor_parallel_size)
     if place.size > 1:

@@ -66,6 +66,17 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     return tokens
 
 
+def sample_rows(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int32], Logprobs | None]:
+    """Sample one token per row. Return the tokens and, if any row wants them, logprobs of the unmodified logits."""
+    if not len(logits):
+        return np.empty(0, dtype=np.int32), None
+    if rows.num_logprobs is None:
+        return sample(logits, rows), None
+    raw = logits.clone()
+    tokens = sample(logits, rows)
+    return tokens, to_numpy(*logprobs_of(raw, torch.from_numpy(tokens), rows.num_logprobs))
+
+
 def _penalize(logits: Tensor, rows: SamplingRows) -> None:
     if not any(map(len, rows.seen)):
         return

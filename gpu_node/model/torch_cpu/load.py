@@ -182,13 +182,13 @@ def _rows_of_part(rows_of: Callable[[Tensor], Tensor], part: range, num_columns:
 log = logging.getLogger(__package__)
 
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def fixed_options(described: Description, options: RunnerOptions) -> RunnerOptions:
     """Return the options with what this machine decides: all ranks of a model must have the same type and blocks."""
-    name = _choose_dtype(options.dtype, described.stored_dtype)
-    sizes = cache_sizes(described, options, _token_bytes(RankPart(described.spec), _DTYPES[name]))
+    name = choose_dtype(options.dtype, described.stored_dtype)
+    sizes = cache_sizes(described.max_model_len, options, _token_bytes(RankPart(described.spec), TORCH_DTYPES[name]))
     blocks = {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     return options.model_copy(update={"dtype": name, **blocks})
 
@@ -218,17 +218,17 @@ def load_torch(
     )
     if wanted != found:
         raise ConfigError(f"tensor_parallel_size and pipeline_parallel_size are {wanted}, but the ranks joined {found}")
-    _set_threads(options, links.num_here)
-    whole, name = described.spec, _choose_dtype(options.dtype, described.stored_dtype)
+    set_threads(options, links.num_here)
+    whole, name = described.spec, choose_dtype(options.dtype, described.stored_dtype)
     part = RankPart(whole, links.tensor.rank, links.tensor.size, links.stage, links.num_stages)
-    spec, dtype = part.spec, _DTYPES[name]
+    spec, dtype = part.spec, TORCH_DTYPES[name]
     if options.kv_cache_dtype not in ("auto", name):
         supported = f"runner torch has {name}, the native runner has bfloat16 and int8"
         raise ConfigError(f"kv_cache_dtype {options.kv_cache_dtype} is not supported: {supported}")
     report, is_lazy = (lambda done: progress("load", done)), described.read_scaled is None
     weights = map_weights(RankTensors(described.open_checkpoint(), part), part, dtype, report, is_lazy=is_lazy)
     # The cache of all ranks, so that its size means the same whatever their number.
-    sizes = cache_sizes(described, options, _token_bytes(part, dtype))
+    sizes = cache_sizes(described.max_model_len, options, _token_bytes(part, dtype))
     widest = max(spec.hidden_size, *(mlp.num_experts for mlp in spec.mlps))
     largest = options.max_num_batched_tokens * widest
     decoder = Decoder(part, weights, described.max_model_len, Exchanges(links, largest))
@@ -248,7 +248,8 @@ def load_torch(
     return runner, f"torch-{name}"
 
 
-def _set_threads(options: RunnerOptions, num_ranks: int) -> None:
+def set_threads(options: RunnerOptions, num_ranks: int = 1) -> None:
+    """Set the threads that torch computes with, divided among the ranks of this process's machine."""
     # torch respects the CPU affinity, but not the CPU quota of a container.
     limit = max(1, usable_cores() - options.reserved_cores)
     num_threads = options.num_threads or min(torch.get_num_threads(), limit)
@@ -265,7 +266,7 @@ def _attention(
     return PagedAttention(part.spec.attentions, sizes.num_blocks, options.block_size, dtype, biases)
 
 
-def _choose_dtype(wanted: str, stored: str) -> str:
+def choose_dtype(wanted: str, stored: str) -> str:
     """Return the requested dtype; with `auto`, bfloat16 if the checkpoint has it and this CPU has AVX512-BF16.
 
     Otherwise `auto` means float32.

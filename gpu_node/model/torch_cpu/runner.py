@@ -15,22 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.gpu_node.model.architecture.rank_part import RankAdapter, RankPart
-from penstock.gpu_node.model.protocol import (
-    NO_COPIES,
-    Adapter,
-    CacheSizes,
-    Logprobs,
-    Placement,
-    RankBytes,
-    SamplingRows,
-    StepPlan,
-    StepResult,
-)
+from penstock.gpu_node.model.protocol import NO_COPIES, Adapter, CacheSizes, Placement, RankBytes, StepPlan, StepResult
 from penstock.gpu_node.model.torch_common.exchanges import RankOutputs
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
-from penstock.gpu_node.model.torch_common.sampler import logprobs_of, sample, to_numpy
-from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
+from penstock.gpu_node.model.torch_common.sampler import logprobs_of, sample_rows, to_numpy
+from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention, copy_blocks
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
 from penstock.kernels.cpu.probe import usable_cores
 
@@ -171,7 +161,7 @@ class TorchRunner:
 
         def compute() -> tuple[RankOutputs, float]:
             if len(plan.copies):
-                self._copy(plan.copies)
+                copy_blocks(plan.copies, (cache for cache in self._caches if cache is not None))
             copied_s = time.perf_counter()
             outcome = self._outcome(batches, num_logits)
             shapes = (num_logits, part.vocab_width), (len(tokens) - num_logits, part.spec.hidden_size)
@@ -211,7 +201,7 @@ class TorchRunner:
             return StepResult(np.empty(0, np.int32), 0.0, 0.0)
         logits, hidden, copied_s = computed
         computed_s = time.perf_counter()
-        tokens, logprobs = _sample(logits[:num_samples], plan.sampling)
+        tokens, logprobs = sample_rows(logits[:num_samples], plan.sampling)
         scores = None
         if scored is not None:
             targets = torch.from_numpy(scored.targets)
@@ -221,30 +211,6 @@ class TorchRunner:
         forward_ms, sample_ms, copy_ms = (span_s * 1e3 for span_s in spans_s)
         states = None if pooled is None else hidden.numpy()
         return StepResult(tokens, forward_ms, sample_ms, copy_ms, logprobs, scores, states)
-
-    def _copy(self, copies: NDArray[np.int32]) -> None:
-        """Apply all copies at once.
-
-        Chains are resolved first, so that each target gets the contents that some block had before the first copy.
-        """
-        origins: dict[int, int] = {}
-        for source, target in copies.tolist():
-            origins[target] = origins.get(source, source)
-        targets, sources = (torch.tensor(list(blocks)) for blocks in (origins.keys(), origins.values()))
-        for cache in self._caches:
-            if cache is not None:
-                cache.copy(sources, targets)
-
-
-def _sample(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int32], Logprobs | None]:
-    """Sample one token per row. Return the tokens and, if any row wants them, logprobs of the unmodified logits."""
-    if not len(logits):
-        return np.empty(0, dtype=np.int32), None
-    if rows.num_logprobs is None:
-        return sample(logits, rows), None
-    raw = logits.clone()
-    tokens = sample(logits, rows)
-    return tokens, to_numpy(*logprobs_of(raw, torch.from_numpy(tokens), rows.num_logprobs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import Family
+from penstock.gpu_node.model.architecture.transformers_class import architecture_of, is_known, near_names
 
 
 # Of one user, or of our own code and files.
@@ -23,13 +24,30 @@ def families() -> dict[str, Family]:
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of a config.json. Raises ConfigError that lists the supported architectures."""
-    named = config.get("architectures")
-    architecture = str(named[0]) if isinstance(named, list) and named else "none"
-    # A model that was saved without its head, as those for embeddings are, names itself `…Model`.
-    family = families().get(architecture) or families().get(re.sub("Model$", "ForCausalLM", architecture))
+    family = _family_or_none(config)
     if family is None:
+        architecture = architecture_of(config)
         # A checkpoint with an auto_map ships its own Python code for the model.
         own_code = "; code that a checkpoint brings (trust_remote_code) is never run" if config.get("auto_map") else ""
         supported = ", ".join(families())
-        raise ConfigError(f"architecture {architecture} is not supported; supported: {supported}{own_code}")
+        raise ConfigError(
+            f"architecture {architecture} is not supported; supported: {supported}{near_names(config)}{own_code}"
+        )
     return family
+
+
+def needs_transformers(config: Mapping[str, Any]) -> bool:
+    """Return whether transformers' own class must compute a model, because no family is its."""
+    return _family_or_none(config) is None and is_known(architecture_of(config))
+
+
+def require_known(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a config.json of a model that no runner computes."""
+    if not needs_transformers(config):
+        family_of(config)
+
+
+def _family_or_none(config: Mapping[str, Any]) -> Family | None:
+    architecture = architecture_of(config)
+    # A model that was saved without its head, as those for embeddings are, names itself `…Model`.
+    return families().get(architecture) or families().get(re.sub("Model$", "ForCausalLM", architecture))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -89,3 +91,49 @@ def test_every_sequence_is_in_exactly_one_group() -> None:
     tokens = torch.cat([group.tokens for group in groups]).sort().values
     assert tokens.tolist() == list(range(sum(counts)))
     assert all(group.tokens.tolist() == sorted(group.tokens.tolist()) for group in groups)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    value_dim: int = 24
+    scale: float = 0.3
+    score_cap: float | None = None
+    window: int | None = None
+    chunk: int | None = None
+    has_position_biases: bool = False
+
+
+@pytest.mark.parametrize(
+    "layer", [_Layer(), _Layer(score_cap=2.0), _Layer(window=7), _Layer(chunk=13), _Layer(value_dim=8, chunk=40)]
+)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_values_of_another_size_sinks_and_chunks(layer: _Layer, has_sinks: bool) -> None:
+    torch.manual_seed(0)
+    counts, contexts = [1, 9, 1, 80], [70, 9, 33, 95]
+    plan, total = _plan(counts, contexts, 8, np.random.default_rng(0))
+    paged, cache = PagedAttention((layer,), total, 8, torch.float32), KvCache(layer, total, 8, torch.float32)
+    cache.k[:, 1:] = torch.randn_like(cache.k[:, 1:])
+    cache.v[:, 1:] = torch.randn_like(cache.v[:, 1:])
+    q, sinks = torch.randn(sum(counts), 6, layer.head_dim), torch.randn(6) if has_sinks else None
+    got = paged.attend(q, cache, paged.groups(plan), layer, sinks)
+    for seq, (count, context) in enumerate(zip(counts, contexts, strict=True)):
+        slots = [plan.block_tables[seq, at // 8] * 8 + at % 8 for at in range(context)]
+        k, v = (kept.flatten(1, 2)[:, slots].repeat_interleave(3, 0) for kept in (cache.k, cache.v))
+        own = torch.arange(context - count, context)[:, None]
+        keys = torch.arange(context)
+        seen = keys <= own
+        if layer.window is not None:
+            seen &= keys > own - layer.window
+        if layer.chunk is not None:
+            seen &= keys // layer.chunk == own // layer.chunk
+        rows = slice(plan.query_starts[seq], plan.query_starts[seq + 1])
+        scores = q[rows].transpose(0, 1) @ k.transpose(1, 2) * layer.scale
+        if layer.score_cap is not None:
+            scores = layer.score_cap * (scores / layer.score_cap).tanh()
+        shares = scores.masked_fill(~seen, -torch.inf).exp()
+        total_share = shares.sum(-1, keepdim=True)
+        if sinks is not None:
+            total_share = total_share + sinks.exp()[:, None, None]
+        torch.testing.assert_close(got[rows], (shares / total_share @ v).transpose(0, 1), atol=1e-5, rtol=1e-5)

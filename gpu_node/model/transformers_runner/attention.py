@@ -1,0 +1,150 @@
+"""The attention function and the cache through which transformers' modules reach our KV blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+
+from penstock.contract.errors import ConfigError
+
+IMPLEMENTATION = "penstock_paged"
+"""The name of our attention among those of transformers."""
+NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
+
+
+class UnsupportedModuleError(ConfigError):
+    """A module computes something that this runner does not support; the message says what."""
+
+
+class Pass(Protocol):
+    """One pass of a module over the packed tokens of a step."""
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: Mapping[str, Any]
+    ) -> Tensor:
+        """Compute the next attention. q, k, v: [1, heads, tokens, channels]; return [1, tokens, heads, channels]."""
+
+    def mask(self, sees: Callable[..., Any], num_tokens: int, device: torch.device) -> Tensor:
+        """Return what stands for a mask. `sees` is transformers' function of batch, head, query and key position."""
+
+
+_running: ContextVar[Pass] = ContextVar("penstock_pass")
+"""The pass that this thread computes. transformers calls attention functions with nothing of ours."""
+
+
+@contextmanager
+def running(one: Pass) -> Iterator[None]:
+    """Let modules that run in the block compute attention by this pass."""
+    token = _running.set(one)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, None]:
+    return _running.get().attend(module, query, key, value, attention_mask, settings), None
+
+
+def _mask(*, q_length: int, mask_function: Callable[..., Any], device: torch.device, **_: Any) -> Tensor:
+    return _running.get().mask(mask_function, q_length, device)
+
+
+def register() -> None:
+    """Make our attention known to transformers."""
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a module is told the positions of packed tokens, beside `position_ids`."""
+
+    counts_each: bool
+    """Whether it gets a number of earlier tokens for each token (`PackedCache`), else always 0."""
+    has_mask: bool
+    """Whether it gets a mask of ones for the step's tokens. Some modules make one for earlier tokens otherwise."""
+
+
+CALL_FORMS = (CallForm(True, False), CallForm(True, True), CallForm(False, False), CallForm(False, True))
+"""The best form first."""
+
+
+class _NoLayers(list[Any]):
+    """Stands for the layers of a cache that has none."""
+
+    def __getitem__(self, index: object) -> Any:
+        raise UnsupportedModuleError("a layer keeps something of its own in the cache")
+
+
+class PackedCache(Cache):
+    """Tells a module the positions of packed tokens. It keeps nothing: keys and values are stored at the attention.
+
+    A module that counts positions from the number of earlier tokens gets a number for each token, because the tokens of
+    a step belong to several sequences.
+    """
+
+    def __init__(self, positions: Tensor, *, counts_each: bool, length: int = 0) -> None:
+        """positions: [tokens]; counts_each: whether the module can take a number for each token.
+
+        length: the keys that masks stand for; by default the step's own tokens.
+        """
+        self._length = length or len(positions)
+        super().__init__(layers=_NoLayers())
+        self._earlier = positions - torch.arange(len(positions), device=positions.device) if counts_each else 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values as they are."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Return the number that makes a token's index in the step its position, [tokens]; else 0."""
+        return self._earlier
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the number of keys of a mask, and that of the first one."""
+        return self._length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return 0: masks stand for the step's own tokens."""
+        return 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Refuse recurrent layers."""
+        raise _recurrent()
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """Refuse recurrent layers."""
+        raise _recurrent()
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Refuse recurrent layers."""
+        raise _recurrent()
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """Refuse recurrent layers."""
+        raise _recurrent()
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Refuse recurrent layers."""
+        raise _recurrent()
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Refuse layers that choose the tokens which they attend to."""
+        raise UnsupportedModuleError("a layer chooses the tokens that it attends to by an indexer (sparse attention)")
+
+
+def _recurrent() -> UnsupportedModuleError:
+    return UnsupportedModuleError("it has recurrent layers, whose states are not kept")

@@ -1,0 +1,154 @@
+"""Load a described module's weights into a runner that is ready for steps."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from penstock.contract.adapters import AdapterRef
+from penstock.contract.errors import ConfigError, NotFoundError
+from penstock.gpu_node.model.checkpoint.description import cache_sizes
+from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
+from penstock.gpu_node.model.checkpoint.source import Progress
+from penstock.gpu_node.model.checkpoint.stored_tensors import read_safetensors, weight_files
+from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.protocol import Adapter
+from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
+from penstock.gpu_node.model.torch_cpu.load import TORCH_DTYPES, choose_dtype, set_threads
+from penstock.gpu_node.model.transformers_runner.agreement import require_agreement
+from penstock.gpu_node.model.transformers_runner.attention import IMPLEMENTATION, UnsupportedModuleError
+from penstock.gpu_node.model.transformers_runner.description import LACKS, ModuleDescription
+from penstock.gpu_node.model.transformers_runner.observed import observe
+from penstock.gpu_node.model.transformers_runner.runner import TransformersRunner
+from penstock.runtime.reading import reason_of
+
+log = logging.getLogger(__package__)
+
+_MAX_NAMES = 10
+"""Names of tensors in a message."""
+_MAX_MISSING = 1 << 28
+"""Numbers in tensors that may be missing when a checkpoint is loaded, to name them exactly."""
+
+
+class NoAdapters:
+    """Finds no adapter."""
+
+    def digests(self) -> dict[str, str]:
+        """Return nothing."""
+        return {}
+
+    def find(self, wanted: AdapterRef) -> Adapter:
+        """Raise NotFoundError."""
+        raise NotFoundError(f"there is no adapter {wanted.name}: runner transformers has none", param="adapter")
+
+
+def check_settings(options: RunnerOptions) -> None:
+    """Refuse settings that this runner does not support, by their names."""
+    refused = {
+        "lora": bool(options.lora),
+        "lora_dir": options.lora_dir is not None,
+        "tensor_parallel_size": options.tensor_parallel_size > 1,
+        "pipeline_parallel_size": options.pipeline_parallel_size > 1,
+        "remote_ranks": options.remote_ranks > 0,
+        "quantization": options.quantization not in ("auto", "none"),
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"{name} is not supported by runner transformers, which has no {LACKS}", param=name)
+
+
+@translate_out_of_memory()
+def load_module(
+    described: ModuleDescription, options: RunnerOptions, progress: Progress
+) -> tuple[TransformersRunner, str]:
+    """Return the runner of a model, and the name of its arithmetic. Raises ConfigError."""
+    check_settings(options)
+    set_threads(options)
+    name = choose_dtype(options.dtype, described.stored_dtype)
+    if options.kv_cache_dtype not in ("auto", name):
+        raise ConfigError(f"kv_cache_dtype {options.kv_cache_dtype} is not supported: runner transformers has {name}")
+    dtype = TORCH_DTYPES[name]
+    progress("load", 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module: Any = _random(described, dtype) if described.source.is_dummy else _stored(described, dtype)
+        try:
+            observed = observe(module, described.max_model_len, torch.device("cpu"))
+            require_agreement(module, observed, dtype)
+        except MemoryError:
+            raise
+        except Exception as error:
+            # A module may also fail where it does not expect packed tokens.
+            reason = error.message if isinstance(error, UnsupportedModuleError) else reason_of(error)
+            refused = f"runner transformers does not support {described.architecture}"
+            raise ConfigError(f"{refused}: {reason}") from error
+    sizes = cache_sizes(described.max_model_len, options, observed.channels * dtype.itemsize)
+    runner = TransformersRunner(module, observed, sizes, block_size=options.block_size, dtype=dtype)
+    facts = {"architecture": described.architecture, "dtype": name, "num_threads": torch.get_num_threads()}
+    facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks, "lacks": LACKS}
+    log.info("transformers runner", extra=facts)
+    if torch.cuda.is_available():
+        log.warning("a CUDA device is visible, but this runner computes on the CPU")
+    progress("load", 1.0)
+    return runner, f"transformers-{transformers.__version__}-{name}"
+
+
+def _random(described: ModuleDescription, dtype: torch.dtype) -> nn.Module:
+    """Return a module of random weights, always the same ones."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = described.module_class._from_config(described.config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    module: nn.Module = made.eval()
+    return module
+
+
+def _stored(described: ModuleDescription, dtype: torch.dtype) -> nn.Module:
+    """Return a module with the weights of a checkpoint. Raises ConfigError if tensors are missing."""
+    folder = described.source.folder
+    stored = {
+        name: tensor.shape
+        for path in weight_files(described.source)
+        for name, tensor in read_safetensors(path, MappedFile(path).content)
+    }
+    missing = described.num_weights - sum(map(_count, stored.values()))
+    if missing > _MAX_MISSING:
+        raise ConfigError(f"{folder}: the config describes {missing:,} numbers more than the checkpoint has")
+    try:
+        module, found = described.module_class.from_pretrained(
+            folder,
+            config=described.config,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"{folder}: transformers cannot load the checkpoint: {reason_of(error)}") from error
+    if absent := sorted(found["missing_keys"]):
+        raise ConfigError(
+            f"{folder}: the checkpoint has no tensors {_listed(absent)}, which {described.architecture} needs"
+        )
+    if unlike := sorted(str(one[0]) for one in found.get("mismatched_keys") or ()):
+        raise ConfigError(f"{folder}: the shapes of tensors {_listed(unlike)} are not those that the config says")
+    if surplus := sorted(found["unexpected_keys"]):
+        log.warning("the checkpoint has tensors that the model does not use", extra={"tensors": _listed(surplus)})
+    loaded: nn.Module = module.eval()
+    return loaded
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
