@@ -387,7 +387,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._manager.stopping()
         self._gateway.stopping.set()
-        self._gateway.client.note_stop()
+        self._gateway.client.servers.note_stop()
         # uvicorn's own graceful-shutdown timeout would log a traceback for each open answer.
         end = asyncio.create_task(cut_off_after(self._drain_s, self.server_state.tasks))
         try:

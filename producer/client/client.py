@@ -106,11 +106,6 @@ class AsyncClient:
             self.servers.directory.patience.require_open()
         return self
 
-    def note_stop(self) -> None:
-        """Note that this process stops, and that its callers have not left: their jobs wait for them at another one."""
-        for server in self.servers.all:
-            server.inbox.is_stopping = True
-
     async def close(self) -> None:
         """End every stream, task and connection of this client. Only jobs that need no reader continue."""
         has_ended = self.servers.directory.patience.is_open and not self.servers.directory.patience.is_in_its_loop()
