@@ -207,7 +207,7 @@ also beside other tenants: their readers stand still until these are computed ag
 class _Chunk(NamedTuple):
     """The tokens that a prompt lacks, the milliseconds of one, and whether an earlier node had begun its output."""
 
-    count: int
+    num_tokens: int
     token_ms: float
     is_resumed: bool
 
@@ -244,10 +244,10 @@ class PrefillBudget:
         waiting = queues.foreground(queues) if only_foreground else list(queues)
         chunks = self._chunks(num_to_compute, max_tokens, waiting[len(queues.swapped) :])
         limit_ms = max(limits.max_prefill_ms_beside_decode, self._time.decode_ms(num_decoded))
-        backlog_ms = sum(one.count * one.token_ms for one in chunks) / BACKLOG_STEPS
+        backlog_ms = sum(one.num_tokens * one.token_ms for one in chunks) / BACKLOG_STEPS
         # A longer step delays no other tenant if there is none.
         if backlog_ms > limit_ms and len(self._tenants(num_to_compute, waiting)) > 1:
-            backlog_ms = sum(one.count * one.token_ms for one in chunks if one.is_resumed) / BACKLOG_STEPS
+            backlog_ms = sum(one.num_tokens * one.token_ms for one in chunks if one.is_resumed) / BACKLOG_STEPS
         limit_ms = max(limit_ms, min(backlog_ms, MAX_BACKLOG_FACTOR * limits.max_prefill_ms_beside_decode))
         return max(1, min(max_tokens, _tokens_within(limit_ms, chunks)))
 
