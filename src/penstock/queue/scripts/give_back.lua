@@ -37,7 +37,7 @@ end
 local function is_paused(job)
   local names = {'pool', 'level:' .. job.level, 'tenant:' .. job.tenant}
   for _, name in ipairs(names) do
-    if redis.call('HEXISTS', P .. ':paused', name) == 1 then return true end
+    if redis.call('HGET', P .. ':paused', name) then return true end
   end
   return false
 end
