@@ -150,6 +150,35 @@ def show(
     print_object(_run(redis_url, job_id, find), as_json=as_json)
 
 
+def why(job_id: JobId, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
+    """Say what a job waits for and what would help, or where its time went, node by node.
+
+    Examples:
+        penstock why JOB_ID
+        penstock why JOB_ID --json
+    """
+
+    async def find(client: AsyncClient, job_id: str, tenant: str) -> dict[str, Any]:
+        from penstock.producer.client.explanation import explain
+
+        return await explain(client, job_id, tenant=tenant)
+
+    told = _run(redis_url, job_id, find)
+    if as_json:
+        print_object(told, as_json=True)
+        return
+    write_line(f"{told['id']}: {told['state']}, {told['seconds']:.1f} s since it was accepted")
+    if told["not_recorded"]:
+        write_line(f"{'':>9}    {told['not_recorded']} are not recorded")
+    for part in told["parts"]:
+        write_line(f"{part['seconds']:>9.1f} s  {part['text']}")
+    for cause in told["waits_for"]:
+        write_line(f"waits for {cause['waits_for']}")
+        write_line(f"  what helps: {cause['helps']}")
+    if told["code"]:
+        write_line(f"ended with {told['code']}: {told['message']}")
+
+
 @app.command()
 def cancel(job_ids: JobIds, redis_url: RedisUrl = None) -> None:
     """Cancel jobs. Prints each id and state; a running job ends within a step.

@@ -75,6 +75,7 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
     ),
     "Look": (
         CommandEntry("jobs", "penstock.cli.jobs:app", "List, show, cancel or follow jobs"),
+        CommandEntry("why", "penstock.cli.jobs:why", "Say what a job waits for, or where its time went"),
         CommandEntry("pools", "penstock.cli.pools:app", "List the served models with their load; remove a pool"),
         CommandEntry("dead", "penstock.cli.dead:app", "Show, retry or delete jobs that lost too many nodes"),
         CommandEntry("top", "penstock.cli.top.commands:top", "Show nodes, queues and tenants live"),

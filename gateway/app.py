@@ -203,10 +203,11 @@ def _client_of(settings: GatewaySettings) -> AsyncClient:
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """The app, and the event that ends its endless streams when the server process stops."""
+    """The app, the event that ends its endless streams when the server process stops, and its client of the queue."""
 
     app: FastAPI
     stopping: asyncio.Event
+    client: AsyncClient
 
 
 def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> FastAPI:
@@ -258,7 +259,7 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     if tracing is not None:
         app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=_paths_of(routes))
     app.add_middleware(PlainPaths)
-    return Gateway(app, services.stopping)
+    return Gateway(app, services.stopping, client)
 
 
 def schemas_of(apis: Sequence[HttpDialect]) -> BodySchemas:
@@ -377,6 +378,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._manager.stopping()
         self._gateway.stopping.set()
+        self._gateway.client.servers.note_stop()
         # uvicorn's own graceful-shutdown timeout would log a traceback for each open answer.
         end = asyncio.create_task(cut_off_after(self._drain_s, self.server_state.tasks))
         try:

@@ -31,6 +31,7 @@ from penstock.gpu_node.service.heartbeat import Heartbeat, heartbeat_interval_s,
 from penstock.gpu_node.service.liveness import answering
 from penstock.gpu_node.service.seats import NO_SEATS, Seats, declare_dead
 from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.taking.hand_over import HandOver
 from penstock.gpu_node.taking.load_shedder import LoadShedder
 from penstock.gpu_node.taking.preparation import JobPreparation
 from penstock.gpu_node.taking.taker import Bell, JobTaker, listen
@@ -94,6 +95,7 @@ class Node:
         )
         sizes = {"kv_tokens": engine.num_kv_tokens, "max_num_seqs": settings.max_num_seqs}
         self._load_shedder = LoadShedder(self._broker, self.held_jobs, self._worker, reports, self._outbox, **sizes)
+        self._hand_over = HandOver(self._broker, self.held_jobs, self._load_shedder)
         self._threads = Threads()
         self._preparation = JobPreparation(
             self._broker,
@@ -341,7 +343,11 @@ class Node:
             died.result()
 
     async def _drain(self) -> None:
-        """Let jobs finish for `drain_s`, then give the rest back. Their tokens are in the job logs by then."""
+        """Let jobs finish for `drain_s`, or move to other nodes, and then give the rest back.
+
+        Their tokens are in the job logs by then.
+        """
+        ends_s = time.monotonic() + self._settings.drain_s
         self._heartbeat.draining = True
         with suppress(UnavailableError, LeaseLostError):
             # Announce the drain first: if the node dies from here on, its jobs do not count it as a loss.
@@ -350,7 +356,15 @@ class Node:
         with suppress(UnavailableError, LeaseLostError):
             await with_retries(self._taker.close, LEAVE_PATIENCE_S)
             await self._give_back([job for job in self.held_jobs if not job.is_in_engine])
-        await _first_of(self._outbox.until_empty(), self._end_grace.wait(), timeout_s=self._settings.drain_s)
+        is_over = asyncio.Event()
+        moving = asyncio.create_task(self._hand_over.run(ends_s, is_over))
+        try:
+            await _first_of(self._outbox.until_empty(), self._end_grace.wait(), timeout_s=ends_s - time.monotonic())
+            is_over.set()
+            # A call to Redis that is under way ends first, so that this node knows which jobs have left.
+            await asyncio.wait((moving,), timeout=LEAVE_PATIENCE_S)
+        finally:
+            await cancel_until_done((moving,))
         self._worker.stop()
         await asyncio.wait((asyncio.wrap_future(self._worker.stopped),), timeout=LEAVE_PATIENCE_S)
         with suppress(UnavailableError):

@@ -224,6 +224,7 @@ def open_choice(
         seed=asked.seed,
         token_ids=np.concatenate((prompt, np.array(resumed.token_ids, dtype=np.int32))),
         num_prompt_tokens=len(asked.prompt_token_ids),
+        num_resumed=len(resumed.token_ids),
         end_rule=rule,
         root_hash=request.root_hash,
         tenant=asked.tenant,

@@ -176,6 +176,8 @@ class Sequence:
     """KV-token-milliseconds so far: the capacity of its blocks in tokens × the milliseconds that it held them."""
     num_preemptions: int = 0
     """How often its blocks were taken while it ran."""
+    num_resumed: int = 0
+    """Output tokens that earlier nodes generated."""
 
     beams: list[Sequence] | None = None
     """All sequences of its beam search, itself included. They start, branch and yield together."""

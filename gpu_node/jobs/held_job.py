@@ -224,6 +224,7 @@ class HeldJob:
         self._cuts: list[tuple[int, int, int]] = []
         self._choices: list[ChoiceText] = [ChoiceText()]
         self._prompt_rows = PromptRows()
+        self._num_resumed = 0
 
     @property
     def job_id(self) -> str:
@@ -293,6 +294,16 @@ class HeldJob:
         return sum(len(c.token_ids) for c in self._choices)
 
     @property
+    def num_new_tokens(self) -> int:
+        """Output tokens of all choices that this node generated."""
+        return self.num_output_tokens - self._num_resumed
+
+    @property
+    def open_lengths(self) -> list[int]:
+        """Output lengths so far of the choices that have not ended, in tokens."""
+        return [len(c.token_ids) for c in self._choices if c.finish_reason is None]
+
+    @property
     def ended_lengths(self) -> list[int]:
         """Output lengths of the choices that ended by themselves, in tokens."""
         if self.output:
@@ -326,6 +337,7 @@ class HeldJob:
             self.usage = chunk.usage or self.usage
             self._append(chunk, one)
         self.num_acknowledged = len(self._chunks)
+        self._num_resumed = self.num_output_tokens
 
     def choice_so_far(self, choice: int) -> tuple[tuple[int, ...], str, FinishReason | None]:
         """Return (token ids, text, finish reason) of one choice."""

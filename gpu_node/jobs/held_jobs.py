@@ -145,6 +145,12 @@ class HeldJobs:
         """Predicted output lengths, for the admission of new jobs; see `NodePressure`."""
         return self._predictor.of_all_tenants()
 
+    def tokens_left(self, job: HeldJob) -> int:
+        """Predict the tokens that the longest open choice of a job still lacks."""
+        limit = min(job.max_tokens, job.max_output_tokens)
+        lengths = job.open_lengths or [0]
+        return max(self._predictor.remaining(job.taken.tenant, job.num_prompt_tokens, limit, n) for n in lengths)
+
     def learn(self, job: HeldJob) -> None:
         """Update the length predictor and `hold_ms` with a job that has no open choice left."""
         if job.work is not None:

@@ -96,6 +96,7 @@ class LoadShedder:
         Tokens that Redis does not have yet are lost; the next node generates the same tokens again.
         """
         wanted = [job for job in jobs if job.outcome is None]
+        told = "drain" if why == "handover" else why
         returns = [
             GivenBackJob(job.job_id, job.taken.lease, job.expected_cost, job.max_kv_tokens, self._preemptions_of(job))
             for job in wanted
@@ -104,10 +105,10 @@ class LoadShedder:
         kept = [job for job, answer in zip(wanted, answers, strict=True) if answer == "KEEP"]
         given = [job for job in wanted if job not in kept]
         for job in given:
-            self._reports.gave_back(job, why)
+            self._reports.gave_back(job, told)
             self._outbox.forget(job)
-        self._held_jobs.counts.gave_back(why, len(given))
-        if given and why != "drain":
+        self._held_jobs.counts.gave_back(told, len(given))
+        if given and told != "drain":
             log.info("returned jobs to the queue", extra={"num_jobs": len(given), "why": why})
         return kept
 

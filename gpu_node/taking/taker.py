@@ -99,6 +99,10 @@ IDLE_TAKE_S = 1.0
 """Interval at which the queue is polled anyway, since pub/sub may lose a doorbell message."""
 
 
+BYTES_PER_TOKEN = 4
+"""Bytes of a request that count as one token where jobs are compared whose prompts are not tokenized yet."""
+
+
 class JobTaker:
     """The loop that takes jobs from the queue, as many as the node's engine has capacity for."""
 
@@ -194,7 +198,7 @@ class JobTaker:
         self._queued_kinds = any(answer.depth[:NUM_PRIORITIES]), any(answer.depth[NUM_PRIORITIES:])
         self._engine.note_queued_background(self._queued_kinds[1])
         self._held_jobs.counts.queue_share = sum(answer.depth) / max(1, answer.num_nodes)
-        for job in jobs:
+        for job in sorted(jobs, key=_to_compute_again):
             self._preparation.begin(job)
         if len(jobs) >= MAX_BACKGROUND_TAKEN:
             return 0.0
@@ -236,6 +240,13 @@ class JobTaker:
         counts.taken_over += sum(bool(job.taken.num_chunks or job.taken.losses) for job in jobs)
         self.answered_call = self._call
         return jobs
+
+
+def _to_compute_again(job: HeldJob) -> tuple[int, bool, int]:
+    """Sort jobs that go on before new ones of their urgency, the shortest first: most of them then wait for little."""
+    taken = job.taken
+    size = len(taken.request) // BYTES_PER_TOKEN + taken.num_chunks if taken.num_chunks else 0
+    return taken.urgency, not taken.num_chunks, size
 
 
 def _left_of(whole: int, used: PerLevel) -> PerLevel:

@@ -59,6 +59,7 @@ NAV: Nav = {
         "Run on Kubernetes": "docs/howto/kubernetes.md",
         "Kubernetes": "ops/deploy/kubernetes/index.md",
         "systemd": "ops/deploy/systemd/index.md",
+        "Proxies": "ops/deploy/proxies/index.md",
         "Tune a node": "docs/howto/tuning.md",
         "Dashboards and alerts": "ops/observe/index.md",
         "Metrics": "ops/METRICS.md",

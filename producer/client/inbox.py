@@ -118,6 +118,8 @@ class ClientInbox:
         self._last_heartbeat_s: dict[str, float] = {}
         self._echoes = Echoes(settings.echo_interval_s)
         self._tasks: asyncio.Task[None] | None = None
+        self.is_stopping = False
+        """Whether the process stops, so that its callers go on at another one."""
 
     @property
     def is_running(self) -> bool:
@@ -169,7 +171,7 @@ class ClientInbox:
         await self.wait_for_detach(job_id)
         done = self._detaching[job_id] = asyncio.Event()
         try:
-            await self._broker.detach(job_id, self.name)
+            await self._broker.detach(job_id, self.name, stops=self.is_stopping)
         finally:
             del self._detaching[job_id]
             done.set()

@@ -282,6 +282,11 @@ class QueueServers:
         """The pools that the setting names, each with its server."""
         return self._of
 
+    def note_stop(self) -> None:
+        """Note that this process stops, and that its callers have not left: their jobs wait for them at another one."""
+        for server in self.all:
+            server.inbox.is_stopping = True
+
     async def open(self) -> None:
         """Connect to the directory, and to the other servers as soon as they answer.
 

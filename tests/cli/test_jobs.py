@@ -77,6 +77,24 @@ def test_job_is_shown_with_its_ledger_and_on_request_with_its_text(pool: str) ->
     assert re.search(r"^    taken  2\d{3}-\S+  \w+", text, re.MULTILINE)
 
 
+def test_why_says_where_the_time_of_a_job_went(pool: str) -> None:
+    with Client(pool) as client:
+        job = client.submit("hello", max_tokens=3, seed=1, tenant="acme")
+        job.result()
+        late = client.submit("late", not_before_s=600, tenant="acme")
+    lines = run_command("why", job.id, "--redis-url", pool).stdout.splitlines()
+    assert re.fullmatch(rf"{re.escape(job.id)}: succeeded, \d+\.\d s since it was accepted", lines[0])
+    parts = [
+        re.fullmatch(r" +\d+\.\d s  (waited in the queue|until the first token on \S+|ran on \S+)", one)
+        for one in lines[1:]
+    ]
+    assert len(parts) == 3 and all(parts), lines
+    told = json.loads(run_command("why", job.id, "--json", "--redis-url", pool).stdout)
+    assert [part["part"] for part in told["parts"]] == ["queue", "first_token", "rest"]
+    text = run_command("why", late.id, "--redis-url", pool).stdout
+    assert "waits for its start time, in " in text and "what helps: `penstock jobs change" in text
+
+
 def test_list_as_json_has_the_objects_of_the_http_api(pool: str) -> None:
     with Client(pool) as client:
         job = client.submit("hello", max_tokens=3, tenant="json")

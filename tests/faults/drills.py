@@ -2,7 +2,7 @@
 
 `restore`: Redis loses everything since a backup. `replace`: nodes and gateways are replaced under load, one by one.
 `rotate`: the same, with a new password of Redis. `certificates`: Redis gets a certificate of another authority, without
-a restart of anything.
+a restart of anything. `nginx`, `haproxy` and `caddy`: gateways behind that proxy are stopped and killed under streams.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import tempfile
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import httpx
 import redis
-from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
+from faults.proxies import PROXIES, Proxied, behind_proxy, make_key
 from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess, free_port
 from faults.tools.work import check_settled, new_work
@@ -63,7 +64,7 @@ async def restore(folder: Path) -> Restored:
         gateway = stack.enter_context(GatewayProcess(server.url))
         client = await AsyncClient(server.url).connect()
         first, running = new_work(POOL, 5), new_work(POOL, NUM_TOKENS // 2)
-        old_key = await asyncio.to_thread(_key, server.url, "old")
+        old_key = await asyncio.to_thread(make_key, server.url, "old")
         await first.read((await client.submit("the gate", **first.options)).chunks())
         job = await client.submit("the gate", **running.options, background=True)
         while (await client.status(job.id)).num_chunks < 5:
@@ -73,7 +74,7 @@ async def restore(folder: Path) -> Restored:
         text_before = (await job.result()).text
         late = await client.submit("the gate", max_tokens=5, idempotency_key="order 7")
         await late.result()
-        new_key = await asyncio.to_thread(_key, server.url, "new")
+        new_key = await asyncio.to_thread(make_key, server.url, "new")
         await asyncio.to_thread(server.restart_from, backup)
 
         again = await client.result(running.id)
@@ -225,11 +226,6 @@ async def _replaced(server: RedisProcess, old_url: str, new_url: str, num_jobs: 
         return Replaced(accepted=len(jobs), exact=len(works), replaced=len(nodes) + len(gateways))
 
 
-def _key(redis_url: str, tenant: str) -> str:
-    made = run_command("keys", "add", tenant, "--json", "--redis-url", redis_url)
-    return str(json.loads(made.stdout)["key"])
-
-
 def _status(url: str, key: str = "") -> int:
     if not key:
         return httpx.get(f"{url}/health", timeout=60).status_code
@@ -243,11 +239,14 @@ async def _state(client: AsyncClient, job_id: str) -> str:
         return "gone"
 
 
-DRILLS: dict[str, Callable[[Path], Coroutine[Any, Any, Restored | Replaced | Rotated | Certified]]] = {
+Outcome = Restored | Replaced | Rotated | Certified | Proxied
+
+DRILLS: dict[str, Callable[[Path], Coroutine[Any, Any, Outcome]]] = {
     "restore": restore,
     "replace": replace,
     "rotate": rotate,
     "certificates": certificates,
+    **{name: partial(behind_proxy, name) for name in PROXIES},
 }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from faults.drills import Certified, Replaced, Restored, Rotated, certificates, redis_with_tls, replace, restore, rotate
+from faults.proxies import PROXIES, ProxyName, behind_proxy, program_of
 
 
 async def test_after_a_restored_backup_jobs_run_again_alike_and_later_ones_are_gone(tmp_path: Path) -> None:
@@ -31,6 +32,18 @@ async def test_nodes_and_gateways_are_replaced_under_load_without_a_lost_token(t
 async def test_a_password_of_redis_is_rotated_under_load_without_a_lost_token(tmp_path: Path) -> None:
     jobs = Replaced(accepted=8, exact=8, replaced=4)
     assert await rotate(tmp_path, num_jobs=8) == Rotated(jobs, old_password_works=False)
+
+
+@pytest.mark.slow  # It restarts four gateways.
+@pytest.mark.parametrize("name", PROXIES)
+async def test_streams_through_a_proxy_survive_stops_and_kills_of_gateways(tmp_path: Path, name: ProxyName) -> None:
+    if program_of(name) is None:
+        pytest.skip(f"apt-get install {name}")
+    outcome = await behind_proxy(name, tmp_path, num_streams=8)
+    assert outcome.whole == 8
+    assert outcome.broken, "some streams were cut off"
+    # Caddy 2.6 passes no POST on to another gateway. It may answer 502 until it knows that a gateway is gone.
+    assert outcome.bad_gateways == 0 or name == "caddy"
 
 
 @pytest.mark.slow  # It needs a Redis with TLS, which the embedded one has not.

@@ -27,6 +27,7 @@ from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.errors import READ_TIMEOUT_S
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
+from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.tenants.key_store import KeyStore
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
@@ -126,6 +127,33 @@ def test_a_stop_past_its_drain_ends_answers_with_an_error_and_logs_no_traceback(
     assert "Traceback" not in log and not [line for line in lines if line["level"] == "ERROR"]
     (cut,) = [line for line in lines if line["message"] == "answers were cut off at the end of the drain"]
     assert (cut["level"], cut["num_answers"]) == ("WARNING", 3)
+
+
+def test_streams_of_a_stopped_gateway_wait_longer_for_their_callers_than_those_that_callers_left(redis_url, engine):
+    """The pool's grace time after a reader left is 0.5 s."""
+    engine.step_s = 0.05
+
+    async def status(job_id):
+        redis = connect(redis_url)
+        try:
+            return await ProducerBroker(redis).status(job_id, "default")
+        finally:
+            await redis.aclose()
+
+    with gateway_process(redis_url, PENSTOCK_GATEWAY_DRAIN_S="0") as (process, url):
+        body = {"model": MODEL, "prompt": "a" * 250, "max_tokens": 250, "stream": True}
+        asked = {"json": body, "headers": {"X-Penstock-Event-Ids": "true"}, "timeout": 60}
+        with httpx.stream("POST", f"{url}/v1/completions", **asked) as response:
+            lines = response.iter_lines()
+            while not next(lines).startswith("data: "):
+                pass
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=60)
+            job_id = response.headers["x-penstock-job"]
+    chunks = asyncio.run(status(job_id)).num_chunks
+    time.sleep(1.5)
+    now = asyncio.run(status(job_id))
+    assert (now.state, now.num_chunks > chunks) == ("running", True)
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,62 @@ async def test_a_job_cancelled_before_its_new_node_has_read_its_log_contradicts_
     assert await audit(AdminBroker(redis), POOL) == []
 
 
+async def test_a_stopping_node_hands_its_streams_over_a_few_at_a_time_while_the_others_go_on(
+    redis_url: str, redis: Redis, broker: ProducerBroker
+) -> None:
+    jobs, next_engine = [new_job(max_tokens=1500) for _ in range(6)], ReferenceEngine(step_s=0.001)
+    next_engine.holds_at = 0
+
+    async def chunks() -> dict[str, int]:
+        return {job.id: (await broker.status(job.id, "default")).num_chunks for job in jobs}
+
+    async def move_on() -> int:
+        """Return how many jobs got tokens while two of the first node waited at the next one."""
+        before = await chunks()
+        async with asyncio.timeout(PATIENCE_S):
+            while (grown := sum(now > before[job_id] + 5 for job_id, now in (await chunks()).items())) < 4:
+                await asyncio.sleep(0.01)
+        return grown
+
+    async with running(redis_url, ReferenceEngine(step_s=0.02), drain_s=600) as node:
+        for job in jobs:
+            await broker.submit(Submission(job, 50))
+        for job in jobs:
+            await until(broker, job, lambda status: status.num_chunks > 2)
+        async with running(redis_url, next_engine) as next_node:
+            node.stop()
+            async with asyncio.timeout(PATIENCE_S):
+                while len(next_node.held_jobs) < 2:
+                    await asyncio.sleep(0.01)
+            assert await move_on() == 4
+            assert (len(next_node.held_jobs), node.held_jobs.counts.given_back_drain) == (2, 2)
+            next_engine.holds_at = None
+            results = [await ended(broker, job) for job in jobs]
+            assert node.held_jobs.counts.given_back_drain == 6
+    assert [list(result.choices[0].token_ids) for result in results] == [expected(job) for job in jobs]
+    assert await audit(AdminBroker(redis), POOL) == []
+
+
+async def test_a_stopping_node_keeps_streams_that_no_other_node_has_room_for(
+    redis_url: str, broker: ProducerBroker
+) -> None:
+    job, other = new_job(max_tokens=300), new_job(max_tokens=1500)
+    async with running(redis_url, ReferenceEngine(step_s=0.01), drain_s=600) as node:
+        await broker.submit(Submission(job, 50))
+        await until(broker, job, lambda status: status.num_chunks > 2)
+        full = ReferenceEngine(step_s=0.01, max_num_seqs=1)
+        async with running(redis_url, full, max_num_seqs=1) as next_node:
+            await broker.submit(Submission(other, 50))
+            async with asyncio.timeout(PATIENCE_S):
+                while other.id not in next_node.held_jobs.job_ids:
+                    await asyncio.sleep(0.01)
+            node.stop()
+            result = await ended(broker, job)
+            await broker.cancel(other.id, "default")
+        assert node.held_jobs.counts.given_back_drain == 0
+    assert list(result.choices[0].token_ids) == expected(job)
+
+
 async def test_a_second_stop_ends_the_grace_time(redis_url: str, broker: ProducerBroker) -> None:
     job = new_job(max_tokens=4000)
     async with running(redis_url, ReferenceEngine(step_s=0.01), drain_s=600) as node:

@@ -47,6 +47,7 @@ from penstock.gateway.stream.event_stream import EventSource
 from penstock.gateway.stream.writer import EventWriter, event
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.completions import Completion, CompletionCursor, CompletionFeed, FeedEvent, checked_tag
+from penstock.producer.client.explanation import explain
 from penstock.producer.client.job_objects import completion_object, job_object, queue_members
 from penstock.producer.client.many import SubmitRequest
 from penstock.producer.client.request import Prompt, choose_pool
@@ -377,6 +378,7 @@ class JobRoutes:
         self.router = APIRouter()
         self.router.add_api_route("/v1/jobs", self.list_jobs)
         self.router.add_api_route("/v1/jobs/{job_id}", self.show)
+        self.router.add_api_route("/v1/jobs/{job_id}/why", self.why)
         self.router.add_api_route("/v1/jobs/{job_id}/stream", self.stream)
         self.router.add_api_route("/v1/jobs/{job_id}", self.cancel, methods=["DELETE"], description=_CANCEL_DOC)
         self.router.add_api_route("/v1/jobs/{job_id}/ack", self.ack, methods=["POST"])
@@ -410,6 +412,11 @@ class JobRoutes:
         async with soon():
             status = await self._client.status(job_id, tenant=caller_of(request).tenant)
         return JobAnswer(status, self._client, self._yielder, self._result_budget, timeout_s=self._timeout_s)
+
+    async def why(self, request: Request, job_id: str) -> dict[str, Any]:
+        """Explain a job: how long each part took and on which node, what it waits for, and what would help."""
+        async with soon():
+            return await explain(self._client, job_id, tenant=caller_of(request).tenant)
 
     async def stream(self, request: Request, job_id: str) -> Response:
         """Stream a job's chunks from the beginning, or after the chunk that `?after=` or `Last-Event-ID` names.

@@ -200,7 +200,16 @@ def ends_within_budget(budget: int, starts: Ints, num_tokens: Ints) -> Ints:
 BACKLOG_STEPS = 8
 """A backlog of prompts may be spread over this many steps, if only its own tenant waits for them."""
 MAX_BACKLOG_FACTOR = 4
-"""Such a backlog lengthens a step to at most this multiple of the limit."""
+"""Such a backlog lengthens a step to at most this multiple of the limit. So do sequences that an earlier node began,
+also beside other tenants: their readers stand still until these are computed again."""
+
+
+class _Chunk(NamedTuple):
+    """The tokens that a prompt lacks, the milliseconds of one, and whether an earlier node had begun its output."""
+
+    num_tokens: int
+    token_ms: float
+    is_resumed: bool
 
 
 class PrefillBudget:
@@ -235,40 +244,43 @@ class PrefillBudget:
         waiting = queues.foreground(queues) if only_foreground else list(queues)
         chunks = self._chunks(num_to_compute, max_tokens, waiting[len(queues.swapped) :])
         limit_ms = max(limits.max_prefill_ms_beside_decode, self._time.decode_ms(num_decoded))
-        backlog_ms = sum(count * token_ms for count, token_ms in chunks) / BACKLOG_STEPS
+        backlog_ms = sum(one.num_tokens * one.token_ms for one in chunks) / BACKLOG_STEPS
         # A longer step delays no other tenant if there is none.
-        if backlog_ms > limit_ms and len(self._tenants(num_to_compute, waiting)) == 1:
-            limit_ms = max(limit_ms, min(backlog_ms, MAX_BACKLOG_FACTOR * limits.max_prefill_ms_beside_decode))
+        if backlog_ms > limit_ms and len(self._tenants(num_to_compute, waiting)) > 1:
+            backlog_ms = sum(one.num_tokens * one.token_ms for one in chunks if one.is_resumed) / BACKLOG_STEPS
+        limit_ms = max(limit_ms, min(backlog_ms, MAX_BACKLOG_FACTOR * limits.max_prefill_ms_beside_decode))
         return max(1, min(max_tokens, _tokens_within(limit_ms, chunks)))
 
     def _tenants(self, num_to_compute: Ints, waiting: Iterable[Sequence]) -> set[str]:
         running = (seq for seq, count in zip(self._batch.seqs, num_to_compute.tolist(), strict=True) if count)
         return {seq.tenant for seq in chain(running, waiting)}
 
-    def _chunks(self, num_to_compute: Ints, max_tokens: int, waiting: Iterable[Sequence]) -> list[tuple[int, float]]:
-        """Return, for each prompt in the order of the step, its tokens to compute and the milliseconds of one token.
+    def _chunks(self, num_to_compute: Ints, max_tokens: int, waiting: Iterable[Sequence]) -> list[_Chunk]:
+        """Return what each prompt lacks, in the order of the step.
 
         Prompts beyond the longest backlog that counts make no difference, so they are left out.
         """
         table, rows, seqs = self._batch.table, self._batch.rows, self._batch.seqs
-        chunks: list[tuple[int, float]] = []
+        chunks: list[_Chunk] = []
         left = max_tokens * BACKLOG_STEPS * MAX_BACKLOG_FACTOR
         for i in (num_to_compute > 1).nonzero()[0].tolist():
             count, seq = int(num_to_compute[i]), seqs[i]
-            chunks.append((count, self._time.token_ms(int(table.num_computed[rows[i]]), is_scored=seq.is_scoring)))
+            token_ms = self._time.token_ms(int(table.num_computed[rows[i]]), is_scored=seq.is_scoring)
+            chunks.append(_Chunk(count, token_ms, is_resumed=seq.num_resumed > 0))
             left -= count
         for seq in waiting:
             if left <= 0:
                 break
-            chunks.append((len(seq.token_ids), self._time.token_ms(0, is_scored=seq.is_scoring)))
+            token_ms = self._time.token_ms(0, is_scored=seq.is_scoring)
+            chunks.append(_Chunk(len(seq.token_ids), token_ms, is_resumed=seq.num_resumed > 0))
             left -= len(seq.token_ids)
         return chunks
 
 
-def _tokens_within(limit_ms: float, chunks: list[tuple[int, float]]) -> int:
+def _tokens_within(limit_ms: float, chunks: list[_Chunk]) -> int:
     """Return how many tokens of the chunks, in order, take at most `limit_ms`."""
     num_tokens = 0
-    for count, token_ms in chunks:
+    for count, token_ms, _ in chunks:
         if count * token_ms > limit_ms:
             return num_tokens + int(limit_ms / token_ms)
         num_tokens += count

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fakes.queue.harness import LEASE_MS, FakeNode, P, Queue, ids_of
+from fakes.queue.harness import LEASE_MS, POOL, FakeNode, P, Queue, ids_of
 
+from penstock.contract.priority import Priority
+from penstock.queue import keys
 from penstock.queue.broker.node import TakeAnswer, Taken
 
 HOLDER = f"{P}:reservations"
@@ -214,6 +216,60 @@ async def test_job_is_given_back_only_if_another_node_has_capacity(
     await other.heartbeat(free=free, **record)
     assert await node.give_back(taken, cost=100, why="pressure") == answer
     assert await queue.state(taken.job_id) == ("queued" if answer == "OK" else "running")
+
+
+@pytest.mark.parametrize(
+    ("free", "record", "pause", "answer"),
+    [
+        (100, {}, None, "OK"),
+        (99, {}, None, "KEEP"),
+        (0, {"draining": True}, None, "KEEP"),
+        (100, {"revision": "r2"}, None, "KEEP"),
+        (100, {}, "pool", "KEEP"),
+        (100, {}, "level:1", "KEEP"),
+        (100, {}, "tenant:default", "KEEP"),
+        (100, {}, "tenant:other", "OK"),
+    ],
+)
+async def test_running_job_is_handed_over_only_to_a_node_that_goes_on_at_once(
+    queue: Queue, free: int, record: dict[str, object], pause: str | None, answer: str
+) -> None:
+    node, other = await queue.node("n1"), await queue.node("n2")
+    taken = await queue.running(node, cost=50)
+    await node.emit(taken, 0, 1)
+    await node.heartbeat(free=0, draining=True)
+    await other.heartbeat(free=free, **record)
+    if pause is not None:
+        await queue.redis.hset(keys.paused(POOL), pause, 1)
+    assert await node.give_back(taken, cost=100, why="handover") == answer
+    assert await queue.state(taken.job_id) == ("queued" if answer == "OK" else "running")
+    ended = await queue.redis.hget(keys.job(taken.job_id), "past_leases")
+    assert (ended is not None and ended.endswith(b":drain")) == (answer == "OK")
+
+
+@pytest.mark.parametrize(("priority", "answer"), [("interactive", "KEEP"), ("standard", "KEEP"), ("batch", "OK")])
+async def test_running_job_is_not_handed_over_behind_jobs_that_wait(queue: Queue, priority: str, answer: str) -> None:
+    node, other = await queue.node("n1"), await queue.node("n2")
+    taken = await queue.running(node, cost=50)
+    await queue.submit(priority=Priority[priority.upper()])
+    await other.heartbeat(free=1000)
+    assert await node.give_back(taken, why="handover") == answer
+
+
+async def test_jobs_that_a_node_holds_now_count_at_a_handover(queue: Queue) -> None:
+    node, other = await queue.node("n1"), await queue.node("n2")
+    taken = await queue.running(node, cost=50)
+    await other.heartbeat(free=1000, max_num_seqs=1)
+    await queue.running(other)
+    assert await node.give_back(taken, why="handover") == "KEEP"
+
+
+async def test_job_that_was_lost_before_is_not_handed_over(queue: Queue) -> None:
+    node, other = await queue.node("n1"), await queue.node("n2")
+    taken = await queue.running(node, cost=50)
+    await queue.change(taken.job_id, losses="1")
+    await other.heartbeat(free=1000)
+    assert await node.give_back(taken, why="handover") == "KEEP"
 
 
 async def test_free_capacity_of_a_node_is_counted_once(queue: Queue) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes.queue.harness import LEASE_MS, POOL, TENANT, P, Queue, chunks_of, new_id
+from fakes.queue.harness import CONFIG, LEASE_MS, POOL, TENANT, P, Queue, chunks_of, new_id
 
 from penstock.contract.errors import NotFoundError
 from penstock.contract.output import Chunk, Outcome
@@ -209,6 +209,21 @@ async def test_detached_job_has_a_grace_time_to_be_read_again(queue: Queue) -> N
     await queue.change(taken.job_id, unread=await queue.now_ms() - GRACE_MS)
     assert await unheard(queue, taken)
     await queue.producer.attach(taken.job_id, "default")
+    assert await unheard(queue, taken)
+    await queue.producer.attach(taken.job_id, "default", inbox="again")
+    assert not await unheard(queue, taken)
+
+
+@pytest.mark.parametrize("own_ms", [0, 10_000, 120_000])
+async def test_job_of_a_reader_that_stops_waits_as_long_as_after_a_kill(queue: Queue, own_ms: int) -> None:
+    own = {"background": True, "reader_grace_ms": own_ms} if own_ms else {"background": False}
+    taken = await queue.running(await queue.node(), inbox="me", **own)
+    await queue.producer.detach(taken.job_id, "me", stops=True)
+    stamp = int((await queue.record(taken.job_id))["unread"])
+    wait_ms = max(own_ms, CONFIG["abandon_after_ms"])
+    await queue.change(taken.job_id, unread=stamp - wait_ms + 2000)
+    assert not await unheard(queue, taken)
+    await queue.change(taken.job_id, unread=stamp - wait_ms - 2000)
     assert await unheard(queue, taken)
     await queue.producer.attach(taken.job_id, "default", inbox="again")
     assert not await unheard(queue, taken)

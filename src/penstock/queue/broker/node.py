@@ -35,8 +35,9 @@ MAX_GIVE_BACK_JOBS = 128
 MAX_PREEMPTIONS = 3
 """A job that was given back this often costs its maximum KV tokens from then on. give_back.lua has the same value."""
 MAX_MESSAGE_CHARS = 1000
-Why = Literal["drain", "pressure", "lacking", "lost"]
-"""Why a node gives jobs back: it leaves, it lacks KV capacity or their adapter, or it lost a rank in their step."""
+Why = Literal["drain", "handover", "pressure", "lacking", "lost"]
+"""Why a node gives jobs back: it leaves, it will leave and another node can go on now, it lacks KV capacity or their
+adapter, or it lost a rank in their step."""
 _SET = "redis.call('DEL', KEYS[1]); return redis.call('SET', KEYS[1], ARGV[1])"
 _HSET = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
 """Writes behind a free write. A full Redis refuses a plain one, but a full Redis needs new nodes most."""
@@ -398,6 +399,16 @@ class NodeBroker:
             ]
             answers += [a.decode() for a in await self._call("give_back", why, *arguments)]
         return answers
+
+    async def progress(self, job_ids: Sequence[str]) -> list[int | None]:
+        """Return for each job how many chunks its log has; None for one that has ended or is unknown."""
+        commands = [one for i in job_ids for one in (("HGET", keys.job(i), "state"), ("LLEN", keys.log(i)))]
+        with translated():
+            answers = await scripts.call_all(self._redis, commands)
+            if failed := next((one for one in answers if isinstance(one, Exception)), None):
+                raise failed
+        is_open = [state in (b"queued", b"running") for state in answers[::2]]
+        return [length if opened else None for opened, length in zip(is_open, answers[1::2], strict=True)]
 
     async def sweep(self) -> None:
         """Sweep the pool for dead nodes and due jobs; the script limits how often it runs."""

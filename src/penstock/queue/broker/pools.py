@@ -216,7 +216,13 @@ class StatsBroker:
         """Return the statistics of every announced pool."""
         with translated():
             pools = await pool_names(self._redis)
-            return list(await asyncio.gather(*map(self._of, pools)))
+            return [stats for _, stats in await asyncio.gather(*map(self._of, pools))]
+
+    @retried
+    async def look(self, pool: str) -> tuple[int, PoolStats]:
+        """Return the time of a pool's clock, in ms, and the pool's statistics."""
+        with translated():
+            return await self._of(pool)
 
     @retried
     async def redis_state(self) -> RedisState:
@@ -224,7 +230,7 @@ class StatsBroker:
         with translated():
             return _redis_state(await self._redis.info())
 
-    async def _of(self, pool: str) -> PoolStats:
+    async def _of(self, pool: str) -> tuple[int, PoolStats]:
         redis = self._redis
         (
             time,
@@ -256,7 +262,7 @@ class StatsBroker:
                 # A node of another protocol version has a record that this one cannot read.
                 with suppress(WireError):
                     nodes.append(wire.decode_pressure(records[node]))
-        return PoolStats(
+        return now_ms, PoolStats(
             pool,
             queue_state(waiting, cost, counts, nodes),
             num_open,

@@ -198,9 +198,13 @@ class ProducerBroker:
             raise _no_job(job_id)
         return Attached(answer[1].decode(), int(answer[2]), bool(answer[3]))
 
-    async def detach(self, job_id: str, inbox: str) -> None:
-        """Remove a reader. A job without readers is canceled after a grace time, unless it needs no reader."""
-        await scripts.call(self._redis, "detach", pool_of(job_id), job_id, inbox)
+    async def detach(self, job_id: str, inbox: str, *, stops: bool = False) -> None:
+        """Remove a reader. A job without readers is canceled after a grace time, unless it needs no reader.
+
+        `stops`: the reading process stops, and its callers may go on at another one. So the job waits for as long as
+        after a kill of that process.
+        """
+        await scripts.call(self._redis, "detach", pool_of(job_id), job_id, inbox, int(stops))
 
     @retried
     async def cancel(self, job_id: str, tenant: str) -> str:

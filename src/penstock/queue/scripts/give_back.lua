@@ -1,7 +1,8 @@
 -- give_back: a node returns running jobs to the queue. They keep their submission time. Only 'lost' counts a loss.
 -- ARGV: node why, then per job: id lease cost max_kv_tokens preemptions
---   why: 'drain': the node leaves. 'pressure': it lacks capacity; a job returns only if another node has capacity for
---   it. 'lacking': it lacks the job's adapter, or does not know a field of it; a job returns only if some node is not
+--   why: 'drain': the node leaves. 'handover': it will leave; a job returns only if another node has capacity for it, no
+--   pause holds it back, and it was not lost before. Its ledger says 'drain'. 'pressure': the node lacks capacity; a job
+--   returns only if another node has capacity for it. 'lacking': it lacks the job's adapter, or does not know a field of it; a job returns only if some node is not
 --   known to lack that too.
 --   'lost': one of its ranks ended during a step with the job, which may be why. A job lost too often is a dead letter.
 --   cost: predicted KV tokens. max_kv_tokens: the most that the job may hold. From its MAX_PREEMPTIONS-th return on,
@@ -11,14 +12,18 @@
 --   KEEP: no other node could take the job, so it stays with this node.
 local MAX_JOBS, MAX_PREEMPTIONS, FIRST, ARGS = 128, 3, 3, 5
 local node, why, config, now = ARGV[1], ARGV[2], read_config(), clock()
+local told = why == 'handover' and 'drain' or why
 if #ARGV >= FIRST + ARGS * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
-if not ({drain = 1, pressure = 1, lacking = 1, lost = 1})[why] then return redis.error_reply('BAD_REASON') end
+if not ({drain = 1, handover = 1, pressure = 1, lacking = 1, lost = 1})[why] then return redis.error_reply('BAD_REASON') end
 
 -- Whether a node can continue the job and has slots for its choices.
 local function can_continue(other, job)
   local record = record_of(other)
   if job.revision ~= record.revision and redis.call('LLEN', log_key(job.id)) > 0 then return false end
-  return finite(record.num_running) + finite(record.num_waiting) + tonumber(job.n) <= finite(record.max_num_seqs)
+  local num_busy = finite(record.num_running) + finite(record.num_waiting)
+  -- A record may be 2 s old.
+  if why == 'handover' then num_busy = math.max(num_busy, redis.call('SCARD', P .. ':running:' .. other)) end
+  return num_busy + tonumber(job.n) <= finite(record.max_num_seqs)
 end
 
 local function fits_elsewhere(job, cost)
@@ -27,6 +32,30 @@ local function fits_elsewhere(job, cost)
     if other ~= node and can_continue(other, job) then return true end
   end
   return false
+end
+
+local function is_paused(job)
+  local names = {'pool', 'level:' .. job.level, 'tenant:' .. job.tenant}
+  for _, name in ipairs(names) do
+    if redis.call('HGET', P .. ':paused', name) then return true end
+  end
+  return false
+end
+
+-- Whether jobs waited when the script began that go before one of this level: then no node has room for it.
+local lengths = {}
+for level = 0, LEVELS - 1 do lengths[level] = why == 'handover' and redis.call('ZCARD', P .. ':waiting:' .. level) or 0 end
+local function is_behind_others(job)
+  for level = 0, tonumber(job.level) do
+    if lengths[level] > 0 then return true end
+  end
+  return false
+end
+
+-- Whether no other node would continue the job soon. One that was lost before may have to run alone there.
+local function must_stay(job, cost)
+  if why == 'handover' and (is_paused(job) or tonumber(job.losses) > 0 or is_behind_others(job)) then return true end
+  return (why == 'handover' or why == 'pressure') and not fits_elsewhere(job, cost)
 end
 
 -- This node, and the pool's other nodes that are already known to lack what the job needs.
@@ -49,12 +78,12 @@ local function give(job, cost, max_kv_tokens, engine_preemptions)
   else
     local preemptions = tonumber(job.preemptions) + 1
     if preemptions >= MAX_PREEMPTIONS then cost = math.max(cost, max_kv_tokens) end
-    if why == 'pressure' and not fits_elsewhere(job, cost) then return 'KEEP' end
+    if must_stay(job, cost) then return 'KEEP' end
     redis.call('HSET', job_key(job.id), 'preemptions', preemptions)
   end
   note_preemptions(job.id, engine_preemptions)
-  requeue(job, now, why, cost, now + config.avoid_ms)
-  count_event('given_back_' .. why)
+  requeue(job, now, told, cost, now + config.avoid_ms)
+  count_event('given_back_' .. told)
   return 'OK'
 end
 

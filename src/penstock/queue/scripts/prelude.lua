@@ -415,12 +415,17 @@ end
 
 -- Readers -----------------------------------------------------------------------------------------
 
-local lacks_reader
+local lacks_reader, grace_left
 do
   -- How long a job that needs a reader may be without one: its own time, or else that of the pool.
   local function grace_of(job, of_pool)
     local own = tonumber(job.needs_reader)
     return own > 1 and own or of_pool
+  end
+
+  -- By how many ms the grace of a job is shorter than abandon_after_ms.
+  function grace_left(job, config)
+    return math.max(0, config.abandon_after_ms - grace_of(job, config.reattach_grace_ms))
   end
 
   local function is_unread(job, config, now)
