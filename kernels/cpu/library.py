@@ -60,6 +60,12 @@ class Vector(IntEnum):
     ATTENTION_OUTPUT_NORM = 12
     MLP_OUTPUT_NORM = 13
     ROUTER = 14
+    CONVOLUTION = 15
+    CONVOLUTION_BIAS = 16
+    GATES = 17
+    DECAY_RATES = 18
+    DECAY_BIASES = 19
+    VALUE_NORM = 20
 
 
 class Activation(IntEnum):

@@ -114,6 +114,10 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     "sliding_window": _WINDOW,
     **dict.fromkeys(("max_window_layers", "sliding_window_pattern", "no_rope_layer_interval"), _COUNT),
     "num_ln_in_parallel_attn": Limit(1, 2),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _HEADS),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _HEADS),
+    **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache"), Limit(2, 64)),
+    "full_attention_interval": Limit(1, 1 << 20),
     "decoder_sparse_step": Limit(0, 1 << 20),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _EPSILON),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), _BASE),
@@ -141,7 +145,7 @@ CONFIG_KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("use_parallel_residual", "use_bidirectional_attention"), _FLAG),
 }
 _LAYER_LISTS: Mapping[str, tuple[object, ...]] = {
-    "layer_types": ("full_attention", "sliding_attention"),
+    "layer_types": ("full_attention", "sliding_attention", "linear_attention", "conv"),
     "no_rope_layers": (0, 1),
 }
 """Fields with a value for each layer, and the values that they may have."""
@@ -244,6 +248,9 @@ def _check_layers(config: Mapping[str, Any], path: Path) -> None:
         is_list = isinstance(values, list) and all(value in allowed for value in values)
         if not is_list or (values and len(values) != num_layers):
             must = f"must have {' or '.join(map(str, allowed))} for each layer; num_hidden_layers is {num_layers}"
+            if isinstance(values, list) and len(values) == num_layers:
+                at = next(i for i, value in enumerate(values) if value not in allowed)
+                must += f", and layer {at} has {_shown(values[at])}"
             raise ConfigError(f"{path}: {field} is {_shown(values)} but {must}")
 
 

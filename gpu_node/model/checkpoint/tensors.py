@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.architecture.rank_part import RankPart
+from penstock.gpu_node.model.architecture.recurrent import DeltaRule
 from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, Stored
 from penstock.gpu_node.model.protocol import MatrixName
@@ -32,6 +33,32 @@ class StoredNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredHeads:
+    """The small tensors of a delta rule's value heads."""
+
+    gates: tuple[Stored, Stored]
+    """[value heads, hidden] each: the gate of learning and that of the decay."""
+    decay_log: Stored
+    """[value heads]"""
+    decay_bias: Stored
+    """[value heads]"""
+    norm: Stored
+    """[value_dim]"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecurrence:
+    """The small tensors of a recurrent mixer, which runners keep in float32."""
+
+    convolution: Stored
+    """[channels, 1, taps]"""
+    bias: Stored | None
+    """[channels]"""
+    heads: StoredHeads | None
+    """None for a short convolution."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredLayer:
     """The tensors of one decoder layer; the methods of `DecoderTensors` describe each field."""
 
@@ -44,6 +71,7 @@ class StoredLayer:
     router: Stored | None
     experts: tuple[tuple[StoredLinear, StoredLinear], ...]
     post_mlp_norm: StoredNorm | None
+    recurrence: StoredRecurrence | None = None
 
 
 class DecoderTensors:
@@ -85,6 +113,7 @@ class DecoderTensors:
             router=self.router(layer),
             experts=tuple(self.experts(layer)),
             post_mlp_norm=self.post_mlp_norm(layer),
+            recurrence=self.recurrence(layer),
         )
 
     def attention_norm(self, layer: int) -> StoredNorm | None:
@@ -119,9 +148,11 @@ class DecoderTensors:
     def qkv(self, layer: int) -> StoredLinear | None:
         """Return queries [num_heads * head_dim, hidden], keys and values [num_kv_heads * head_dim, hidden].
 
-        None: the layer has no attention.
+        Of a recurrent mixer: its input projections. None: the layer has no mixer.
         """
-        attention = self._spec.layers[layer].attention
+        attention, recurrence = self._spec.layers[layer].attention, self._spec.layers[layer].recurrence
+        if recurrence is not None:
+            return self._linear("qkv", layer, has_bias=recurrence.has_bias)
         if attention is None:
             return None
         stored = self._linear("qkv", layer, has_bias=attention.qkv_bias)
@@ -134,9 +165,32 @@ class DecoderTensors:
         )
 
     def out(self, layer: int) -> StoredLinear | None:
-        """Return the output projection of the attention, [hidden, num_heads * head_dim]; None without attention."""
-        attention = self._spec.layers[layer].attention
+        """Return the output projection of the mixer, [hidden, its outputs]; None without a mixer."""
+        attention, recurrence = self._spec.layers[layer].attention, self._spec.layers[layer].recurrence
+        if recurrence is not None:
+            return self._linear("out", layer, has_bias=recurrence.has_bias)
         return None if attention is None else self._linear("out", layer, has_bias=attention.out_bias)
+
+    def recurrence(self, layer: int) -> StoredRecurrence | None:
+        """Return the small tensors of a recurrent mixer; None if the layer has none."""
+        mixer, get = self._spec.layers[layer].recurrence, self._checkpoint.get
+        if mixer is None:
+            return None
+        convolution, heads = mixer.convolution.format(layer=layer), None
+        if isinstance(mixer, DeltaRule):
+            count, hidden = mixer.num_value_heads, self._spec.hidden_size
+            learning, decay = (name.format(layer=layer) for name in (mixer.learning_gate, mixer.decay_gate))
+            heads = StoredHeads(
+                gates=(get(f"{learning}.weight", count, hidden), get(f"{decay}.weight", count, hidden)),
+                decay_log=get(mixer.decay_log.format(layer=layer), count),
+                decay_bias=get(mixer.decay_bias.format(layer=layer), count),
+                norm=get(f"{mixer.norm.format(layer=layer)}.weight", mixer.value_dim),
+            )
+        return StoredRecurrence(
+            convolution=get(f"{convolution}.weight", mixer.channels, 1, mixer.taps),
+            bias=get(f"{convolution}.bias", mixer.channels) if mixer.has_bias else None,
+            heads=heads,
+        )
 
     def router(self, layer: int) -> Stored | None:
         """Return the matrix that scores the experts, [num_experts, hidden]; None if there are no experts."""

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from penstock.gpu_node.model.checkpoint.recurrences import values_of
 from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
-from penstock.gpu_node.model.checkpoint.tensors import StoredLayer, StoredLinear, StoredNorm
-from penstock.gpu_node.model.torch_common.layers import LayerWeights, NoNorm, Norm, Product, missing
+from penstock.gpu_node.model.checkpoint.tensors import StoredLayer, StoredLinear, StoredNorm, StoredRecurrence
+from penstock.gpu_node.model.torch_common.layers import (
+    HeadWeights,
+    LayerWeights,
+    NoNorm,
+    Norm,
+    Product,
+    RecurrentWeights,
+    missing,
+)
 
 Convert: TypeAlias = Callable[[tuple[Stored, ...]], Tensor]
 """Converts stored tensors to one tensor, with their rows one after another."""
@@ -87,7 +96,17 @@ def read_layer(
         post_mlp_norm=norm_or_none(stored.post_mlp_norm),
         router=None if stored.router is None else linear(StoredLinear((stored.router,)), convert),
         more_experts=tuple(more),
+        recurrence=None if stored.recurrence is None else _read_recurrence(stored.recurrence),
     )
+
+
+def _read_recurrence(stored: StoredRecurrence) -> RecurrentWeights:
+    values, heads = values_of(stored), None
+    if values.heads is not None:
+        arrays = values.heads.gates, values.heads.decay_rates, values.heads.decay_biases, values.heads.norm
+        heads = HeadWeights(*map(torch.from_numpy, arrays))
+    bias = None if values.bias is None else torch.from_numpy(values.bias)
+    return RecurrentWeights(torch.from_numpy(values.convolution), bias, heads)
 
 
 def read_norm(stored: StoredNorm, convert: Converter, eps: float, offset: float = 0.0) -> Norm:

@@ -33,3 +33,17 @@ def family_of(config: Mapping[str, Any]) -> Family:
         supported = ", ".join(families())
         raise ConfigError(f"architecture {architecture} is not supported; supported: {supported}{own_code}")
     return family
+
+
+def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of a model's text model, with what the whole model says of it.
+
+    Raises ConfigError for an unsupported architecture, and for a `text_config` that is no object.
+    """
+    inner = config.get("text_config")
+    if not family_of(config).has_text_config or not inner:
+        return config
+    if not isinstance(inner, dict):
+        raise ConfigError(f"text_config is {str(inner)[:80]!r} but must be an object")
+    own = ("architectures", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
+    return {**inner, **{name: config[name] for name in own if config.get(name) is not None}}
