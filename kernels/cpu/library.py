@@ -66,6 +66,8 @@ class Vector(IntEnum):
     DECAY_RATES = 18
     DECAY_BIASES = 19
     VALUE_NORM = 20
+    CHOICE_BIAS = 21
+    SHARED_GATE = 22
 
 
 class Activation(IntEnum):

@@ -195,6 +195,17 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedExperts:
+    """An MLP that is computed for each token beside the chosen experts, as so many further experts of their size."""
+
+    count: int
+    mlp_in: tuple[str, ...]
+    mlp_out: str
+    gate: str | None = None
+    """The vector whose product with a token's hidden state, as a sigmoid, is the weight of the output; None: 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts: a router chooses a few MLPs for each token, and their weighted outputs are added."""
 
@@ -204,8 +215,22 @@ class Experts:
     """Whether the weights of a token's experts are divided by their sum."""
     router: str
     """The matrix that scores the experts."""
+    by_sigmoid: bool = False
+    """Whether an expert's share is the sigmoid of its score, instead of a softmax over all experts."""
+    choice_bias: str | None = None
+    """What is added to shares to choose experts, but not to their weights. The name is complete."""
+    scale: float = 1.0
+    """The factor of the weights of experts that were chosen by sigmoid."""
+    shared: SharedExperts | None = None
+
+    @property
+    def num_shared(self) -> int:
+        """The experts that every token has."""
+        return 0 if self.shared is None else self.shared.count
 
     def __post_init__(self) -> None:
+        if self.choice_bias is not None and not self.by_sigmoid:
+            raise ConfigError("experts are chosen with a bias, but not by the sigmoid of scores")
         if not 1 <= self.per_token <= self.count:
             raise ConfigError(f"num_experts_per_tok is {self.per_token} but must be from 1 to {self.count} experts")
 
@@ -234,8 +259,8 @@ class Mlp:
 
     @property
     def num_experts(self) -> int:
-        """The experts, each with the matrices of an MLP; 1 without a mixture."""
-        return 1 if self.experts is None else self.experts.count
+        """The experts, shared ones last, each with the matrices of an MLP; 1 without a mixture."""
+        return 1 if self.experts is None else self.experts.count + self.experts.num_shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,16 @@ class StoredRecurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredRouting:
+    """The small tensors of a mixture of experts, which runners keep in float32."""
+
+    choice_bias: Stored | None
+    """[num_experts]"""
+    shared_gate: Stored | None
+    """[1, hidden]"""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredLayer:
     """The tensors of one decoder layer; the methods of `DecoderTensors` describe each field."""
 
@@ -72,6 +82,7 @@ class StoredLayer:
     experts: tuple[tuple[StoredLinear, StoredLinear], ...]
     post_mlp_norm: StoredNorm | None
     recurrence: StoredRecurrence | None = None
+    routing: StoredRouting | None = None
 
 
 class DecoderTensors:
@@ -114,6 +125,7 @@ class DecoderTensors:
             experts=tuple(self.experts(layer)),
             post_mlp_norm=self.post_mlp_norm(layer),
             recurrence=self.recurrence(layer),
+            routing=self.routing(layer),
         )
 
     def attention_norm(self, layer: int) -> StoredNorm | None:
@@ -206,12 +218,43 @@ class DecoderTensors:
         Inputs are [intermediate, hidden] each: gate and up, or a single one. The output is [hidden, intermediate].
         """
         mlp = self._spec.layers[layer].mlp
-        for expert in range(0 if mlp is None else mlp.num_experts):
+        num_shared = 0 if mlp is None or mlp.experts is None else mlp.experts.num_shared
+        for expert in range(0 if mlp is None else mlp.num_experts - num_shared):
             has_bias = mlp is not None and mlp.bias
             inner, out = (
                 self._linear(matrix, layer, has_bias=has_bias, expert=expert) for matrix in ("mlp_in", "mlp_out")
             )
             yield _split_gate(inner) if mlp is not None and mlp.fused_gate else inner, out
+        if num_shared:
+            yield from self._shared_experts(layer)
+
+    def _shared_experts(self, layer: int) -> Iterator[tuple[StoredLinear, StoredLinear]]:
+        """Yield the parts of the MLP that every token has, each of an expert's size."""
+        mlp, hidden = self._spec.layers[layer].mlp, self._spec.hidden_size
+        if mlp is None or mlp.experts is None or (shared := mlp.experts.shared) is None:
+            return
+        size, get = mlp.intermediate_size, self._checkpoint.get
+        names = [f"{name.format(layer=layer)}.weight" for name in (*shared.mlp_in, shared.mlp_out)]
+        *inner, out = (
+            *(get(name, shared.count * size, hidden) for name in names[:-1]),
+            get(names[-1], hidden, shared.count * size),
+        )
+        for start in range(0, shared.count * size, size):
+            parts = tuple(matrix.span(start, start + size) for matrix in inner)
+            yield StoredLinear(parts), StoredLinear((out.columns(start, start + size),))
+
+    def routing(self, layer: int) -> StoredRouting | None:
+        """Return what a router has beside its matrix; None without experts."""
+        mlp, get = self._spec.layers[layer].mlp, self._checkpoint.get
+        if mlp is None or (experts := mlp.experts) is None:
+            return None
+        gate = None if experts.shared is None else experts.shared.gate
+        return StoredRouting(
+            choice_bias=(
+                None if experts.choice_bias is None else get(experts.choice_bias.format(layer=layer), experts.count)
+            ),
+            shared_gate=None if gate is None else get(f"{gate.format(layer=layer)}.weight", 1, self._spec.hidden_size),
+        )
 
     def _table(self, name: str) -> Stored:
         return self._checkpoint.get(f"{name}.weight", self._spec.vocab_size, self._spec.hidden_size)

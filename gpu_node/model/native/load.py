@@ -421,6 +421,8 @@ def _native_layer(layer: LayerSpec, ropes: tuple[Rope, ...]) -> NativeLayer:
     if mlp is not None and mlp.experts is not None:
         native.num_experts, native.experts_per_token = mlp.experts.count, mlp.experts.per_token
         native.normalizes_experts = mlp.experts.normalized
+        native.shared_experts, native.shares_by_sigmoid = mlp.experts.num_shared, mlp.experts.by_sigmoid
+        native.expert_scale = mlp.experts.scale
     return native
 
 

@@ -191,6 +191,11 @@ class Packer:
             # Zeros pad the columns, as they pad the hidden states.
             padding = (0, 0), (0, -router.shape[1] % PANEL)
             self._set_vector(Vector.ROUTER, layer, np.pad(router.to_float32(), padding))
+            routing = self._tensors.routing(layer)
+            if routing is not None and routing.choice_bias is not None:
+                self._set_vector(Vector.CHOICE_BIAS, layer, routing.choice_bias.to_float32())
+            if routing is not None and routing.shared_gate is not None:
+                self._set_vector(Vector.SHARED_GATE, layer, np.pad(routing.shared_gate.to_float32(), padding))
         inner, out = (_joined(linears) for linears in zip(*experts, strict=True))
         pack_inner = self._interleave if is_gated else self._fuse
         pack_inner(Slot.MLP_IN, layer, inner, gains)

@@ -110,6 +110,10 @@ class LayerWeights:
     more_experts: tuple[tuple[Product, Product], ...] = ()
     """The products of experts 1, 2, ...: `mlp_in` and `mlp_out`."""
     recurrence: RecurrentWeights | None = None
+    choice_bias: Tensor | None = None
+    """[num_experts] in float32: added to the shares by which experts are chosen."""
+    shared_gate: Tensor | None = None
+    """[1, hidden] in float32: the gate of the experts that every token has."""
 
     def expert(self, index: int) -> tuple[Product, Product]:
         """Return the products of an expert."""

@@ -97,7 +97,13 @@ def read_layer(
         router=None if stored.router is None else linear(StoredLinear((stored.router,)), convert),
         more_experts=tuple(more),
         recurrence=None if stored.recurrence is None else _read_recurrence(stored.recurrence),
+        choice_bias=None if stored.routing is None else _floats(stored.routing.choice_bias),
+        shared_gate=None if stored.routing is None else _floats(stored.routing.shared_gate),
     )
+
+
+def _floats(stored: Stored | None) -> Tensor | None:
+    return None if stored is None else torch.from_numpy(stored.to_float32())
 
 
 def _read_recurrence(stored: StoredRecurrence) -> RecurrentWeights:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
-from penstock.gpu_node.model.architecture.spec import Activation, Attention, LayerSpec, Mlp, ModelSpec, Rope
+from penstock.gpu_node.model.architecture.spec import Activation, Attention, Experts, LayerSpec, Mlp, ModelSpec, Rope
 from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter, LowRank, MatrixName, StepPlan
 from penstock.gpu_node.model.torch_common.exchanges import Exchanges, PlannedExchange
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm
@@ -85,6 +85,8 @@ class TorchAdapters:
         return _Part(firsts[part.part], *(torch.from_numpy(half).to(self._dtype) for half in (part.down, part.up)))
 
 
+_SHARES_EPS = 1e-6
+"""Added to the sum by which sigmoid shares are divided."""
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -269,15 +271,32 @@ def _routed(normed: Tensor, spec: Mlp, layer: LayerWeights, scores: Tensor) -> T
     experts = spec.experts
     if experts is None:
         raise InvariantError("a layer has a router, but its spec has no experts")
-    shares, chosen = torch.softmax(scores, dim=-1).topk(experts.per_token)
-    if experts.normalized:
-        shares = shares / shares.sum(dim=-1, keepdim=True)
+    shares, chosen = _chosen(experts, layer, scores)
+    if experts.shared is not None:
+        every = torch.arange(experts.count, experts.count + experts.num_shared).expand(len(normed), -1)
+        gate = torch.ones(len(normed), 1)
+        if layer.shared_gate is not None:
+            gate = torch.sigmoid(normed.float() @ layer.shared_gate.T)
+        shares, chosen = torch.cat((shares, gate.expand(every.shape)), dim=-1), torch.cat((chosen, every), dim=-1)
     out = torch.zeros(normed.shape)
     for index in sorted(set(chosen.flatten().tolist())):
         rows, ranks = (chosen == index).nonzero(as_tuple=True)
         mlp_in, mlp_out = layer.expert(index)
         out[rows] += mlp_out(_gated(mlp_in(normed[rows]), spec)).float() * shares[rows, ranks].unsqueeze(1)
     return out
+
+
+def _chosen(experts: Experts, layer: LayerWeights, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights and the indices of each token's experts."""
+    if not experts.by_sigmoid:
+        shares, chosen = torch.softmax(scores, dim=-1).topk(experts.per_token)
+        return (shares / shares.sum(dim=-1, keepdim=True) if experts.normalized else shares), chosen
+    shares = torch.sigmoid(scores)
+    chosen = (shares if layer.choice_bias is None else shares + layer.choice_bias).topk(experts.per_token).indices
+    shares = shares.gather(-1, chosen)
+    if experts.normalized:
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + _SHARES_EPS)
+    return shares * experts.scale, chosen
 
 
 def _rotation(rope: Rope, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

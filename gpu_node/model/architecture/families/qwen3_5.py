@@ -6,9 +6,13 @@ tensors of the encoder and of the further prediction layer (`mtp.`) are skipped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.hf_config import (
     HEAD_NORMS,
     LAYER,
+    MLP,
     Config,
     biased_attention,
     kinds_of,
@@ -17,11 +21,12 @@ from penstock.gpu_node.model.architecture.hf_config import (
     llama_mlp,
     llama_model,
     max_position_of,
+    num_experts_of,
     rope_of,
     with_prefix,
 )
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule
-from penstock.gpu_node.model.architecture.spec import Family, LayerSpec, ModelSpec
+from penstock.gpu_node.model.architecture.spec import Experts, Family, LayerSpec, Mlp, ModelSpec, SharedExperts
 
 _DEFAULTS = {
     "head_dim": 256,
@@ -34,10 +39,26 @@ _DEFAULTS = {
 }
 _DEFAULT_PERIOD = 4
 _DEFAULT_ROTARY = 0.25
+_MIXTURE_DEFAULTS = {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_experts": 256,
+}
+_EXPERT = MLP + "experts.{expert}."
+_SHARED = MLP + "shared_expert."
 _LINEAR = LAYER + "linear_attn."
 
 
 def _qwen3_5(config: Config) -> ModelSpec:
+    return _model(config, has_experts=False)
+
+
+def _qwen3_5_moe(config: Config) -> ModelSpec:
+    return _model({**_MIXTURE_DEFAULTS, **config}, has_experts=True)
+
+
+def _model(config: Config, *, has_experts: bool) -> ModelSpec:
     config = {**_DEFAULTS, **config}
     rope_settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     share = rope_settings.get("partial_rotary_factor", config.get("partial_rotary_factor", _DEFAULT_ROTARY))
@@ -45,7 +66,7 @@ def _qwen3_5(config: Config) -> ModelSpec:
     period = config.get("full_attention_interval") or _DEFAULT_PERIOD
 
     def layer(kind: str) -> LayerSpec:
-        mlp = llama_mlp(config)
+        mlp = _mixture(config) if has_experts else llama_mlp(config)
         if kind == "full_attention":
             return llama_layer(biased_attention(config, rope=rope, output_gate=True, **HEAD_NORMS), mlp)
         return llama_layer(None, mlp, recurrence=_delta_rule(config))
@@ -79,11 +100,39 @@ def _delta_rule(config: Config) -> DeltaRule:
     )
 
 
+def _mixture(config: Config) -> Mlp:
+    size, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
+    if not size or not shared or shared % size:
+        said = f"shared_expert_intermediate_size is {shared}"
+        raise ConfigError(f"{said} but must be a multiple of moe_intermediate_size, which is {size}")
+    experts = Experts(
+        num_experts_of(config),
+        config["num_experts_per_tok"],
+        normalized=True,
+        router=MLP + "gate",
+        shared=SharedExperts(
+            shared // size,
+            (_SHARED + "gate_proj", _SHARED + "up_proj"),
+            _SHARED + "down_proj",
+            gate=MLP + "shared_expert_gate",
+        ),
+    )
+    return llama_mlp(
+        config,
+        intermediate_size=size,
+        experts=experts,
+        mlp_in=(_EXPERT + "gate_proj", _EXPERT + "up_proj"),
+        mlp_out=_EXPERT + "down_proj",
+    )
+
+
+def _inside(spec_of: Callable[[Config], ModelSpec]) -> Callable[[Config], ModelSpec]:
+    return lambda config: with_prefix(spec_of(config), "model.language_model.")
+
+
 FAMILIES = (
     Family("Qwen3_5ForCausalLM", _qwen3_5),
-    Family(
-        "Qwen3_5ForConditionalGeneration",
-        lambda config: with_prefix(_qwen3_5(config), "model.language_model."),
-        has_text_config=True,
-    ),
+    Family("Qwen3_5ForConditionalGeneration", _inside(_qwen3_5), has_text_config=True),
+    Family("Qwen3_5MoeForCausalLM", _qwen3_5_moe),
+    Family("Qwen3_5MoeForConditionalGeneration", _inside(_qwen3_5_moe), has_text_config=True),
 )

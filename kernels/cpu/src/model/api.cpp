@@ -54,6 +54,8 @@ enum Vector {
   kDecayRates = 18,
   kDecayBiases = 19,
   kValueNorm = 20,
+  kChoiceBias = 21,
+  kSharedGate = 22,
 };
 
 // `layer`: for kCos and kSin the index of the RoPE table.
@@ -85,6 +87,10 @@ Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
       return weights.layers[layer].mlp_output_norm.weight;
     case kRouter:
       return weights.layers[layer].router;
+    case kChoiceBias:
+      return weights.layers[layer].choice_bias;
+    case kSharedGate:
+      return weights.layers[layer].shared_gate;
     case kConvolution:
       return weights.layers[layer].recurrent.convolution;
     case kConvolutionBias:

@@ -49,7 +49,7 @@ std::vector<int32_t> Model::rank_panels(int layer, Slot slot) const {
   const bool is_of_expert = spec.num_experts > 0 && (slot == Slot::kMlpIn || slot == Slot::kMlpOut);
   const int outputs = slot == Slot::kMlpIn ? spec.inner_panels() : (spec_.hidden + kPanel - 1) / kPanel;
   std::vector<int32_t> panels;
-  for (int expert = 0; expert < (is_of_expert ? spec.num_experts : 1); ++expert) {
+  for (int expert = 0; expert < (is_of_expert ? spec.all_experts() : 1); ++expert) {
     for (int i = 0; i < own.count(); ++i) panels.push_back(expert * outputs + own.at(i));
   }
   return panels;

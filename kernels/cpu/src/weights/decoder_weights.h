@@ -56,6 +56,8 @@ struct Layer {
   Norm attention_output_norm, mlp_output_norm;
   Buffer<float> q_norm, k_norm;  // RMS norms of heads, or empty
   Buffer<float> router;          // [num_experts][hidden, padded to whole panels]
+  Buffer<float> choice_bias;     // [num_experts], or empty: added to shares to choose experts
+  Buffer<float> shared_gate;     // [hidden, padded], or empty: of the weight of the experts that every token has
   RecurrentWeights recurrent;
   // By slot; a layer without attention or MLP leaves theirs empty. Rows of kQkv: queries, keys, values; of a recurrent mixer its
   // inputs. Rows of kMlpIn: gate and up projections, interleaved by half panels,

@@ -49,7 +49,13 @@ struct LayerSpec {
   // Of a delta rule; 0 value heads: the mixer is a short convolution.
   int32_t key_heads, value_heads, key_dim, value_dim;
   float head_norm_eps;
+  // Of experts: the last ones, which every token has; whether a share is the sigmoid of a score; a factor of the shares.
+  int32_t shared_experts, shares_by_sigmoid;
+  float expert_scale;
 
+  int all_experts() const { return num_experts + shared_experts; }
+  // Experts that are computed for a token.
+  int entries_per_token() const { return experts_per_token + shared_experts; }
   bool attends() const { return num_heads > 0; }
   bool recurs() const { return taps > 0; }
   bool mixes() const { return attends() || recurs(); }
