@@ -105,7 +105,7 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     "vocab_size": Limit(1, MAX_VOCAB),
     "hidden_size": Limit(1, 1 << 16),
     **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "moe_intermediate_size"), _WIDTH),
-    **dict.fromkeys(("block_ff_dim", "shared_expert_intermediate_size"), _WIDTH),
+    **dict.fromkeys(("block_ff_dim", "shared_expert_intermediate_size", "shared_intermediate_size"), _WIDTH),
     "num_hidden_layers": Limit(1, 1024),
     "num_attention_heads": _HEADS,
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "head_dim"), Limit(0, 1024)),
@@ -117,7 +117,9 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     "num_ln_in_parallel_attn": Limit(1, 2),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _HEADS),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _HEADS),
-    **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache"), Limit(2, 64)),
+    **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache", "mamba_d_conv"), Limit(2, 64)),
+    **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_state"), _HEADS),
+    "mamba_expand": Limit(1, 64),
     **dict.fromkeys(("full_attention_interval", "block_multiple_of"), Limit(1, 1 << 20)),
     **dict.fromkeys(("block_ffn_dim_multiplier", "routed_scaling_factor"), _SCALE),
     "num_dense_layers": _COUNT,
@@ -147,9 +149,10 @@ CONFIG_KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "alibi", "norm_topk_prob"), _FLAG),
     **dict.fromkeys(("use_parallel_residual", "use_bidirectional_attention"), _FLAG),
     **dict.fromkeys(("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "use_expert_bias"), _FLAG),
+    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), _FLAG),
 }
 _LAYER_LISTS: Mapping[str, tuple[object, ...]] = {
-    "layer_types": ("full_attention", "sliding_attention", "linear_attention", "conv"),
+    "layer_types": ("full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "attention"),
     "no_rope_layers": (0, 1),
 }
 """Fields with a value for each layer, and the values that they may have."""

@@ -50,6 +50,7 @@ class DeltaRule:
     """An RMS norm of the outputs of each value head, before they are gated."""
     out: str
     has_bias: bool = False
+    has_convolution_bias: bool = False
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -93,7 +94,8 @@ class ShortConvolution:
     channels: int
     taps: int
     has_bias: bool
-    """Whether both projections and the convolution have biases."""
+    """Whether both projections have biases."""
+    has_convolution_bias: bool
     inputs: str
     """The projection to the first gate, the second gate and the values, one after another."""
     convolution: str
@@ -118,15 +120,76 @@ class ShortConvolution:
         return (self.taps - 1) * padded(self.channels)
 
 
-Recurrence: TypeAlias = DeltaRule | ShortConvolution
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpace:
+    """The mixer of Mamba-2 (arXiv:2405.21060), behind a convolution over the last `taps` tokens.
+
+    Of each token, the values of `num_heads` heads are convolved, and for each of `num_groups` groups of heads what
+    writes to the state, and what reads it. Each head has a matrix [head_dim, state_size] as its state. How long a token
+    lasts says how far that decays, and how much of the token is added to it.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    taps: int
+    norm_eps: float
+    has_bias: bool
+    """Whether both projections have biases."""
+    has_convolution_bias: bool
+    inputs: str
+    """The projection to gates, what is convolved, and the durations by head, one after another."""
+    convolution: str
+    duration_bias: str
+    """Added to the durations. The name is complete, as those of `decay_log` and `skip` are."""
+    decay_log: str
+    """Logarithms of the heads' rates of decay."""
+    skip: str
+    """The share of a head's values that is added to what is read."""
+    norm: str
+    """An RMS norm of the gated outputs of each group."""
+    out: str
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+        if self.num_heads % self.num_groups:
+            raise ConfigError(f"mamba_n_heads is {self.num_heads} but must be a multiple of {self.num_groups} groups")
+
+    @property
+    def outputs(self) -> int:
+        """The channels of all values of a token, and of the mixer's outputs."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """The channels that are convolved."""
+        return self.outputs + 2 * self.num_groups * self.state_size
+
+    @property
+    def input_parts(self) -> Parts:
+        """The parts of the mixer's first matrix."""
+        return ((self.inputs, self.outputs + self.channels + self.num_heads),)
+
+    @property
+    def state_numbers(self) -> int:
+        """The numbers of a state, with the padding of rows."""
+        return (self.taps - 1) * padded(self.channels) + self.outputs * padded(self.state_size)
+
+
+Recurrence: TypeAlias = DeltaRule | ShortConvolution | StateSpace
 
 _IN_FILES = {
     "num_key_heads": "linear_num_key_heads",
     "num_value_heads": "linear_num_value_heads",
     "key_dim": "linear_key_head_dim",
     "value_dim": "linear_value_head_dim",
-    "taps": "linear_conv_kernel_dim (conv_L_cache)",
+    "taps": "linear_conv_kernel_dim (conv_L_cache, mamba_d_conv)",
     "channels": "hidden_size",
+    "num_heads": "mamba_n_heads",
+    "head_dim": "mamba_d_head",
+    "num_groups": "mamba_n_groups",
+    "state_size": "mamba_d_state",
 }
 """What fields are called in config.json, for a reader of an error."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.checkpoint.tensors import StoredRecurrence
+from penstock.gpu_node.model.checkpoint.tensors import StoredRecurrence, StoredScan
 
 Floats = NDArray[np.float32]
 
@@ -27,6 +27,19 @@ class HeadValues:
 
 
 @dataclass(frozen=True, slots=True)
+class ScanValues:
+    """Those of a state-space mixer's heads."""
+
+    duration_biases: Floats
+    """[heads], as the next two."""
+    decay_rates: Floats
+    """What the logarithm of a state's decay is in proportion to; negative."""
+    skips: Floats
+    norm: Floats
+    """[outputs of the mixer]"""
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrenceValues:
     """The values of a mixer."""
 
@@ -34,15 +47,22 @@ class RecurrenceValues:
     """[taps, channels]: the weights of the oldest token first."""
     bias: Floats | None
     """[channels]"""
-    heads: HeadValues | None
+    heads: HeadValues | ScanValues | None
     """None for a short convolution."""
 
 
 def values_of(stored: StoredRecurrence) -> RecurrenceValues:
     """Read the small tensors of a mixer."""
     convolution = stored.convolution.to_float32()
-    heads = None
-    if stored.heads is not None:
+    heads: HeadValues | ScanValues | None = None
+    if isinstance(stored.heads, StoredScan):
+        heads = ScanValues(
+            duration_biases=stored.heads.duration_bias.to_float32(),
+            decay_rates=-np.exp(stored.heads.decay_log.to_float32()),
+            skips=stored.heads.skip.to_float32(),
+            norm=stored.heads.norm.to_float32(),
+        )
+    elif stored.heads is not None:
         heads = HeadValues(
             gates=np.concatenate([gate.to_float32() for gate in stored.heads.gates]),
             decay_rates=-np.exp(stored.heads.decay_log.to_float32()),

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.architecture.rank_part import RankPart
-from penstock.gpu_node.model.architecture.recurrent import DeltaRule
+from penstock.gpu_node.model.architecture.recurrent import DeltaRule, StateSpace
 from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, Stored
 from penstock.gpu_node.model.protocol import MatrixName
@@ -47,6 +47,18 @@ class StoredHeads:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredScan:
+    """The small tensors of a state-space mixer's heads."""
+
+    duration_bias: Stored
+    """[heads], as the next two."""
+    decay_log: Stored
+    skip: Stored
+    norm: Stored
+    """[outputs of the mixer]"""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredRecurrence:
     """The small tensors of a recurrent mixer, which runners keep in float32."""
 
@@ -54,7 +66,7 @@ class StoredRecurrence:
     """[channels, 1, taps]"""
     bias: Stored | None
     """[channels]"""
-    heads: StoredHeads | None
+    heads: StoredHeads | StoredScan | None
     """None for a short convolution."""
 
 
@@ -188,7 +200,8 @@ class DecoderTensors:
         mixer, get = self._spec.layers[layer].recurrence, self._checkpoint.get
         if mixer is None:
             return None
-        convolution, heads = mixer.convolution.format(layer=layer), None
+        convolution = mixer.convolution.format(layer=layer)
+        heads: StoredHeads | StoredScan | None = None
         if isinstance(mixer, DeltaRule):
             count, hidden = mixer.num_value_heads, self._spec.hidden_size
             learning, decay = (name.format(layer=layer) for name in (mixer.learning_gate, mixer.decay_gate))
@@ -198,9 +211,15 @@ class DecoderTensors:
                 decay_bias=get(mixer.decay_bias.format(layer=layer), count),
                 norm=get(f"{mixer.norm.format(layer=layer)}.weight", mixer.value_dim),
             )
+        if isinstance(mixer, StateSpace):
+            small = mixer.duration_bias, mixer.decay_log, mixer.skip
+            heads = StoredScan(
+                *(get(name.format(layer=layer), mixer.num_heads) for name in small),
+                norm=get(f"{mixer.norm.format(layer=layer)}.weight", mixer.outputs),
+            )
         return StoredRecurrence(
             convolution=get(f"{convolution}.weight", mixer.channels, 1, mixer.taps),
-            bias=get(f"{convolution}.bias", mixer.channels) if mixer.has_bias else None,
+            bias=get(f"{convolution}.bias", mixer.channels) if mixer.has_convolution_bias else None,
             heads=heads,
         )
 
@@ -234,11 +253,11 @@ class DecoderTensors:
         if mlp is None or mlp.experts is None or (shared := mlp.experts.shared) is None:
             return
         size, get = mlp.intermediate_size, self._checkpoint.get
-        names = [f"{name.format(layer=layer)}.weight" for name in (*shared.mlp_in, shared.mlp_out)]
-        *inner, out = (
-            *(get(name, shared.count * size, hidden) for name in names[:-1]),
-            get(names[-1], hidden, shared.count * size),
-        )
+        whole, names = shared.count * size, [f"{name.format(layer=layer)}.weight" for name in shared.mlp_in]
+        # A single tensor has both, the gates first.
+        matrices = [get(name, 2 * whole // len(names), hidden) for name in names]
+        inner = matrices if len(names) > 1 else [matrices[0].span(0, whole), matrices[0].span(whole, 2 * whole)]
+        out = get(f"{shared.mlp_out.format(layer=layer)}.weight", hidden, whole)
         for start in range(0, shared.count * size, size):
             parts = tuple(matrix.span(start, start + size) for matrix in inner)
             yield StoredLinear(parts), StoredLinear((out.columns(start, start + size),))

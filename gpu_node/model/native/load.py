@@ -10,7 +10,7 @@ from typing import Literal
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
-from penstock.gpu_node.model.architecture.recurrent import LANES, DeltaRule, Recurrence
+from penstock.gpu_node.model.architecture.recurrent import LANES, DeltaRule, Recurrence, StateSpace
 from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec, Rope, state_bytes
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, state_slots_of
 from penstock.gpu_node.model.checkpoint.source import Progress
@@ -339,6 +339,8 @@ def _check_sizes(spec: ModelSpec) -> None:
 
 def _check_recurrence(mixer: Recurrence) -> None:
     remedy = "--runner torch"
+    if isinstance(mixer, StateSpace):
+        raise NativeUnavailableError("the kernels have no state-space layers (Mamba-2)", remedy)
     if mixer.channels % LANES:
         raise NativeUnavailableError(f"a convolution over {mixer.channels} channels, no multiple of {LANES}", remedy)
     if isinstance(mixer, DeltaRule) and (mixer.key_dim % LANES or mixer.value_dim % _STATE_COLUMNS):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from penstock.gpu_node.model.architecture.spec import LayerSpec, ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.description import Description
-from penstock.gpu_node.model.checkpoint.recurrences import values_of
+from penstock.gpu_node.model.checkpoint.recurrences import HeadValues, values_of
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
@@ -177,7 +177,7 @@ class Packer:
         self._set_vector(Vector.CONVOLUTION, layer, values.convolution)
         if values.bias is not None:
             self._set_vector(Vector.CONVOLUTION_BIAS, layer, values.bias)
-        if (heads := values.heads) is not None:
+        if isinstance(heads := values.heads, HeadValues):
             padding = (0, 0), (0, -heads.gates.shape[1] % PANEL)
             self._set_vector(Vector.GATES, layer, np.pad(heads.gates, padding))
             self._set_vector(Vector.DECAY_RATES, layer, heads.decay_rates)

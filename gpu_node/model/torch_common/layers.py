@@ -77,12 +77,22 @@ class HeadWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ScanWeights:
+    """The small tensors of a state-space mixer's heads in float32, as `ScanValues` describes them."""
+
+    duration_biases: Tensor
+    decay_rates: Tensor
+    skips: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentWeights:
     """The small tensors of a recurrent mixer in float32, as `RecurrenceValues` describes them."""
 
     convolution: Tensor
     bias: Tensor | None
-    heads: HeadWeights | None
+    heads: HeadWeights | ScanWeights | None
 
 
 @dataclass(frozen=True, slots=True)

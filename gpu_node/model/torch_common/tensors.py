@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from penstock.gpu_node.model.checkpoint.recurrences import values_of
+from penstock.gpu_node.model.checkpoint.recurrences import ScanValues, values_of
 from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import StoredLayer, StoredLinear, StoredNorm, StoredRecurrence
 from penstock.gpu_node.model.torch_common.layers import (
@@ -19,6 +19,7 @@ from penstock.gpu_node.model.torch_common.layers import (
     Norm,
     Product,
     RecurrentWeights,
+    ScanWeights,
     missing,
 )
 
@@ -107,9 +108,13 @@ def _floats(stored: Stored | None) -> Tensor | None:
 
 
 def _read_recurrence(stored: StoredRecurrence) -> RecurrentWeights:
-    values, heads = values_of(stored), None
-    if values.heads is not None:
-        arrays = values.heads.gates, values.heads.decay_rates, values.heads.decay_biases, values.heads.norm
+    values = values_of(stored)
+    heads: HeadWeights | ScanWeights | None = None
+    if isinstance(found := values.heads, ScanValues):
+        arrays = found.duration_biases, found.decay_rates, found.skips, found.norm
+        heads = ScanWeights(*map(torch.from_numpy, arrays))
+    elif found is not None:
+        arrays = found.gates, found.decay_rates, found.decay_biases, found.norm
         heads = HeadWeights(*map(torch.from_numpy, arrays))
     bias = None if values.bias is None else torch.from_numpy(values.bias)
     return RecurrentWeights(torch.from_numpy(values.convolution), bias, heads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.model.architecture.recurrent import DeltaRule, Recurrence, ShortConvolution
+from penstock.gpu_node.model.architecture.recurrent import DeltaRule, Recurrence, ShortConvolution, StateSpace
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.protocol import NO_STATE, StepPlan
-from penstock.gpu_node.model.torch_common.layers import RecurrentWeights
+from penstock.gpu_node.model.torch_common.layers import HeadWeights, RecurrentWeights, ScanWeights
 
 _NORM_EPS = 1e-6
 """Added to the squared length of queries and keys."""
@@ -28,9 +28,12 @@ class LayerStates:
         self.inputs = torch.empty(num_slots, mixer.taps - 1, mixer.channels)
         """The inputs of the convolution at the last tokens, the oldest first."""
         self.matrices: Tensor | None = None
-        """[num_slots, value heads, key_dim, value_dim], of a delta rule."""
+        """[num_slots, value heads, key_dim, value_dim] of a delta rule, [num_slots, heads, head_dim, state_size] of a
+        state-space mixer."""
         if isinstance(mixer, DeltaRule):
             self.matrices = torch.empty(num_slots, mixer.num_value_heads, mixer.key_dim, mixer.value_dim)
+        elif isinstance(mixer, StateSpace):
+            self.matrices = torch.empty(num_slots, mixer.num_heads, mixer.head_dim, mixer.state_size)
 
 
 class StateSteps:
@@ -113,6 +116,8 @@ class RecurrentLayers:
         if isinstance(mixer, ShortConvolution):
             first, second, values = projected.chunk(3, dim=-1)
             return second * _convolved(first * values, weights, states, steps)
+        if isinstance(mixer, StateSpace):
+            return _scan(mixer, weights, projected, states, steps)
         mixed = functional.silu(_convolved(projected[:, : mixer.channels], weights, states, steps))
         return _delta_rule(mixer, weights, normed.float(), mixed, projected[:, mixer.channels :], states, steps)
 
@@ -143,9 +148,9 @@ def _delta_rule(
     mixed: queries, keys and values, convolved; gates: of the outputs.
     """
     heads, num_tokens, count = weights.heads, len(mixed), mixer.num_value_heads
-    if heads is None or states.matrices is None:
+    if not isinstance(heads, HeadWeights) or states.matrices is None:
         raise InvariantError("a delta rule has no value heads")
-    queries, keys, values = mixed.split((mixer.keys, mixer.keys, mixer.outputs), dim=-1)
+    queries, keys, values = torch.split(mixed, [mixer.keys, mixer.keys, mixer.outputs], dim=-1)
     queries, keys = (
         _unit(one.view(num_tokens, mixer.num_key_heads, mixer.key_dim)).repeat_interleave(
             count // mixer.num_key_heads, dim=1
@@ -157,26 +162,67 @@ def _delta_rule(
     learning, decay = (normed @ heads.gates.T).chunk(2, dim=-1)
     learning = torch.sigmoid(learning).unsqueeze(-1)
     decay = torch.exp(heads.decay_rates * functional.softplus(decay + heads.decay_biases))
-    before = steps.before(states.matrices)
     out = torch.empty(num_tokens, count, mixer.value_dim)
-    # Sequences with more tokens come first, so that those that have a token left are always the first ones.
-    order = np.argsort(-steps.counts, kind="stable")
-    state = before[torch.from_numpy(order)]
-    place = {int(seq): i for i, seq in enumerate(order)}
-    firsts, left = steps.starts[order].astype(np.int64), np.sort(steps.counts)
-    for at in range(int(left[-1]) if len(left) else 0):
-        num_seqs = len(left) - int(np.searchsorted(left, at, side="right"))
-        rows, current = torch.from_numpy(firsts[:num_seqs] + at), state[:num_seqs]
-        current *= decay[rows, :, None, None]
-        key = keys[rows].unsqueeze(-2)
-        error = (values[rows].unsqueeze(-2) - key @ current) * learning[rows].unsqueeze(-2)
+
+    def advance(tokens: Tensor, current: Tensor) -> None:
+        current *= decay[tokens, :, None, None]
+        key = keys[tokens].unsqueeze(-2)
+        error = (values[tokens].unsqueeze(-2) - key @ current) * learning[tokens].unsqueeze(-2)
         current += key.transpose(-1, -2) * error
-        out[rows] = (queries[rows].unsqueeze(-2) @ current).squeeze(-2)
-        for seq, slot in steps.saves_at.get(at, ()):
-            states.matrices[slot] = state[place[seq]]
-    states.matrices[steps.writes[torch.from_numpy(order)]] = state
+        out[tokens] = (queries[tokens].unsqueeze(-2) @ current).squeeze(-2)
+
+    _continue(states.matrices, steps, advance)
     normed_out = functional.rms_norm(out, (mixer.value_dim,), heads.norm, mixer.norm_eps)
     return normed_out.flatten(1) * functional.silu(gates)
+
+
+def _scan(
+    mixer: StateSpace, weights: RecurrentWeights, projected: Tensor, states: LayerStates, steps: StateSteps
+) -> Tensor:
+    """Return the outputs of a state-space mixer, [num_tokens, heads * head_dim]."""
+    heads, num_tokens, count = weights.heads, len(projected), mixer.num_heads
+    if not isinstance(heads, ScanWeights) or states.matrices is None:
+        raise InvariantError("a state-space mixer has no heads")
+    gates, inputs, durations = torch.split(projected, [mixer.outputs, mixer.channels, count], dim=-1)
+    mixed, size = functional.silu(_convolved(inputs, weights, states, steps)), mixer.num_groups * mixer.state_size
+    values, writes, reads = torch.split(mixed, [mixer.outputs, size, size], dim=-1)
+    values = values.view(num_tokens, count, mixer.head_dim)
+    writes, reads = (
+        one.view(num_tokens, mixer.num_groups, mixer.state_size).repeat_interleave(count // mixer.num_groups, dim=1)
+        for one in (writes, reads)
+    )
+    durations = functional.softplus(durations + heads.duration_biases)
+    decay = torch.exp(durations * heads.decay_rates)
+    added = values * durations.unsqueeze(-1)
+    out = torch.empty(num_tokens, count, mixer.head_dim)
+
+    def advance(tokens: Tensor, current: Tensor) -> None:
+        current *= decay[tokens, :, None, None]
+        current += added[tokens].unsqueeze(-1) * writes[tokens].unsqueeze(-2)
+        out[tokens] = (current @ reads[tokens].unsqueeze(-1)).squeeze(-1)
+
+    _continue(states.matrices, steps, advance)
+    gated = (out + heads.skips.unsqueeze(-1) * values).flatten(1) * functional.silu(gates)
+    by_group = gated.view(num_tokens, mixer.num_groups, -1)
+    return functional.rms_norm(by_group, by_group.shape[-1:], eps=mixer.norm_eps).flatten(1) * heads.norm
+
+
+def _continue(matrices: Tensor, steps: StateSteps, advance: Callable[[Tensor, Tensor], None]) -> None:
+    """Continue the matrices of all sequences token by token, and keep those that the step names.
+
+    matrices: by slot. `advance` changes some sequences' matrices in place, given a token of each.
+    """
+    # Sequences with more tokens come first, so that those that have a token left are always the first ones.
+    order = np.argsort(-steps.counts, kind="stable")
+    current = steps.before(matrices)[torch.from_numpy(order)]
+    place = {int(seq): i for i, seq in enumerate(order)}
+    firsts, counts = steps.starts[order].astype(np.int64), np.sort(steps.counts)
+    for at in range(int(counts.max(initial=0))):
+        num_seqs = len(counts) - int(np.searchsorted(counts, at, side="right"))
+        advance(torch.from_numpy(firsts[:num_seqs] + at), current[:num_seqs])
+        for seq, slot in steps.saves_at.get(at, ()):
+            matrices[slot] = current[place[seq]]
+    matrices[steps.writes[torch.from_numpy(order)]] = current
 
 
 def _unit(rows: Tensor) -> Tensor:

@@ -86,6 +86,7 @@ def _model(config: Config, mlps: list[Mlp]) -> ModelSpec:
         channels=config["hidden_size"],
         taps=config["conv_L_cache"],
         has_bias=bool(config.get("conv_bias")),
+        has_convolution_bias=bool(config.get("conv_bias")),
         inputs=_CONVOLUTION + "in_proj",
         convolution=_CONVOLUTION + "conv",
         out=_CONVOLUTION + "out_proj",

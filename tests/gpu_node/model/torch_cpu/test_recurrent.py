@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from fixtures.plans import Track, logits_alone, logits_of_step, tokens_of_step
 from fixtures.random_families import RECURRENT_FAMILIES, make_family_model
 from fixtures.sampling import rows_of
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from penstock.contract.errors import ConfigError
@@ -135,10 +137,34 @@ def test_the_text_part_of_a_model_with_images_is_read(family: Family, tmp_path: 
     np.testing.assert_array_equal(got, logits_alone(_runner(family("qwen3.5")), TOKEN_IDS))
 
 
+def test_experts_may_lie_in_one_tensor(family: Family, tmp_path: Path) -> None:
+    """As the published checkpoints have them: gates and up projections together."""
+    folder, pattern = family("qwen3.5 moe"), re.compile(r"(.*experts)\.(\d+)\.(\w+)_proj\.weight")
+    tensors, experts = {}, dict[tuple[str, str], dict[int, torch.Tensor]]()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if (found := pattern.fullmatch(name)) is None:
+            tensors[name] = tensor
+        else:
+            experts.setdefault((found[1], found[3]), {})[int(found[2])] = tensor
+    assert experts
+    for prefix in {prefix for prefix, _ in experts}:
+        gate, up, down = (
+            torch.stack([matrix for _, matrix in sorted(experts[prefix, kind].items())])
+            for kind in ("gate", "up", "down")
+        )
+        tensors |= {f"{prefix}.gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}.down_proj": down}
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "model.safetensors")
+    got = logits_alone(_runner(tmp_path), TOKEN_IDS)
+    np.testing.assert_array_equal(got, logits_alone(_runner(folder), TOKEN_IDS))
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"layer_types": ["linear_attention", "mamba"] * 2}, "layer 1 has 'mamba'"),
+        ({"layer_types": ["linear_attention", "rwkv"] * 2}, "layer 1 has 'rwkv'"),
         ({"layer_types": ["linear_attention", "conv"] * 2}, r"layer_types\[1\] is 'conv', but this family has only"),
         ({"linear_num_value_heads": 3}, "linear_num_value_heads is 3 but must be a multiple of linear_num_key_heads"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1 but must be"),
