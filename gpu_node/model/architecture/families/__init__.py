@@ -35,14 +35,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a model's text model, with what the whole model says of it.
 
     Raises ConfigError for an unsupported architecture, and for a `text_config` that is no object.
     """
     inner = config.get("text_config")
     if not family_of(config).has_text_config or not inner:
-        return config
+        return dict(config)
     if not isinstance(inner, dict):
         raise ConfigError(f"text_config is {str(inner)[:80]!r} but must be an object")
     own = ("architectures", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
