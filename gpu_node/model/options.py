@@ -176,6 +176,8 @@ class RunnerOptions(RunnerSettings):
 
     lease_ms: int = Field(default=15_000, ge=1)
     """Milliseconds without a sign of life of the engine's process after which the other ranks end."""
+    state_slots: int = Field(default=0, ge=0)
+    """Slots for the states of recurrent layers, each for one sequence; 0 for a model without such layers."""
     lora: dict[AdapterName, Path] = Field(default={})
     """LoRA adapters by name: folders in PEFT's format."""
 

@@ -60,6 +60,14 @@ class Vector(IntEnum):
     ATTENTION_OUTPUT_NORM = 12
     MLP_OUTPUT_NORM = 13
     ROUTER = 14
+    CONVOLUTION = 15
+    CONVOLUTION_BIAS = 16
+    GATES = 17
+    DECAY_RATES = 18
+    DECAY_BIASES = 19
+    VALUE_NORM = 20
+    CHOICE_BIAS = 21
+    SHARED_GATE = 22
 
 
 class Activation(IntEnum):

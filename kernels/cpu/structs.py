@@ -88,7 +88,7 @@ class NativeSpec(c.Structure):
         *((name, c.c_int32) for name in ("block_size", "num_blocks", "kv_format", "hadamard_rotation")),
         *((name, c.c_int32) for name in ("has_layer_norms", "num_ropes")),
         *((name, c.c_float) for name in ("embedding_scale", "residual_scale", "logit_scale", "logit_cap")),
-        *((name, c.c_int32) for name in ("rank", "num_ranks")),
+        *((name, c.c_int32) for name in ("rank", "num_ranks", "num_state_slots")),
     ]
 
 
@@ -102,7 +102,11 @@ class NativeLayer(c.Structure):
         *((name, c.c_int32) for name in ("intermediate", "activation", "is_gated")),
         *((name, c.c_int32) for name in ("num_experts", "experts_per_token", "normalizes_experts")),
         *((name, c.c_int32) for name in ("is_parallel", "has_attention_norm", "has_mlp_norm")),
-        *((name, c.c_int32) for name in ("has_attention_output_norm", "has_mlp_output_norm")),
+        *((name, c.c_int32) for name in ("has_attention_output_norm", "has_mlp_output_norm", "has_output_gate")),
+        *((name, c.c_int32) for name in ("taps", "channels", "key_heads", "value_heads", "key_dim", "value_dim")),
+        ("head_norm_eps", c.c_float),
+        *((name, c.c_int32) for name in ("shared_experts", "shares_by_sigmoid")),
+        ("expert_scale", c.c_float),
     ]
 
 
@@ -139,6 +143,8 @@ class NativePlan(c.Structure):
         *((name, c.c_void_p) for name in ("score_ids", "scores")),
         *((name, c.c_int32) for name in ("scores_width", "num_pooled")),
         *((name, c.c_void_p) for name in ("pooled_tokens", "hidden")),
+        *((name, c.c_void_p) for name in ("state_reads", "state_writes", "state_saves")),
+        ("num_saves", c.c_int32),
     ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import fields as fields_of
+from dataclasses import is_dataclass, replace
 from math import log, sqrt
 from typing import Any, TypeVar
 
@@ -129,6 +131,20 @@ def max_position_of(config: Config, rope: Rope | None, default: int = 2048) -> i
     return int(limit * scaling.factor) if isinstance(scaling, LinearScaling | DynamicScaling) else limit
 
 
+def kinds_of(
+    config: Config, default: Callable[[int], str], supported: tuple[str, ...] = ("full_attention", "sliding_attention")
+) -> tuple[str, ...]:
+    """Return the kind of each layer: `layer_types`, or without it what `default` returns for the layer's index.
+
+    Raises ConfigError that names the first layer of a kind that the family does not have.
+    """
+    kinds = tuple(config.get("layer_types") or map(default, range(config["num_hidden_layers"])))
+    for layer, kind in enumerate(kinds):
+        if kind not in supported:
+            raise ConfigError(f"layer_types[{layer}] is {kind!r}, but this family has only {', '.join(supported)}")
+    return kinds
+
+
 def sliding_windows(config: Config) -> tuple[int | None, ...]:
     """Return the attention window of each layer, None for full attention.
 
@@ -139,9 +155,7 @@ def sliding_windows(config: Config) -> tuple[int | None, ...]:
         return (None,) * num_layers
     window: int | None = config["sliding_window"]
     first = config.get("max_window_layers", num_layers)
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
-    ]
+    kinds = kinds_of(config, lambda layer: "sliding_attention" if layer >= first else "full_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -169,7 +183,8 @@ def num_experts_of(config: Config) -> int:
     return count
 
 
-LAYER = "model.layers.{layer}."
+_MODEL = "model."
+LAYER = _MODEL + "layers.{layer}."
 ATTENTION = LAYER + "self_attn."
 MLP = LAYER + "mlp."
 HEAD_NORMS: dict[str, Any] = {"q_norm": ATTENTION + "q_norm", "k_norm": ATTENTION + "k_norm"}
@@ -212,7 +227,7 @@ def llama_mlp(config: Config, **changes: Any) -> Mlp:
     return Mlp(**fields | changes)
 
 
-def llama_layer(attention: Attention, mlp: Mlp, **changes: Any) -> LayerSpec:
+def llama_layer(attention: Attention | None, mlp: Mlp, **changes: Any) -> LayerSpec:
     """Return a layer of Llama."""
     norms = {"attention_norm": LAYER + "input_layernorm", "mlp_norm": LAYER + "post_attention_layernorm"}
     return LayerSpec(attention=attention, mlp=mlp, **norms | changes)
@@ -237,9 +252,22 @@ def llama_model(config: Config, layers: tuple[LayerSpec, ...], **changes: Any) -
 
 def windows_of_kinds(config: Config, *, period: int) -> tuple[int | None, ...]:
     """Return the attention window of each layer by `layer_types`; without it, every `period`-th layer has none."""
-    layers = range(config["num_hidden_layers"])
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if (layer + 1) % period else "full_attention" for layer in layers
-    ]
+    kinds = kinds_of(config, lambda layer: "sliding_attention" if (layer + 1) % period else "full_attention")
     window = config.get("sliding_window", 4096)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def with_prefix(spec: ModelSpec, prefix: str) -> ModelSpec:
+    """Return a spec whose tensors are named `prefix` in place of `model.`: a text model inside of another one."""
+    renamed: ModelSpec = _renamed(spec, prefix)
+    return renamed
+
+
+def _renamed(value: Any, prefix: str) -> Any:
+    if isinstance(value, str):
+        return prefix + value.removeprefix(_MODEL) if value.startswith(_MODEL) else value
+    if isinstance(value, tuple):
+        return tuple(_renamed(one, prefix) for one in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: _renamed(getattr(value, one.name), prefix) for one in fields_of(value)})
+    return value

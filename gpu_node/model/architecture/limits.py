@@ -105,6 +105,7 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     "vocab_size": Limit(1, MAX_VOCAB),
     "hidden_size": Limit(1, 1 << 16),
     **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "moe_intermediate_size"), _WIDTH),
+    **dict.fromkeys(("block_ff_dim", "shared_expert_intermediate_size", "shared_intermediate_size"), _WIDTH),
     "num_hidden_layers": Limit(1, 1024),
     "num_attention_heads": _HEADS,
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "head_dim"), Limit(0, 1024)),
@@ -114,8 +115,16 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     "sliding_window": _WINDOW,
     **dict.fromkeys(("max_window_layers", "sliding_window_pattern", "no_rope_layer_interval"), _COUNT),
     "num_ln_in_parallel_attn": Limit(1, 2),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _HEADS),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _HEADS),
+    **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache", "mamba_d_conv"), Limit(2, 64)),
+    **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_state"), _HEADS),
+    "mamba_expand": Limit(1, 64),
+    **dict.fromkeys(("full_attention_interval", "block_multiple_of"), Limit(1, 1 << 20)),
+    **dict.fromkeys(("block_ffn_dim_multiplier", "routed_scaling_factor"), _SCALE),
+    "num_dense_layers": _COUNT,
     "decoder_sparse_step": Limit(0, 1 << 20),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _EPSILON),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), _EPSILON),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), _BASE),
     **dict.fromkeys(("rotary_pct", "partial_rotary_factor"), _SHARE),
     **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), _SCALE),
@@ -139,9 +148,11 @@ CONFIG_KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "tie_word_embeddings", "use_sliding_window"), _FLAG),
     **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "alibi", "norm_topk_prob"), _FLAG),
     **dict.fromkeys(("use_parallel_residual", "use_bidirectional_attention"), _FLAG),
+    **dict.fromkeys(("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "use_expert_bias"), _FLAG),
+    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), _FLAG),
 }
 _LAYER_LISTS: Mapping[str, tuple[object, ...]] = {
-    "layer_types": ("full_attention", "sliding_attention"),
+    "layer_types": ("full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "attention"),
     "no_rope_layers": (0, 1),
 }
 """Fields with a value for each layer, and the values that they may have."""
@@ -272,6 +283,9 @@ def _check_layers(config: Mapping[str, Any], path: Path) -> None:
         is_list = isinstance(values, list) and all(value in allowed for value in values)
         if not is_list or (values and len(values) != num_layers):
             must = f"must have {' or '.join(map(str, allowed))} for each layer; num_hidden_layers is {num_layers}"
+            if isinstance(values, list) and len(values) == num_layers:
+                at = next(i for i, value in enumerate(values) if value not in allowed)
+                must += f", and layer {at} has {_shown(values[at])}"
             raise ConfigError(f"{path}: {field} is {_shown(values)} but {must}")
 
 

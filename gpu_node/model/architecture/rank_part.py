@@ -58,6 +58,10 @@ def cut_problems(
     column_group: columns of a matrix that share a scale; a cut by columns must not divide a group.
     """
     name = "tensor_parallel_size"
+    if parallel.num_ranks > 1 and (uncut := _uncut_features(spec)):
+        setting = name if parallel.tensor > 1 else "pipeline_parallel_size"
+        yield setting, f"{setting} {parallel.num_ranks}: a model with {uncut} is computed by one rank"
+        return
     if parallel.tensor < 1:
         yield name, f"{name} is {parallel.tensor} but must be at least 1"
     elif parallel.tensor > 1:
@@ -68,6 +72,15 @@ def cut_problems(
             for problem in _group_problems(spec, parallel.tensor, column_group):
                 yield name, f"{name} {parallel.tensor}: {problem}"
     yield from _pipeline_problems(spec, parallel.pipeline, runner)
+
+
+def _uncut_features(spec: ModelSpec) -> str:
+    """Return what a model has that no rank computes a part of."""
+    present = {
+        "recurrent layers": bool(spec.recurrences),
+        "output gates of attention": any(one.output_gate for one in spec.attentions),
+    }
+    return " and ".join(name for name, is_present in present.items() if is_present)
 
 
 def _native_problems(spec: ModelSpec, size: int) -> Iterator[str]:

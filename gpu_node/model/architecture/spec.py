@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.limits import MAX_EXPERT_MATRICES, check_positions
+from penstock.gpu_node.model.architecture.recurrent import DeltaRule, Recurrence
 from penstock.gpu_node.model.protocol import MatrixName
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
@@ -133,6 +134,9 @@ class Attention:
     """Limit of scores: a score s becomes cap * tanh(s / cap)."""
     joint_head_norms: bool = False
     """Whether the norms of queries and keys span all heads of a token, instead of one head each."""
+    output_gate: bool = False
+    """Whether each head of the queries' tensor has the rows of its query, then those of a gate, whose sigmoid
+    multiplies the head's output."""
     qkv_bias: bool = False
     out_bias: bool = False
     qkv_by_head: bool = True
@@ -151,6 +155,8 @@ class Attention:
         if self.num_heads % self.num_kv_heads:
             by = f"{_IN_FILES['num_kv_heads']}, which is {self.num_kv_heads}"
             raise ConfigError(f"num_attention_heads is {self.num_heads} but must be a multiple of {by}")
+        if self.output_gate and (len(self.qkv) == 1 or self.joint_head_norms):
+            raise ConfigError("attention with output gates has a fused qkv tensor, or norms that span all heads")
         window, rope = self.window, self.rope
         if window is not None and (not isinstance(window, int) or window < 1):
             raise ConfigError(f"sliding_window is {window!r} but must be a whole number of at least 1")
@@ -171,6 +177,11 @@ class Attention:
     def queries(self) -> int:
         """The channels of all queries of a token."""
         return self.num_heads * self.head_dim
+
+    @property
+    def query_rows(self) -> int:
+        """The rows of the queries' tensor: those of the output gates count."""
+        return 2 * self.queries if self.output_gate else self.queries
 
     @property
     def keys(self) -> int:
@@ -194,6 +205,17 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedExperts:
+    """An MLP that is computed for each token beside the chosen experts, as so many further experts of their size."""
+
+    count: int
+    mlp_in: tuple[str, ...]
+    mlp_out: str
+    gate: str | None = None
+    """The vector whose product with a token's hidden state, as a sigmoid, is the weight of the output; None: 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts: a router chooses a few MLPs for each token, and their weighted outputs are added."""
 
@@ -203,8 +225,22 @@ class Experts:
     """Whether the weights of a token's experts are divided by their sum."""
     router: str
     """The matrix that scores the experts."""
+    by_sigmoid: bool = False
+    """Whether an expert's share is the sigmoid of its score, instead of a softmax over all experts."""
+    choice_bias: str | None = None
+    """What is added to shares to choose experts, but not to their weights. The name is complete."""
+    scale: float = 1.0
+    """The factor of the weights of experts that were chosen by sigmoid."""
+    shared: SharedExperts | None = None
+
+    @property
+    def num_shared(self) -> int:
+        """The experts that every token has."""
+        return 0 if self.shared is None else self.shared.count
 
     def __post_init__(self) -> None:
+        if self.choice_bias is not None and not self.by_sigmoid:
+            raise ConfigError("experts are chosen with a bias, but not by the sigmoid of scores")
         if not 1 <= self.per_token <= self.count:
             raise ConfigError(f"num_experts_per_tok is {self.per_token} but must be from 1 to {self.count} experts")
 
@@ -233,8 +269,8 @@ class Mlp:
 
     @property
     def num_experts(self) -> int:
-        """The experts, each with the matrices of an MLP; 1 without a mixture."""
-        return 1 if self.experts is None else self.experts.count
+        """The experts, shared ones last, each with the matrices of an MLP; 1 without a mixture."""
+        return 1 if self.experts is None else self.experts.count + self.experts.num_shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +282,8 @@ class LayerSpec:
 
     attention: Attention | None
     mlp: Mlp | None
+    recurrence: Recurrence | None = None
+    """A mixer in place of attention. What is said here of the attention is true of it too."""
     parallel_residual: bool = False
     """Whether the MLP reads the layer's input, in parallel with the attention, instead of the attention's output."""
     attention_norm: str | None = None
@@ -258,16 +296,23 @@ class LayerSpec:
     """The norm of the MLP's output before it is added to the hidden state."""
 
     def __post_init__(self) -> None:
-        if self.attention is None and self.mlp is None:
+        if self.attention is not None and self.recurrence is not None:
+            raise ConfigError("a layer has both attention and a recurrent mixer")
+        if self.mixer is None and self.mlp is None:
             raise ConfigError("a layer has neither attention nor an MLP")
-        if self.parallel_residual and (self.attention is None or self.mlp is None):
+        if self.parallel_residual and (self.mixer is None or self.mlp is None):
             raise ConfigError("a layer has a parallel residual but not both attention and an MLP")
+
+    @property
+    def mixer(self) -> Attention | Recurrence | None:
+        """What lets tokens see earlier ones."""
+        return self.attention or self.recurrence
 
     @property
     def matrices(self) -> tuple[MatrixName, ...]:
         """The matrices that the layer has, of those in `MATRICES`."""
-        of_attention: tuple[MatrixName, ...] = () if self.attention is None else ("qkv", "out")
-        return of_attention if self.mlp is None else (*of_attention, "mlp_in", "mlp_out")
+        of_mixer: tuple[MatrixName, ...] = () if self.mixer is None else ("qkv", "out")
+        return of_mixer if self.mlp is None else (*of_mixer, "mlp_in", "mlp_out")
 
     @property
     def adapted_matrices(self) -> tuple[MatrixName, ...]:
@@ -344,6 +389,11 @@ class ModelSpec:
         return tuple(dict.fromkeys(layer.attention for layer in self.layers if layer.attention is not None))
 
     @property
+    def recurrences(self) -> tuple[Recurrence, ...]:
+        """The different recurrent mixers of the layers."""
+        return tuple(dict.fromkeys(layer.recurrence for layer in self.layers if layer.recurrence is not None))
+
+    @property
     def mlps(self) -> tuple[Mlp, ...]:
         """The different MLPs of the layers."""
         return tuple(dict.fromkeys(layer.mlp for layer in self.layers if layer.mlp is not None))
@@ -366,7 +416,8 @@ class ModelSpec:
 
     def layer_weights(self, layer: LayerSpec) -> int:
         """Return the numbers in the matrices of a layer."""
-        return sum(
+        gates = 2 * layer.recurrence.num_value_heads if isinstance(layer.recurrence, DeltaRule) else 0
+        return gates * self.hidden_size + sum(
             layer.num_experts_of(matrix) * rows * self.columns_of(layer, matrix)
             for matrix in layer.matrices
             for _, rows in self.parts_of(layer, matrix)
@@ -378,12 +429,14 @@ class ModelSpec:
         Empty for a matrix that the layer does not have.
         """
         attention, mlp = layer.attention, layer.mlp
+        if layer.recurrence is not None and matrix == "qkv":
+            return layer.recurrence.input_parts
         if attention is not None and matrix == "qkv":
-            queries, keys = attention.queries, attention.keys
+            queries, keys = attention.query_rows, attention.keys
             sizes = (queries, keys, keys) if len(attention.qkv) > 1 else (queries + 2 * keys,)
             return tuple(zip(attention.qkv, sizes, strict=True))
-        if attention is not None and matrix == "out":
-            return ((attention.out, self.hidden_size),)
+        if layer.mixer is not None and matrix == "out":
+            return ((layer.mixer.out, self.hidden_size),)
         if mlp is not None and matrix == "mlp_in":
             rows = 2 * mlp.intermediate_size if mlp.fused_gate else mlp.intermediate_size
             return tuple((name, rows) for name in mlp.mlp_in)
@@ -391,11 +444,18 @@ class ModelSpec:
 
     def columns_of(self, layer: LayerSpec, matrix: MatrixName) -> int:
         """Return the number of columns of a layer's matrix, its input size; 0 if the layer does not have it."""
+        if matrix == "out" and layer.recurrence is not None:
+            return layer.recurrence.outputs
         if matrix == "out":
             return 0 if layer.attention is None else layer.attention.queries
         if matrix == "mlp_out":
             return 0 if layer.mlp is None else layer.mlp.intermediate_size
         return self.hidden_size if matrix in layer.matrices else 0
+
+
+def state_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of a state slot, which holds the float32 states of all recurrent layers; 0 without any."""
+    return 4 * sum(layer.recurrence.state_numbers for layer in spec.layers if layer.recurrence is not None)
 
 
 def _check_sizes(record: Attention | Mlp | ModelSpec) -> None:
@@ -419,3 +479,5 @@ class Family:
 
     architecture: str
     spec_of: Callable[[Mapping[str, Any]], ModelSpec]
+    has_text_config: bool = False
+    """Whether the config of the text model is the field `text_config` of the model's config."""

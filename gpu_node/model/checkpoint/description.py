@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.architecture.spec import ModelSpec, state_bytes
 from penstock.gpu_node.model.checkpoint.conversion_cache import samples
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.json_object import read_object
@@ -88,13 +88,25 @@ def cache_sizes(max_model_len: int, options: RunnerOptions, token_bytes: int) ->
     block_bytes, kv_cache_gib = token_bytes * options.block_size, options.kv_cache_gib or DEFAULT_KV_CACHE_GIB
     num_device_blocks = options.wanted_blocks
     if num_device_blocks is None:
-        affordable = int(kv_cache_gib * 2**30) // block_bytes
+        affordable = int(kv_cache_gib * 2**30) // max(1, block_bytes)
         useful = options.max_num_seqs * -(-max_model_len // options.block_size)
         num_device_blocks = min(affordable, useful)
     if num_device_blocks < 1:
         raise ConfigError(f"kv_cache_gib {kv_cache_gib} does not hold one block of {options.block_size} tokens")
     num_swapped = num_host_blocks(options, block_bytes, num_device_blocks)
     return CacheSizes(num_device_blocks, num_swapped, block_bytes)
+
+
+def state_slots_of(described: Description, options: RunnerOptions) -> int:
+    """Return the number of state slots; 0 for a model without recurrent layers.
+
+    Raises ConfigError if a model with recurrent layers gets none.
+    """
+    slot_bytes = state_bytes(described.spec)
+    if slot_bytes and not options.state_slots:
+        needs = f"{described.architecture} has recurrent layers, and the state of a sequence takes {slot_bytes:,} bytes"
+        raise ConfigError(f"state_slots is 0 but must be at least 1: {needs}", param="state_slots")
+    return options.state_slots if slot_bytes else 0
 
 
 def num_host_blocks(options: RunnerOptions, block_bytes: int, num_device_blocks: int, default_gib: float = 0.0) -> int:

@@ -43,6 +43,13 @@ _BASES = ("model", "gpt_neox", "transformer")
 """What names of a decoder's tensors begin with in a checkpoint of the decoder and its head."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _STACK_DIMS = 3
+_GATES_AND_UPS = ("experts.gate_up_proj", "input_linear.weight")
+_FUSED = {
+    "gate_proj.weight": (_GATES_AND_UPS, 0),
+    "up_proj.weight": (_GATES_AND_UPS, 1),
+    "down_proj.weight": (("experts.down_proj", "output_linear.weight"), None),
+}
+"""Tensors of all experts, by the last parts of an expert's own names; 0 and 1 are halves of its rows."""
 _SCALED_PARTS = (
     *("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_shape", "weight_scale"),
     *("weight_scale_inv", "weight_zero_point", "weight_g_idx"),
@@ -237,11 +244,29 @@ def _tensors_of(folder: Path, files: Mapping[Path, MappedFile]) -> dict[str, Sto
 def _finder_of(tensors: Mapping[str, StoredTensor]) -> FindStored:
     """Return a function that finds tensors by name. A model saved without its head lacks the first part of names."""
 
-    def find(name: str) -> StoredTensor | None:
+    def stored(name: str) -> StoredTensor | None:
         first, _, rest = name.partition(".")
         return tensors.get(name) or (tensors.get(rest) if first in _BASES else None)
 
+    def find(name: str) -> StoredTensor | None:
+        return stored(name) or _one_of_experts(name, stored)
+
     return find
+
+
+def _one_of_experts(name: str, stored: FindStored) -> StoredTensor | None:
+    """Return an expert's matrix from a tensor that has those of all experts, gates and up projections together."""
+    expert = _EXPERT.search(name)
+    if expert is None or (fused := _FUSED.get(name[expert.end() :])) is None:
+        return None
+    names, part = fused
+    found = (stored(f"{name[: expert.start()]}.{stacked}") for stacked in names)
+    stack = next((one for one in found if one is not None), None)
+    matrix = None if stack is None else _one_of_stack(stack, int(expert[1]))
+    if matrix is None or part is None:
+        return matrix
+    half = matrix.shape[0] // 2
+    return matrix.span(part * half, (part + 1) * half)
 
 
 def read_safetensors(path: Path, content: NDArray[np.uint8]) -> Iterable[tuple[str, StoredTensor]]:

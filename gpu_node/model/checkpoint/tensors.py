@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.architecture.rank_part import RankPart
+from penstock.gpu_node.model.architecture.recurrent import DeltaRule, StateSpace
 from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, Stored
 from penstock.gpu_node.model.protocol import MatrixName
@@ -32,6 +33,54 @@ class StoredNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredHeads:
+    """The small tensors of a delta rule's value heads."""
+
+    gates: tuple[Stored, Stored]
+    """[value heads, hidden] each: the gate of learning and that of the decay."""
+    decay_log: Stored
+    """[value heads]"""
+    decay_bias: Stored
+    """[value heads]"""
+    norm: Stored
+    """[value_dim]"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScan:
+    """The small tensors of a state-space mixer's heads."""
+
+    duration_bias: Stored
+    """[heads], as the next two."""
+    decay_log: Stored
+    skip: Stored
+    norm: Stored
+    """[outputs of the mixer]"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecurrence:
+    """The small tensors of a recurrent mixer, which runners keep in float32."""
+
+    convolution: Stored
+    """[channels, 1, taps]"""
+    bias: Stored | None
+    """[channels]"""
+    heads: StoredHeads | StoredScan | None
+    """None for a short convolution."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRouting:
+    """The small tensors of a mixture of experts, which runners keep in float32."""
+
+    choice_bias: Stored | None
+    """[num_experts]"""
+    shared_gate: Stored | None
+    """[1, hidden]"""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredLayer:
     """The tensors of one decoder layer; the methods of `DecoderTensors` describe each field."""
 
@@ -44,6 +93,8 @@ class StoredLayer:
     router: Stored | None
     experts: tuple[tuple[StoredLinear, StoredLinear], ...]
     post_mlp_norm: StoredNorm | None
+    recurrence: StoredRecurrence | None = None
+    routing: StoredRouting | None = None
 
 
 class DecoderTensors:
@@ -85,6 +136,8 @@ class DecoderTensors:
             router=self.router(layer),
             experts=tuple(self.experts(layer)),
             post_mlp_norm=self.post_mlp_norm(layer),
+            recurrence=self.recurrence(layer),
+            routing=self.routing(layer),
         )
 
     def attention_norm(self, layer: int) -> StoredNorm | None:
@@ -119,9 +172,11 @@ class DecoderTensors:
     def qkv(self, layer: int) -> StoredLinear | None:
         """Return queries [num_heads * head_dim, hidden], keys and values [num_kv_heads * head_dim, hidden].
 
-        None: the layer has no attention.
+        Of a recurrent mixer: its input projections. None: the layer has no mixer.
         """
-        attention = self._spec.layers[layer].attention
+        attention, recurrence = self._spec.layers[layer].attention, self._spec.layers[layer].recurrence
+        if recurrence is not None:
+            return self._linear("qkv", layer, has_bias=recurrence.has_bias)
         if attention is None:
             return None
         stored = self._linear("qkv", layer, has_bias=attention.qkv_bias)
@@ -134,9 +189,39 @@ class DecoderTensors:
         )
 
     def out(self, layer: int) -> StoredLinear | None:
-        """Return the output projection of the attention, [hidden, num_heads * head_dim]; None without attention."""
-        attention = self._spec.layers[layer].attention
+        """Return the output projection of the mixer, [hidden, its outputs]; None without a mixer."""
+        attention, recurrence = self._spec.layers[layer].attention, self._spec.layers[layer].recurrence
+        if recurrence is not None:
+            return self._linear("out", layer, has_bias=recurrence.has_bias)
         return None if attention is None else self._linear("out", layer, has_bias=attention.out_bias)
+
+    def recurrence(self, layer: int) -> StoredRecurrence | None:
+        """Return the small tensors of a recurrent mixer; None if the layer has none."""
+        mixer, get = self._spec.layers[layer].recurrence, self._checkpoint.get
+        if mixer is None:
+            return None
+        convolution = mixer.convolution.format(layer=layer)
+        heads: StoredHeads | StoredScan | None = None
+        if isinstance(mixer, DeltaRule):
+            count, hidden = mixer.num_value_heads, self._spec.hidden_size
+            learning, decay = (name.format(layer=layer) for name in (mixer.learning_gate, mixer.decay_gate))
+            heads = StoredHeads(
+                gates=(get(f"{learning}.weight", count, hidden), get(f"{decay}.weight", count, hidden)),
+                decay_log=get(mixer.decay_log.format(layer=layer), count),
+                decay_bias=get(mixer.decay_bias.format(layer=layer), count),
+                norm=get(f"{mixer.norm.format(layer=layer)}.weight", mixer.value_dim),
+            )
+        if isinstance(mixer, StateSpace):
+            small = mixer.duration_bias, mixer.decay_log, mixer.skip
+            heads = StoredScan(
+                *(get(name.format(layer=layer), mixer.num_heads) for name in small),
+                norm=get(f"{mixer.norm.format(layer=layer)}.weight", mixer.outputs),
+            )
+        return StoredRecurrence(
+            convolution=get(f"{convolution}.weight", mixer.channels, 1, mixer.taps),
+            bias=get(f"{convolution}.bias", mixer.channels) if mixer.has_convolution_bias else None,
+            heads=heads,
+        )
 
     def router(self, layer: int) -> Stored | None:
         """Return the matrix that scores the experts, [num_experts, hidden]; None if there are no experts."""
@@ -152,12 +237,43 @@ class DecoderTensors:
         Inputs are [intermediate, hidden] each: gate and up, or a single one. The output is [hidden, intermediate].
         """
         mlp = self._spec.layers[layer].mlp
-        for expert in range(0 if mlp is None else mlp.num_experts):
+        num_shared = 0 if mlp is None or mlp.experts is None else mlp.experts.num_shared
+        for expert in range(0 if mlp is None else mlp.num_experts - num_shared):
             has_bias = mlp is not None and mlp.bias
             inner, out = (
                 self._linear(matrix, layer, has_bias=has_bias, expert=expert) for matrix in ("mlp_in", "mlp_out")
             )
             yield _split_gate(inner) if mlp is not None and mlp.fused_gate else inner, out
+        if num_shared:
+            yield from self._shared_experts(layer)
+
+    def _shared_experts(self, layer: int) -> Iterator[tuple[StoredLinear, StoredLinear]]:
+        """Yield the parts of the MLP that every token has, each of an expert's size."""
+        mlp, hidden = self._spec.layers[layer].mlp, self._spec.hidden_size
+        if mlp is None or mlp.experts is None or (shared := mlp.experts.shared) is None:
+            return
+        size, get = mlp.intermediate_size, self._checkpoint.get
+        whole, names = shared.count * size, [f"{name.format(layer=layer)}.weight" for name in shared.mlp_in]
+        # A single tensor has both, the gates first.
+        matrices = [get(name, 2 * whole // len(names), hidden) for name in names]
+        inner = matrices if len(names) > 1 else [matrices[0].span(0, whole), matrices[0].span(whole, 2 * whole)]
+        out = get(f"{shared.mlp_out.format(layer=layer)}.weight", hidden, whole)
+        for start in range(0, shared.count * size, size):
+            parts = tuple(matrix.span(start, start + size) for matrix in inner)
+            yield StoredLinear(parts), StoredLinear((out.columns(start, start + size),))
+
+    def routing(self, layer: int) -> StoredRouting | None:
+        """Return what a router has beside its matrix; None without experts."""
+        mlp, get = self._spec.layers[layer].mlp, self._checkpoint.get
+        if mlp is None or (experts := mlp.experts) is None:
+            return None
+        gate = None if experts.shared is None else experts.shared.gate
+        return StoredRouting(
+            choice_bias=(
+                None if experts.choice_bias is None else get(experts.choice_bias.format(layer=layer), experts.count)
+            ),
+            shared_gate=None if gate is None else get(f"{gate.format(layer=layer)}.weight", 1, self._spec.hidden_size),
+        )
 
     def _table(self, name: str) -> Stored:
         return self._checkpoint.get(f"{name}.weight", self._spec.vocab_size, self._spec.hidden_size)

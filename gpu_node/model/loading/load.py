@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
-from penstock.gpu_node.model.architecture.families import family_of, needs_transformers
+from penstock.gpu_node.model.architecture.families import family_of, needs_transformers, text_config_of
 from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, checked_config
 from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
 from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
@@ -103,6 +103,7 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
             config = with_gguf_settings(config, gguf)
             if any(part.stamp not in stamps for part in gguf.parts):
                 raise _replaced(model)
+        config = text_config_of(config)
         described = _describe(opened, config, options)
         described.check_sizes()
     return FoundModel(model, config, described, stamps, opened.tokenizer)
@@ -303,6 +304,8 @@ def special_features(spec: ModelSpec) -> tuple[str, ...]:
     later = [kind for kind in spec.kinds if kind.post_attention_norm is not None or kind.post_mlp_norm is not None]
     present = {
         "experts": any(mlp.experts is not None for mlp in spec.mlps),
+        "recurrent layers": bool(spec.recurrences),
+        "output gates of attention": any(one.output_gate for one in spec.attentions),
         "layers without attention or without an MLP": any(len(kind.matrices) < len(MATRICES) for kind in spec.kinds),
         "norms after a parallel attention and MLP": any(kind.parallel_residual for kind in later),
         "layer norms after attention and MLP": bool(later) and spec.norm == "layer",

@@ -10,8 +10,9 @@ from typing import Literal
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
-from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec, Rope
-from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
+from penstock.gpu_node.model.architecture.recurrent import LANES, DeltaRule, Recurrence, StateSpace
+from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec, Rope, state_bytes
+from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, state_slots_of
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.packed_file import PackedWeights
@@ -30,7 +31,7 @@ from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.gpu_node.model.native.weight_loader import WeightLoader
 from penstock.gpu_node.model.options import RunnerOptions
-from penstock.gpu_node.model.protocol import RankBytes
+from penstock.gpu_node.model.protocol import RankBytes, StateSizes
 from penstock.gpu_node.model.ranks.group import RankGroup
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path, prebuilt_library
@@ -64,6 +65,8 @@ log = logging.getLogger(__package__)
 
 PAGE_TOKENS = 16
 MAX_HEAD_DIM = 256
+_STATE_COLUMNS = 32
+"""kStateColumns of src/model/recurrent_stage.h."""
 _KEY_GROUP = 32
 """Channels of a key in int8 that share a scale."""
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu": Activation.GELU, "gelu_tanh": Activation.GELU_TANH}
@@ -143,6 +146,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         sizes,
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
+        states=StateSizes(shapes.spec.num_state_slots, state_bytes(spec)),
         num_threads=len(place.threads_of(threads)),
         leaves_core_free=threads < usable_cores(),
         weight_bytes=_weight_bytes(model, spec.num_layers, has_embedding=rotated or not spec.tied_head),
@@ -318,6 +322,8 @@ def _check_sizes(spec: ModelSpec) -> None:
         if head_dim % PAGE_TOKENS or head_dim > MAX_HEAD_DIM:
             reason = f"head_dim {head_dim} is not a multiple of {PAGE_TOKENS} of at most {MAX_HEAD_DIM}"
             raise NativeUnavailableError(reason, "use a model with another head_dim, or a GPU")
+    for mixer in spec.recurrences:
+        _check_recurrence(mixer)
     for layer in spec.kinds:
         mlp = layer.mlp
         if mlp is None or mlp.experts is None:
@@ -329,6 +335,18 @@ def _check_sizes(spec: ModelSpec) -> None:
         if layer.post_mlp_norm is not None or mlp.bias or not mlp.is_gated:
             reason = "experts with biases, without gates or with norms of their outputs are not supported"
             raise NativeUnavailableError(reason, "--runner torch")
+
+
+def _check_recurrence(mixer: Recurrence) -> None:
+    remedy = "--runner torch"
+    if isinstance(mixer, StateSpace):
+        raise NativeUnavailableError("the kernels have no state-space layers (Mamba-2)", remedy)
+    if mixer.channels % LANES:
+        raise NativeUnavailableError(f"a convolution over {mixer.channels} channels, no multiple of {LANES}", remedy)
+    if isinstance(mixer, DeltaRule) and (mixer.key_dim % LANES or mixer.value_dim % _STATE_COLUMNS):
+        reason = f"recurrent heads with keys of {mixer.key_dim} and values of {mixer.value_dim} channels"
+        needed = f"multiples of {LANES} and {_STATE_COLUMNS} are needed"
+        raise NativeUnavailableError(f"{reason}: {needed}", remedy)
 
 
 def kv_head_bytes(attention: Attention, kv_cache_dtype: str) -> int:
@@ -373,6 +391,7 @@ def _shapes_of(
         logit_cap=spec.logit_cap or 0.0,
         rank=place.rank,
         num_ranks=place.size,
+        num_state_slots=state_slots_of(described, options),
     )
     kinds = {layer: _native_layer(layer, spec.ropes) for layer in spec.kinds}
     return NativeShapes(native, (NativeLayer * spec.num_layers)(*(kinds[layer] for layer in spec.layers)))
@@ -395,22 +414,35 @@ def _native_layer(layer: LayerSpec, ropes: tuple[Rope, ...]) -> NativeLayer:
         native.has_position_biases = attention.has_position_biases
         native.joins_head_norms = attention.joint_head_norms
         native.score_scale, native.score_cap = attention.score_scale or 0.0, attention.score_cap or 0.0
+        native.has_output_gate = attention.output_gate
+    if layer.recurrence is not None:
+        _set_recurrence(native, layer.recurrence)
     if mlp is not None:
         native.intermediate, native.is_gated = mlp.intermediate_size, mlp.is_gated
         native.activation = _ACTIVATIONS[mlp.activation]
     if mlp is not None and mlp.experts is not None:
         native.num_experts, native.experts_per_token = mlp.experts.count, mlp.experts.per_token
         native.normalizes_experts = mlp.experts.normalized
+        native.shared_experts, native.shares_by_sigmoid = mlp.experts.num_shared, mlp.experts.by_sigmoid
+        native.expert_scale = mlp.experts.scale
     return native
+
+
+def _set_recurrence(native: NativeLayer, mixer: Recurrence) -> None:
+    native.taps, native.channels = mixer.taps, mixer.channels
+    if isinstance(mixer, DeltaRule):
+        native.key_heads, native.value_heads = mixer.num_key_heads, mixer.num_value_heads
+        native.key_dim, native.value_dim, native.head_norm_eps = mixer.key_dim, mixer.value_dim, mixer.norm_eps
 
 
 def is_rotated(spec: ModelSpec, quantization: str) -> bool:
     """Return whether the hidden state is Hadamard-rotated, which spreads outlier channels over all channels.
 
     Only int8 needs it: a row has a single scale there, while grouped formats have one per group. RMS norms commute
-    with the rotation if a matrix follows that their weights can be multiplied into: norms of outputs do not, nor does a
-    router. Layer norms do not either, because they subtract the mean over channels.
+    with the rotation if a matrix follows that their weights can be multiplied into: norms of outputs do not, nor do a
+    router and the gates of a recurrent mixer. Layer norms do not either, because they subtract the mean over channels.
     """
     has_output_norms = any(layer.post_attention_norm or layer.post_mlp_norm for layer in spec.kinds)
-    has_experts = any(mlp.experts for mlp in spec.mlps)
-    return quantization == "int8" and spec.norm == "rms" and not has_output_norms and not has_experts
+    # The router of a mixture and the gates of a recurrent mixer are no matrices that the weights are multiplied into.
+    is_read = any(mlp.experts for mlp in spec.mlps) or bool(spec.recurrences)
+    return quantization == "int8" and spec.norm == "rms" and not has_output_norms and not is_read

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from penstock.gpu_node.model.architecture.spec import LayerSpec, ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.description import Description
+from penstock.gpu_node.model.checkpoint.recurrences import HeadValues, values_of
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
@@ -153,6 +154,7 @@ class Packer:
 
     def _pack_layer(self, layer: int) -> None:
         tensors, attention_norm = self._tensors, self._tensors.attention_norm(layer)
+        self._pack_recurrence(layer)
         qkv, out = tensors.qkv(layer), tensors.out(layer)
         if qkv is not None and out is not None:
             self._fuse(Slot.QKV, layer, qkv, self._set_norm(Vector.ATTENTION_NORM, layer, attention_norm))
@@ -166,6 +168,22 @@ class Packer:
             gains = self._set_norm(Vector.MLP_NORM, layer, tensors.mlp_norm(layer) or attention_norm)
             self._pack_mlp(layer, gains, is_gated=mlp.is_gated)
 
+    def _pack_recurrence(self, layer: int) -> None:
+        """Set the small tensors of a recurrent mixer."""
+        stored = self._tensors.recurrence(layer)
+        if stored is None:
+            return
+        values = values_of(stored)
+        self._set_vector(Vector.CONVOLUTION, layer, values.convolution)
+        if values.bias is not None:
+            self._set_vector(Vector.CONVOLUTION_BIAS, layer, values.bias)
+        if isinstance(heads := values.heads, HeadValues):
+            padding = (0, 0), (0, -heads.gates.shape[1] % PANEL)
+            self._set_vector(Vector.GATES, layer, np.pad(heads.gates, padding))
+            self._set_vector(Vector.DECAY_RATES, layer, heads.decay_rates)
+            self._set_vector(Vector.DECAY_BIASES, layer, heads.decay_biases)
+            self._set_vector(Vector.VALUE_NORM, layer, heads.norm)
+
     def _pack_mlp(self, layer: int, gains: _Gains, *, is_gated: bool) -> None:
         """Pack an MLP. The matrices of several experts are one matrix, with their rows one after another."""
         router, experts = self._tensors.router(layer), list(self._tensors.experts(layer))
@@ -173,6 +191,11 @@ class Packer:
             # Zeros pad the columns, as they pad the hidden states.
             padding = (0, 0), (0, -router.shape[1] % PANEL)
             self._set_vector(Vector.ROUTER, layer, np.pad(router.to_float32(), padding))
+            routing = self._tensors.routing(layer)
+            if routing is not None and routing.choice_bias is not None:
+                self._set_vector(Vector.CHOICE_BIAS, layer, routing.choice_bias.to_float32())
+            if routing is not None and routing.shared_gate is not None:
+                self._set_vector(Vector.SHARED_GATE, layer, np.pad(routing.shared_gate.to_float32(), padding))
         inner, out = (_joined(linears) for linears in zip(*experts, strict=True))
         pack_inner = self._interleave if is_gated else self._fuse
         pack_inner(Slot.MLP_IN, layer, inner, gains)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.native.packing import NativeAdapters
 from penstock.gpu_node.model.native.ranks import NativeRanks
 from penstock.gpu_node.model.native.weight_loader import BackgroundPacking
@@ -23,6 +24,7 @@ from penstock.gpu_node.model.protocol import (
     RanksLostError,
     RankStats,
     SamplingRows,
+    StateSizes,
     StepPlan,
     StepResult,
 )
@@ -107,6 +109,14 @@ def wanted_hidden(plan: StepPlan, outputs: StepOutputs) -> dict[str, int | None]
     return {"num_pooled": len(plan.pooled.tokens), "pooled_tokens": tokens, "hidden": hidden}
 
 
+def state_fields(plan: StepPlan) -> dict[str, int | None]:
+    """Return the fields of a NativePlan for the slots of recurrent states."""
+    if (states := plan.states) is None:
+        return {}
+    reads, writes, saves = addresses(states.reads, states.writes, states.saves)
+    return {"state_reads": reads, "state_writes": writes, "state_saves": saves, "num_saves": len(states.saves)}
+
+
 Table: TypeAlias = NDArray[Any] | None
 NOTHING_RAGGED: tuple[Table, ...] = (None,) * 10
 
@@ -175,6 +185,7 @@ class NativeRunner:
         *,
         vocab_size: int,
         hidden_size: int,
+        states: StateSizes,
         num_threads: int,
         leaves_core_free: bool,
         weight_bytes: int,
@@ -190,6 +201,7 @@ class NativeRunner:
         self._sizes = sizes
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
+        self._states = states
         self._leaves_core_free = leaves_core_free
         self._weight_bytes = weight_bytes
         self._packing = packing
@@ -206,14 +218,19 @@ class NativeRunner:
         return self._sizes
 
     @property
+    def state_sizes(self) -> StateSizes:
+        """The number and size of the slots of recurrent states."""
+        return self._states
+
+    @property
     def placement(self) -> Placement:
         """Where the model computes: on the CPU."""
         return Placement(self._weight_bytes, leaves_core_free=self._leaves_core_free)
 
     @property
     def verifies_drafts(self) -> bool:
-        """True: a step may sample after any of its tokens."""
-        return True
+        """Whether a step may sample after any of its tokens; not with states, which take no token back."""
+        return not self._states.num_slots
 
     def bind_thread(self) -> None:
         """Pin the calling thread like the model's threads, which leave it a core if there are enough cores."""
@@ -234,6 +251,7 @@ class NativeRunner:
             *addresses(plan.copies, tokens, None, times_ms),
             **wanted_logprobs(plan, outputs),
             **wanted_hidden(plan, outputs),
+            **state_fields(plan),
         )
         self._start(plan, native)
         return _InFlightStep(self._wait, outputs, plan, ragged)
@@ -244,7 +262,7 @@ class NativeRunner:
         times_ms = np.zeros(3, dtype=np.float32)
         rest = *addresses(plan.adapters), len(plan.copies), *addresses(plan.copies)
         fields = step_fields(plan, self._sampling.of(plan.sampling))
-        native = NativePlan(*fields, *NOTHING_RAGGED, *rest, *addresses(None, logits, times_ms))
+        native = NativePlan(*fields, *NOTHING_RAGGED, *rest, *addresses(None, logits, times_ms), **state_fields(plan))
         self._start(plan, native, returns_logits=True)
         self._wait()
         return logits
@@ -261,6 +279,8 @@ class NativeRunner:
             self._packing = None
 
     def _start(self, plan: StepPlan, native: NativePlan, *, returns_logits: bool = False) -> None:
+        if self._states.num_slots and plan.states is None:
+            raise InvariantError("a step of a model with recurrent layers names no states")
         self._use_packed()
         self._started_s = time.monotonic()
         if self._ranks is not None:

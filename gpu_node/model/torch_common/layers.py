@@ -67,12 +67,43 @@ def missing(rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The small tensors of a delta rule's value heads in float32, as `HeadValues` describes them."""
+
+    gates: Tensor
+    decay_rates: Tensor
+    decay_biases: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ScanWeights:
+    """The small tensors of a state-space mixer's heads in float32, as `ScanValues` describes them."""
+
+    duration_biases: Tensor
+    decay_rates: Tensor
+    skips: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentWeights:
+    """The small tensors of a recurrent mixer in float32, as `RecurrenceValues` describes them."""
+
+    convolution: Tensor
+    bias: Tensor | None
+    heads: HeadWeights | ScanWeights | None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one decoder layer."""
 
     attention_norm: Norm
     qkv: Product
-    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values. `missing` without attention."""
+    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values. `missing` without attention.
+
+    With output gates, a head's query is followed by its gate. Of a recurrent mixer: its input projections."""
     head_norms: tuple[Norm, Norm] | None
     """The norms of queries and keys; None where the layer has none."""
     out: Product
@@ -88,6 +119,11 @@ class LayerWeights:
     """[num_experts, hidden], of a mixture of experts."""
     more_experts: tuple[tuple[Product, Product], ...] = ()
     """The products of experts 1, 2, ...: `mlp_in` and `mlp_out`."""
+    recurrence: RecurrentWeights | None = None
+    choice_bias: Tensor | None = None
+    """[num_experts] in float32: added to the shares by which experts are chosen."""
+    shared_gate: Tensor | None = None
+    """[1, hidden] in float32: the gate of the experts that every token has."""
 
     def expert(self, index: int) -> tuple[Product, Product]:
         """Return the products of an expert."""

@@ -9,9 +9,19 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from penstock.gpu_node.model.checkpoint.recurrences import ScanValues, values_of
 from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
-from penstock.gpu_node.model.checkpoint.tensors import StoredLayer, StoredLinear, StoredNorm
-from penstock.gpu_node.model.torch_common.layers import LayerWeights, NoNorm, Norm, Product, missing
+from penstock.gpu_node.model.checkpoint.tensors import StoredLayer, StoredLinear, StoredNorm, StoredRecurrence
+from penstock.gpu_node.model.torch_common.layers import (
+    HeadWeights,
+    LayerWeights,
+    NoNorm,
+    Norm,
+    Product,
+    RecurrentWeights,
+    ScanWeights,
+    missing,
+)
 
 Convert: TypeAlias = Callable[[tuple[Stored, ...]], Tensor]
 """Converts stored tensors to one tensor, with their rows one after another."""
@@ -87,7 +97,27 @@ def read_layer(
         post_mlp_norm=norm_or_none(stored.post_mlp_norm),
         router=None if stored.router is None else linear(StoredLinear((stored.router,)), convert),
         more_experts=tuple(more),
+        recurrence=None if stored.recurrence is None else _read_recurrence(stored.recurrence),
+        choice_bias=None if stored.routing is None else _floats(stored.routing.choice_bias),
+        shared_gate=None if stored.routing is None else _floats(stored.routing.shared_gate),
     )
+
+
+def _floats(stored: Stored | None) -> Tensor | None:
+    return None if stored is None else torch.from_numpy(stored.to_float32())
+
+
+def _read_recurrence(stored: StoredRecurrence) -> RecurrentWeights:
+    values = values_of(stored)
+    heads: HeadWeights | ScanWeights | None = None
+    if isinstance(found := values.heads, ScanValues):
+        arrays = found.duration_biases, found.decay_rates, found.skips, found.norm
+        heads = ScanWeights(*map(torch.from_numpy, arrays))
+    elif found is not None:
+        arrays = found.gates, found.decay_rates, found.decay_biases, found.norm
+        heads = HeadWeights(*map(torch.from_numpy, arrays))
+    bias = None if values.bias is None else torch.from_numpy(values.bias)
+    return RecurrentWeights(torch.from_numpy(values.convolution), bias, heads)
 
 
 def read_norm(stored: StoredNorm, convert: Converter, eps: float, offset: float = 0.0) -> Norm:

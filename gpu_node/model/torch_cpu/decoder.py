@@ -14,12 +14,13 @@ from torch.nn import functional
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
-from penstock.gpu_node.model.architecture.spec import Activation, Attention, LayerSpec, Mlp, ModelSpec, Rope
+from penstock.gpu_node.model.architecture.spec import Activation, Attention, Experts, LayerSpec, Mlp, ModelSpec, Rope
 from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter, LowRank, MatrixName, StepPlan
 from penstock.gpu_node.model.torch_common.exchanges import Exchanges, PlannedExchange
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm
 from penstock.gpu_node.model.torch_common.positions import rope_angles
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
+from penstock.gpu_node.model.torch_cpu.recurrent import RecurrentLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,8 @@ class TorchAdapters:
         return _Part(firsts[part.part], *(torch.from_numpy(half).to(self._dtype) for half in (part.down, part.up)))
 
 
+_SHARES_EPS = 1e-6
+"""Added to the sum by which sigmoid shares are divided."""
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -92,10 +95,16 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Decoder:
-    """A model's weights and its forward pass. The caller owns the KV caches."""
+    """A model's weights, its recurrent states and its forward pass. The caller owns the KV caches."""
 
     def __init__(
-        self, part: RankPart, weights: DecoderWeights, num_positions: int, exchanges: Exchanges | None = None
+        self,
+        part: RankPart,
+        weights: DecoderWeights,
+        num_positions: int,
+        exchanges: Exchanges | None = None,
+        *,
+        state_slots: int = 0,
     ) -> None:
         """exchanges: with the other ranks, None for one rank."""
         spec = part.spec
@@ -104,6 +113,7 @@ class Decoder:
         self._spec = spec
         self._weights = weights
         self.adapters = TorchAdapters(spec, weights.dtype)
+        self.recurrent = RecurrentLayers.of(spec, state_slots)
         self._rotations = {rope: _rotation(rope, num_positions, weights.dtype) for rope in spec.ropes}
 
     def outputs(self, hidden: Tensor) -> Tensor:
@@ -141,6 +151,7 @@ class Decoder:
         """
         groups, adapted = attention.groups(plan), self.adapters.rows_of(plan)
         slots, begun = attention.targets(plan)
+        steps = self.recurrent.steps_of(plan)
         positions = torch.from_numpy(plan.positions)
         angles = {
             rope: tuple(table[positions].unsqueeze(1) for table in tables) for rope, tables in self._rotations.items()
@@ -152,11 +163,18 @@ class Decoder:
             attended: Tensor | None = None
             if spec.attention is not None and cache is not None:
                 rope = spec.attention.rope
-                q, k, v = self._qkv(x, i, spec.attention, layer, None if rope is None else angles[rope], adapted)
+                q, gates, k, v = self._qkv(x, i, spec.attention, layer, None if rope is None else angles[rope], adapted)
                 if begun:
                     cache.zero(begun)
                 cache.store(k, v, slots[spec.attention.num_kv_heads])
                 attended = attention.attend(q, cache, groups, spec.attention)
+                if gates is not None:
+                    attended = attended * torch.sigmoid(gates)
+            elif spec.recurrence is not None and layer.recurrence is not None and steps is not None:
+                normed = layer.attention_norm(x)
+                projected = adapted.add(i, "qkv", normed, layer.qkv(normed))
+                attended = self.recurrent.mix(i, spec.recurrence, layer.recurrence, normed, projected, steps)
+                attended = attended.to(normed.dtype)
             if self._is_end(i):
                 # After the last attention, only the wanted tokens need the rest of the layer.
                 x, adapted = x[tokens], adapted.at(tokens)
@@ -185,16 +203,22 @@ class Decoder:
         layer: LayerWeights,
         angles: tuple[Tensor, ...] | None,
         adapted: AdaptedRows,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_kv_heads, head_dim]."""
-        normed = layer.attention_norm(x)
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Return queries and their output gates, keys and values.
+
+        Queries and gates: [num_tokens, num_heads, head_dim]; the others: [num_tokens, num_kv_heads, head_dim].
+        """
+        normed, gates = layer.attention_norm(x), None
         fused = adapted.add(at, "qkv", normed, layer.qkv(normed)).view(len(x), -1, spec.head_dim)
-        q, k, v = fused.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
+        first_key = spec.query_rows // spec.head_dim
+        q, k, v = fused.tensor_split((first_key, first_key + spec.num_kv_heads), dim=1)
+        if spec.output_gate:
+            q, gates = q[:, ::2], q[:, 1::2]
         if layer.head_norms is not None:
             q, k = self._normed_heads(q, k, layer.head_norms, is_joint=spec.joint_head_norms)
         if angles is not None:
             q, k = (_rotate(heads, *angles) for heads in (q, k))
-        return q.contiguous(), k, v
+        return q.contiguous(), gates, k, v
 
     def _normed_heads(self, q: Tensor, k: Tensor, norms: tuple[Norm, Norm], *, is_joint: bool) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = norms
@@ -247,15 +271,32 @@ def _routed(normed: Tensor, spec: Mlp, layer: LayerWeights, scores: Tensor) -> T
     experts = spec.experts
     if experts is None:
         raise InvariantError("a layer has a router, but its spec has no experts")
-    shares, chosen = torch.softmax(scores, dim=-1).topk(experts.per_token)
-    if experts.normalized:
-        shares = shares / shares.sum(dim=-1, keepdim=True)
+    shares, chosen = _chosen(experts, layer, scores)
+    if experts.shared is not None:
+        every = torch.arange(experts.count, experts.count + experts.num_shared).expand(len(normed), -1)
+        gate = torch.ones(len(normed), 1)
+        if layer.shared_gate is not None:
+            gate = torch.sigmoid(normed.float() @ layer.shared_gate.T)
+        shares, chosen = torch.cat((shares, gate.expand(every.shape)), dim=-1), torch.cat((chosen, every), dim=-1)
     out = torch.zeros(normed.shape)
     for index in sorted(set(chosen.flatten().tolist())):
         rows, ranks = (chosen == index).nonzero(as_tuple=True)
         mlp_in, mlp_out = layer.expert(index)
         out[rows] += mlp_out(_gated(mlp_in(normed[rows]), spec)).float() * shares[rows, ranks].unsqueeze(1)
     return out
+
+
+def _chosen(experts: Experts, layer: LayerWeights, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights and the indices of each token's experts."""
+    if not experts.by_sigmoid:
+        shares, chosen = torch.softmax(scores, dim=-1).topk(experts.per_token)
+        return (shares / shares.sum(dim=-1, keepdim=True) if experts.normalized else shares), chosen
+    shares = torch.sigmoid(scores)
+    chosen = (shares if layer.choice_bias is None else shares + layer.choice_bias).topk(experts.per_token).indices
+    shares = shares.gather(-1, chosen)
+    if experts.normalized:
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + _SHARES_EPS)
+    return shares * experts.scale, chosen
 
 
 def _rotation(rope: Rope, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

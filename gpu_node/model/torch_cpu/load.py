@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
-from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
+from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, state_slots_of
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.stored_tensors import Stored
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, RankTensors, StoredLayer, StoredLinear
@@ -231,7 +231,13 @@ def load_torch(
     sizes = cache_sizes(described.max_model_len, options, _token_bytes(part, dtype))
     widest = max(spec.hidden_size, *(mlp.num_experts for mlp in spec.mlps))
     largest = options.max_num_batched_tokens * widest
-    decoder = Decoder(part, weights, described.max_model_len, Exchanges(links, largest))
+    decoder = Decoder(
+        part,
+        weights,
+        described.max_model_len,
+        Exchanges(links, largest),
+        state_slots=state_slots_of(described, options),
+    )
     runner = TorchRunner(
         part,
         decoder,

@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.gpu_node.model.architecture.rank_part import RankAdapter, RankPart
-from penstock.gpu_node.model.protocol import NO_COPIES, Adapter, CacheSizes, Placement, RankBytes, StepPlan, StepResult
+from penstock.gpu_node.model.architecture.spec import state_bytes
+from penstock.gpu_node.model.protocol import (
+    NO_COPIES,
+    Adapter,
+    CacheSizes,
+    Placement,
+    RankBytes,
+    StateSizes,
+    StepPlan,
+    StepResult,
+)
 from penstock.gpu_node.model.torch_common.exchanges import RankOutputs
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
@@ -77,6 +87,11 @@ class TorchRunner:
         return self._sizes
 
     @property
+    def state_sizes(self) -> StateSizes:
+        """The slots of recurrent states, which the decoder has."""
+        return StateSizes(self._decoder.recurrent.num_slots, state_bytes(self._part.spec))
+
+    @property
     def placement(self) -> Placement:
         """On the CPU. Layers are read from the checkpoint at the first step."""
         return Placement(leaves_core_free=torch.get_num_threads() < usable_cores())
@@ -89,8 +104,8 @@ class TorchRunner:
 
     @property
     def verifies_drafts(self) -> bool:
-        """True: a step may sample after any of its tokens."""
-        return True
+        """Whether a step may sample after any of its tokens; not with states, which take no token back."""
+        return not self._part.spec.recurrences
 
     def bind_thread(self) -> None:
         """Do nothing: steps run on a separate thread."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.description import cache_sizes
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
-from penstock.gpu_node.model.protocol import Devices, ModelPlan, ShapeFit
+from penstock.gpu_node.model.plan_records import Devices, ModelPlan, ShapeFit
 from penstock.gpu_node.model.torch_cpu.load import TORCH_DTYPES, choose_dtype
 from penstock.gpu_node.model.transformers_runner.description import LACKS, ModuleDescription
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, StateSizes, StepPlan, StepResult
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.gpu_node.model.torch_common.sampler import logprobs_of, sample_rows, to_numpy
@@ -41,6 +41,11 @@ class TransformersRunner:
     def cache_sizes(self) -> CacheSizes:
         """The number and size of the KV blocks."""
         return self._sizes
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """None: loading refuses models with recurrent layers."""
+        return StateSizes()
 
     @property
     def placement(self) -> Placement:

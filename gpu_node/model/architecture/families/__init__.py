@@ -51,3 +51,17 @@ def _family_or_none(config: Mapping[str, Any]) -> Family | None:
     architecture = architecture_of(config)
     # A model that was saved without its head, as those for embeddings are, names itself `…Model`.
     return families().get(architecture) or families().get(re.sub("Model$", "ForCausalLM", architecture))
+
+
+def text_config_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a model's text model, with what the whole model says of it.
+
+    Raises ConfigError for an unsupported architecture, and for a `text_config` that is no object.
+    """
+    inner = config.get("text_config")
+    if not family_of(config).has_text_config or not inner:
+        return dict(config)
+    if not isinstance(inner, dict):
+        raise ConfigError(f"text_config is {str(inner)[:80]!r} but must be an object")
+    own = ("architectures", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
+    return {**inner, **{name: config[name] for name in own if config.get(name) is not None}}

@@ -48,6 +48,14 @@ enum Vector {
   kAttentionOutputNorm = 12,
   kMlpOutputNorm = 13,
   kRouter = 14,
+  kConvolution = 15,
+  kConvolutionBias = 16,
+  kGates = 17,
+  kDecayRates = 18,
+  kDecayBiases = 19,
+  kValueNorm = 20,
+  kChoiceBias = 21,
+  kSharedGate = 22,
 };
 
 // `layer`: for kCos and kSin the index of the RoPE table.
@@ -79,6 +87,22 @@ Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
       return weights.layers[layer].mlp_output_norm.weight;
     case kRouter:
       return weights.layers[layer].router;
+    case kChoiceBias:
+      return weights.layers[layer].choice_bias;
+    case kSharedGate:
+      return weights.layers[layer].shared_gate;
+    case kConvolution:
+      return weights.layers[layer].recurrent.convolution;
+    case kConvolutionBias:
+      return weights.layers[layer].recurrent.bias;
+    case kGates:
+      return weights.layers[layer].recurrent.gates;
+    case kDecayRates:
+      return weights.layers[layer].recurrent.decay_rates;
+    case kDecayBiases:
+      return weights.layers[layer].recurrent.decay_biases;
+    case kValueNorm:
+      return weights.layers[layer].recurrent.norm;
     case kFinalGains:
       return weights.final_gains;
     default:

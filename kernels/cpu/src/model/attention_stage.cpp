@@ -29,6 +29,11 @@ void rotate(const float* x, const float* cos, const float* sin, int dim, float* 
   }
 }
 
+// values *= sigmoid(gate).
+void gate_values(const float* gate, int count, float* values) {
+  for (int i = 0; i < count; i += kLanes) store(values + i, gated_by(load(values + i), load(gate + i)));
+}
+
 // The first token that a token at `position` attends to.
 int first_seen(int position, const Layer& layer) {
   return layer.spec.window == 0 ? 0 : std::max(0, position + 1 - layer.spec.window);
@@ -143,7 +148,7 @@ void AttentionStage::store_all(Worker& worker, const Layer& layer) const {
 void AttentionStage::store_key_value(const Layer& layer, int token, int head) const {
   const int dim = layer.spec.head_dim;
   alignas(64) float key[kMaxHeadDim];
-  const float* keys = buffers_.qkv.row(token) + layer.spec.queries();
+  const float* keys = buffers_.qkv.row(token) + layer.spec.query_rows();
   const int own = heads_of(layer).first + head;
   prepare_head(layer, keys + own * dim, layer.k_norm, step_.plan.positions[token], key);
   const int slot = slot_of(token);
@@ -198,7 +203,7 @@ void AttentionStage::attend_tile(const Layer& layer, int i) const {
     rows.next = context_of(heads.plan.tiles[next.tile], layer, next.head);
   }
   penstock::attend(cache_.layer(layer.index), rows, tile.context, states);
-  write_rows(heads, tile, own.head, states);
+  write_rows(layer, tile, own.head, states);
 }
 
 void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
@@ -222,7 +227,7 @@ void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
     for (int span = starts[t] + 1; span < starts[t + 1]; ++span) {
       for (int r = 0; r < tiles[t].rows; ++r) merge(states[r], partial(span, head)[r], heads.dim);
     }
-    write_rows(heads, tiles[t], head, states);
+    write_rows(layer, tiles[t], head, states);
   });
 }
 
@@ -246,7 +251,8 @@ QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, 
     inputs.limits[r] = position + 1;
     inputs.firsts[r] = first_seen(position, layer);
     inputs.biases[r] = has_biases ? &positions_.biases[(size_t)query * biases_stride_] : nullptr;
-    prepare_head(layer, buffers_.qkv.row(token) + query * dim, layer.q_norm, position, inputs.queries + r * dim);
+    const float* unprepared = buffers_.qkv.row(token) + query * layer.spec.query_stride();
+    prepare_head(layer, unprepared, layer.q_norm, position, inputs.queries + r * dim);
   }
   const Context context = context_of(tile, layer, head);
   return {.queries = inputs.queries,
@@ -263,12 +269,18 @@ QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, 
 }
 
 // Writes a head's rows. That of the last head also clears the padding, where a wider layer may have left numbers.
-void AttentionStage::write_rows(const Heads& heads, const QueryTile& tile, int head, const RowState* states) const {
+void AttentionStage::write_rows(const Layer& layer, const QueryTile& tile, int head, const RowState* states) const {
+  const Heads& heads = heads_of(layer);
   const int width = heads.total * heads.group * heads.dim;
   const bool is_last = heads.first + head + 1 == heads.total;
   for (int r = 0; r < tile.rows; ++r) {
-    float* row = buffers_.attended.row(token_of(heads, tile, r));
-    finish(states[r], heads.dim, row + heads.query_of(head, tile.first_row + r) * heads.dim);
+    const int token = token_of(heads, tile, r), query = heads.query_of(head, tile.first_row + r);
+    float* row = buffers_.attended.row(token);
+    finish(states[r], heads.dim, row + query * heads.dim);
+    if (layer.spec.has_output_gate) {
+      const float* gate = buffers_.qkv.row(token) + query * layer.spec.query_stride() + heads.dim;
+      gate_values(gate, heads.dim, row + query * heads.dim);
+    }
     if (is_last) std::fill(row + width, row + round_up(width, kPanel), 0.f);
   }
 }

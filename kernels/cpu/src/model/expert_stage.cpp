@@ -6,19 +6,26 @@
 #include "model/mlp_stage.h"
 
 namespace penstock {
+namespace {
+
+constexpr float kSharesEps = 1e-6f;  // added to the sum by which sigmoid shares are divided
+
+float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+
+}  // namespace
 
 void ExpertStage::prepare(const Layer& layer, int rows) {
-  const int entries = rows * layer.spec.experts_per_token;
+  const int entries = rows * layer.spec.entries_per_token();
   input_.rows.prepare(entries, layer.matrix(Slot::kMlpIn));
   gated_input_.rows.prepare(entries, layer.matrix(Slot::kMlpOut));
   for (Input* input : {&input_, &gated_input_}) {
     input->rows.tiling().reserve(entries);
-    input->groups.reserve(layer.spec.num_experts);
+    input->groups.reserve(layer.spec.all_experts());
   }
   normed_.reserve(rows);
   if (group_.is_alone()) gated_.reserve(entries);
   outputs_.reserve(entries);
-  ends_.reserve(layer.spec.num_experts);
+  ends_.reserve(layer.spec.all_experts());
   if ((int)choices_.size() >= entries) return;
   choices_.resize(entries);
   rows_.resize(entries);
@@ -27,7 +34,7 @@ void ExpertStage::prepare(const Layer& layer, int rows) {
 
 void ExpertStage::run(Worker& worker, const Layer& layer, const std::vector<int>& tokens) {
   const Matrix &in = layer.matrix(Slot::kMlpIn), &out = layer.matrix(Slot::kMlpOut);
-  const int rows = (int)tokens.size(), entries = rows * layer.spec.experts_per_token;
+  const int rows = (int)tokens.size(), entries = rows * layer.spec.entries_per_token();
   worker.for_each(rows, [&](int i) { route(layer, buffers_.hidden.row(tokens[i]), i); });
   if (worker.leads()) {
     sort(layer, rows);
@@ -55,35 +62,53 @@ void ExpertStage::route(const Layer& layer, const float* hidden, int row) {
   std::copy_n(layer.mlp_norm.apply(hidden).values, columns, normed_.row(row));
   thread_local std::vector<float> shares;
   shares.resize(count);
-  for (int e = 0; e < count; ++e) {
-    const float* weights = layer.router.data() + (size_t)e * columns;
-    Floats score = zeros();
-    for (int c = 0; c < columns; c += kLanes) score = fma(load(normed_.row(row) + c), load(weights + c), score);
-    shares[e] = sum(score);
-  }
-  const float largest = *std::max_element(shares.begin(), shares.end());
+  for (int e = 0; e < count; ++e) shares[e] = score(layer.router.data() + (size_t)e * columns, row);
   float total = 0;
-  for (float& share : shares) total += share = std::exp(share - largest);
-  Choice* chosen = &choices_[(size_t)row * per_token];
+  if (layer.spec.shares_by_sigmoid) {
+    for (float& share : shares) share = sigmoid(share);
+  } else {
+    const float largest = *std::max_element(shares.begin(), shares.end());
+    for (float& share : shares) total += share = std::exp(share - largest);
+  }
+  const auto rank_of = [&](int e) { return layer.choice_bias.count() ? shares[e] + layer.choice_bias[e] : shares[e]; };
+  Choice* chosen = &choices_[(size_t)row * layer.spec.entries_per_token()];
   float chosen_total = 0;
   for (int k = 0; k < per_token; ++k) {
     int best = -1;
     for (int e = 0; e < count; ++e) {
       const bool is_taken = std::any_of(chosen, chosen + k, [&](const Choice& c) { return c.expert == e; });
       // The first expert that is left is taken even if its share is NaN.
-      if (!is_taken && (best < 0 || shares[e] > shares[best])) best = e;
+      if (!is_taken && (best < 0 || rank_of(e) > rank_of(best))) best = e;
     }
     chosen[k] = {best, shares[best]};
     chosen_total += shares[best];
   }
   for (int k = 0; k < per_token; ++k) {
-    chosen[k].weight /= layer.spec.normalizes_experts ? chosen_total : total;
+    if (!layer.spec.shares_by_sigmoid) {
+      chosen[k].weight /= layer.spec.normalizes_experts ? chosen_total : total;
+    } else if (layer.spec.normalizes_experts) {
+      chosen[k].weight *= layer.spec.expert_scale / (chosen_total + kSharesEps);
+    } else {
+      chosen[k].weight *= layer.spec.expert_scale;
+    }
   }
+  if (layer.spec.shared_experts == 0) return;
+  const float weight = layer.shared_gate.count() ? sigmoid(score(layer.shared_gate.data(), row)) : 1.f;
+  for (int k = 0; k < layer.spec.shared_experts; ++k) chosen[per_token + k] = {count + k, weight};
+}
+
+// The product of a normed row with a vector.
+float ExpertStage::score(const float* weights, int row) const {
+  Floats products = zeros();
+  for (int c = 0; c < normed_.stride(); c += kLanes) {
+    products = fma(load(normed_.row(row) + c), load(weights + c), products);
+  }
+  return sum(products);
 }
 
 void ExpertStage::sort(const Layer& layer, int rows) {
-  const int entries = rows * layer.spec.experts_per_token;
-  ends_.assign(layer.spec.num_experts, 0);
+  const int entries = rows * layer.spec.entries_per_token();
+  ends_.assign(layer.spec.all_experts(), 0);
   for (int i = 0; i < entries; ++i) ++ends_[choices_[i].expert];
   int end = 0;
   for (int& count : ends_) {
@@ -94,7 +119,7 @@ void ExpertStage::sort(const Layer& layer, int rows) {
   for (int i = 0; i < entries; ++i) {
     const int entry = ends_[choices_[i].expert]++;
     entries_[i] = entry;
-    rows_[entry] = i / layer.spec.experts_per_token;
+    rows_[entry] = i / layer.spec.entries_per_token();
   }
 }
 
@@ -117,7 +142,7 @@ void ExpertStage::multiply_groups(Worker& worker, const Input& input, const Laye
                                   const Finish& finish) const {
   const Matrix& matrix = layer.matrix(slot);
   const PanelSet& own = share_.panels(layer.index, slot);
-  const int panels_of_expert = matrix.num_panels() / layer.spec.num_experts, panels = own.count();
+  const int panels_of_expert = matrix.num_panels() / layer.spec.all_experts(), panels = own.count();
   worker.for_each((int)input.groups.size() * panels, [&](int i) {
     const Group& group = input.groups[i / panels];
     const int first_panel = group.expert * panels_of_expert;
@@ -129,8 +154,9 @@ void ExpertStage::multiply_groups(Worker& worker, const Input& input, const Laye
 
 void ExpertStage::add_outputs(const Layer& layer, int row, float* sum) const {
   const Span own = share_.hidden();
-  for (int k = 0; k < layer.spec.experts_per_token; ++k) {
-    const size_t choice = (size_t)row * layer.spec.experts_per_token + k;
+  const int count = layer.spec.entries_per_token();
+  for (int k = 0; k < count; ++k) {
+    const size_t choice = (size_t)row * count + k;
     const float weight = choices_[choice].weight * spec_.residual_scale;
     add_scaled(outputs_.row(entries_[choice]) + own.begin, weight, own.count(), sum + own.begin);
   }

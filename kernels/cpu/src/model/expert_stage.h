@@ -24,7 +24,7 @@ class ExpertStage {
         share_(share),
         group_(group),
         buffers_(buffers),
-        most_per_token_(largest_of_layers(spec, layers, [](const LayerSpec& one) { return one.experts_per_token; })),
+        most_per_token_(largest_of_layers(spec, layers, [](const LayerSpec& one) { return one.entries_per_token(); })),
         normed_(spec.hidden),
         gated_(largest_of_layers(spec, layers,
                                  [](const LayerSpec& one) { return one.num_experts > 0 ? one.intermediate : 0; })),
@@ -57,6 +57,7 @@ class ExpertStage {
 
   // Chooses the experts of a row, best first.
   void route(const Layer& layer, const float* hidden, int row);
+  float score(const float* weights, int row) const;
   // Sorts the entries by expert.
   void sort(const Layer& layer, int rows);
   // Cuts an input into tiles by expert. The entries must be sorted.
@@ -75,7 +76,7 @@ class ExpertStage {
   Input input_, gated_input_;
   RowBuffer normed_;             // by row
   RowBuffer gated_, outputs_;    // by entry
-  std::vector<Choice> choices_;  // [rows][experts_per_token].
+  std::vector<Choice> choices_;  // [rows][entries of a token]: the chosen experts, then those that every token has.
   std::vector<int> rows_;        // by entry: its row.
   std::vector<int> entries_;     // by choice: its entry.
   std::vector<int> ends_;        // by expert: the end of its entries

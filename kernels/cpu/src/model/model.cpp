@@ -29,6 +29,7 @@ Model::Model(const Spec& spec, const LayerSpec* layers, int num_threads, const i
       products_(step_.all_tokens, spec_, share_, group_, step_, adapters_, buffers_, num_threads),
       last_products_(step_.head_tokens, spec_, share_, group_, step_, adapters_, buffers_, num_threads),
       attention_(spec_, layers, share_, group_, weights_.positions, cache_, step_, buffers_),
+      recurrent_(spec_, layers, step_, buffers_),
       mlp_(group_, weights_, buffers_),
       experts_(spec_, layers, share_, group_, buffers_),
       head_(spec_, share_, group_, weights_.final_norm, weights_.head, step_, buffers_),
@@ -48,7 +49,7 @@ std::vector<int32_t> Model::rank_panels(int layer, Slot slot) const {
   const bool is_of_expert = spec.num_experts > 0 && (slot == Slot::kMlpIn || slot == Slot::kMlpOut);
   const int outputs = slot == Slot::kMlpIn ? spec.inner_panels() : (spec_.hidden + kPanel - 1) / kPanel;
   std::vector<int32_t> panels;
-  for (int expert = 0; expert < (is_of_expert ? spec.num_experts : 1); ++expert) {
+  for (int expert = 0; expert < (is_of_expert ? spec.all_experts() : 1); ++expert) {
     for (int i = 0; i < own.count(); ++i) panels.push_back(expert * outputs + own.at(i));
   }
   return panels;
@@ -100,7 +101,7 @@ void Model::prepare() {
   }
   for (const Layer& layer : weights_.layers) {
     LayerProducts& later = products_after_attention(layer);
-    if (layer.spec.attends()) {
+    if (layer.spec.mixes()) {
       products_.prepare(layer, Slot::kQkv);
       later.prepare(layer, Slot::kOut);
     }
@@ -112,6 +113,7 @@ void Model::prepare() {
     }
   }
   attention_.prepare(team_);
+  recurrent_.prepare();
   head_.prepare(team_.size());
   scores_.prepare();
 }
@@ -169,10 +171,14 @@ void Model::embed(Worker& worker) {
 }
 
 void Model::run_layer(Worker& worker, const Layer& layer) {
-  const bool attends = layer.spec.attends();
-  if (attends) {
+  const bool mixes = layer.spec.mixes();
+  if (mixes) {
     attention_.project(worker, layer, products_);
-    attention_.attend(worker, layer);
+    if (layer.spec.recurs()) {
+      recurrent_.mix(worker, layer);
+    } else {
+      attention_.attend(worker, layer);
+    }
     group_.meet(worker);
   }
   LayerProducts& products = products_after_attention(layer);
@@ -184,8 +190,8 @@ void Model::run_layer(Worker& worker, const Layer& layer) {
     if (layer.spec.has_output_norms()) group_.meet(worker);
     attention_.add_output(worker, layer, products);
   } else {
-    if (attends) attention_.add_output(worker, layer, products);
-    if (attends && layer.spec.has_mlp()) group_.meet(worker);
+    if (mixes) attention_.add_output(worker, layer, products);
+    if (mixes && layer.spec.has_mlp()) group_.meet(worker);
     if (layer.spec.has_mlp()) run_mlp(worker, layer, products);
   }
   group_.meet(worker);

@@ -7,6 +7,7 @@
 #include "model/hidden_stage.h"
 #include "model/layer_products.h"
 #include "model/mlp_stage.h"
+#include "model/recurrent_stage.h"
 #include "model/score_stage.h"
 #include "model/step.h"
 #include "model/step_buffers.h"
@@ -79,6 +80,7 @@ class Model {
   LayerProducts products_;       // of all tokens
   LayerProducts last_products_;  // of the head's tokens, after the last attention
   AttentionStage attention_;
+  RecurrentStage recurrent_;
   MlpStage mlp_;
   ExpertStage experts_;
   HeadStage head_;

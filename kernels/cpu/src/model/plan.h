@@ -41,6 +41,11 @@ struct Plan {
   int32_t num_pooled;
   const int32_t* pooled_tokens;  // [num_pooled]: tokens whose hidden state after the final norm is wanted
   float* hidden;                 // out: [num_pooled, hidden]
+  // Of a model with recurrent layers: by sequence, the state slot before its first token, negative for zeros, and the
+  // one that gets the state after its last token.
+  const int32_t *state_reads, *state_writes;
+  const int32_t* state_saves;  // [num_saves, 2]: a token, ascending, and the slot that gets the state after it
+  int32_t num_saves;
 };
 
 }  // namespace penstock

@@ -42,18 +42,24 @@ inline void add_scaled(const float* values, float scale, int count, float* sum) 
 
 struct StepBuffers {
   RowBuffer hidden;    // by token: the residual stream
-  RowBuffer qkv;       // by token: queries, keys, values. A rank has those of its heads.
+  RowBuffer qkv;       // by token: queries, keys, values, or a recurrent mixer's inputs. A rank has those of its heads.
   RowBuffer joint;     // by token: the same of all ranks. Only for norms over the heads of all ranks.
-  RowBuffer attended;  // by token: the output of the attention
+  RowBuffer attended;  // by token: the output of the attention, or of a recurrent mixer
+  RowBuffer mixed;     // by token: what a delta rule's convolution returns
+  RowBuffer gates;     // by token: how far each value head of a delta rule learns, then what is left of its state
   RowBuffer gated;     // by row of a layer's products: the input of the MLP's second matrix.
   RowBuffer outputs;   // by row of a layer's products: outputs that are normed before they are added.
 
   // layers: [spec.num_layers]. The rows are as wide as the widest layer's.
   StepBuffers(const Spec& spec, const LayerSpec* layers)
       : hidden(spec.hidden),
-        qkv(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.queries() + 2 * layer.keys(); })),
+        qkv(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.projected(); })),
         joint(qkv.stride()),
-        attended(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.queries(); })),
+        attended(largest_of_layers(
+            spec, layers, [](const LayerSpec& layer) { return layer.recurs() ? layer.mixed() : layer.queries(); })),
+        mixed(largest_of_layers(spec, layers,
+                                [](const LayerSpec& layer) { return layer.has_delta_rule() ? layer.channels : 0; })),
+        gates(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return 2 * layer.value_heads; })),
         gated(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.intermediate; })),
         outputs(spec.hidden),
         hidden_(spec.hidden),
@@ -61,7 +67,7 @@ struct StepBuffers {
         has_joint_(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.joins_head_norms; })) {}
 
   void reserve(int num_tokens) {
-    for (RowBuffer* rows : {&hidden, &qkv, &attended, &gated, &outputs}) rows->reserve(num_tokens);
+    for (RowBuffer* rows : {&hidden, &qkv, &attended, &mixed, &gates, &gated, &outputs}) rows->reserve(num_tokens);
   }
 
   // As `reserve`, for a rank of a group: it shares the rows that other ranks read.

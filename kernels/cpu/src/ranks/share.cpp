@@ -38,17 +38,22 @@ Share::LayerShare Share::share_of(const Spec& spec, const LayerSpec& layer) {
     panels_of(Slot::kMlpIn).add(part_of(spec, layer.inner_panels()));
     panels_of(Slot::kMlpOut).add(part_of(spec, panels_for(spec.hidden)));
   }
+  if (layer.recurs()) {
+    // A model with recurrent layers has one rank.
+    panels_of(Slot::kQkv).add(part_of(spec, panels_for(layer.projected())));
+    panels_of(Slot::kOut).add(part_of(spec, panels_for(spec.hidden)));
+  }
   if (!layer.attends()) return share;
   panels_of(Slot::kOut).add(part_of(spec, panels_for(spec.hidden)));
   const Span heads = share.kv_heads = part_of(spec, layer.num_kv_heads);
-  const int keys = layer.keys(), queries = layer.queries();
+  const int keys = layer.keys(), queries = layer.query_rows();
   if (layer.joins_head_norms) {
     // The norms need all heads, so the ranks exchange queries and keys, and no rank needs those of its heads.
     panels_of(Slot::kQkv).add(part_of(spec, panels_for(queries + 2 * keys)));
     return share;
   }
-  const int dim = layer.head_dim, group = layer.group();
-  panels_of(Slot::kQkv).add(panels_with(heads.begin * group * dim, heads.end * group * dim));
+  const int dim = layer.head_dim, group_rows = layer.group() * layer.query_stride();
+  panels_of(Slot::kQkv).add(panels_with(heads.begin * group_rows, heads.end * group_rows));
   for (const int first : {queries, queries + keys}) {
     panels_of(Slot::kQkv).add(panels_with(first + heads.begin * dim, first + heads.end * dim));
   }

@@ -40,6 +40,15 @@ class Norm {
 enum class Slot : int { kQkv = 0, kOut = 1, kMlpIn = 2, kMlpOut = 3, kEmbedding = 4, kHead = 5 };
 constexpr int kLayerSlots = 4;
 
+// The small tensors of a recurrent mixer, as penstock.gpu_node.model.checkpoint.recurrences describes them.
+struct RecurrentWeights {
+  Buffer<float> convolution;  // [taps][channels], the weights of the oldest token first
+  Buffer<float> bias;         // [channels], or empty
+  Buffer<float> gates;        // [2 * value_heads][hidden, padded to whole panels]: of learning, then of the decay
+  Buffer<float> decay_rates, decay_biases;  // [value_heads]
+  Buffer<float> norm;                       // [value_dim]
+};
+
 struct Layer {
   int index;
   LayerSpec spec;
@@ -47,7 +56,11 @@ struct Layer {
   Norm attention_output_norm, mlp_output_norm;
   Buffer<float> q_norm, k_norm;  // RMS norms of heads, or empty
   Buffer<float> router;          // [num_experts][hidden, padded to whole panels]
-  // By slot; a layer without attention or MLP leaves theirs empty. Rows of kQkv: queries, keys, values. Rows of kMlpIn: gate and up projections, interleaved by half panels,
+  Buffer<float> choice_bias;     // [num_experts], or empty: added to shares to choose experts
+  Buffer<float> shared_gate;     // [hidden, padded], or empty: of the weight of the experts that every token has
+  RecurrentWeights recurrent;
+  // By slot; a layer without attention or MLP leaves theirs empty. Rows of kQkv: queries, keys, values; of a recurrent mixer its
+  // inputs. Rows of kMlpIn: gate and up projections, interleaved by half panels,
   // if the MLP is gated. The rows of all experts' matrices follow one another.
   std::array<Matrix, kLayerSlots> matrices;
 

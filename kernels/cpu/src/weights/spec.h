@@ -1,6 +1,7 @@
 // The shapes and constants of a decoder, as penstock.gpu_node.model.architecture.spec describes it.
 #pragma once
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 namespace penstock {
@@ -19,6 +20,7 @@ struct Spec {
   float embedding_scale, residual_scale;  // factors of embeddings, and of what is added to the hidden state.
   float logit_scale, logit_cap;           // a logit s becomes cap * tanh(s / cap); 0: it stays.
   int32_t rank, num_ranks;                // of the group that computes the model together; 0 or 1 ranks: no group.
+  int32_t num_state_slots;                // of the states of recurrent layers
 
   int group_size() const { return num_ranks > 1 ? num_ranks : 1; }
 };
@@ -40,11 +42,41 @@ struct LayerSpec {
   int32_t is_parallel;                        // whether the MLP reads the same input as the attention
   // Norms of the hidden state before attention and MLP, and norms of their outputs.
   int32_t has_attention_norm, has_mlp_norm, has_attention_output_norm, has_mlp_output_norm;
+  // Whether a query of the attention is followed by a gate, whose sigmoid multiplies the head's output.
+  int32_t has_output_gate;
+  // Of a recurrent mixer: the tokens that its convolution reads, and its channels; 0 taps: the layer has none.
+  int32_t taps, channels;
+  // Of a delta rule; 0 value heads: the mixer is a short convolution.
+  int32_t key_heads, value_heads, key_dim, value_dim;
+  float head_norm_eps;
+  // Of experts: the last ones, which every token has; whether a share is the sigmoid of a score; a factor of the shares.
+  int32_t shared_experts, shares_by_sigmoid;
+  float expert_scale;
 
+  int all_experts() const { return num_experts + shared_experts; }
+  // Experts that are computed for a token.
+  int entries_per_token() const { return experts_per_token + shared_experts; }
   bool attends() const { return num_heads > 0; }
+  bool recurs() const { return taps > 0; }
+  bool mixes() const { return attends() || recurs(); }
+  bool has_delta_rule() const { return value_heads > 0; }
   bool has_mlp() const { return intermediate > 0; }
   int queries() const { return num_heads * head_dim; }
   int keys() const { return num_kv_heads * head_dim; }
+  // Rows from one query of the first matrix to the next one, and of all queries.
+  int query_stride() const { return has_output_gate ? 2 * head_dim : head_dim; }
+  int query_rows() const { return num_heads * query_stride(); }
+  // Outputs of a recurrent mixer.
+  int mixed() const { return has_delta_rule() ? value_heads * value_dim : channels; }
+  // Rows of the layer's first matrix.
+  int projected() const {
+    if (recurs()) return has_delta_rule() ? channels + mixed() : 3 * channels;
+    return query_rows() + 2 * keys();
+  }
+  // Numbers of a state: the last inputs of the convolution, then a matrix [key_dim, value_dim] of each value head.
+  size_t state_numbers() const {
+    return recurs() ? (size_t)(taps - 1) * channels + (size_t)value_heads * key_dim * value_dim : 0;
+  }
   bool has_output_norms() const { return has_attention_output_norm || has_mlp_output_norm; }
   int group() const { return num_heads / num_kv_heads; }
   // The panels of the MLP's first matrix, or of an expert's.

@@ -1,0 +1,138 @@
+"""Qwen 3.5: the gated delta rule in three of four layers, and attention with output gates in the others.
+
+Models with an image encoder have the text model inside. Only that is read: images are refused with the chat, and the
+tensors of the encoder and of the further prediction layer (`mtp.`) are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.hf_config import (
+    HEAD_NORMS,
+    LAYER,
+    MLP,
+    Config,
+    biased_attention,
+    kinds_of,
+    layers_of,
+    llama_layer,
+    llama_mlp,
+    llama_model,
+    max_position_of,
+    num_experts_of,
+    rope_of,
+    with_prefix,
+)
+from penstock.gpu_node.model.architecture.recurrent import DeltaRule
+from penstock.gpu_node.model.architecture.spec import Experts, Family, LayerSpec, Mlp, ModelSpec, SharedExperts
+
+_DEFAULTS = {
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_DEFAULT_PERIOD = 4
+_DEFAULT_ROTARY = 0.25
+_MIXTURE_DEFAULTS = {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_experts": 256,
+}
+_EXPERT = MLP + "experts.{expert}."
+_SHARED = MLP + "shared_expert."
+_LINEAR = LAYER + "linear_attn."
+
+
+def _qwen3_5(config: Config) -> ModelSpec:
+    return _model(config, has_experts=False)
+
+
+def _qwen3_5_moe(config: Config) -> ModelSpec:
+    return _model({**_MIXTURE_DEFAULTS, **config}, has_experts=True)
+
+
+def _model(config: Config, *, has_experts: bool) -> ModelSpec:
+    config = {**_DEFAULTS, **config}
+    rope_settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    share = rope_settings.get("partial_rotary_factor", config.get("partial_rotary_factor", _DEFAULT_ROTARY))
+    rope = rope_of(config, int(config["head_dim"] * share))
+    period = config.get("full_attention_interval") or _DEFAULT_PERIOD
+
+    def layer(kind: str) -> LayerSpec:
+        mlp = _mixture(config) if has_experts else llama_mlp(config)
+        if kind == "full_attention":
+            return llama_layer(biased_attention(config, rope=rope, output_gate=True, **HEAD_NORMS), mlp)
+        return llama_layer(None, mlp, recurrence=_delta_rule(config))
+
+    kinds = kinds_of(
+        config,
+        lambda at: "linear_attention" if (at + 1) % period else "full_attention",
+        ("linear_attention", "full_attention"),
+    )
+    return llama_model(
+        config, layers_of(config, kinds, layer), norm_offset=1.0, max_position=max_position_of(config, rope)
+    )
+
+
+def _delta_rule(config: Config) -> DeltaRule:
+    return DeltaRule(
+        num_key_heads=config["linear_num_key_heads"],
+        num_value_heads=config["linear_num_value_heads"],
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+        taps=config["linear_conv_kernel_dim"],
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        inputs=(_LINEAR + "in_proj_qkv", _LINEAR + "in_proj_z"),
+        learning_gate=_LINEAR + "in_proj_b",
+        decay_gate=_LINEAR + "in_proj_a",
+        convolution=_LINEAR + "conv1d",
+        decay_log=_LINEAR + "A_log",
+        decay_bias=_LINEAR + "dt_bias",
+        norm=_LINEAR + "norm",
+        out=_LINEAR + "out_proj",
+    )
+
+
+def _mixture(config: Config) -> Mlp:
+    size, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
+    if not size or not shared or shared % size:
+        said = f"shared_expert_intermediate_size is {shared}"
+        raise ConfigError(f"{said} but must be a multiple of moe_intermediate_size, which is {size}")
+    experts = Experts(
+        num_experts_of(config),
+        config["num_experts_per_tok"],
+        normalized=True,
+        router=MLP + "gate",
+        shared=SharedExperts(
+            shared // size,
+            (_SHARED + "gate_proj", _SHARED + "up_proj"),
+            _SHARED + "down_proj",
+            gate=MLP + "shared_expert_gate",
+        ),
+    )
+    return llama_mlp(
+        config,
+        intermediate_size=size,
+        experts=experts,
+        mlp_in=(_EXPERT + "gate_proj", _EXPERT + "up_proj"),
+        mlp_out=_EXPERT + "down_proj",
+    )
+
+
+def _inside(spec_of: Callable[[Config], ModelSpec]) -> Callable[[Config], ModelSpec]:
+    return lambda config: with_prefix(spec_of(config), "model.language_model.")
+
+
+FAMILIES = (
+    Family("Qwen3_5ForCausalLM", _qwen3_5),
+    Family("Qwen3_5ForConditionalGeneration", _inside(_qwen3_5), has_text_config=True),
+    Family("Qwen3_5MoeForCausalLM", _qwen3_5_moe),
+    Family("Qwen3_5MoeForConditionalGeneration", _inside(_qwen3_5_moe), has_text_config=True),
+)

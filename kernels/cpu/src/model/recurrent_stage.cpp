@@ -1,0 +1,265 @@
+#include "model/recurrent_stage.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "weights/norm.h"
+
+namespace penstock {
+namespace {
+
+constexpr float kLengthEps = 1e-6f;  // added to the squared length of queries and keys
+constexpr int kShortChannels = 4 * kLanes;
+
+double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+
+// log(1 + e^x), without overflow.
+double softplus(double x) { return x > 30 ? x : std::log1p(std::exp(x)); }
+
+// Scales a row to length `length`.
+void set_length(float* row, int count, float length) {
+  Floats squares = zeros();
+  for (int i = 0; i < count; i += kLanes) squares = fma(load(row + i), load(row + i), squares);
+  const Floats factor = broadcast(length / std::sqrt(sum(squares) + kLengthEps));
+  for (int i = 0; i < count; i += kLanes) store(row + i, load(row + i) * factor);
+}
+
+// Lets some columns of a value head's matrix decay and learn a token's value, and writes what the query finds.
+// state: [key_dim][kStateColumns]. Rows of even and odd index are summed apart, so that sums wait for each other less.
+void learn_token(float* state, int key_dim, const float* query, const float* key, const float* value, float learning,
+                 float decay, float* out) {
+  Floats known[2][2] = {{zeros(), zeros()}, {zeros(), zeros()}};
+  for (int i = 0; i < key_dim; i += 2) {
+    for (int odd = 0; odd < 2; ++odd) {
+      const float* row = state + (i + odd) * kStateColumns;
+      const Floats weight = broadcast(key[i + odd]);
+      for (int v = 0; v < 2; ++v) known[odd][v] = fma(weight, load(row + v * kLanes), known[odd][v]);
+    }
+  }
+  const Floats kept = broadcast(decay), forgotten = broadcast(-decay), rate = broadcast(learning);
+  Floats error[2], found[2][2] = {{zeros(), zeros()}, {zeros(), zeros()}};
+  for (int v = 0; v < 2; ++v) {
+    error[v] = fma(forgotten, known[0][v] + known[1][v], load(value + v * kLanes)) * rate;
+  }
+  for (int i = 0; i < key_dim; i += 2) {
+    for (int odd = 0; odd < 2; ++odd) {
+      float* row = state + (i + odd) * kStateColumns;
+      const Floats weight = broadcast(key[i + odd]), read = broadcast(query[i + odd]);
+      for (int v = 0; v < 2; ++v) {
+        const Floats learned = fma(weight, error[v], kept * load(row + v * kLanes));
+        store(row + v * kLanes, learned);
+        found[odd][v] = fma(read, learned, found[odd][v]);
+      }
+    }
+  }
+  for (int v = 0; v < 2; ++v) store(out + v * kLanes, found[0][v] + found[1][v]);
+}
+
+}  // namespace
+
+RecurrentStage::RecurrentStage(const Spec& spec, const LayerSpec* layers, const Step& step, const StepBuffers& buffers)
+    : step_(step), buffers_(buffers), hidden_stride_(round_up(spec.hidden, kPanel)) {
+  for (int i = 0; i < spec.num_layers; ++i) {
+    first_numbers_.push_back(slot_numbers_);
+    slot_numbers_ += layers[i].state_numbers();
+  }
+  states_ = Buffer<float>(slot_numbers_ * spec.num_state_slots);
+  zeros_.reserve(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.channels; }));
+}
+
+void RecurrentStage::prepare() {
+  if (slot_numbers_ == 0) return;
+  const Plan& plan = step_.plan;
+  tokens_.clear();
+  for (int seq = 0, save = 0; seq < plan.num_seqs; ++seq) {
+    Tokens tokens{plan.query_starts[seq], plan.query_starts[seq + 1], save, save};
+    while (save < plan.num_saves && plan.state_saves[2 * save] < tokens.end) ++save;
+    tokens.end_save = save;
+    tokens_.push_back(tokens);
+  }
+}
+
+void RecurrentStage::mix(Worker& worker, const Layer& layer) {
+  const LayerSpec& spec = layer.spec;
+  const int num_seqs = (int)tokens_.size(), num_tokens = step_.plan.num_tokens;
+  if (!spec.has_delta_rule()) {
+    const int blocks = (spec.channels + kShortChannels - 1) / kShortChannels;
+    worker.for_each(num_seqs * blocks, [&](int i) {
+      const int first = i % blocks * kShortChannels;
+      mix_short(layer, i / blocks, first, std::min(kShortChannels, spec.channels - first));
+    });
+    return;
+  }
+  const int blocks = spec.value_dim / kStateColumns, columns = spec.value_heads * blocks;
+  worker.for_each(num_tokens + num_seqs * spec.key_heads, [&](int i) {
+    if (i < num_tokens) return set_gates(layer, i);
+    convolve_head(layer, (i - num_tokens) / spec.key_heads, (i - num_tokens) % spec.key_heads);
+  });
+  worker.for_each(num_seqs * columns,
+                  [&](int i) { learn(layer, i / columns, i % columns / blocks, i % columns % blocks); });
+  worker.for_each(num_tokens * spec.value_heads,
+                  [&](int i) { gate_head(layer, i / spec.value_heads, i % spec.value_heads); });
+}
+
+// Computes how far each value head learns from a token, and what is left of its state.
+void RecurrentStage::set_gates(const Layer& layer, int token) const {
+  const RecurrentWeights& weights = layer.recurrent;
+  const float* normed = layer.attention_norm.apply(buffers_.hidden.row(token)).values;
+  float* gates = buffers_.gates.row(token);
+  const int heads = layer.spec.value_heads;
+  for (int i = 0; i < 2 * heads; ++i) {
+    const float* row = weights.gates.data() + (size_t)i * hidden_stride_;
+    Floats sums = zeros();
+    for (int c = 0; c < hidden_stride_; c += kLanes) sums = fma(load(normed + c), load(row + c), sums);
+    gates[i] = sum(sums);
+  }
+  for (int head = 0; head < heads; ++head) {
+    const double decay = weights.decay_rates[head] * softplus((double)gates[heads + head] + weights.decay_biases[head]);
+    gates[head] = (float)sigmoid(gates[head]);
+    gates[heads + head] = (float)std::exp(decay);
+  }
+}
+
+// Convolves the query, the key and the values that belong to a key head, at all tokens of a sequence.
+void RecurrentStage::convolve_head(const Layer& layer, int seq, int head) const {
+  const LayerSpec& spec = layer.spec;
+  const int dim = spec.key_dim, keys = spec.key_heads * dim, group = spec.value_heads / spec.key_heads * spec.value_dim;
+  convolve_channels(layer, seq, head * dim, dim);
+  convolve_channels(layer, seq, keys + head * dim, dim);
+  convolve_channels(layer, seq, 2 * keys + head * group, group);
+  for (int token = tokens_[seq].begin; token < tokens_[seq].end; ++token) {
+    float* row = buffers_.mixed.row(token) + head * dim;
+    set_length(row, dim, 1 / std::sqrt((float)dim));
+    set_length(row + keys, dim, 1);
+  }
+}
+
+void RecurrentStage::convolve_channels(const Layer& layer, int seq, int first, int count) const {
+  const int taps = layer.spec.taps, channels = layer.spec.channels;
+  const Tokens& tokens = tokens_[seq];
+  const float* before = state_of(layer, step_.plan.state_reads[seq]);
+  const float* bias = layer.recurrent.bias.count() ? layer.recurrent.bias.data() : zeros_.data();
+  const float* inputs[kMaxTaps];
+  for (int token = tokens.begin; token < tokens.end; ++token) {
+    for (int tap = 0; tap < taps; ++tap) {
+      const int at = token - (taps - 1) + tap, missing = tokens.begin - at;
+      if (missing <= 0) {
+        inputs[tap] = buffers_.qkv.row(at);
+      } else {
+        inputs[tap] = before ? before + (size_t)(taps - 1 - missing) * channels : zeros_.data();
+      }
+    }
+    float* out = buffers_.mixed.row(token);
+    for (int c = first; c < first + count; c += kLanes) {
+      Floats total = load(bias + c);
+      for (int tap = 0; tap < taps; ++tap) {
+        total =
+            fma(load(layer.recurrent.convolution.data() + (size_t)tap * channels + c), load(inputs[tap] + c), total);
+      }
+      store(out + c, silu(total));
+    }
+  }
+  keep_inputs(layer, seq, first, count);
+}
+
+// Writes the last inputs of some channels to the slots that the plan names. A slot that is read is written last, and
+// then its rows move only forward.
+void RecurrentStage::keep_inputs(const Layer& layer, int seq, int first, int count) const {
+  const int known = layer.spec.taps - 1, channels = layer.spec.channels;
+  const Tokens& tokens = tokens_[seq];
+  const Plan& plan = step_.plan;
+  const float* before = state_of(layer, plan.state_reads[seq]);
+  const auto keep = [&](int token, float* state) {
+    for (int i = 0; i < known; ++i) {
+      const int at = token - (known - 1) + i, missing = tokens.begin - at;
+      const float* row = missing <= 0 ? buffers_.qkv.row(at)
+                         : before     ? before + (size_t)(known - missing) * channels
+                                      : zeros_.data();
+      std::copy_n(row + first, count, state + (size_t)i * channels + first);
+    }
+  };
+  for (int save = tokens.first_save; save < tokens.end_save; ++save) {
+    keep(plan.state_saves[2 * save], state_of(layer, plan.state_saves[2 * save + 1]));
+  }
+  keep(tokens.end - 1, state_of(layer, plan.state_writes[seq]));
+}
+
+// Continues some columns of a value head's matrix by all tokens of a sequence.
+void RecurrentStage::learn(const Layer& layer, int seq, int head, int block) const {
+  const LayerSpec& spec = layer.spec;
+  const Plan& plan = step_.plan;
+  const Tokens& tokens = tokens_[seq];
+  const int dim = spec.key_dim, keys = spec.key_heads * dim, size = dim * kStateColumns;
+  const size_t first = known_numbers(spec) + ((size_t)head * (spec.value_dim / kStateColumns) + block) * size;
+  const auto columns_of = [&](int slot) {
+    float* state = state_of(layer, slot);
+    return state ? state + first : nullptr;
+  };
+  const float* before = columns_of(plan.state_reads[seq]);
+  float* state = columns_of(plan.state_writes[seq]);
+  if (!before) {
+    std::fill_n(state, size, 0.f);
+  } else if (before != state) {
+    std::copy_n(before, size, state);
+  }
+  const int key_head = head / (spec.value_heads / spec.key_heads),
+            column = head * spec.value_dim + block * kStateColumns;
+  int save = tokens.first_save;
+  for (int token = tokens.begin; token < tokens.end; ++token) {
+    const float *row = buffers_.mixed.row(token), *gates = buffers_.gates.row(token);
+    learn_token(state, dim, row + key_head * dim, row + keys + key_head * dim, row + 2 * keys + column, gates[head],
+                gates[spec.value_heads + head], buffers_.attended.row(token) + column);
+    if (save < tokens.end_save && plan.state_saves[2 * save] == token) {
+      std::copy_n(state, size, columns_of(plan.state_saves[2 * save++ + 1]));
+    }
+  }
+}
+
+// Norms what a value head has found for a token, and gates it.
+void RecurrentStage::gate_head(const Layer& layer, int token, int head) const {
+  const LayerSpec& spec = layer.spec;
+  float* found = buffers_.attended.row(token) + head * spec.value_dim;
+  const float* gate = buffers_.qkv.row(token) + spec.channels + head * spec.value_dim;
+  rms_norm(found, layer.recurrent.norm.data(), spec.value_dim, spec.value_dim, spec.head_norm_eps, found);
+  for (int c = 0; c < spec.value_dim; c += kLanes) store(found + c, load(found + c) * silu(load(gate + c)));
+}
+
+// Mixes some channels of a short convolution at all tokens of a sequence.
+void RecurrentStage::mix_short(const Layer& layer, int seq, int first, int count) const {
+  const int taps = layer.spec.taps, known = taps - 1, channels = layer.spec.channels;
+  const Plan& plan = step_.plan;
+  const Tokens& tokens = tokens_[seq];
+  alignas(64) float inputs[kMaxTaps][kShortChannels];  // by token modulo the taps
+  const float* before = state_of(layer, plan.state_reads[seq]);
+  for (int i = 0; i < known; ++i) {
+    const float* row = before ? before + (size_t)i * channels : zeros_.data();
+    std::copy_n(row + first, count, inputs[i]);
+  }
+  const float* bias = layer.recurrent.bias.count() ? layer.recurrent.bias.data() : zeros_.data();
+  const auto keep = [&](int end, int slot) {
+    float* state = state_of(layer, slot);
+    for (int i = 0; i < known; ++i) std::copy_n(inputs[(end + i) % taps], count, state + (size_t)i * channels + first);
+  };
+  const bool is_last = first + count == channels;
+  int save = tokens.first_save;
+  for (int token = tokens.begin; token < tokens.end; ++token) {
+    const int at = token - tokens.begin;  // the oldest input of this token lies at `at % taps`
+    const float *row = buffers_.qkv.row(token) + first, *values = row + 2 * channels;
+    float *own = inputs[(at + known) % taps], *out = buffers_.attended.row(token);
+    for (int c = 0; c < count; c += kLanes) {
+      store(own + c, load(row + c) * load(values + c));
+      Floats total = load(bias + first + c);
+      for (int tap = 0; tap < taps; ++tap) {
+        const float* weights = layer.recurrent.convolution.data() + (size_t)tap * channels + first;
+        total = fma(load(weights + c), load(inputs[(at + tap) % taps] + c), total);
+      }
+      store(out + first + c, load(row + channels + c) * total);
+    }
+    // A wider layer may have left numbers behind the last channel.
+    if (is_last) std::fill(out + channels, out + round_up(channels, kPanel), 0.f);
+    if (save < tokens.end_save && plan.state_saves[2 * save] == token) keep(at + 1, plan.state_saves[2 * save++ + 1]);
+  }
+  keep(tokens.end - tokens.begin, plan.state_writes[seq]);
+}
+
+}  // namespace penstock
