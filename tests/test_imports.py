@@ -18,7 +18,7 @@ CONTRACT, QUEUE, RUNTIME = "penstock.contract", "penstock.queue", "penstock.runt
 PRODUCER, GATEWAY, CLI = "penstock.producer", "penstock.gateway", "penstock.cli"
 SERVICE, ENGINE, MODEL = "penstock.gpu_node", "penstock.gpu_node.engine", "penstock.gpu_node.model"
 KERNELS, TOP = "penstock.kernels", "penstock"
-RUNNER_INTERFACE = {f"penstock.gpu_node.model.{name}" for name in ("protocol", "options")}
+RUNNER_INTERFACE = {f"penstock.gpu_node.model.{name}" for name in ("protocol", "options", "plan_records")}
 BROKER = "penstock.queue.broker"
 
 ARROWS = {
@@ -45,7 +45,7 @@ NODE_FLOORS = (
 )
 """Packages and modules of the node, lowest first. Each imports from its own floor and those below."""
 MODEL_FLOORS = (
-    {"protocol", "options"},
+    {"protocol", "options", "plan_records"},
     {"architecture", "ranks"},
     {"checkpoint"},
     {"lora", "torch_common"},

@@ -96,13 +96,11 @@ class Engine:
         """Returns what the model is good for, as `PoolRecord.capabilities` says. May compile the chat template."""
         self._guides = served.guides
         self._runner = served.model.runner
-        sizes = self._runner.cache_sizes
-        pools, caches = (sizes.num_device_blocks, sizes.num_host_blocks), config.enable_prefix_caching
-        self._memory = KvCacheManager(*pools, enable_prefix_caching=caches, eviction=config.prefix_eviction)
+        self._memory = KvCacheManager.of(self._runner, config)
         self._block_size = config.block_size
         self._tenants_share_prefixes = config.prefix_cache_salt == "pool"
         drafts = speculation_of(config, self._runner)
-        self._times = LearnedTimes(config.preemption, sizes.block_bytes, drafts.note_decoding)
+        self._times = LearnedTimes(config.preemption, self._runner.cache_sizes.block_bytes, drafts.note_decoding)
         limits = StepLimits.of(config, self.max_model_len)
         self._adapter_slots = AdapterSlots(config.num_adapter_slots)
         self._policy = new_scheduling_policy(config, self._adapter_slots)
@@ -369,7 +367,8 @@ class Engine:
         except Exception as error:
             self._timings.note_failed(error)
             self._memory_trace.failed(error)
-            self._fail(self._scheduler.roll_back(completed.step, for_memory=isinstance(error, MemoryError)))
+            is_lack = isinstance(error, MemoryError)
+            self._fail(self._scheduler.roll_back(completed.step, for_memory=is_lack, has_begun=completed.has_begun))
             raise
         self._last_step = completed.step.seqs, completed.age_ms
         late, was_slow = late_rows(completed.plan.sampling.masks), self._is_slow(completed.step, result)

@@ -23,10 +23,10 @@ from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.output import BadWords
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.options import runner_name
-from penstock.gpu_node.model.protocol import Devices as Devices
+from penstock.gpu_node.model.plan_records import Devices as Devices
+from penstock.gpu_node.model.plan_records import ModelPlan as ModelPlan
+from penstock.gpu_node.model.plan_records import ShapeFit as ShapeFit
 from penstock.gpu_node.model.protocol import LoadedModel
-from penstock.gpu_node.model.protocol import ModelPlan as ModelPlan
-from penstock.gpu_node.model.protocol import ShapeFit as ShapeFit
 from penstock.runtime.process_memory import no_collection
 
 Defaults = dict[str, int | float]

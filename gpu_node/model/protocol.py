@@ -24,6 +24,8 @@ NO_COPIES = np.empty((0, 2), dtype=np.int32)
 
 NO_ADAPTER = -1
 
+NO_STATE = -1
+
 FAILED_TOKEN = -1
 """The token of a row that failed because its logits were not finite. Other rows of the step are not affected."""
 
@@ -134,6 +136,18 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class StepStates:
+    """Where a step reads and writes the recurrent states of its sequences. A slot holds the states of all layers."""
+
+    reads: NDArray[np.int32]
+    """[num_seqs]: the slot with the state before the sequence's first token of this step, or NO_STATE: zeros."""
+    writes: NDArray[np.int32]
+    """[num_seqs]: the slot for the state after its last token of this step; it may be the one that was read."""
+    saves: NDArray[np.int32]
+    """[num_saves, 2]: an index into `token_ids`, ascending, and the slot that gets the state after that token."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of a mixed batch: prefill chunks and decode steps of `num_seqs` sequences, packed without padding.
 
@@ -160,6 +174,7 @@ class StepPlan:
     """[num_seqs]: the adapter slot of each sequence, or NO_ADAPTER; None where no sequence has an adapter."""
     scored: ScoredTokens | None = None
     pooled: PooledTokens | None = None
+    states: StepStates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +251,14 @@ class CacheSizes:
         return 1 + self.num_device_blocks + self.num_host_blocks
 
 
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """The state slots of a runner. A model without recurrent layers has none."""
+
+    num_slots: int = 0
+    slot_bytes: int = 0
+
+
 class RanksLostError(Exception):
     """The ranks of a runner have ended, and what they held: all KV blocks. `RecoverableRunner.recover` starts anew."""
 
@@ -272,6 +295,10 @@ class StepRunner(Protocol):
     @property
     def cache_sizes(self) -> CacheSizes:
         """The number and size of the KV blocks."""
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """The number and size of the state slots."""
 
     @property
     def placement(self) -> Placement:
@@ -427,67 +454,3 @@ class LoadedModel:
     arithmetic: str
     """Names the runner, its kernels and number formats: all that tokens depend on besides the model's files."""
     revision: str
-
-
-# What `penstock plan` says of a model on given devices.
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """What the ranks run on: GPUs, or the cores of one machine."""
-
-    kind: str
-    """gpu or cpu."""
-    count: int
-    """GPUs, or cores."""
-    rank_bytes: int | None
-    """Memory of each rank: of its GPU, or what its process may take. None: the ranks of a CPU share `shared_bytes`."""
-    shared_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeFit:
-    """One way to divide devices among ranks and replicas."""
-
-    tensor: int
-    pipeline: int
-    replicas: int
-    problem: str = ""
-    """Why it does not fit; empty: it fits."""
-    weight_bytes: int = 0
-    """Of the rank with the most; likewise `kv_bytes`."""
-    kv_bytes: int = 0
-    kv_tokens: int = 0
-    """Tokens that the KV cache of one replica holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPlan:
-    """What a model needs, and the shapes that were tried."""
-
-    model: str
-    runner: str
-    dtype: str
-    quantization: str
-    kv_cache_dtype: str
-    max_model_len: int
-    layers: int
-    heads: int
-    kv_heads: int
-    weight_bytes: int
-    kv_token_bytes: int
-    shapes: tuple[ShapeFit, ...]
-
-    @property
-    def best(self) -> ShapeFit | None:
-        """The shape with the fewest ranks that holds a sequence of full length, or else the one with the most tokens.
-
-        Among equal numbers of ranks, fewer stages: one stream keeps all ranks of a layer busy, but one stage alone.
-        Then as many replicas as there are GPUs, but one on a CPU, which uses all cores.
-        """
-        fitting = [shape for shape in self.shapes if not shape.problem]
-        whole = [shape for shape in fitting if shape.kv_tokens >= self.max_model_len]
-        if whole:
-            sign = -1 if self.runner == "gpu" else 1
-            return min(whole, key=lambda one: (one.tensor * one.pipeline, one.pipeline, sign * one.replicas))
-        return max(fitting, key=lambda one: (one.kv_tokens, -one.pipeline), default=None)

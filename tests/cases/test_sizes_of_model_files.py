@@ -34,7 +34,7 @@ from penstock.gpu_node.model.architecture.families import families
 from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, GGUF_FIELDS, ROPE_LIMITS
 from penstock.gpu_node.model.checkpoint.gguf_file import read_header
 from penstock.gpu_node.model.loading.load import find_model, load_model
-from penstock.gpu_node.model.protocol import Devices
+from penstock.gpu_node.model.plan_records import Devices
 
 MIB = 700
 

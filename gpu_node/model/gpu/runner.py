@@ -28,6 +28,7 @@ from penstock.gpu_node.model.protocol import (
     Placement,
     PooledTokens,
     RankBytes,
+    StateSizes,
     StepPlan,
     StepResult,
 )
@@ -207,6 +208,11 @@ class GpuRunner:
     def cache_sizes(self) -> CacheSizes:
         """The number and size of the KV blocks."""
         return self._sizes
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """None: a model without recurrent layers has no slots."""
+        return StateSizes()
 
     @property
     def placement(self) -> Placement:

@@ -31,7 +31,8 @@ from penstock.gpu_node.model.loading.load import FoundModel, special_features
 from penstock.gpu_node.model.native.load import is_rotated, kv_head_bytes, native_problem
 from penstock.gpu_node.model.native.packing import packed_bytes, runs_of
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
-from penstock.gpu_node.model.protocol import Devices, MatrixName, ModelPlan, ShapeFit
+from penstock.gpu_node.model.plan_records import Devices, ModelPlan, ShapeFit
+from penstock.gpu_node.model.protocol import MatrixName
 from penstock.kernels.cpu.probe import cpu_flags
 from penstock.kernels.cpu.structs import PANEL
 

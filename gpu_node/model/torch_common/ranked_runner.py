@@ -26,6 +26,7 @@ from penstock.gpu_node.model.protocol import (
     RankBytes,
     RanksLostError,
     RankStats,
+    StateSizes,
     StepHandle,
     StepPlan,
     StepResult,
@@ -167,6 +168,11 @@ class RankedRunner:
     def cache_sizes(self) -> CacheSizes:
         """The KV blocks; a block's bytes are those of all ranks of the torch runner, or of one GPU."""
         return self._facts.cache_sizes
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """None: ranks have no state slots."""
+        return StateSizes()
 
     @property
     def placement(self) -> Placement:

@@ -23,6 +23,7 @@ from penstock.gpu_node.model.protocol import (
     Placement,
     RankBytes,
     SamplingRows,
+    StateSizes,
     StepPlan,
     StepResult,
 )
@@ -85,6 +86,11 @@ class TorchRunner:
     def cache_sizes(self) -> CacheSizes:
         """The number and size of the KV blocks."""
         return self._sizes
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """None: a model without recurrent layers has no slots."""
+        return StateSizes()
 
     @property
     def placement(self) -> Placement:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.gpu_node.model.protocol import CacheSizes, ModelRunner, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import CacheSizes, ModelRunner, StateSizes, StepPlan, StepResult
 
 
 class AheadRunner:
@@ -29,6 +29,11 @@ class AheadRunner:
     def cache_sizes(self) -> CacheSizes:
         """The wrapped runner's sizes."""
         return self._runner.cache_sizes
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """The wrapped runner's sizes."""
+        return self._runner.state_sizes
 
     def bind_thread(self) -> None:
         """Do nothing: steps run on another thread."""

@@ -10,7 +10,15 @@ from typing import Literal
 import numpy as np
 from fixtures.sampling import rows_of
 
-from penstock.gpu_node.model.protocol import NULL_BLOCK, CacheSizes, ModelRunner, StepHandle, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import (
+    NULL_BLOCK,
+    CacheSizes,
+    ModelRunner,
+    StateSizes,
+    StepHandle,
+    StepPlan,
+    StepResult,
+)
 
 _WRONG_TOKEN = 3
 Place = Literal["start", "copy", "forward"]
@@ -39,6 +47,11 @@ class FaultyRunner:
     def cache_sizes(self) -> CacheSizes:
         """The wrapped runner's sizes."""
         return self._runner.cache_sizes
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """The wrapped runner's sizes."""
+        return self._runner.state_sizes
 
     def bind_thread(self) -> None:
         """Call the wrapped runner's method."""

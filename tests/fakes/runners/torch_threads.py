@@ -14,7 +14,7 @@ from fixtures.thread_ranks import linked_threads
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.loading import load
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, StateSizes, StepPlan, StepResult
 from penstock.gpu_node.model.torch_common.exchanges import RankFailedError
 from penstock.gpu_node.model.torch_cpu.runner import TorchRunner
 
@@ -44,6 +44,11 @@ class RankThreads:
     def cache_sizes(self) -> CacheSizes:
         """The number of the KV blocks; a block's bytes are those of all ranks."""
         return self._ranks[0].cache_sizes
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """Those of rank 0."""
+        return self._ranks[0].state_sizes
 
     @property
     def placement(self) -> Placement:

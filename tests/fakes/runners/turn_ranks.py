@@ -12,7 +12,7 @@ from fixtures.turn_ranks import TurnRanks, on_all_ranks
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.loading.load import find_model, load_found
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, StateSizes, StepPlan, StepResult
 from penstock.gpu_node.model.torch_common.ranks import RankLinks
 
 Result = TypeVar("Result")
@@ -42,6 +42,12 @@ class TurnTakingRunner:
     def cache_sizes(self) -> CacheSizes:
         """Those of rank 0."""
         sizes: CacheSizes = self.runners[0].cache_sizes
+        return sizes
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """Those of rank 0."""
+        sizes: StateSizes = self.runners[0].state_sizes
         return sizes
 
     @property

@@ -14,7 +14,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.loading.load import FoundModel, find_model, load_found
 from penstock.gpu_node.model.loading.plan import plan_model, sizes_of
 from penstock.gpu_node.model.options import RunnerOptions
-from penstock.gpu_node.model.protocol import Devices, ModelPlan, ShapeFit
+from penstock.gpu_node.model.plan_records import Devices, ModelPlan, ShapeFit
 from tests.gpu_node.model.conftest import Quantized
 
 GIB = 1 << 30
