@@ -20,12 +20,15 @@ class LabelledSlots:
 
     def __init__(self) -> None:
         self._states: dict[int, tuple[object, ...]] = {}
+        self._before: dict[int, tuple[object, ...]] = {}
+        """Before the newest step."""
 
     def run(self, scheduler: Scheduler, step: Step, plan: StepPlan) -> None:
         """Run a step as a runner does. Assert that each sequence continues the state of exactly its own tokens."""
         states = plan.states
         assert states is not None
         self._check_targets(plan)
+        self._before = self._states.copy()
         before = [self._read(int(slot)) for slot in states.reads]
         saves = dict(map(tuple, states.saves.tolist()))
         for i, seq in enumerate(step.seqs):
@@ -39,6 +42,10 @@ class LabelledSlots:
                 if (slot := saves.get(first + at - start)) is not None:
                     self._states[slot] = state
             self._states[int(states.writes[i])] = state
+
+    def undo(self) -> None:
+        """Be as before the newest step: it did not begin."""
+        self._states = self._before.copy()
 
     def fail(self, plan: StepPlan) -> None:
         """Run a step that fails in the middle: what it writes to is lost."""

@@ -232,8 +232,9 @@ class Scheduler:
         preemptions_before = self.num_preemptions
         if (step := self._decide_small(num_small) or self._decide(self._budget())) is not None:
             return step
-        if self.running and self.num_preemptions > preemptions_before:
-            return self.schedule()  # the sequence that would have used the whole budget was preempted
+        if self.num_preemptions > preemptions_before:
+            # The sequence that would have used the whole budget was preempted, or all beams of the only search.
+            return self.schedule()
         if self.running or self.queues:
             raise InvariantError(f"stuck: {len(self.running)} running, {self.queues.num_waiting} waiting sequences")
         return None

@@ -388,6 +388,11 @@ class ModelSpec:
         return self.hidden_size if matrix in layer.matrices else 0
 
 
+def state_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of a state slot, which holds the float32 states of all recurrent layers; 0 without any."""
+    return 0
+
+
 def _check_sizes(record: Attention | Mlp | ModelSpec) -> None:
     for field in fields(record):
         size = getattr(record, field.name)
