@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import TypedDict
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.kv_cache.block_pool import BlockPool
@@ -15,6 +16,18 @@ from penstock.gpu_node.model.protocol import NO_STATE
 
 _SWAPPED = b"state of swapped sequence "
 """What the keys of swapped sequences begin with. No hash is that long."""
+
+
+class StateCounts(TypedDict):
+    """The fields of `EngineStats` that describe states."""
+
+    state_slots_total: int
+    state_slots_free: int
+    state_snapshots: int
+    state_hits: int
+    state_evictions: int
+    state_missed_tokens: int
+    state_slot_bytes: int
 
 
 class StateCache:
@@ -144,3 +157,20 @@ class StateCache:
         self._pool.check_integrity()
         for slot in self._pool.wrong_counts(held):
             raise InvariantError(f"state slot {slot} counts {self._pool.ref_count(slot)} holders, not {held[slot]}")
+
+
+_NO_STATES = StateCache(0)
+
+
+def state_counts(states: StateCache | None) -> StateCounts:
+    """Return the counts of a state cache, and zeros without one."""
+    one = states or _NO_STATES
+    return StateCounts(
+        state_slots_total=one.num_slots,
+        state_slots_free=one.num_free,
+        state_snapshots=one.num_snapshots,
+        state_hits=one.num_hits,
+        state_evictions=one.num_evictions,
+        state_missed_tokens=one.missed_tokens,
+        state_slot_bytes=one.slot_bytes,
+    )

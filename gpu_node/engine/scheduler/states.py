@@ -52,6 +52,8 @@ class _Snapshot:
     seq: Sequence
     num_tokens: int
     slot: int
+    block_hash: bytes | None
+    """None while a token of its block is unknown."""
 
 
 @dataclass(slots=True, eq=False)
@@ -352,12 +354,20 @@ class SequenceStates:
         if is_decoding and end % size == 0 and self._memory.caches_prefixes:
             wanted.add(end)
         for at in wanted:
-            known = seq.block_hashes[at // size - 1 : at // size]
-            if known and self._cache.find(known[0]) is not None:
+            # The hash of a block whose last token is still sampled is not known yet.
+            known = next(iter(seq.block_hashes[at // size - 1 : at // size]), None)
+            if known is not None and self._is_saved(known, planned):
                 continue
             slot = chunk.write if at == end else self._save_within(chunk, at, planned)
             if slot is not None:
-                planned.snapshots.append(_Snapshot(seq, at, self._cache.share(slot)))
+                planned.snapshots.append(_Snapshot(seq, at, self._cache.share(slot), known))
+
+    def _is_saved(self, block_hash: bytes, planned: _Submitted) -> bool:
+        """Return whether there is a snapshot behind a block, or one is computed."""
+        if self._cache.find(block_hash) is not None:
+            return True
+        computed = (snapshot for one in (*self._submitted, planned) for snapshot in one.snapshots)
+        return any(snapshot.block_hash == block_hash for snapshot in computed)
 
     def _save_within(self, chunk: _Chunk, at: int, planned: _Submitted, *, is_needed: bool = False) -> int | None:
         """Save the state after `at` tokens, within a chunk. Return its slot, or None if none is left."""

@@ -21,11 +21,6 @@ from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.kernels.cpu.probe import available_bytes
 
-STATE_SHARE = 0.25
-"""Share of the free memory that the states of recurrent layers may take by default."""
-SLOTS_OF_SEQUENCE = 2
-"""State slots for each sequence: the state that a step reads and the one that it writes. What is not needed for that
-holds snapshots."""
 SWAP_SHARE = 0.25
 """Share of the free memory that the default of the swap space may take."""
 
@@ -85,17 +80,6 @@ def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int
         raise ConfigError(f"kv_cache_gib {kv_cache_gib} does not hold one block of {options.block_size} tokens")
     num_swapped = num_host_blocks(options, block_bytes, num_device_blocks)
     return CacheSizes(num_device_blocks, num_swapped, block_bytes)
-
-
-def num_state_slots(options: RunnerOptions, slot_bytes: int) -> int:
-    """Return how many states of `slot_bytes` each the memory for them holds."""
-    if options.state_slots:
-        return options.state_slots
-    if options.state_cache_gib is not None:
-        return int(options.state_cache_gib * 2**30) // slot_bytes
-    wanted = SLOTS_OF_SEQUENCE * options.max_num_seqs
-    free_bytes = available_bytes()
-    return min(wanted, int(free_bytes * STATE_SHARE) // slot_bytes) if free_bytes else wanted
 
 
 def num_host_blocks(options: RunnerOptions, block_bytes: int, num_device_blocks: int, default_gib: float = 0.0) -> int:

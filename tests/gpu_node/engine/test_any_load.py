@@ -44,9 +44,10 @@ class Whim(FirstComeFirstServed):
 
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
         """Rotate the waiting sequences of each turn, and pass those that do not fit."""
-        if self.is_over:
-            return super().offer(waiting, start)
         for seqs in in_turns(waiting):
+            if self.is_over:
+                super().offer(seqs, start)
+                continue
             at = self.pick % len(seqs) if seqs else 0
             for seq in seqs[at:] + seqs[:at]:
                 start(seq)
