@@ -134,7 +134,7 @@ class EngineMachine(RuleBasedStateMachine):
         cut=st.integers(0, 2),
         penalty=st.sampled_from((*[0.0] * 7, 1.0)),
         background=st.sampled_from((False, False, True)),
-        guided=st.sampled_from((False, False, True)),
+        guided=st.booleans(),
     )
     def add(self, num_prompt: int, num_output: int, n: int, cut: int, guided: bool, **settings: Any) -> None:
         """Add a request. `cut`: another node has generated some tokens of some choices."""
@@ -213,18 +213,20 @@ class EngineMachine(RuleBasedStateMachine):
             self.slots.run(self.scheduler, step, plan)
 
     @precondition(lambda self: self.texts)
-    @rule(num_steps=st.integers(1, 3), late=st.sampled_from((0, 0, 1, 2)))
-    def go_on(self, num_steps: int, late: int) -> None:
-        """Run several steps. `late`: the mask of which sample is late, counted from 1."""
-        for _ in range(num_steps):
-            self._go_on(late)
+    @rule(num_steps=st.integers(1, 3), is_late=st.booleans())
+    def go_on(self, num_steps: int, is_late: bool) -> None:
+        """Run several steps. `is_late`: the masks of the first one are late. Those of earlier steps have arrived."""
+        for guide in self.guides.values():
+            guide.is_waiting = False
+        for turn in range(num_steps):
+            self._go_on(is_late=is_late and turn == 0)
 
-    def _go_on(self, late: int = 0) -> None:
+    def _go_on(self, *, is_late: bool = False) -> None:
         for _ in range(self.max_in_flight - len(self.flights)):
             self.launch()
         if self.flights:
             num_samples = len(self.flights[0][0].sampled)
-            self._commit([1000 + i % 2 for i in range(num_samples)], [i + 1 == late for i in range(num_samples)])
+            self._commit([1000 + i % 2 for i in range(num_samples)], [is_late] * num_samples)
 
     @precondition(lambda self: self.flights)
     @rule(data=st.data())
@@ -393,7 +395,7 @@ def test_a_sequence_that_is_larger_than_the_device_runs_from_device_and_host() -
     machine.seen.clear()
     machine.add(num_prompt=29, num_output=12, n=1, cut=0, first_token=0, salt=None, penalty=0.0, guided=False)
     for _ in range(5):
-        machine.go_on(num_steps=2, late=0)
+        machine.go_on(num_steps=2, is_late=False)
         machine.adds_up()
     machine.teardown()
     assert machine.seen["in place"]
