@@ -46,7 +46,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
     ),
     "Queue": ("redis_url", "name", "replicas", "pool", "aliases"),
     "Memory": (
-        *("kv_cache_gib", "block_size", "num_kv_blocks", "swap_space_gib", "num_swap_blocks"),
+        *("kv_cache_gib", "block_size", "num_kv_blocks", "swap_space_gib", "num_swap_blocks", "state_cache_gib"),
         *("gpu_memory_utilization", "cpu_offload_gib", "enable_prefix_caching", "prefix_eviction"),
         "prefix_cache_salt",
     ),

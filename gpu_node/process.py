@@ -125,6 +125,8 @@ async def run_node(settings: NodeSettings) -> None:
         await cancel_until_done(beside)
     require_tools(settings.tool_parser, takes_tools=engine.tokenizer.takes_tools)
     freeze_gc()
+    # The node takes as many sequences as the engine runs.
+    settings = settings.model_copy(update={"max_num_seqs": engine.max_num_seqs})
     await serve_engine(settings, engine, seats, measures_steps=True)
 
 

@@ -24,7 +24,14 @@ _GIB = 1 << 30
 _GPUS = re.compile(r"cuda|cuda:\d{1,3}(,cuda:\d{1,3})*")
 _OF_NODE = (
     *("runner", "load_format", "dtype", "quantization", "kv_cache_dtype", "revision", "max_model_len"),
-    *("kv_cache_gib", "block_size", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens"),
+    *(
+        "kv_cache_gib",
+        "state_cache_gib",
+        "block_size",
+        "gpu_memory_utilization",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    ),
 )
 
 
@@ -150,6 +157,11 @@ def lines_of(found: ModelPlan) -> Iterator[str]:
     )
     if found.why:
         yield found.why
+    if found.state_bytes:
+        yield (
+            f"states of recurrent layers {_size(found.state_bytes)} per sequence; {found.state_slots:,} slots, "
+            f"{_size(found.state_slots * found.state_bytes)}, for {found.max_num_seqs:,} sequences and snapshots"
+        )
     yield ""
     yield f"  {'TP':>3} {'PP':>3} {'replicas':>8}  {'weights/rank':>12} {'KV cache/rank':>13} {'KV tokens/replica':>18}"
     for shape in found.shapes:

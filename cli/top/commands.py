@@ -109,6 +109,7 @@ def _pool(pool: PoolFrame, sort: SortKey, is_wide: bool, lines: int | None) -> l
         parts.append(Text(f"  {_counted(num_hidden, 'more node')}", "dim"))
     parts += [Text(f"  {node.node_id}: {node.reason}", _STYLES[node.state]) for node in nodes if node.reason]
     parts += [Text(f"  {node.node_id}: {text}", "dim") for node in nodes if (text := _ranks(node))]
+    parts += [Text(f"  {node.node_id}: {_states(node)}", "dim") for node in nodes if node.state_slots_total]
     below = Table.grid(padding=(0, 3))
     below.add_row(_class_table(pool), *([_tenant_table(pool)] if pool.tenants else []))
     parts.append(below)
@@ -197,6 +198,14 @@ def _ranks(node: NodeRow) -> str:
     held = {"weights": node.rank_weight_bytes, "KV": node.rank_kv_bytes}
     sizes = [f"{name} {'+'.join(f'{size / 2**20:,.0f}' for size in each)}M" for name, each in held.items() if each]
     return " · ".join([*facts, *sizes])
+
+
+def _states(node: NodeRow) -> str:
+    """Return how the slots for states of recurrent layers are used."""
+    held = node.state_slots_total - node.state_slots_free
+    slots = f"{held:,} of {_counted(node.state_slots_total, 'state slot')} held"
+    snapshots = f"{_counted(node.state_snapshots, 'snapshot')}, {node.state_evictions:,} evicted"
+    return f"{slots} · {snapshots} · {_counted(node.state_hits, 'hit')}"
 
 
 def _gpu_cells(node: NodeRow) -> list[str]:

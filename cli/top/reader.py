@@ -72,6 +72,12 @@ class NodeRow:
     rank_wait_ms: float | None = None
     rank_weight_bytes: tuple[int, ...] = ()
     rank_kv_bytes: tuple[int, ...] = ()
+    state_slots_total: int = 0
+    """This and the next four are as in `NodePressure`."""
+    state_slots_free: int = 0
+    state_snapshots: int = 0
+    state_hits: int = 0
+    state_evictions: int = 0
     prefix_hit_rate: float | None = None
     """Share of the prompt tokens of the last minute that the prefix cache had; None if no prompt began."""
     gpu_utilization: float | None = None
@@ -297,6 +303,11 @@ class TopReader:
             rank_wait_ms=pressure.rank_wait_ms,
             rank_weight_bytes=pressure.rank_weight_bytes,
             rank_kv_bytes=pressure.rank_kv_bytes,
+            state_slots_total=pressure.state_slots_total,
+            state_slots_free=pressure.state_slots_free,
+            state_snapshots=pressure.state_snapshots,
+            state_hits=pressure.state_hits,
+            state_evictions=pressure.state_evictions,
             prefix_hit_rate=pressure.prefix_hit_rate,
             gpu_utilization=pressure.gpu_utilization,
             gpu_memory_used_bytes=pressure.gpu_memory_used_bytes,

@@ -81,11 +81,14 @@ class Engine:
         """
         config = EngineConfig.of(model, settings)
         served = self._served = ServedModel(config, progress or (lambda stage, fraction: None))
+        config = served.config
         self._name = config.model
         self.tokenizer = served.tokenizer
         """The model's tokenizer; safe to call from any thread."""
         self.max_model_len = served.limits.max_model_len
         """Most tokens that prompt and output of one choice may have together."""
+        self.max_num_seqs = config.max_num_seqs
+        """Most sequences in a step: as configured, or fewer if the states of so many do not fit."""
         self.vocab_size = served.limits.vocab_size
         """Size of the model's output; token ids are below it."""
         self.revision = served.model.revision
@@ -96,13 +99,11 @@ class Engine:
         """Returns what the model is good for, as `PoolRecord.capabilities` says. May compile the chat template."""
         self._guides = served.guides
         self._runner = served.model.runner
-        sizes = self._runner.cache_sizes
-        pools, caches = (sizes.num_device_blocks, sizes.num_host_blocks), config.enable_prefix_caching
-        self._memory = KvCacheManager(*pools, enable_prefix_caching=caches, eviction=config.prefix_eviction)
-        self._block_size = config.block_size
+        self._memory = KvCacheManager.of(self._runner, config)
+        self._block_size, self._stall_after_s = config.block_size, config.stall_after_s
         self._tenants_share_prefixes = config.prefix_cache_salt == "pool"
         drafts = speculation_of(config, self._runner)
-        self._times = LearnedTimes(config.preemption, sizes.block_bytes, drafts.note_decoding)
+        self._times = LearnedTimes(config.preemption, self._runner.cache_sizes.block_bytes, drafts.note_decoding)
         limits = StepLimits.of(config, self.max_model_len)
         self._adapter_slots = AdapterSlots(config.num_adapter_slots)
         self._policy = new_scheduling_policy(config, self._adapter_slots)
@@ -113,15 +114,13 @@ class Engine:
         self._live: dict[Choice, LiveChoice] = {}
         self._ended_early: list[LiveChoice] = []
         self._in_flight, self._prefill_reports = InFlightSteps(), PrefillReports(self._live)
-        self._timers, self._num_named = RequestTimers(), 0
+        self._timers, self._timings, self._num_named = RequestTimers(), StepTimings(), 0
         self._searches = Searches(self._scheduler, self.tokenizer, config.block_size)
         self._logprobs: Logprobs | None = None
-        self._stall_after_s = config.stall_after_s
         self._last_step: tuple[list[Choice], float] = [], 0.0
         self._launch_error: Exception | None = None
         recovers = isinstance(self._runner, RecoverableRunner) and self._runner.ranks.num_ranks > 1
         self._ranked = cast("RecoverableRunner", self._runner) if recovers else None
-        self._timings = StepTimings()
         self.profiler = EngineProfiler(self._timings, self._runner)
 
     def __repr__(self) -> str:
@@ -369,7 +368,8 @@ class Engine:
         except Exception as error:
             self._timings.note_failed(error)
             self._memory_trace.failed(error)
-            self._fail(self._scheduler.roll_back(completed.step, for_memory=isinstance(error, MemoryError)))
+            is_lack = isinstance(error, MemoryError)
+            self._fail(self._scheduler.roll_back(completed.step, for_memory=is_lack, has_begun=completed.has_begun))
             raise
         self._last_step = completed.step.seqs, completed.age_ms
         late, was_slow = late_rows(completed.plan.sampling.masks), self._is_slow(completed.step, result)

@@ -195,6 +195,8 @@ class EngineStats(EngineLoad):
     """1 once the grammar processes cannot be served. Requests with structured output fail from then on."""
     block_bytes: int = 0
     """Memory of a KV block over all layers."""
+    state_slot_bytes: int = 0
+    """Memory of a state over all recurrent layers."""
     gpu_uuid: str = ""
     """The GPU on which steps run; empty on the CPU."""
     part_seconds: Mapping[str, float] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError
@@ -29,13 +29,21 @@ from penstock.gpu_node.model.plan_records import ShapeFit as ShapeFit
 from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.runtime.process_memory import no_collection
 
-Defaults = dict[str, int | float]
 _HEAD_START_S = 0.05
 """Head start of the load thread. Reading a tokenizer holds the GIL for tenths of a second; after its start, the load
 thread mostly works without the GIL."""
 
 
-def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[LoadedModel, Tokenizer, Defaults]:
+class Loaded(NamedTuple):
+    """A model with its tokenizer, and the config that it was loaded with."""
+
+    model: LoadedModel
+    tokenizer: Tokenizer
+    sampling_defaults: dict[str, int | float]
+    config: EngineConfig
+
+
+def load(config: EngineConfig, progress: Callable[[str, float], None]) -> Loaded:
     """Load the model that `config` names, its tokenizer and its default sampling. Raises ConfigError."""
     # A thread that spins at an OpenMP barrier takes the core from the thread it waits for: beside other processes,
     # steps took 6 times as long. Threads that sleep at once cost 40 % of an idle machine's speed. A short spin (about
@@ -48,6 +56,7 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
     from penstock.gpu_node.model.checkpoint.description import revision_with
     from penstock.gpu_node.model.checkpoint.generation_config import sampling_defaults
     from penstock.gpu_node.model.loading.load import find_model, load_found
+    from penstock.gpu_node.model.loading.state_slots import with_state_slots
 
     # Load on a thread that ends. Torch keeps an OpenMP team for every living thread; with more team threads than
     # cores, they stop spinning at barriers, which costs a step 40 % of its speed.
@@ -56,6 +65,7 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
         template = None if config.chat_template is None else chat_template_of(config.chat_template)
         with no_collection():
             found = loader.submit(find_model, config.model, config, progress, revision=config.revision).result()
+        config = with_state_slots(found, config)
         loading = loader.submit(load_found, found, config, progress)
         wait([loading], _HEAD_START_S)
         try:
@@ -69,7 +79,7 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
             model = loading.result()
     if template is not None:
         model = replace(model, revision=revision_with(model.revision, template))
-    return model, tokenizer, defaults
+    return Loaded(model, tokenizer, defaults, config)
 
 
 def plan(config: EngineConfig, devices: Devices, shapes: Items[tuple[int, int, int]]) -> ModelPlan:
@@ -272,8 +282,10 @@ class ServedModel:
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None]) -> None:
         """Load the model. Raises ConfigError."""
-        self.model, self.tokenizer, self.sampling_defaults = load(config, progress)
+        self.model, self.tokenizer, self.sampling_defaults, config = load(config, progress)
         """... and the sampling of requests that do not set it, by the names of `SamplingParams`."""
+        self.config = config
+        """The config with what the model requires: fewer sequences if not all of their states fit."""
         self.limits = request_limits(self.model, self.tokenizer.eos_token_ids, config.block_size, config.max_num_seqs)
         self.guides = GrammarCompiler(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
 

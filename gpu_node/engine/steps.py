@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.model.protocol import ModelRunner, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import ModelRunner, StepHandle, StepPlan, StepResult, StepStates
 
 Ints = NDArray[np.int32]
 Rows = NDArray[np.intp]
@@ -44,6 +44,8 @@ class Step:
     """Blocks that this step fills and that the prefix cache already lists."""
     copies: Ints
     """[num_copies, 2]: source and target of the block copies that come first."""
+    states: StepStates | None = None
+    """The slots of its sequences' states; None for a model without states."""
 
     @property
     def num_tokens(self) -> int:
@@ -116,6 +118,7 @@ class InFlightStep:
         """When it was submitted, or when the previous step completed if that was later."""
         self._result: StepResult | None = None
         self._error: Exception | None = None
+        self._handle: StepHandle | None = None
         try:
             self.plan = plan(step)
             self._handle = runner.submit(self.plan)
@@ -128,7 +131,7 @@ class InFlightStep:
         if self._result is not None or self._error is not None:
             return
         try:
-            self._result = self._handle.result()
+            self._result = cast("StepHandle", self._handle).result()
         except Exception as error:
             self._error = error
 
@@ -138,6 +141,11 @@ class InFlightStep:
         if self._error is not None:
             raise self._error
         return cast(StepResult, self._result)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the runner took it, so that it may have written to blocks and slots before it failed."""
+        return self._handle is not None
 
     @property
     def has_failed(self) -> bool:

@@ -104,6 +104,10 @@ class RunnerSettings(BaseModel):
     on a GPU whose KV cache has no set size 4, but at most a quarter of the free memory."""
     num_swap_blocks: int | None = Field(default=None, ge=0)
     """Number of KV blocks in host memory, instead of a size in GiB."""
+    state_cache_gib: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    """Memory in GiB for the states of recurrent layers, where a model has such layers. Default: that of the states of
+    max_num_seqs sequences and of as many snapshots, but at most a quarter of the free memory. If the states of fewer
+    sequences fit, max_num_seqs is lowered."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Fraction of the GPU's memory to use; the KV cache gets what weights and the largest step leave. Default: 0.9."""
     cpu_offload_gib: float = Field(default=0.0, ge=0.0)
@@ -164,7 +168,7 @@ class RunnerSettings(BaseModel):
             raise ValueError(f"cpu_isa {self.cpu_isa}: runner {self.runner} does not use the native kernels")
         return self
 
-    @field_validator("kv_cache_gib", mode="before")
+    @field_validator("kv_cache_gib", "state_cache_gib", mode="before")
     @classmethod
     def _empty_is_unset(cls, given: Any) -> Any:
         """Treat an empty text as unset. Docker Compose passes a variable without a value as an empty text."""

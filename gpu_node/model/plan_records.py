@@ -49,6 +49,12 @@ class ModelPlan:
     kv_heads: int
     weight_bytes: int
     kv_token_bytes: int
+    state_bytes: int
+    """Of the state of recurrent layers of one sequence; 0 without such layers."""
+    state_slots: int
+    """States for which each replica has memory."""
+    max_num_seqs: int
+    """Sequences in a step, which may be fewer than configured because of their states."""
     shapes: tuple[ShapeFit, ...]
     why: str = ""
     """Why this runner was chosen and what it lacks, if it is not one of the usual ones."""

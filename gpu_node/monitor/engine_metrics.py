@@ -25,6 +25,12 @@ _COUNTERS = {
     "swap_hit_tokens": ("swap_hit_tokens", "Prompt tokens found in the prefix cache on the host."),
     "kv_evictions": ("kv_evictions", "Cached prefix blocks that the device evicted."),
     "swap_evictions": ("swap_evictions", "Cached prefix blocks that the host evicted."),
+    "state_hits": ("state_hits", "Sequences that started from a snapshot of a state."),
+    "state_evictions": ("state_evictions", "Snapshots of states that gave way to other states."),
+    "state_missed_tokens": (
+        "state_missed_tokens",
+        "Tokens with cached blocks that were computed again, because no snapshot stood at their end.",
+    ),
     "swapped_out_blocks": ("swapped_out_blocks", "Blocks copied from the device to the host."),
     "swapped_in_blocks": ("swapped_in_blocks", "Blocks copied from the host to the device."),
     "search_blocks_needed": (
@@ -61,6 +67,9 @@ _GAUGES = {
     "kv_tokens_used": ("kv_tokens_used", "Tokens stored in the blocks that sequences hold."),
     "swap_blocks_total": ("swap_blocks_total", "KV blocks in host memory."),
     "swap_blocks_free": ("swap_blocks_free", "KV blocks in host memory that no sequence holds."),
+    "state_slots_total": ("state_slots_total", "Slots for the states of recurrent layers."),
+    "state_slots_free": ("state_slots_free", "State slots that no sequence holds, snapshots included."),
+    "state_snapshots": ("state_snapshots", "State slots with a snapshot."),
     "running": ("num_running", "Sequences in the running batch."),
     "waiting": ("num_waiting", "Sequences that wait inside the engine."),
     "swapped": ("num_swapped", "Preempted sequences with their blocks in host memory."),
@@ -99,6 +108,8 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     caches.add_metric(("device",), stats.kv_blocks_total * stats.block_bytes)
     caches.add_metric(("host",), stats.swap_blocks_total * stats.block_bytes)
     yield caches
+    size = stats.state_slots_total * stats.state_slot_bytes
+    yield gauge("penstock_engine_state_cache_bytes", "Bytes of the state slots.", size)
     if stats.weight_bytes:
         yield gauge("penstock_engine_model_bytes", "Bytes of the model's weights.", stats.weight_bytes)
     text = "Seconds of all steps, by part."

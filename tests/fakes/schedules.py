@@ -9,6 +9,7 @@ import numpy as np
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.config import PreemptionName
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.kv_cache.states import StateCache
 from penstock.gpu_node.engine.policy.policy import SchedulingPolicy
 from penstock.gpu_node.engine.scheduler.budget import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
@@ -54,10 +55,12 @@ def new_scheduler(
     budget: int = 16,
     preemption: PreemptionName = "recompute",
     policy: SchedulingPolicy | None = None,
+    num_slots: int = 0,
     **memory_settings: Any,
 ) -> tuple[Scheduler, KvCacheManager]:
-    """Return a scheduler with that many blocks."""
-    memory = KvCacheManager(num_blocks, num_host_blocks, **memory_settings)
+    """Return a scheduler with that many blocks and state slots."""
+    states = StateCache(num_slots) if num_slots else None
+    memory = KvCacheManager(num_blocks, num_host_blocks, states=states, **memory_settings)
     limits = StepLimits(
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,

@@ -25,6 +25,7 @@ _OF_NODE = (
     *("node_id", "draining", "troubles", "num_jobs", "num_running", "num_waiting", "max_num_seqs", "mean_batch"),
     *("kv_blocks_total", "kv_blocks_free", "kv_blocks_cached", "block_size"),
     *("swap_blocks_total", "swap_blocks_free", "swap_blocks_cached"),
+    *("state_slots_total", "state_slots_free", "state_snapshots", "state_hits", "state_evictions"),
     *("prefill_tokens", "decode_tokens", "num_preemptions", "num_swaps", "step_ms_p50", "step_ms_p99"),
     *("prefix_lookup_tokens", "prefix_hit_tokens", "prefix_hit_rate", "page_utilization", "weight_bytes"),
     *("num_ranks", "num_rank_losses", "stage_idle", "rank_exchange_ms", "rank_wait_ms"),

@@ -9,17 +9,19 @@ sequence outside the step gives up.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.kv_cache.block_pool import BlockPool, CachedBlock
+from penstock.gpu_node.engine.kv_cache.states import StateCache
 from penstock.gpu_node.model.protocol import NO_COPIES
 
 if TYPE_CHECKING:
-    from penstock.gpu_node.engine.config import EvictionName
+    from penstock.gpu_node.engine.config import EngineConfig, EvictionName
+    from penstock.gpu_node.model.protocol import StepRunner
 
 
 class KvCacheManager:
@@ -36,15 +38,30 @@ class KvCacheManager:
         *,
         enable_prefix_caching: bool = True,
         eviction: EvictionName = "lru",
+        states: StateCache | None = None,
     ) -> None:
+        """`states`: of a model with recurrent layers. Their snapshots go with the blocks under the same hashes."""
         # Keyed by tenant: hashes that chain from salted_root(tenant, cache_salt, adapter).
         self._index: dict[bytes, int] = {}
         self.device = BlockPool(num_device_blocks, self._index, eviction=eviction)
         self.host = BlockPool(num_host_blocks, self._index, first=num_device_blocks + 1, eviction=eviction)
         self.num_out = self.num_in = 0
         """Blocks copied from the device to the host, and back."""
-        self._caching = enable_prefix_caching
+        self.states = states
+        self.caches_prefixes = enable_prefix_caching
         self._copies: list[tuple[int, int]] = []
+
+    @classmethod
+    def of(cls, runner: StepRunner, config: EngineConfig) -> Self:
+        """Return the memory of a runner."""
+        sizes, states = runner.cache_sizes, runner.state_sizes
+        return cls(
+            sizes.num_device_blocks,
+            sizes.num_host_blocks,
+            enable_prefix_caching=config.enable_prefix_caching,
+            eviction=config.prefix_eviction,
+            states=StateCache(states.num_slots, states.slot_bytes) if states.num_slots else None,
+        )
 
     @property
     def num_held(self) -> int:
@@ -60,6 +77,10 @@ class KvCacheManager:
                 break
             blocks.append(block)
         return blocks
+
+    def has(self, block_hash: bytes) -> bool:
+        """Return whether a block is cached under a hash, on either tier."""
+        return block_hash in self._index
 
     def num_free_without(self, held: Sequence[int], *, on_host: bool = False) -> int:
         """Return how many blocks of one tier stay free after `held` blocks are referenced."""
@@ -86,13 +107,15 @@ class KvCacheManager:
             block, evicted = self.device.take()
             if evicted is not None and self.host.num_free:
                 self._keep_on_host(block, evicted)
+            elif evicted is not None:
+                self._forget(evicted)
             blocks.append(block)
         return blocks
 
     def alloc_anywhere(self, count: int) -> list[int]:
         """Take device blocks, then host blocks when no device block is free."""
         blocks = self.alloc(min(count, self.device.num_free))
-        return blocks + [self.host.take()[0] for _ in range(count - len(blocks))]
+        return blocks + [self._take_on_host() for _ in range(count - len(blocks))]
 
     def free(self, blocks: Sequence[int]) -> None:
         """Drop one reference on each block of a sequence, given in the sequence's order."""
@@ -131,7 +154,7 @@ class KvCacheManager:
                 swapped.append(block)
                 continue
             self.num_out += 1
-            swapped.append(self._moved(block, self.host.take()[0]))
+            swapped.append(self._moved(block, self._take_on_host()))
             self.device.free([block])
         return swapped
 
@@ -151,13 +174,14 @@ class KvCacheManager:
 
     def cache(self, block: int, block_hash: bytes, tenant: str = "", weight: float = 1.0) -> None:
         """Cache a held, full device block of a tenant; the first block of a hash stays cached."""
-        if self._caching and self.is_on_device(block):
+        if self.caches_prefixes and self.is_on_device(block):
             self.device.cache(block, block_hash, 0, tenant, weight)
 
     def uncache(self, blocks: Iterable[int]) -> None:
         """Remove blocks from the cache, held or not, because their content was not computed."""
         for block in blocks:
-            self._pool_of(block).uncache(block)
+            if (entry := self._pool_of(block).uncache(block)) is not None:
+                self._forget(entry)
 
     def uncache_all(self) -> None:
         """Remove all blocks of both tiers from the cache. O(blocks)."""
@@ -190,10 +214,21 @@ class KvCacheManager:
     def _pool_of(self, block: int) -> BlockPool:
         return self.device if self.is_on_device(block) else self.host
 
+    def _take_on_host(self) -> int:
+        block, evicted = self.host.take()
+        if evicted is not None:
+            self._forget(evicted)
+        return block
+
+    def _forget(self, entry: CachedBlock) -> None:
+        """Drop the snapshot of a block that is no longer cached."""
+        if self.states is not None:
+            self.states.drop(entry.block_hash)
+
     def _keep_on_host(self, block: int, evicted: CachedBlock) -> None:
         """Copy an evicted prefix block to a host block, which no sequence holds."""
         self.num_out += 1
-        target, _ = self.host.take()
+        target = self._take_on_host()
         self._copies.append((block, target))
         self.host.cache(target, *evicted)
         self.host.free([target])

@@ -222,6 +222,7 @@ class InputBatch:
             sampling=self._sampling_rows(step.sampled_seqs, step.sampled_rows, step.sampled_ends),
             copies=step.copies,
             adapters=adapters if np.count_nonzero(adapters > NO_ADAPTER) else None,
+            states=step.states,
         )
 
     def _sampling_rows(self, seqs: list[Sequence], rows: Rows, num_tokens: Ints) -> SamplingRows:

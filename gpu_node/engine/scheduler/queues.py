@@ -191,6 +191,8 @@ class Admission:
         batch, memory = self._batch, self._memory
         if batch.table.num_unused <= len(seq.forks):
             return False
+        if batch.states is not None and batch.states.is_lost(seq):
+            return False
         held = batch.held_by(seq)
         num_missing, num_free = batch.num_missing(seq, held), memory.num_free_without(held)
         if seq.beams is not None:
@@ -229,9 +231,21 @@ class Admission:
     def recompute(self, seq: Sequence) -> None:
         """Drop a swapped sequence's blocks and queue it for recomputation."""
         self._queues.remove(seq)
-        self._memory.free(seq.blocks)
+        self.free(seq)
         seq.blocks = []
         self._queues.put_back(seq)
+
+    def recompute_lost(self) -> None:
+        """Queue the swapped sequences for recomputation whose states gave way to others."""
+        if (states := self._batch.states) is not None:
+            for seq in [seq for seq in self._queues.swapped if states.is_lost(seq)]:
+                self.recompute(seq)
+
+    def free(self, seq: Sequence) -> None:
+        """Free what a sequence without a row holds: blocks and a state, if it is swapped."""
+        self._memory.free(seq.blocks)
+        if self._batch.states is not None:
+            self._batch.states.release(seq)
 
     def _offer(self, grants: Grants) -> None:
         started: list[tuple[deque[Sequence], Sequence]] = []

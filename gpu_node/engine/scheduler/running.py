@@ -13,6 +13,7 @@ import numpy as np
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.scheduler.input_batch import InputBatch
+from penstock.gpu_node.engine.scheduler.states import SequenceStates
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
@@ -85,6 +86,8 @@ class StepProgress:
         self._table.append(step.sampled_rows, step.sampled_ends, tokens)
         # At least one token stays uncomputed: its computation yields the next token.
         self._table.num_computed[step.rows] = np.minimum(step.ends, self._table.num_tokens[step.rows] - 1)
+        if self._batch.states is not None:
+            self._batch.states.count(step)
         self._batch.start_forks()
 
     def _present_samples(self, step: Step) -> list[int]:
@@ -122,6 +125,9 @@ class RunningBatch:
         self.awaiting_last_token: list[Sequence] = []
         """Sequences that compute no more and only wait for their last token."""
         self.table = rows
+        self.states: SequenceStates | None = None
+        if memory.states is not None:
+            self.states = SequenceStates(memory, memory.states, rows, block_size)
         self._memory = memory
         self._block_size = block_size
         self._leaders: list[Sequence] = []
@@ -168,6 +174,11 @@ class RunningBatch:
         """Return the blocks that a waiting sequence starts with: its own when it is swapped, else a cached prefix."""
         if seq.blocks:
             return seq.blocks
+        blocks = self._match(seq)
+        return blocks if self.states is None else blocks[: self.states.num_usable(seq, len(blocks))]
+
+    def _match(self, seq: Sequence) -> list[int]:
+        """Return the blocks of the longest cached prefix of a waiting sequence."""
         seq.hash_full_blocks(seq.token_ids, self._block_size)
         return self._memory.match(seq.block_hashes[: seq.num_reusable // self._block_size])
 
@@ -183,6 +194,10 @@ class RunningBatch:
         """Start a waiting sequence with all blocks that it needs. Return how many of its tokens are stored."""
         is_swapped = bool(seq.blocks)
         num_stored = seq.num_stored if is_swapped else len(held) * self._block_size
+        if self.states is not None and is_swapped:
+            self.states.resume(seq)
+        elif self.states is not None:
+            self.states.start(seq, num_stored, len(self._match(seq)) * self._block_size)
         if not is_swapped:
             self._memory.hold(held)
         hashes = seq.block_hashes[: num_stored // self._block_size]
@@ -260,6 +275,8 @@ class RunningBatch:
             self._changed()
         for one in (seq, *seq.forks):
             self.table.give_back(one)
+            if self.states is not None:
+                self.states.release(one)
             self._memory.free(one.blocks)
             if one.spare is not None:
                 self._memory.free([one.spare])
@@ -275,6 +292,8 @@ class RunningBatch:
         """Move the stored tokens of a running sequence without forks to host blocks, and release its row."""
         num_stored = int(self.table.num_computed[seq.row])
         kept = self.num_blocks(num_stored)
+        if self.states is not None:
+            self.states.swap_out(seq, num_stored)
         self._memory.free(seq.blocks[kept:])
         seq.blocks, seq.num_stored = self._memory.swap_out(seq.blocks[:kept]), num_stored
         self.seqs.remove(seq)
@@ -291,6 +310,8 @@ class RunningBatch:
                 for fork in leader.forks:
                     self._share(leader, fork)
                 leader.forks = []
+                if self.states is not None:
+                    self.states.forget_forks(leader)
                 self._changed()
 
     def branch(self, pairs: Items[tuple[Sequence, Sequence]]) -> None:
@@ -307,6 +328,8 @@ class RunningBatch:
             self._memory.free(target.blocks)
         for source, target in pairs:
             self.table.copy(source, target)
+            if self.states is not None:
+                self.states.branch(source, target)
             target.block_hashes = source.block_hashes.copy()
             spare, target.spare = target.spare, None
             if not self.table.num_tokens[source.row] % self._block_size:
@@ -322,6 +345,8 @@ class RunningBatch:
         self.seqs.insert(self.seqs.index(leader) + 1, fork)
         if not leader.forks:
             self._leaders.remove(leader)
+            if self.states is not None:
+                self.states.forget_forks(leader)
         self._changed()
 
     def num_tail_blocks(self, seq: Sequence) -> int:
@@ -388,6 +413,8 @@ class RunningBatch:
         held = Counter(block for seq in (*seqs, *swapped) for block in seq.blocks)
         held.update(seq.spare for seq in seqs if seq.spare is not None)
         self._memory.check_integrity(held)
+        if self.states is not None:
+            self.states.check_integrity([*seqs, *swapped])
         if any(seq.forks and seq not in self._leaders for seq in self.seqs):
             raise InvariantError("forks and the sequences that they wait for disagree")
 
@@ -397,6 +424,8 @@ class RunningBatch:
     def _share(self, leader: Sequence, fork: Sequence) -> None:
         num_shared = fork.num_to_share
         num_full = num_shared // self._block_size
+        if self.states is not None:
+            self.states.share(leader, fork)
         blocks = leader.blocks[: self.num_blocks(num_shared)]
         self._memory.hold(blocks)
         self.table.add_blocks(fork, blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -211,7 +212,7 @@ class Scheduler:
             seq.is_parked = False
         if seq.row < 0:
             self.queues.remove(seq)
-            self._memory.free(seq.blocks)
+            self._admission.free(seq)
             return
         self._batch.leave(seq)
         leave_group(seq)
@@ -221,6 +222,7 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """Return the next step, or None when there is nothing to compute."""
+        self._admission.recompute_lost()
         self._batch.own_last_blocks()
         self.background.protect(self._memory.device.num_total)
         self._preemptor.preempt_for_request(self.max_step_tokens)
@@ -230,8 +232,9 @@ class Scheduler:
         preemptions_before = self.num_preemptions
         if (step := self._decide_small(num_small) or self._decide(self._budget())) is not None:
             return step
-        if self.running and self.num_preemptions > preemptions_before:
-            return self.schedule()  # the sequence that would have used the whole budget was preempted
+        if self.num_preemptions > preemptions_before:
+            # The sequence that would have used the whole budget was preempted, or all beams of the only search.
+            return self.schedule()
         if self.running or self.queues:
             raise InvariantError(f"stuck: {len(self.running)} running, {self.queues.num_waiting} waiting sequences")
         return None
@@ -273,7 +276,11 @@ class Scheduler:
         self._delayed.add(step.sampled_seqs[i] for i in late)
         accepted, tokens, samples, poisoned = self.drafts.accept_drafts(step, tokens, late)
         outcome = StepOutcome(accepted.sampled_seqs, tokens.tolist(), samples)
-        for i in self._progress.complete(accepted, tokens):
+        ending = self._progress.complete(accepted, tokens)
+        if (states := self._batch.states) is not None:
+            drawn = zip(outcome.seqs, outcome.token_ids, strict=True)
+            states.commit(step, [seq for seq, token in drawn if token == FAILED_TOKEN])
+        for i in ending:
             seq = accepted.sampled_seqs[i]
             if seq.row >= 0:
                 self.remove(seq)
@@ -282,6 +289,8 @@ class Scheduler:
             outcome.ended.add(seq)
         for seq in poisoned:
             self._preemptor.start_over(seq)
+        for seq in () if states is None else states.take_lost():
+            self._preemptor.requeue(seq)
         if self._in_flight is step:
             self._in_flight = None
         elif (ahead := self._in_flight) is not None:
@@ -291,10 +300,11 @@ class Scheduler:
         outcome.faulty = None if faulty in outcome.ended else faulty
         return outcome
 
-    def roll_back(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
+    def roll_back(self, step: Step, *, for_memory: bool = False, has_begun: bool = True) -> Sequence | None:
         """Record that a step, and any planned ahead, failed. Drop and return the sequence at fault, if that is certain.
 
-        The others start over or, after an out-of-memory error, continue in smaller steps.
+        The others start over or, after an out-of-memory error, continue in smaller steps: those with states only where
+        the step did not overwrite these, or had not begun.
         """
         ahead = None if self._in_flight is step else self._in_flight
         lost = [step] if ahead is None else [step, ahead]
@@ -303,14 +313,17 @@ class Scheduler:
         self._in_flight = None
         self._memory.uncache(cached | copied)
         faulty = self._isolator.note_failed(step, for_memory=for_memory)
-        starts_over = self._progress.revert() or not for_memory
+        starts_over, states = self._progress.revert() or not for_memory, self._batch.states
+        if states is not None:
+            states.drop_submitted()
         for seq in self._batch.present[::-1]:
             if seq.row < 0:
                 continue  # It went with another beam of its search.
-            if starts_over or not self._batch.is_intact(seq, cached, copied):
-                self._preemptor.requeue(seq)
-            else:
+            is_intact = not starts_over and self._batch.is_intact(seq, cached, copied)
+            if is_intact and (states is None or not has_begun or states.is_intact(seq, step)):
                 self._batch.uncache(seq)
+            else:
+                self._preemptor.requeue(seq)
         for seq in [seq for seq in self.queues.swapped if not copied.isdisjoint(seq.blocks)]:
             self._admission.recompute(seq)
         if faulty is not None:
@@ -329,6 +342,8 @@ class Scheduler:
         self._in_flight = None
         self._memory.uncache_all()
         self._progress.revert()
+        if self._batch.states is not None:
+            self._batch.states.lose_all()
         for seq in self._batch.present[::-1]:
             if seq.row >= 0:
                 self._preemptor.requeue(seq)
@@ -350,6 +365,8 @@ class Scheduler:
         for seq, _, token_id in beams:
             seq.is_parked = False
             self._table.append_one(seq, token_id)
+            if self._batch.states is not None:
+                self._batch.states.continue_beam(seq)
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless queues, rows and blocks agree. O(blocks), for tests."""
@@ -478,6 +495,8 @@ class Scheduler:
         starts, num_tokens = self._table.num_computed[rows], self._table.num_tokens[rows]
         if not np.count_nonzero(ends > starts):
             return None
-        return step_of(
+        step = step_of(
             self.running[:num], rows, starts, ends, num_tokens, cached_blocks=cached, copies=self._memory.take_copies()
         )
+        states = self._batch.states
+        return step if states is None else replace(step, states=states.plan(step))

@@ -36,10 +36,11 @@ def speculation_of(config: EngineConfig, runner: ModelRunner) -> DraftBudget:
     """Create the draft budget for an engine's settings and runner."""
     if config.speculative == "off":
         return DraftBudget(0, StepCost())
-    if not runner.verifies_drafts:
-        log.warning(
-            "speculative decoding is off: this runner cannot verify drafts", extra={"speculative": config.speculative}
-        )
+    if not runner.verifies_drafts or runner.state_sizes.num_slots:
+        reason = "this runner cannot verify drafts"
+        if runner.state_sizes.num_slots:
+            reason = "states of recurrent layers cannot forget a rejected draft"
+        log.warning(f"speculative decoding is off: {reason}", extra={"speculative": config.speculative})
         return DraftBudget(0, StepCost())
     return DraftBudget(config.max_draft_tokens, StepCost())
 

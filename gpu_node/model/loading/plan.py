@@ -21,10 +21,11 @@ from penstock.gpu_node.model.architecture.rank_part import (
     panel_spans,
     stage_layers,
 )
-from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
+from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec, state_bytes
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK, block_kind
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
+from penstock.gpu_node.model.checkpoint.state_slots import StateFit, fit_states
 from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.loading.load import FoundModel, special_features
@@ -230,8 +231,10 @@ def plan_model(
     described, spec = found.described, found.described.spec
     runner = runner_for(described, options, on_gpus=devices.kind == "gpu")
     sizes = sizes_of(described, options, runner)
+    token_bytes = sizes.kv_token_bytes(spec, range(spec.num_layers))
+    states = fit_states(options, state_bytes(spec), lambda: token_bytes * options.block_size)
     fits = [
-        _fit(described, options, sizes, devices, Parallel(tensor, pipeline), replicas)
+        _fit(described, options, sizes, devices, Parallel(tensor, pipeline), replicas, states)
         for tensor, pipeline, replicas in shapes
     ]
     kv_dtype = options.kv_cache_dtype
@@ -248,7 +251,10 @@ def plan_model(
         heads=max((one.num_heads for one in spec.attentions), default=0),
         kv_heads=max((one.num_kv_heads for one in spec.attentions), default=0),
         weight_bytes=sizes.weight_bytes,
-        kv_token_bytes=sizes.kv_token_bytes(spec, range(spec.num_layers)),
+        kv_token_bytes=token_bytes,
+        state_bytes=states.slot_bytes,
+        state_slots=states.num_slots,
+        max_num_seqs=states.max_num_seqs,
         shapes=tuple(fits),
     )
 
@@ -268,6 +274,7 @@ def _fit(
     devices: Devices,
     parallel: Parallel,
     replicas: int,
+    states: StateFit,
 ) -> ShapeFit:
     counts = parallel.tensor, parallel.pipeline, replicas
     group = BLOCK if options.quantization == "int4" and sizes.runner == "gpu" else 1
@@ -286,7 +293,7 @@ def _fit(
         if is_gpu:
             tokens = _gpu_tokens(described.spec, options, sizes, devices, ranks, parallel.tensor)
         else:
-            tokens = _cpu_tokens(described, options, sizes, devices, ranks, parallel, replicas)
+            tokens = _cpu_tokens(described, options, sizes, devices, ranks, parallel, replicas, states.num_bytes)
     except ConfigError as error:
         return ShapeFit(*counts, problem=error.message, weight_bytes=most)
     return ShapeFit(*counts, "", most, max(rank.kv_token_bytes for rank in ranks) * tokens, tokens)
@@ -350,6 +357,7 @@ def _cpu_tokens(
     ranks: Sequence[_Rank],
     parallel: Parallel,
     replicas: int,
+    bytes_of_states: int,
 ) -> int:
     """Return the tokens of KV cache of a replica. Raises ConfigError if a rank's memory does not hold its part."""
     spec = described.spec
@@ -365,8 +373,11 @@ def _cpu_tokens(
         copies = 1 if sizes.runner == "native" else replicas * parallel.num_ranks
         weights, has, whose = copies * sizes.weight_bytes, devices.shared_bytes, "all"
         kv_bytes *= replicas * parallel.tensor
-    if weights + kv_bytes > has:
-        takes, beside, limit = (f"{number / _GIB:.4g} GiB" for number in (weights, kv_bytes, has))
-        remedy = "; a smaller kv_cache_gib would fit" if weights < has else ""
-        raise ConfigError(f"{whose} weights take {takes} and KV cache {beside}, more than {limit} of memory{remedy}")
+        bytes_of_states *= replicas
+    if weights + kv_bytes + bytes_of_states > has:
+        takes, beside, states, limit = (f"{size / _GIB:.4g} GiB" for size in (weights, kv_bytes, bytes_of_states, has))
+        of_states, smaller = (f", states {states}", " or state_cache_gib") if bytes_of_states else ("", "")
+        remedy = f"; a smaller kv_cache_gib{smaller} would fit" if weights < has else ""
+        reason = f"{whose} weights take {takes} and KV cache {beside}{of_states}, more than {limit} of memory"
+        raise ConfigError(f"{reason}{remedy}")
     return num_tokens

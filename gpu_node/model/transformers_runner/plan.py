@@ -38,6 +38,9 @@ def plan_module(
         kv_heads=max(layer.num_kv_heads for layer in observed.layers),
         weight_bytes=weights,
         kv_token_bytes=token_bytes,
+        state_bytes=0,
+        state_slots=0,
+        max_num_seqs=options.max_num_seqs,
         shapes=tuple(_fit(described, options, devices, shape, weights, token_bytes) for shape in shapes),
         why=f"transformers computes {described.architecture}; that runner has no {LACKS}",
     )

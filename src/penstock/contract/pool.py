@@ -54,6 +54,18 @@ class EngineLoad:
     """The tokens among `prefix_lookup_tokens` that were found in the prefix cache, on device and host."""
     swap_hit_tokens: int = 0
     """The tokens among `prefix_hit_tokens` that were found on the host."""
+    state_slots_total: int = 0
+    """Slots for the states of recurrent layers; 0 if the model has no such layers."""
+    state_slots_free: int = 0
+    """State slots that no sequence holds, snapshots included."""
+    state_snapshots: int = 0
+    """State slots with a snapshot, from which prompts with the same beginning start."""
+    state_hits: int = 0
+    """Sequences that started from a snapshot."""
+    state_evictions: int = 0
+    """Snapshots that gave way to other states."""
+    state_missed_tokens: int = 0
+    """Tokens with cached blocks that were computed again, because no snapshot stood at their end."""
     drafted_tokens: int = 0
     """Drafted tokens that were computed."""
     accepted_tokens: int = 0

@@ -12,6 +12,7 @@ from penstock.cli.demo_model import demo_model
 from penstock.cli.machine import plan
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.gpus import GpuDevice, GpuMachine
+from penstock.gpu_node.plan import ModelPlan, ShapeFit
 
 DUMMY = ("--load-format", "dummy")
 ANY_GPU: Any = object()
@@ -42,6 +43,16 @@ def test_json_has_what_the_table_has() -> None:
     assert found["best"] == found["shapes"][1]
     assert [shape["problem"] == "" for shape in found["shapes"]] == [False, True]
     assert found["shapes"][1]["kv_bytes"] == found["shapes"][1]["kv_tokens"] * found["kv_token_bytes"] // 2
+
+
+def test_states_of_recurrent_layers_have_a_line() -> None:
+    sizes = {"weight_bytes": 1 << 30, "kv_token_bytes": 12 << 10, "state_bytes": 20 << 20, "state_slots": 51}
+    numbers = {"max_model_len": 4096, "layers": 24, "heads": 8, "kv_heads": 2, "max_num_seqs": 25}
+    found = ModelPlan("m", "native", "bfloat16", "auto", "bfloat16", **numbers, **sizes, shapes=(ShapeFit(1, 1, 1),))
+    lines = list(plan.lines_of(found))
+    assert lines[2] == (
+        "states of recurrent layers 20.00 MiB per sequence; 51 slots, 1020.00 MiB, for 25 sequences and snapshots"
+    )
 
 
 def test_what_does_not_fit_or_divide_is_an_exit_code() -> None:

@@ -102,6 +102,7 @@ def test_json_has_every_number_of_the_view(busy: str) -> None:
         *("page_utilization", "weight_bytes"),
         *("num_ranks", "num_rank_losses", "stage_idle", "rank_exchange_ms", "rank_wait_ms"),
         *("rank_weight_bytes", "rank_kv_bytes"),
+        *("state_slots_total", "state_slots_free", "state_snapshots", "state_hits", "state_evictions"),
         *("prefix_hit_rate", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"),
     }
     assert (node["state"], node["num_running"]) == ("ok", 3)
@@ -182,6 +183,18 @@ async def test_ranks_and_why_a_node_waits_for_them_are_shown(redis: Redis) -> No
     assert "n1: ranks: are being started again" in text
     spent, held = "stages idle 25%, 50% · a step: exchange 1.2ms, wait 12ms", "weights 600+500M · KV 40+30M"
     assert f"n1: {spent} · {held}" in text
+
+
+async def test_state_slots_are_shown(redis: Redis) -> None:
+    queue = Queue(redis)
+    node = await queue.node("n1")
+    slots = {"state_slots_total": 128, "state_slots_free": 116, "state_snapshots": 20}
+    told = NodePressure("n1", **slots, state_hits=35, state_evictions=2)
+    await node.broker.heartbeat(told, free=10, answered_call=0, held=None)
+    console = Console(width=120, file=StringIO())
+    console.print(screen_of(await TopReader(ActivityBroker(redis), ProducerBroker(redis)).read(), console))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "n1: 12 of 128 state slots held · 20 snapshots, 2 evicted · 35 hits" in text
 
 
 async def test_rates_are_those_between_two_heartbeats(redis: Redis) -> None:

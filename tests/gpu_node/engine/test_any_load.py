@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from fakes.schedules import BLOCK_SIZE, EOS, LabelledCache, check_plan, new_scheduler, new_sequence
+from fakes.slots import Beams, LabelledSlots, UncertainGuide
 from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -25,7 +27,8 @@ from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 picks = st.integers(0, 1000)
 COMMON_EVENTS = ("swap", "resume", "out", "in", "fork", "shared", "ahead", "awaited")
-RARE_EVENTS = ("in place", "failure", "no memory", "overshot")
+RARE_EVENTS = ("in place", "failure", "no memory", "overshot", "kept state", "lost state")
+STATE_EVENTS = ("snapshot hit", "eviction", "save", "other slot", "late", "beams")
 """Few random examples may miss these."""
 
 
@@ -36,10 +39,15 @@ class Whim(FirstComeFirstServed):
         self.pressed: tuple[int, int] | None = None
         self.pick = 0
         self.takes_turns = False
+        self.is_over = False
+        """Whether it is fair from now on: a whim may preempt the beams of a search again and again."""
 
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
         """Rotate the waiting sequences of each turn, and pass those that do not fit."""
         for seqs in in_turns(waiting):
+            if self.is_over:
+                super().offer(seqs, start)
+                continue
             at = self.pick % len(seqs) if seqs else 0
             for seq in seqs[at:] + seqs[:at]:
                 start(seq)
@@ -56,6 +64,8 @@ class Whim(FirstComeFirstServed):
 
     def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:
         """Return the drawn sequence."""
+        if self.is_over:
+            return super().victim(running, num_tokens)
         return running[self.pick % len(running)]
 
 
@@ -66,7 +76,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = LabelledCache()
+        self.cache, self.slots = LabelledCache(), LabelledSlots()
+        self.guides: dict[Sequence, UncertainGuide] = {}
+        self.searches: list[Beams] = []
         self.texts: dict[Sequence, list[int]] = {}
         self.flights: list[tuple[Step, StepPlan]] = []
         self.num_added = 0
@@ -82,6 +94,7 @@ class EngineMachine(RuleBasedStateMachine):
         in_order=st.booleans(),
         in_turns=st.booleans(),
         max_in_flight=st.integers(1, 2),
+        num_slots=st.sampled_from((12, 12, 0, 13, 18)),
     )
     def start(
         self,
@@ -94,6 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
         in_order: bool,
         in_turns: bool,
         max_in_flight: int,
+        num_slots: int,
     ) -> None:
         self.budget, self.max_in_flight = budget, max_in_flight
         self.whim.takes_turns = in_turns
@@ -106,8 +120,10 @@ class EngineMachine(RuleBasedStateMachine):
             eviction=eviction,
             enable_prefix_caching=caching,
             policy=None if in_order else self.whim,
+            num_slots=num_slots,
         )
-        self.room = (num_blocks + num_host_blocks) * BLOCK_SIZE
+        self.has_states = num_slots > 0
+        self.num_blocks, self.room = num_blocks, (num_blocks + num_host_blocks) * BLOCK_SIZE
 
     @rule(
         num_prompt=st.sampled_from((1, 3, 4, 5, 8, 11, 16, 20, 29)),
@@ -118,8 +134,9 @@ class EngineMachine(RuleBasedStateMachine):
         cut=st.integers(0, 2),
         penalty=st.sampled_from((*[0.0] * 7, 1.0)),
         background=st.sampled_from((False, False, True)),
+        guided=st.booleans(),
     )
-    def add(self, num_prompt: int, num_output: int, n: int, cut: int, **settings: Any) -> None:
+    def add(self, num_prompt: int, num_output: int, n: int, cut: int, guided: bool, **settings: Any) -> None:
         """Add a request. `cut`: another node has generated some tokens of some choices."""
         num_prompt = min(num_prompt, self.room - 1)
         num_output = min(num_output, self.room - num_prompt)
@@ -129,12 +146,27 @@ class EngineMachine(RuleBasedStateMachine):
             logged = [1000 + i % 2] * min(cut * i, num_output - 1)
             seq.token_ids = np.array([*seq.token_ids, *logged], dtype=np.int32)
             self.texts[seq] = seq.token_ids.tolist()
+        guides = {seq: UncertainGuide() for seq in seqs} if guided else {}
+        self.guides |= guides
+        self.scheduler.add(*seqs, guides=guides)
+
+    @rule(num_prompt=st.sampled_from((1, 4, 5, 11)), num_output=st.integers(1, 9), width=st.integers(2, 4))
+    def search(self, num_prompt: int, num_output: int, width: int) -> None:
+        """Add a beam search whose beams fit even if they share no output."""
+        num_output = min(num_output, (self.num_blocks - num_prompt // BLOCK_SIZE) // width * BLOCK_SIZE - 3)
+        if num_output < 1:
+            return
+        name, self.num_added = str(self.num_added), self.num_added + 1
+        seqs = [new_sequence(name, num_prompt, num_output, choice=i) for i in range(width)]
+        self.searches.append(Beams(seqs))
+        self.texts |= {seq: seq.token_ids.tolist() for seq in seqs}
         self.scheduler.add(*seqs)
 
     @precondition(lambda self: self.texts)
     @rule(pick=picks, whole=st.booleans())
     def remove(self, pick: int, whole: bool) -> None:
         name = list(self.texts)[pick % len(self.texts)]
+        whole |= name.beams is not None
         for seq in [seq for seq in self.texts if seq is name or (whole and seq.request_id == name.request_id)]:
             del self.texts[seq]
             self.scheduler.remove(seq)
@@ -158,8 +190,9 @@ class EngineMachine(RuleBasedStateMachine):
         if step is None:
             return
         plan = check_plan(self.scheduler, step, self.budget)
+        assert (plan.states is not None) == self.has_states
         if not self.flights:
-            self.cache.run(self.scheduler, step, plan)
+            self._run(step, plan)
         self.flights.append((step, plan))
         swaps = self.scheduler.num_swaps - swaps_before
         self.seen["swap"] += swaps
@@ -169,63 +202,123 @@ class EngineMachine(RuleBasedStateMachine):
         self.seen["in"] += (False, True) in on_device
         self.seen["fork"] += (True, True) in on_device
         self.seen["shared"] += any(self.memory.ref_count(block) > 1 for seq in step.seqs for block in seq.blocks)
+        if plan.states is not None:
+            self.seen["save"] += len(plan.states.saves)
+            self.seen["other slot"] += int(((plan.states.reads != plan.states.writes) & (step.starts > 0)).sum())
         self.seen["in place"] += not all(self.memory.is_on_device(block) for seq in step.seqs for block in seq.blocks)
 
-    @precondition(lambda self: self.texts)
-    @rule(num_steps=st.integers(1, 3))
-    def go_on(self, num_steps: int) -> None:
-        """Run several steps."""
-        for _ in range(num_steps):
-            self._go_on()
+    def _run(self, step: Step, plan: StepPlan) -> None:
+        self.cache.run(self.scheduler, step, plan)
+        if self.has_states:
+            self.slots.run(self.scheduler, step, plan)
 
-    def _go_on(self) -> None:
+    @precondition(lambda self: self.texts)
+    @rule(num_steps=st.integers(1, 3), is_late=st.booleans())
+    def go_on(self, num_steps: int, is_late: bool) -> None:
+        """Run several steps. `is_late`: the masks of the first one are late. Those of earlier steps have arrived."""
+        for guide in self.guides.values():
+            guide.is_waiting = False
+        for turn in range(num_steps):
+            self._go_on(is_late=is_late and turn == 0)
+
+    def _go_on(self, *, is_late: bool = False) -> None:
         for _ in range(self.max_in_flight - len(self.flights)):
             self.launch()
         if self.flights:
-            self._commit([1000 + i % 2 for i in range(len(self.flights[0][0].sampled))])
+            num_samples = len(self.flights[0][0].sampled)
+            self._commit([1000 + i % 2 for i in range(num_samples)], [is_late] * num_samples)
 
     @precondition(lambda self: self.flights)
     @rule(data=st.data())
     def complete(self, data: st.DataObject) -> None:
         num_samples = len(self.flights[0][0].sampled)
         one = st.sampled_from((1000, 1001, 1000, 1001, 1000, 1001, 1000, 1001, EOS, FAILED_TOKEN))
-        self._commit(data.draw(st.lists(one, min_size=num_samples, max_size=num_samples)))
+        tokens = data.draw(st.lists(one, min_size=num_samples, max_size=num_samples))
+        late = data.draw(st.lists(st.booleans(), min_size=num_samples, max_size=num_samples))
+        self._commit(tokens, late, data.draw(st.lists(picks, min_size=4, max_size=4)))
 
     @precondition(lambda self: self.flights)
-    @rule(for_memory=st.booleans(), ahead=st.booleans())
-    def fail(self, for_memory: bool, ahead: bool) -> None:
+    @rule(for_memory=st.booleans(), ahead=st.booleans(), has_begun=st.booleans())
+    def fail(self, for_memory: bool, ahead: bool, has_begun: bool) -> None:
         """Fail a step, with those planned ahead of it."""
+        has_begun |= not for_memory
         if ahead and len(self.flights) < self.max_in_flight:
             self.launch()
         self.seen["no memory" if for_memory else "failure"] += 1
         for flight in self.flights:
-            self.cache.fail(*flight, for_memory=for_memory)
-        step = self.flights[0][0]
+            if has_begun:
+                self.cache.fail(*flight, for_memory=for_memory)
+            if has_begun and self.has_states:
+                self.slots.fail(flight[1])
+        if not has_begun:
+            self.slots.undo()
+        step, num_running = self.flights[0][0], len(self.scheduler.running)
         self.flights.clear()
-        guilty = self.scheduler.roll_back(step, for_memory=for_memory)
+        guilty = self.scheduler.roll_back(step, for_memory=for_memory, has_begun=has_begun)
+        self.seen["kept state" if len(self.scheduler.running) == num_running else "lost state"] += self.has_states
         if guilty is not None:
-            del self.texts[guilty]
+            for seq in [guilty] if guilty.beams is None else [guilty, *guilty.beams]:
+                del self.texts[seq]
+                if seq is not guilty:
+                    self.scheduler.remove(seq)
         assert for_memory or not self.scheduler.running
         assert len(self.scheduler.running) <= self.scheduler.max_step_tokens
 
-    def _commit(self, tokens: list[int]) -> None:
-        step, _ = self.flights.pop(0)
+    def _commit(self, tokens: list[int], late: Items[bool] = (), choices: Items[int] = (0, 0, 1, 2)) -> None:
+        """Commit the oldest step. `late`: which samples have no mask in time, if they have a guide."""
+        step, plan = self.flights.pop(0)
         self.scheduler.background.note_step(step, 5.0)
-        failed = [step.seqs[i] for i, token in zip(step.sampled, tokens, strict=True) if token == FAILED_TOKEN]
+        undrawn = self._undrawn(step, late or [False] * len(tokens))
+        kept = [i for i in range(len(tokens)) if i not in undrawn]
+        tokens = [1000 if i in undrawn else token for i, token in enumerate(tokens)]
+        at_samples = dict(enumerate(step.sampled.tolist()))
+        failed = {at_samples[i] for i in kept if tokens[i] == FAILED_TOKEN}
         # A block that another sequence of the step shares holds good values: that sequence got a token from them.
-        shared = {block for seq in step.seqs if seq not in failed for block in seq.blocks}
-        broken = {block for seq in failed for block in seq.blocks} - shared
-        landed = self.scheduler.commit(step, np.array(tokens, dtype=np.int32))
-        assert landed.seqs == [step.seqs[i] for i in step.sampled] and landed.token_ids == tokens
-        for seq, token in zip(landed.seqs, tokens, strict=True):
+        shared = {block for i, seq in enumerate(step.seqs) if i not in failed for block in seq.blocks}
+        broken = {block for i in failed for block in step.seqs[i].blocks} - shared
+        landed = self.scheduler.commit(step, np.array(tokens, dtype=np.int32), undrawn)
+        assert landed.seqs == [step.seqs[at_samples[i]] for i in kept] and landed.token_ids == [tokens[i] for i in kept]
+        for seq, token in zip(landed.seqs, landed.token_ids, strict=True):
             self.seen["overshot"] += seq not in self.texts
             if seq in self.texts:
                 self.texts[seq].append(token)
                 if token in (EOS, FAILED_TOKEN) or len(self.texts[seq]) == seq.max_num_tokens:
                     del self.texts[seq]
+        self._continue_searches(choices)
+        if (states := self.memory.states) is not None:
+            # Nothing may read what a sequence without finite logits left, even if its slots have no new content.
+            targets = set(self.slots.targets(plan, sorted(failed))) if failed else set()
+            self.slots.spoil({slot for slot in targets if states.is_unused(slot)})
         for flight in self.flights:
-            self.cache.run(self.scheduler, *flight)
+            self._run(*flight)
         self.cache.spoil({block for block in broken if self.memory.ref_count(block) == 0})
+
+    def _undrawn(self, step: Step, late: Items[bool]) -> list[int]:
+        """Return the samples that are not drawn: those without a mask in time, and those of beams, which park."""
+        undrawn = []
+        for i, seq in enumerate(step.sampled_seqs):
+            if seq.beams is not None and seq.row >= 0:
+                self.scheduler.park(seq)
+                undrawn.append(i)
+            elif (guide := self.guides.get(seq)) is not None:
+                guide.is_waiting = late[i]
+                self.seen["late"] += bool(late[i] and self.has_states)
+                undrawn += [i] if late[i] else []
+        return undrawn
+
+    def _continue_searches(self, choices: Items[int]) -> None:
+        for search in self.searches:
+            if not search.remaining or not (beams := search.next(choices)):
+                continue
+            before = {seq: self.texts[seq] for seq in search.all_seqs}
+            if len(before[beams[0][1]]) + 1 == beams[0][1].max_num_tokens:
+                for seq in search.all_seqs:
+                    del self.texts[seq]
+                    self.scheduler.remove(seq)
+                continue
+            self.scheduler.continue_beams(beams)
+            self.texts |= {seq: [*before[source], token] for seq, source, token in beams}
+            self.seen["beams"] += self.has_states
 
     @invariant()
     def adds_up(self) -> None:
@@ -248,11 +341,16 @@ class EngineMachine(RuleBasedStateMachine):
         """Assert that after all sequences have ended, all blocks are free."""
         if self.num_added == 0:
             return
+        self.whim.is_over = True
         for _ in range(2000):
             self._go_on()
             if not self.flights and not self.texts:
                 break
         assert not self.texts and self.memory.num_held == 0
+        if (states := self.memory.states) is not None:
+            assert states.num_free == states.num_slots
+            self.seen["snapshot hit"] += states.num_hits
+            self.seen["eviction"] += states.num_evictions
 
 
 def _hashes(seq: Sequence, tokens: list[int]) -> list[bytes]:
@@ -266,7 +364,7 @@ def _hashes(seq: Sequence, tokens: list[int]) -> list[bytes]:
 @pytest.mark.timeout(3600 if FULL else 300)
 def test_any_load_is_served_in_full_and_every_sequence_reads_its_own_blocks() -> None:
     examples, steps = (2500, 50) if FULL else (60, 40)
-    events = (*COMMON_EVENTS, *(RARE_EVENTS if FULL else ()))
+    events = (*COMMON_EVENTS, *STATE_EVENTS, *(RARE_EVENTS if FULL else ()))
     for _ in range(4):  # the random examples of one turn may miss an event
         stateful.run_state_machine_as_test(
             EngineMachine,
@@ -292,11 +390,12 @@ def test_a_sequence_that_is_larger_than_the_device_runs_from_device_and_host() -
         in_order=True,
         in_turns=False,
         max_in_flight=1,
+        num_slots=0,
     )
     machine.seen.clear()
-    machine.add(num_prompt=29, num_output=12, n=1, cut=0, first_token=0, salt=None, penalty=0.0)
+    machine.add(num_prompt=29, num_output=12, n=1, cut=0, first_token=0, salt=None, penalty=0.0, guided=False)
     for _ in range(5):
-        machine.go_on(num_steps=2)
+        machine.go_on(num_steps=2, is_late=False)
         machine.adds_up()
     machine.teardown()
     assert machine.seen["in place"]

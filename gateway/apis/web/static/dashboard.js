@@ -237,6 +237,7 @@ class NodeView {
       `${count(node.num_jobs, "job")} running`,
       `${number(node.num_running)} of ${count(node.max_num_seqs, "sequence")} in the batch, ${number(node.num_waiting)} waiting`,
       `step ${duration(node.step_ms_p50)}`,
+      node.state_slots_total ? `${number(node.state_slots_total - node.state_slots_free)} of ${count(node.state_slots_total, "state slot")} held, ${count(node.state_snapshots, "snapshot")}, ${count(node.state_hits, "hit")}, ${number(node.state_evictions)} evicted` : "",
       node.prefix_hit_rate === null ? "" : `${percent(node.prefix_hit_rate)} of prompt tokens from the cache in the last minute`,
       node.page_utilization === null ? "" : `${percent(node.page_utilization)} of the held KV slots store a token, ` +
         `${percent(1 - node.page_utilization)} is fragmentation`,

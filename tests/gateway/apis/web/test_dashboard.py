@@ -209,6 +209,11 @@ async def keep_working(redis_url: str) -> None:
             prefix_lookup_tokens=200,
             prefix_hit_tokens=50,
             prefix_hit_rate=0.75,
+            state_slots_total=32,
+            state_slots_free=30,
+            state_snapshots=7,
+            state_hits=5,
+            state_evictions=1,
             num_ranks=2,
             num_rank_losses=1,
             stage_idle=(0.25, 0.5),
@@ -253,8 +258,9 @@ def test_page_shows_states_waits_backlog_and_shares_of_engine_time(page: Page, s
         expect(times.get_by_role("row", name="Wait in the queue")).to_have_text("Wait in the queue2.6 ms4.6 ms7.5 ms")
         expect(times.get_by_role("row", name="ITL")).to_have_text("Time between tokens (ITL)–––")
         expect(pool.locator(".node .load")).to_have_text(
-            "3 jobs running · 2 of 16 sequences in the batch, 1 waiting · step 0 ms · 75 % of prompt tokens from the "
-            "cache in the last minute · 75 % of the held KV slots store a token, 25 % is fragmentation · "
+            "3 jobs running · 2 of 16 sequences in the batch, 1 waiting · step 0 ms · 2 of 32 state slots held, "
+            "7 snapshots, 5 hits, 1 evicted · 75 % of prompt tokens from the cache in the last minute · "
+            "75 % of the held KV slots store a token, 25 % is fragmentation · "
             "model 1,100 MiB · 5 preemptions, 4 by swap · 2 ranks, lost 1 time · stages idle 25 %, 50 % · "
             "a step exchanges for 1.5 ms and waits for 12 ms · weights by rank: 600 + 500 MiB · "
             "KV blocks by rank: 40 + 30 MiB · GPU 50 % busy · 20 of 80 GiB GPU memory"

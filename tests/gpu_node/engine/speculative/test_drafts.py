@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import TokenLogprobs
 from penstock.contract.sampling import StructuredOutputs
-from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
+from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.speculative.draft_cost import StepCost
 from penstock.gpu_node.engine.speculative.drafter import Drafter, NgramDrafter
-from penstock.gpu_node.engine.speculative.drafts import DraftBudget
-from penstock.gpu_node.model.protocol import StepHandle, StepPlan, StepResult
+from penstock.gpu_node.engine.speculative.drafts import DraftBudget, speculation_of
+from penstock.gpu_node.model.protocol import ModelRunner, StateSizes, StepHandle, StepPlan, StepResult
 
 MakeEngine = Callable[..., Engine]
 Submit = Callable[[StepPlan], StepHandle]
@@ -331,3 +331,17 @@ def test_drafts_are_off_where_they_do_not_pay_and_save_time_where_they_do(
             _run(engine)
         spent_ms[name] = sum(_step_ms(step.num_rows) for step in steps)
     assert spent_ms["off"] / spent_ms["ngram"] > least
+
+
+class _WithStates:
+    """What `speculation_of` asks of a runner."""
+
+    verifies_drafts = True
+    state_sizes = StateSizes(4, 1 << 20)
+
+
+def test_a_model_with_states_drafts_nothing_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    budget = speculation_of(EngineConfig(model="m", speculative="ngram"), cast("ModelRunner", _WithStates()))
+    assert budget.max_draft_tokens == 0
+    (record,) = caplog.records
+    assert record.message.endswith("is off: states of recurrent layers cannot forget a rejected draft")
