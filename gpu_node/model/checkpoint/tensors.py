@@ -212,9 +212,10 @@ class DecoderTensors:
                 norm=get(f"{mixer.norm.format(layer=layer)}.weight", mixer.value_dim),
             )
         if isinstance(mixer, StateSpace):
-            small = mixer.duration_bias, mixer.decay_log, mixer.skip
             heads = StoredScan(
-                *(get(name.format(layer=layer), mixer.num_heads) for name in small),
+                duration_bias=get(mixer.duration_bias.format(layer=layer), mixer.num_heads),
+                decay_log=get(mixer.decay_log.format(layer=layer), mixer.num_heads),
+                skip=get(mixer.skip.format(layer=layer), mixer.num_heads),
                 norm=get(f"{mixer.norm.format(layer=layer)}.weight", mixer.outputs),
             )
         return StoredRecurrence(
