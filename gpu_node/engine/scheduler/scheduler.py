@@ -289,8 +289,7 @@ class Scheduler:
             outcome.ended.add(seq)
         for seq in poisoned:
             self._preemptor.start_over(seq)
-        for seq in () if states is None else states.take_lost():
-            self._preemptor.requeue(seq)
+        self._preemptor.requeue_all(() if states is None else states.take_lost())
         if self._in_flight is step:
             self._in_flight = None
         elif (ahead := self._in_flight) is not None:
@@ -303,8 +302,7 @@ class Scheduler:
     def roll_back(self, step: Step, *, for_memory: bool = False, has_begun: bool = True) -> Sequence | None:
         """Record that a step, and any planned ahead, failed. Drop and return the sequence at fault, if that is certain.
 
-        The others start over or, after an out-of-memory error, continue in smaller steps: those with states only where
-        the step did not overwrite these, or had not begun.
+        The others start over or, after an out-of-memory error, continue in smaller steps, unless their state is lost.
         """
         ahead = None if self._in_flight is step else self._in_flight
         lost = [step] if ahead is None else [step, ahead]
