@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -206,11 +205,6 @@ class Preemptor:
         for one in (seq, *seq.forks):
             one.blocks = []
         self._queues.put_back(seq, *seq.forks)
-
-    def requeue_all(self, seqs: Iterable[Sequence]) -> None:
-        """Requeue running sequences."""
-        for seq in seqs:
-            self.requeue(seq)
 
     def _requeue_beams(self, beams: list[Sequence]) -> None:
         for one in beams:

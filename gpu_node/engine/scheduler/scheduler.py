@@ -278,8 +278,7 @@ class Scheduler:
         outcome = StepOutcome(accepted.sampled_seqs, tokens.tolist(), samples)
         ending = self._progress.complete(accepted, tokens)
         if (states := self._batch.states) is not None:
-            drawn = zip(outcome.seqs, outcome.token_ids, strict=True)
-            states.commit(step, [seq for seq, token in drawn if token == FAILED_TOKEN])
+            states.commit(step, outcome.failed)
         for i in ending:
             seq = accepted.sampled_seqs[i]
             if seq.row >= 0:
@@ -289,7 +288,8 @@ class Scheduler:
             outcome.ended.add(seq)
         for seq in poisoned:
             self._preemptor.start_over(seq)
-        self._preemptor.requeue_all(() if states is None else states.take_lost())
+        for seq in () if states is None else states.take_lost():
+            self._preemptor.requeue(seq)
         if self._in_flight is step:
             self._in_flight = None
         elif (ahead := self._in_flight) is not None:
@@ -306,7 +306,7 @@ class Scheduler:
         """
         ahead = None if self._in_flight is step else self._in_flight
         lost = [step] if ahead is None else [step, ahead]
-        cached = {block for one in lost for block in one.cached_blocks}
+        cached = {block for one in lost for block in (*one.cached_blocks, *self._batch.first_blocks(one))}
         copied = {block for one in lost for block in one.copies[:, 1].tolist()}
         self._in_flight = None
         self._memory.uncache(cached | copied)
