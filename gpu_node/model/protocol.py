@@ -315,7 +315,8 @@ class StepRunner(Protocol):
         """Start a step and return at once.
 
         A step reads of a block only what the sequence itself stored: new blocks may hold anything, NaN included.
-        The caller must not change the plan's arrays before the result is available. Raises like `StepHandle.result`.
+        The caller must not change the plan's arrays before the result is available. Raises like `StepHandle.result`. If
+        a runner with state slots raises MemoryError here, it has written to none of them.
         """
 
 

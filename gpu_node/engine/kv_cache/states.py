@@ -102,10 +102,6 @@ class StateCache:
         """Return whether a slot has one reference and no snapshot, so that its holder may overwrite it."""
         return self.has_one_holder(slot) and not self._pool.is_cached(slot)
 
-    def is_unused(self, slot: int) -> bool:
-        """Return whether a slot has neither a reference nor a snapshot."""
-        return self._pool.ref_count(slot) == 0 and not self._pool.is_cached(slot)
-
     def is_unheld(self, key: bytes) -> bool:
         """Return whether there is a snapshot that no sequence holds."""
         slot = self._index.get(key)

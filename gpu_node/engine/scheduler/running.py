@@ -35,6 +35,11 @@ class StepOutcome:
     faulty: Sequence | None = None
     """A sequence to drop because its steps are too slow."""
 
+    @property
+    def failed(self) -> list[Sequence]:
+        """The sequences that got FAILED_TOKEN."""
+        return [seq for seq, token in zip(self.seqs, self.token_ids, strict=True) if token == FAILED_TOKEN]
+
 
 class StepProgress:
     """Counts each step when it completes, or one step before that, so that the next one can be planned.
@@ -384,6 +389,18 @@ class RunningBatch:
         for i in filling.nonzero()[0].tolist():
             if seqs[i].row >= 0:
                 self.cache_full_blocks(seqs[i], int(ends[i]), cached)
+
+    def first_blocks(self, step: Step) -> list[int]:
+        """Return the block of the first token that each sequence of a step computes.
+
+        It may be full and cached: a sequence whose mask was late computes its last token again.
+        """
+        starts = step.starts.tolist()
+        return [
+            seq.blocks[start // self._block_size]
+            for seq, start in zip(step.seqs, starts, strict=True)
+            if start // self._block_size < len(seq.blocks)
+        ]
 
     def is_intact(self, seq: Sequence, unfilled: AbstractSet[int], uncopied: AbstractSet[int]) -> bool:
         """Return whether a running sequence keeps all it computed after a step left blocks unfilled or uncopied."""

@@ -278,8 +278,7 @@ class Scheduler:
         outcome = StepOutcome(accepted.sampled_seqs, tokens.tolist(), samples)
         ending = self._progress.complete(accepted, tokens)
         if (states := self._batch.states) is not None:
-            drawn = zip(outcome.seqs, outcome.token_ids, strict=True)
-            states.commit(step, [seq for seq, token in drawn if token == FAILED_TOKEN])
+            states.commit(step, outcome.failed)
         for i in ending:
             seq = accepted.sampled_seqs[i]
             if seq.row >= 0:
@@ -303,12 +302,11 @@ class Scheduler:
     def roll_back(self, step: Step, *, for_memory: bool = False, has_begun: bool = True) -> Sequence | None:
         """Record that a step, and any planned ahead, failed. Drop and return the sequence at fault, if that is certain.
 
-        The others start over or, after an out-of-memory error, continue in smaller steps: those with states only where
-        the step did not overwrite these, or had not begun.
+        The others start over or, after an out-of-memory error, continue in smaller steps, unless their state is lost.
         """
         ahead = None if self._in_flight is step else self._in_flight
         lost = [step] if ahead is None else [step, ahead]
-        cached = {block for one in lost for block in one.cached_blocks}
+        cached = {block for one in lost for block in (*one.cached_blocks, *self._batch.first_blocks(one))}
         copied = {block for one in lost for block in one.copies[:, 1].tolist()}
         self._in_flight = None
         self._memory.uncache(cached | copied)

@@ -288,7 +288,8 @@ class EngineMachine(RuleBasedStateMachine):
         if (states := self.memory.states) is not None:
             # Nothing may read what a sequence without finite logits left, even if its slots have no new content.
             targets = set(self.slots.targets(plan, sorted(failed))) if failed else set()
-            self.slots.spoil({slot for slot in targets if states.is_unused(slot)})
+            pool = states._pool
+            self.slots.spoil({at for at in targets if pool.ref_count(at) == 0 and not pool.is_cached(at)})
         for flight in self.flights:
             self._run(*flight)
         self.cache.spoil({block for block in broken if self.memory.ref_count(block) == 0})

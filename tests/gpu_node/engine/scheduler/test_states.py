@@ -295,6 +295,22 @@ def test_a_step_that_had_no_memory_to_begin_leaves_all_states_as_they_were() -> 
     load.run()
 
 
+def test_after_a_loss_of_all_slots_every_sequence_starts_over() -> None:
+    load = Load(num_host_blocks=40, preemption="swap")
+    seqs = [load.add(list(range(14)), 30), load.add(list(range(50, 60)), 30)]
+    for _ in range(5):
+        load.step()
+    load.scheduler._preemptor.preempt(seqs[1])
+    step = load.launch()
+    load.slots.spoil(set(range(load.states.num_slots)))
+    load.scheduler.lose_blocks()
+    load.scheduler.check_integrity()
+    assert load.states.num_snapshots == 0 and load.states.num_free == load.states.num_slots
+    again = load.step()
+    assert again.starts.tolist() == [0] * len(again.seqs) and step.seqs[0] in again.seqs
+    load.run()
+
+
 def test_a_failed_step_leaves_no_snapshot() -> None:
     load = Load()
     load.add(list(range(21)))
