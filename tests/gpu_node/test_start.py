@@ -34,11 +34,3 @@ def test_a_node_needs_neither_torch_nor_transformers_until_its_runner_does(tiny_
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "numpy" in done.stdout.split()
     assert not set(done.stdout.split()) & HEAVY
-
-
-async def test_tool_parser_needs_a_chat_template_that_takes_tools(tiny_model: Path) -> None:
-    settings = NodeSettings.load(
-        redis_url="unix:///nowhere", model=str(tiny_model), runner="torch", tool_parser="hermes"
-    )
-    with pytest.raises(ConfigError, match=r"tool_parser: hermes reads .* template takes no tools"):
-        await run_node(settings)

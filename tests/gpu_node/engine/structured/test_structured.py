@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
+from penstock.contract.tool_formats import FORMATS
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.producer.parsing.parsed_text import AnswerFormat
@@ -46,7 +47,7 @@ def _is_nested(text: str) -> bool:
 
 
 def _is_called(text: str) -> bool:
-    calls = AnswerFormat("hermes").read(text).calls
+    calls = AnswerFormat(FORMATS["hermes"]).read(text).calls
     return calls != () and all(call.name == "river" and _is_river(call.arguments) for call in calls)
 
 
