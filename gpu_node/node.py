@@ -285,7 +285,7 @@ class Node:
         if given is not None:
             form = replace(BY_NAME[given], reasoning=form.reasoning)
         use = getattr(tokenizer, "tool_use", None)
-        if use is not None and self._record is None:
+        if use is not None:
             log.info("the format of tool calls was chosen", extra={"tool_format": form.name, "reason": use.reason})
         return form
 

@@ -246,7 +246,7 @@ TELLING_MARKS = frozenset(mark for form in FORMATS.values() for mark in form.mar
 
 def _known(name: str) -> str:
     if name not in BY_NAME:
-        raise ValueError(f"must be one of {', '.join(BY_NAME)}")
+        raise ValueError(f"{name[:100]!r} is not one of {', '.join(BY_NAME)}")
     return name
 
 

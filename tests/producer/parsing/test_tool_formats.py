@@ -55,7 +55,24 @@ def cuts_of(data: st.DataObject, text: str) -> list[str]:
 
 characters = st.characters(exclude_categories=["Cs"])
 texts = st.text(characters, max_size=20) | st.sampled_from(
-    ["null", "None", "nothing", " null", "5", "true", "\n", "a\n", "\n\nb\n\n", "<", "</", '"', "\\", "{}", "[1]", "none"]
+    [
+        "null",
+        "None",
+        "nothing",
+        " null",
+        "5",
+        "true",
+        "\n",
+        "a\n",
+        "\n\nb\n\n",
+        "<",
+        "</",
+        '"',
+        "\\",
+        "{}",
+        "[1]",
+        "none",
+    ]
 )
 numbers = st.integers(-(2**60), 2**60)
 values = st.recursive(
@@ -211,9 +228,13 @@ def test_a_call_without_the_mark_of_its_list_is_read() -> None:
 
 
 def test_a_mark_inside_a_value_leaks_into_no_other_call() -> None:
-    text = "<tool_call>\n<function=f>\n<parameter=text>\n<tool_call> <function=g>\n</parameter>\n</function>\n</tool_call>"
+    text = (
+        "<tool_call>\n<function=f>\n<parameter=text>\n<tool_call> <function=g>\n</parameter>\n</function>\n</tool_call>"
+    )
     said = format_of(FORMATS["qwen3_coder"]).read(text)
-    assert [(call.name, json.loads(call.arguments)) for call in said.calls] == [("f", {"text": "<tool_call> <function=g>"})]
+    assert [(call.name, json.loads(call.arguments)) for call in said.calls] == [
+        ("f", {"text": "<tool_call> <function=g>"})
+    ]
 
 
 def test_numbers_as_text_stay_text_where_the_schema_says_so() -> None:

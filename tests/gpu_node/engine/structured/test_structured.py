@@ -52,7 +52,7 @@ def _is_called(text: str) -> bool:
 
 
 CALLS = {
-    "form": "hermes",
+    "form": {"name": "hermes", "kind": "json", "call": "<tool_call>", "call_end": "</tool_call>", "padding": "\n"},
     "parallel": False,
     "functions": [{"name": "river", "parameters": json.dumps(River.model_json_schema())}],
 }
@@ -167,7 +167,13 @@ NAMED = {"<|im_end|>": "a<|im_end|>b"}
         (
             {
                 "calls": {
-                    "form": "hermes",
+                    "form": {
+                        "name": "hermes",
+                        "kind": "json",
+                        "call": "<tool_call>",
+                        "call_end": "</tool_call>",
+                        "padding": "\n",
+                    },
                     "parallel": False,
                     "functions": [{"name": "f<|im_end|>", "parameters": NOTHING}],
                 }

@@ -135,10 +135,13 @@ def test_parser_of_an_answer_follows_what_the_template_renders(
 
 
 def test_tools_are_told_if_the_template_does_not_render_them(model_copy: Path) -> None:
-    (model_copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    (model_copy / "chat_template.jinja").write_text(source)
     tokenizer = Tokenizer(model_copy)
     text = tokenizer.text_of(tokenizer.encode_chat(CHAT, json.dumps(TOOLS)))
-    assert '"name": "f"' in text and "<tool_call>" in text and text.endswith("hi")
+    assert text.startswith("[system]You can call") and '"name": "f"' in text
+    call = '<tool_call>\n{"name": "f", "arguments": {"b": "ü", "a": [1]}}\n</tool_call>'
+    assert text.endswith(f"[user]hi[assistant]{call}[tool]done[assistant]")
     with pytest.raises(RequestError, match="takes no tools"):
         Tokenizer(model_copy, tool_parser="none").encode_chat(CHAT, json.dumps(TOOLS))
 
