@@ -6,12 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from penstock.contract.errors import ConfigError
-from penstock.gpu_node.process import run_node
-from penstock.gpu_node.settings import NodeSettings
-
 HEAVY = {"torch", "transformers", "huggingface_hub", "fastapi", "celery"}
 
 

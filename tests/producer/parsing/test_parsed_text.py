@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.contract.calls.reading import MAX_OPENING_CHARS, Call, num_held
-from penstock.contract.tool_formats import FORMATS
 from penstock.contract.job import Message
 from penstock.contract.tool_formats import FORMATS
 from penstock.contract.tools import MAX_ARGUMENTS_CHARS, MAX_CALLS, MAX_FUNCTION_NAME_CHARS, ToolCall

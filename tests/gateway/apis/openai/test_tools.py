@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import httpx

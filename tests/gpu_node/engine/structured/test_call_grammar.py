@@ -15,8 +15,8 @@ from fixtures.tiny_model import write_tokenizer
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.contract.errors import RequestError
-from penstock.contract.tool_formats import FORMATS
 from penstock.contract.sampling import StructuredOutputs
+from penstock.contract.tool_formats import FORMATS
 from penstock.contract.tools import MAX_CALLS, text_parameters
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
