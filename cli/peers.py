@@ -392,6 +392,9 @@ _STORED = (
 _TOOLS = {
     **dict.fromkeys(("qwen", "qwen25", "qwen2_5", "hermes2"), "hermes"),
     **dict.fromkeys(("llama3", "llama4_json"), "llama3_json"),
+    **dict.fromkeys(("qwen3_xml", "step3p5", "nemotron3"), "qwen3_coder"),
+    **dict.fromkeys(("glm47", "glm4_moe"), "glm45"),
+    **dict.fromkeys(("granite4",), "hermes"),
 }
 _REASONING = dict.fromkeys(("deepseek_r1", "deepseek-r1", "qwen3", "deepseek", "granite"), "think")
 

@@ -14,6 +14,7 @@ from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray, say_empty, write_line
 from penstock.contract.priority import Priority
+from penstock.contract.tool_formats import BY_NAME
 from penstock.runtime.settings import pool_urls, redis_url_of
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ async def _declare(
         aliases=settings.aliases,
         max_model_len=max_model_len or 0,
         created_s=int(time.time()),
-        tool_parser=settings.tool_parser or "none",
+        tool_format=BY_NAME[settings.tool_parser or "none"],
         reasoning_parser=settings.reasoning_parser or "none",
         kinds=KINDS,
     )

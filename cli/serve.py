@@ -242,7 +242,7 @@ def _problems(given: Mapping[str, Any], *, wait_s: float = 0.0) -> list[Penstock
     model = default_model() if is_demo else given["model"]
     node = problems.settings(NodeSettings, {**of_node, "model": model, "redis_url": _NO_REDIS})
     if node is not None:
-        check_node(problems, node, reads_model=not is_demo or node.tool_parser is not None)
+        check_node(problems, node, reads_model=not is_demo)
     if gateway is not None:
         wait_s = 0.0 if problems.found else wait_s
         problems.of(lambda: asyncio.run(check_address(gateway.host, gateway.port, wait_s=wait_s)))

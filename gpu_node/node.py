@@ -17,6 +17,7 @@ from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.job import SamplingParams
 from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import KINDS
+from penstock.contract.tool_formats import BY_NAME, ToolFormat
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
 from penstock.gpu_node.gpus import GpuDriver
@@ -251,7 +252,7 @@ class Node:
         # The chat template renders a chat or more for these, and may be slow.
         detected = await self._threads.run(lambda: engine.tokenizer.reasoning_parser)
         switches = await self._threads.run(lambda: engine.tokenizer.thinking_switches)
-        tool_parser = settings.tool_parser or engine.tokenizer.tool_parser
+        tool_format = await self._threads.run(self._tool_format)
         capabilities = await self._threads.run(engine.capabilities)
         is_detected = settings.reasoning_parser in (None, detected)
         self._record = PoolRecord(
@@ -260,7 +261,7 @@ class Node:
             aliases=settings.aliases,
             max_model_len=engine.max_model_len,
             max_token_bytes=engine.tokenizer.max_token_bytes,
-            tool_parser=tool_parser,
+            tool_format=tool_format,
             reasoning_parser=settings.reasoning_parser or detected,
             # The switches tell how the reasoning parser differs with template variables.
             thinking_switches=switches if is_detected else (),
@@ -269,7 +270,7 @@ class Node:
             adapters=await self._threads.run(engine.adapters),
             kinds=KINDS,
             sampling_defaults=engine.sampling_defaults,
-            capabilities=tuple(one for one in capabilities if one != "tools" or tool_parser != "none"),
+            capabilities=tuple(one for one in capabilities if one != "tools" or tool_format.takes_tools),
         )
         # Nodes of a pool must agree on their limits: otherwise one node would fail a job that another has accepted.
         config = settings.pool_config | {"max_model_len": engine.max_model_len}
@@ -278,6 +279,17 @@ class Node:
             await self._broker.declare_dead(self._seats.names, has_joined=True)
         await self._heartbeat.send()
         await self._broker.sweep()
+
+    def _tool_format(self) -> ToolFormat:
+        """Return how the model writes calls. It renders some chats, and logs what was found."""
+        given, tokenizer = self._settings.tool_parser, self._engine.tokenizer
+        form = tokenizer.tool_format
+        if given is not None:
+            form = replace(BY_NAME[given], reasoning=form.reasoning)
+        use = getattr(tokenizer, "tool_use", None)
+        if use is not None:
+            log.info("the format of tool calls was chosen", extra={"tool_format": form.name, "reason": use.reason})
+        return form
 
     async def _rejoin(self) -> None:
         """Drop all jobs and join again: the pool declared this node dead and gave its jobs to other nodes."""

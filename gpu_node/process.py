@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from penstock.contract.errors import ConfigError, PenstockError
-from penstock.gpu_node.engine.early import require_tools
 from penstock.gpu_node.engine.engine import Engine
 from penstock.gpu_node.engine.worker import EngineLike
 from penstock.gpu_node.node import Node
@@ -123,7 +122,6 @@ async def run_node(settings: NodeSettings) -> None:
         engine = await asyncio.to_thread(Engine, config, progress=tell)
     finally:
         await cancel_until_done(beside)
-    require_tools(settings.tool_parser, takes_tools=engine.tokenizer.takes_tools)
     freeze_gc()
     # The node takes as many sequences as the engine runs.
     settings = settings.model_copy(update={"max_num_seqs": engine.max_num_seqs})

@@ -14,7 +14,7 @@ from pydantic_settings import SettingsConfigDict
 from penstock.contract.adapters import LORA_PATTERN
 from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.problems import config_error
-from penstock.contract.tools import ReasoningParserName, ToolParserName
+from penstock.contract.tools import ReasoningParserName
 from penstock.gpu_node.engine.config import DEFAULT_KV_CACHE_GIB as DEFAULT_KV_CACHE_GIB
 from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig, EngineOptions, chat_template_of, for_device
 from penstock.queue.policy import PolicyName
@@ -57,8 +57,6 @@ class NodeSettings(Settings, EngineOptions):
     """Pool to serve; default: a name made from the model's name."""
     aliases: tuple[str, ...] = ()
     """Further names under which clients may request the model; may be repeated."""
-    tool_parser: ToolParserName | None = None
-    """Syntax of the model's tool calls; default: detected from its chat template."""
     reasoning_parser: ReasoningParserName | None = None
     """Syntax of the model's reasoning; think_open: the chat template opens it. Default: detected from the template."""
 
@@ -207,7 +205,7 @@ def check_model(settings: NodeSettings) -> None:
     """Check the node's model, as far as it is known before anything starts. Raises ConfigError."""
     from penstock.gpu_node.engine.early import check_early
 
-    check_early(engine_config(settings), settings.tool_parser)
+    check_early(engine_config(settings))
 
 
 def slug(text: str) -> str:

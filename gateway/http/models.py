@@ -59,4 +59,5 @@ def _model(name: str, record: ServedPool) -> dict[str, Any]:
         "root": record.model,
         "max_model_len": record.max_model_len,
         "capabilities": record.capabilities,
+        "tool_format": record.tool_format.name,
     }

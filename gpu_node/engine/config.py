@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.problems import config_error
+from penstock.contract.tool_formats import ToolParser
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB as DEFAULT_KV_CACHE_GIB
 from penstock.gpu_node.model.options import RunnerOptions, RunnerSettings
 from penstock.gpu_node.model.options import for_device as for_device
@@ -33,6 +34,9 @@ class EngineOptions(RunnerSettings):
     chat_template: str | None = None
     """Jinja template of chats, instead of the model's: the path of a file, or the template itself. Nodes with different
     templates have different revisions of the model."""
+    tool_parser: ToolParser | None = None
+    """Format of the model's tool calls; default: the one that its chat template shows. json: the node tells the model
+    of the tools; none: requests with tools are refused."""
     preemption: PreemptionName = "auto"
     """How a preempted sequence resumes: its blocks are swapped or recomputed; auto: the cheaper of both."""
     enable_prefix_caching: bool = True

@@ -72,7 +72,11 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> Loaded
             defaults = sampling_defaults(config.generation_config, found.source.folder)
             vocab_size = found.vocab_size
             tokenizer = Tokenizer(
-                found.source.folder, vocab_size=vocab_size, written=found.tokenizer, chat_template=template
+                found.source.folder,
+                vocab_size=vocab_size,
+                written=found.tokenizer,
+                chat_template=template,
+                tool_parser=config.tool_parser,
             )
         finally:
             # If both fail, the error of the runner is raised.

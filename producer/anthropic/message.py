@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
+from penstock.contract.calls.reading import Call, warning_of
 from penstock.contract.errors import BusyError, PenstockError, PromptTooLongError
 from penstock.contract.output import FinishReason, Usage
 from penstock.contract.sampling import SamplingParams
 from penstock.producer.openai.json_parts import Text, json_parts
 from penstock.producer.openai.render import AnyResult, is_cut, limit_member
 from penstock.producer.parsing.parsed_text import AnswerFormat, ParsedText, joined
-from penstock.producer.parsing.tool_calls import Call, warning_of
 
 OVERLOADED = 529
 """Anthropic's status for a busy service. A caller that reached its own limit gets 429 instead."""

@@ -38,7 +38,6 @@ from penstock.contract.prompt import PromptField
 from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed
 from penstock.contract.tools import (
-    CallFormName,
     ReasoningParserName,
     ToolChoice,
     ToolUse,
@@ -50,7 +49,6 @@ from penstock.contract.tools import (
     reasoning_parser_for,
 )
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
-from penstock.producer.parsing.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.broker.submitting import first_words
 from penstock.queue.job_cost import call_bytes, num_prompt_ids, prompt_bytes, tool_bytes
@@ -138,28 +136,26 @@ def _wanted(function: Mapping[str, Any], *, as_described: bool) -> WantedFunctio
 
 def no_call_format() -> RequestError:
     """Return the error for tools that a model without a known call format cannot call."""
-    names = ", ".join(get_args(CallFormName))
     message = (
-        "tools: this model has no known tool-call format, so its calls could not be recognized. Send the request "
-        "without tools, or ask for JSON with response_format. If the model's chat template takes tools, its node may "
-        f"be started with --tool-parser ({names})"
+        "tools: this model takes no tools: it has no chat template, or its node was started with --tool-parser none, "
+        "or in a later release than this gateway. Send the request without tools, or ask for JSON with response_format"
     )
     return RequestError(message, param="tools")
 
 
 def _formats_of(record: PoolRecord, job: JobDef) -> dict[str, Any]:
     reasoning = reasoning_parser_for(record.reasoning_parser, record.thinking_switches, job.chat_template_kwargs)
-    if record.tool_parser not in get_args(CallFormName) or reasoning not in get_args(ReasoningParserName):
+    if not record.tool_format.takes_tools or reasoning not in get_args(ReasoningParserName):
         raise no_call_format()
-    return {"form": record.tool_parser, "reasoning": reasoning}
+    return {"form": record.tool_format, "reasoning": reasoning}
 
 
 def _answer_of(output: StructuredOutputs, record: PoolRecord, *, is_forced: bool) -> str:
     """Return the JSON schema of an answer without calls."""
     if output.json_schema is None and not output.json_object:
         raise RequestError("tools: of the structured outputs, only JSON can be combined with tools", param="tools")
-    if record.tool_parser == "llama3_json" and not is_forced:
-        # Calls in Llama 3's format are JSON themselves, so some answers could not be told from calls.
+    if record.tool_format.is_bare and not is_forced:
+        # Calls without a mark are JSON themselves, so some answers could not be told from calls.
         raise RequestError("tools: this model's call format cannot be combined with structured output", param="tools")
     return output.json_schema or json.dumps(_ANY_OBJECT)
 
@@ -467,15 +463,23 @@ def answer_format(
     if tool_use.tools is None:
         if record is None or params.structured_outputs is not None:
             return PLAIN
-        return AnswerFormat("none", _reasoning_parser(record, template_kwargs))
+        return AnswerFormat(None, _reasoning_parser(record, template_kwargs), marks=record.tool_format.reasoning)
     record = require_tool_parser(record)
     reasoning = _reasoning_parser(record, template_kwargs)
-    return AnswerFormat(record.tool_parser, reasoning, one_call=not tool_use.parallel, is_named=tool_use.is_named)
+    form = record.tool_format
+    return AnswerFormat(
+        form,
+        reasoning,
+        one_call=not tool_use.parallel,
+        is_named=tool_use.is_named,
+        functions=tool_use.tools if form.kind == "tagged" else None,
+        marks=form.reasoning,
+    )
 
 
 def require_tool_parser(record: PoolRecord | None) -> PoolRecord:
-    """Return the pool's record if a parser exists for its model's tool calls; otherwise raise RequestError."""
-    if record is None or record.tool_parser not in CALL_FORMS:
+    """Return the pool's record if its model's tool calls can be read; otherwise raise RequestError."""
+    if record is None or not record.tool_format.takes_tools:
         raise no_call_format()
     return record
 

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
+from penstock.contract.calls.reading import Call, warning_of
 from penstock.contract.job import SamplingParams, lowered_max_tokens
 from penstock.contract.output import Choice, FinishReason, Result, TokenLogprobs, Usage, WaitUpdate, members_of
 from penstock.producer.openai.json_parts import (
@@ -31,7 +32,6 @@ from penstock.producer.openai.json_parts import (
     whole_completion_logprobs,
 )
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat, ParsedText, joined
-from penstock.producer.parsing.tool_calls import Call, warning_of
 from penstock.queue.results import PackedChoice, PackedResult
 
 _FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length"}

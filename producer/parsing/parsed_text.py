@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from penstock.producer.parsing.tool_calls import CALL_FORMS, Call, ToolCallReader, num_held
+from penstock.contract.calls.reader import reader_of
+from penstock.contract.calls.reading import Call, num_held
+from penstock.contract.tool_formats import THINK, ToolFormat
 
-_OPEN, _CLOSE = "<think>", "</think>"
 _CHARS_READ_AT_ONCE = 1 << 10
 _Stage = Literal["before", "inside", "after"]
 """Position of the parser relative to the reasoning."""
@@ -36,14 +37,19 @@ class ParsedText:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How to parse an answer's text. Parser names are those of a pool's record; an unknown name parses nothing."""
+    """How to parse an answer's text. An unknown name of a reasoning parser parses nothing."""
 
-    tool_parser: str = "none"
+    calls: ToolFormat | None = None
+    """The format of calls; None: the text has none."""
     reasoning_parser: str = "none"
     one_call: bool = False
     """Whether calls after the first one are dropped."""
     is_named: bool = False
     """Whether the caller chose the function. OpenAI then reports finish reason "stop" instead of "tool_calls"."""
+    functions: str | None = None
+    """The offered tools as JSON text, if their schemas type the arguments."""
+    marks: tuple[str, str] = THINK
+    """The marks around the reasoning."""
 
     def read(self, text: str, *, is_cut: bool = False) -> ParsedText:
         """Parse a whole text. is_cut: it ended because of a limit."""
@@ -69,10 +75,9 @@ class AnswerReader:
     """Parses the text of one choice, piece by piece."""
 
     def __init__(self, form: AnswerFormat) -> None:
-        call_form = CALL_FORMS.get(form.tool_parser)
         self._one_call = form.one_call
-        self._calls = ToolCallReader(call_form) if call_form else None
-        self._reasoning = _ReasoningReader(form.reasoning_parser)
+        self._calls = None if form.calls is None else reader_of(form.calls, form.functions)
+        self._reasoning = _ReasoningReader(form.reasoning_parser, form.marks)
 
     def push(self, text: str) -> ParsedText:
         """Add a piece of text and return the content that is certain now."""
@@ -132,9 +137,10 @@ def _whole(parts: Sequence[Call]) -> Call:
 
 
 class _ReasoningReader:
-    """Separates `<think>…</think>` at the start of a text from the rest. White space after a mark is dropped."""
+    """Separates reasoning between marks at the start of a text from the rest. White space after a mark is dropped."""
 
-    def __init__(self, parser: str) -> None:
+    def __init__(self, parser: str, marks: tuple[str, str]) -> None:
+        self._open, self._close = marks
         starts: dict[str, _Stage] = {"think": "before", "think_open": "inside"}
         self._stage: _Stage = starts.get(parser, "after")
         self._is_after_mark = False
@@ -144,9 +150,9 @@ class _ReasoningReader:
         """Add a piece of text. Return the reasoning and the text after it, as far as both are certain."""
         self._held += text
         reasoning, rest = "", ""
-        if self._stage == "before" and not _OPEN.startswith(self._held):
-            if self._held.startswith(_OPEN):
-                self._consume_mark(len(_OPEN), "inside")
+        if self._stage == "before" and not self._open.startswith(self._held):
+            if self._held.startswith(self._open):
+                self._consume_mark(len(self._open), "inside")
             else:
                 self._stage = "after"
         if self._stage == "inside":
@@ -163,11 +169,11 @@ class _ReasoningReader:
 
     def _reasoning(self) -> str:
         self._strip()
-        at = self._held.find(_CLOSE)
-        reasoning = self._held[: at if at >= 0 else len(self._held) - num_held(self._held, _CLOSE)]
+        at = self._held.find(self._close)
+        reasoning = self._held[: at if at >= 0 else len(self._held) - num_held(self._held, self._close)]
         self._held = self._held[len(reasoning) :]
         if at >= 0:
-            self._consume_mark(len(_CLOSE), "after")
+            self._consume_mark(len(self._close), "after")
         return reasoning
 
     def _consume_mark(self, num_chars: int, stage: _Stage) -> None:

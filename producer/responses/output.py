@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
+from penstock.contract.calls.reading import Call
 from penstock.contract.output import Chunk, FinishReason, TokenLogprobs
 from penstock.producer.openai.render import call_id_of, is_cut
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText
-from penstock.producer.parsing.tool_calls import Call
 from penstock.producer.responses.tools import CalledTool, CallKind, TextInputReader, arguments_of, offered_name
 from penstock.queue.results import PackedResult
 

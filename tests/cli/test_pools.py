@@ -82,7 +82,7 @@ def test_a_declared_pool_takes_jobs_before_its_first_node(redis_url: str) -> Non
             ]
             assert sum((await client.pool_stats())[0][0].queue.queued) == 2
             found = (await client.pools())["later"]
-            assert (found.max_model_len, found.tool_parser, found.is_alive) == (64, "hermes", False)
+            assert (found.max_model_len, found.tool_format.name, found.is_alive) == (64, "hermes", False)
             # Its first node has limits of its own, and joins all the same.
             async with running_node(redis_url, cast(Any, ReferenceEngine()), pool="later", max_wait_ms=5000):
                 return [(await job.result()).text for job in jobs]

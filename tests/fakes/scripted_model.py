@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.contract.tool_formats import FORMATS
 from tests.gateway.conftest import ByteTokenizer, EchoEngine
 
 SCRIPT = "SCRIPT: "
@@ -42,7 +43,7 @@ def scripted_answer(messages: Sequence[dict[str, Any]]) -> str:
 class ScriptedTokenizer(ByteTokenizer):  # type: ignore[misc]
     """One token per byte. A chat is encoded as the answer to it, which the engine then echoes."""
 
-    tool_parser = "hermes"
+    tool_format = FORMATS["hermes"]
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], *rest: Any, **options: Any) -> list[int]:
         """Return the bytes of the answer."""

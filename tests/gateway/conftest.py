@@ -27,6 +27,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import TokenLogprobs, Usage
+from penstock.contract.tool_formats import NO_CALLS
 from penstock.gateway.app import make_server
 from penstock.gateway.request import reading
 from penstock.gateway.settings import GatewaySettings
@@ -51,7 +52,8 @@ class ByteTokenizer:
     """One token per byte. A chat is encoded as its last message."""
 
     max_token_bytes = 64
-    tool_parser = reasoning_parser = "none"
+    tool_format = NO_CALLS
+    reasoning_parser = "none"
     thinking_switches: tuple[str, ...] = ()
 
     def __init__(self) -> None:

@@ -6,12 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from penstock.contract.errors import ConfigError
-from penstock.gpu_node.process import run_node
-from penstock.gpu_node.settings import NodeSettings
-
 HEAVY = {"torch", "transformers", "huggingface_hub", "fastapi", "celery"}
 
 
@@ -34,11 +28,3 @@ def test_a_node_needs_neither_torch_nor_transformers_until_its_runner_does(tiny_
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "numpy" in done.stdout.split()
     assert not set(done.stdout.split()) & HEAVY
-
-
-async def test_tool_parser_needs_a_chat_template_that_takes_tools(tiny_model: Path) -> None:
-    settings = NodeSettings.load(
-        redis_url="unix:///nowhere", model=str(tiny_model), runner="torch", tool_parser="hermes"
-    )
-    with pytest.raises(ConfigError, match=r"tool_parser: hermes reads .* template takes no tools"):
-        await run_node(settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, get_args
 
 import msgpack
@@ -21,7 +21,8 @@ from penstock.contract.output import Choice, Chunk, Outcome, Result, TokenLogpro
 from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tasks import Detokenize, Detokenized, Embed, Embedding, Task, Tokenize, Tokenized
-from penstock.contract.tools import CallFormName, ReasoningParserName, ToolCall, WantedCalls, WantedFunction
+from penstock.contract.tool_formats import BY_NAME, ToolFormat
+from penstock.contract.tools import ReasoningParserName, ToolCall, WantedCalls, WantedFunction
 from penstock.queue import results, wire
 from penstock.queue.results import PackedResult, encode_detokenized, encode_embedding, encode_tokenized
 from penstock.queue.wire import Request, WireError, decode_chunks, encode_chunk
@@ -190,7 +191,7 @@ def test_pool_record_bytes() -> None:
             7,
             "r1",
             32,
-            "hermes",
+            ToolFormat("x", "json"),
             "think",
             {"sql": "02"},
             ("generate", "x"),
@@ -202,7 +203,9 @@ def test_pool_record_bytes() -> None:
     assert data == (
         b"\x8f\xa1v\x01\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
         b"\xa9created_s\x07\xa8revision\xa2r1"
-        b"\xafmax_token_bytes\x20\xabtool_parser\xa6hermes\xb0reasoning_parser\xa5think\xa8adapters\x81\xa3sql\xa202"
+        b"\xafmax_token_bytes\x20\xabtool_format"
+        + msgpack.packb(asdict(ToolFormat("x", "json")))
+        + b"\xb0reasoning_parser\xa5think\xa8adapters\x81\xa3sql\xa202"
         b"\xa5kinds\x92\xa8generate\xa1x\xb1thinking_switches\x91\xadthinking=true"
         b"\xb1sampling_defaults\x81\xa5top_k\x28\xaccapabilities\x92\xa4chat\xaacompletion"
     )
@@ -256,7 +259,7 @@ functions = st.builds(
 )
 wanted_calls = st.builds(
     WantedCalls,
-    form=st.sampled_from(get_args(CallFormName)),
+    form=st.sampled_from([*BY_NAME.values()]),
     reasoning=st.sampled_from(get_args(ReasoningParserName)),
     functions=st.lists(functions, min_size=1, max_size=3).map(tuple),
     required=st.booleans(),

@@ -11,6 +11,7 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from penstock.contract.calls.reading import Call
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.output import Chunk, FinishReason, Usage
 from penstock.gateway.errors import ID_HEADER as COMMON_ID_HEADER
@@ -33,7 +34,6 @@ from penstock.producer.anthropic.message import (
 )
 from penstock.producer.openai.render import is_cut
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerReader, ParsedText
-from penstock.producer.parsing.tool_calls import Call
 from penstock.queue.results import PackedResult
 
 # Errors in Anthropic's shape, with its types and status codes.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgpack
+from pydantic import TypeAdapter
 
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import PackedPrompt, is_job_id
@@ -107,6 +108,9 @@ def _header_of(data: bytes) -> tuple[int, int]:
     return int.from_bytes(data[1 : 1 + size], "big"), 1 + size
 
 
+_FORM = TypeAdapter(AnswerFormat)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """The stored record of a response. Its events can be made from this record and the log of its job."""
@@ -137,7 +141,9 @@ class StoredResponse:
             fields["limits"] = self.limits
         if self.called:
             fields["called"] = [(name, *called) for name, called in self.called.items()]
-        return pack({"v": RECORD_VERSION, **fields, "form": astuple(self.format), "messages": asdict(self.messages)})
+        return pack(
+            {"v": RECORD_VERSION, **fields, "form": _FORM.dump_json(self.format), "messages": asdict(self.messages)}
+        )
 
     def items_of_user(self, job_id: str) -> list[tuple[str, bytes]]:
         """Return the input items that are messages of the user, with the ids under which they are listed."""
@@ -164,8 +170,8 @@ def decode_stored_response(data: bytes) -> StoredResponse:
     try:
         fields = _with_names(found)
         items: list[tuple[str, bytes]] = [(item_id.decode(), text) for item_id, text in fields.pop("items")]
-        given: list[Any] = [part.decode() if isinstance(part, bytes) else part for part in fields.pop("form")]
-        parts: dict[str, Any] = {"format": AnswerFormat(*given), "previous": fields.pop("previous").decode()}
+        form = _FORM.validate_json(fields.pop("form"))
+        parts: dict[str, Any] = {"format": form, "previous": fields.pop("previous").decode()}
         limits = fields.pop("limits", None)
         parts["limits"] = limits and tuple(limits)
         called = [[text.decode() for text in row] for row in fields.pop("called", ())]

@@ -20,12 +20,12 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.contract.errors import ConfigError, RequestError, TooCostlyError, UnavailableError
+from penstock.contract.tool_formats import THINK
 from penstock.contract.tools import (
     CONTINUES,
     GENERATION_PROMPT,
     THINKING_VARIABLES,
     ReasoningParserName,
-    ToolParserName,
     thinking_setting,
 )
 from penstock.gpu_node.engine.text.template_frames import CHAT, COSTLY, RENDERED, WORKER, receive, send
@@ -34,28 +34,18 @@ from penstock.runtime.socket_process import end_process, start_process
 log = logging.getLogger(__package__)
 
 
-_MARKS: tuple[tuple[str, ToolParserName], ...] = (
-    ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("ipython", "llama3_json"),  # The role under which Llama 3's templates render a tool's result.
-)
-_UNSUPPORTED_FORMAT = "<function="
-"""Qwen's coder models write calls as XML between hermes' marks. No parser reads these."""
-
-TELLING_MARKS = frozenset({"<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>"})
-"""Marks that stay in the output text even if the tokenizer has them as special tokens, since the parsers need them."""
+REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<mm:think>", "</mm:think>"))
+"""The marks around reasoning that templates use."""
 
 
-def tool_parser_of(template: ChatTemplate) -> ToolParserName:
-    """Return the parser of the model's tool calls, by the marks with which the template renders earlier calls."""
-    if not template.takes_tools or _UNSUPPORTED_FORMAT in template.source:
-        return "none"
-    return next((name for mark, name in _MARKS if mark in template.source), "none")
+def reasoning_marks_of(template: ChatTemplate) -> tuple[str, str]:
+    """Return the marks around the model's reasoning; those of most models if the template has none."""
+    return next((marks for marks in REASONING_MARKS if marks[0] in template.source), THINK)
 
 
 def reasoning_parser_of(template: ChatTemplate) -> ReasoningParserName:
-    """Return the reasoning parser, by the template's use of `<think>` and whether it opens it for the assistant."""
-    if "<think>" not in template.source:
+    """Return the reasoning parser, by the template's use of its marks and whether it opens it for the assistant."""
+    if reasoning_marks_of(template)[0] not in template.source:
         return "none"
     with suppress(TooCostlyError):
         return "think_open" if _opens_reasoning(template, NO_VARIABLES) else "think"
@@ -67,7 +57,7 @@ def thinking_switches_of(template: ChatTemplate) -> tuple[str, ...]:
 
     Without them, it opens the reasoning for the assistant or leaves it closed.
     """
-    if "<think>" not in template.source:
+    if reasoning_marks_of(template)[0] not in template.source:
         return ()
     try:
         is_open = _opens_reasoning(template, NO_VARIABLES)
@@ -83,7 +73,8 @@ def thinking_switches_of(template: ChatTemplate) -> tuple[str, ...]:
 
 def _opens_reasoning(template: ChatTemplate, variables: Mapping[str, bool]) -> bool:
     try:
-        return template.render([{"role": "user", "content": "x"}], None, variables).rstrip().endswith("<think>")
+        text = template.render([{"role": "user", "content": "x"}], None, variables)
+        return text.rstrip().endswith(reasoning_marks_of(template)[0])
     except TooCostlyError:
         raise  # It would take as long again with other variables.
     except RequestError:

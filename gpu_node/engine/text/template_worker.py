@@ -24,7 +24,7 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment
 
 from penstock.gpu_node.engine.text.template_frames import COSTLY, RAISED, RENDERED, receive, send
 
@@ -62,9 +62,8 @@ def _raise_exception(message: str) -> None:
 
 def _compiled(source: str, variables: dict[str, str]) -> tuple[Template, bool]:
     """Return the template, and whether it uses tools."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    # Some templates append to lists of their own. Each chat arrives as new values, so nothing of it stays changed.
+    environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     template = environment.from_string(source, globals=variables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -15,16 +16,17 @@ import numpy as np
 
 from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES
-from penstock.contract.tools import ReasoningParserName, ToolParserName
+from penstock.contract.tool_formats import NO_CALLS, TELLING_MARKS, ToolFormat
+from penstock.contract.tools import ReasoningParserName
 from penstock.gpu_node.engine.text.chat import (
     NO_VARIABLES,
-    TELLING_MARKS,
+    REASONING_MARKS,
     ChatTemplate,
     ends_of_turn,
+    reasoning_marks_of,
     reasoning_parser_of,
     template_messages,
     thinking_switches_of,
-    tool_parser_of,
 )
 from penstock.gpu_node.engine.text.encoder import (
     MAX_CACHED_PROMPT_TOKENS,
@@ -39,10 +41,14 @@ from penstock.gpu_node.engine.text.encoder import (
     separator_of,
 )
 from penstock.gpu_node.engine.text.output import Detokenizer
+from penstock.gpu_node.engine.text.recognition import ToolUseOfTemplate, recognized
+from penstock.gpu_node.engine.text.telling import with_tools_written
 from penstock.gpu_node.engine.text.tokenizer_files import OF_TOOLS, read_tokenizer_files
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 from penstock.runtime.reading import reading
 
+_TELLING = TELLING_MARKS.union(*REASONING_MARKS)
+"""Special tokens that stay in the output text, since the readers of calls and reasoning need them."""
 _METASPACE = "\u2581"
 
 
@@ -109,11 +115,12 @@ class Tokenizer:
         vocab_size: int = 0,
         written: WrittenTokenizer | None = None,
         chat_template: str | None = None,
+        tool_parser: str | None = None,
     ) -> None:
         """`vocab_size`: the model's, which may be padded beyond the tokenizer's; the additional ids have no text.
 
         `written`: the tokenizer in memory, if this process has just written it to the folder. `chat_template` replaces
-        that of the folder.
+        that of the folder. `tool_parser`: the format of calls, by name; None: the one that the template shows.
 
         Raises ConfigError for a folder without a usable tokenizer, or with an unsupported kind.
         """
@@ -125,6 +132,7 @@ class Tokenizer:
             self._backend: Any = files.backend
             separator = separator_of(files.backend)
             self._long_texts = LongTextEncoder(files.backend, separator)
+        self._tool_parser = tool_parser
         self._chats = ChatEncoder(files.backend, separator, self._long_texts)
         self._prompts = TokenCache(MAX_CACHED_PROMPT_TOKENS)
         self._special_tokens = files.special_tokens
@@ -190,10 +198,15 @@ class Tokenizer:
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
-        if tools is not None and not self.takes_tools:
-            message = "this model's chat template takes no tools; send the request without tools"
-            raise RequestError(message, param="tools")
         rendered, offered = template_messages(messages), None if tools is None else json.loads(tools)
+        if offered is not None or any("tool_calls" in one or one["role"] == "tool" for one in rendered):
+            use = self.tool_use
+            if use is None and offered is not None:
+                message = "this model takes no tools (--tool-parser none); send the request without tools"
+                raise RequestError(message, param="tools")
+            if use is not None:
+                rendered = with_tools_written(rendered, offered, use)
+                offered = offered if use.offers_tools else None
         variables = NO_VARIABLES if template_kwargs is None else json.loads(template_kwargs)
         template = self._tool_template if offered is not None and self._tool_template else self._template
         text = template.render(rendered, offered, variables, now)
@@ -222,10 +235,19 @@ class Tokenizer:
         """Whether the chat template accepts tools."""
         return self._tool_template is not None and self._tool_template.takes_tools
 
+    @cached_property
+    def tool_use(self) -> ToolUseOfTemplate | None:
+        """How the model is offered tools; None without a chat template. Renders some chats at the first use."""
+        if self._tool_template is None or self._tool_parser == "none":
+            return None
+        added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        return recognized(self._tool_template, added, self._tool_parser)
+
     @property
-    def tool_parser(self) -> ToolParserName:
-        """The parser of the model's tool calls, as detected from its chat template."""
-        return "none" if self._tool_template is None else tool_parser_of(self._tool_template)
+    def tool_format(self) -> ToolFormat:
+        """The format of the model's tool calls and of its reasoning."""
+        form = NO_CALLS if self.tool_use is None else self.tool_use.form
+        return form if self._template is None else replace(form, reasoning=reasoning_marks_of(self._template))
 
     @property
     def reasoning_parser(self) -> ReasoningParserName:
@@ -318,7 +340,7 @@ class Tokenizer:
         table = byte_level(tokens) if self._is_byte_level else byte_fallback(tokens)
         table += [b""] * (max(vocab_size, max(added_tokens, default=-1) + 1) - len(table))
         for token_id, added in added_tokens.items():
-            is_silent = added.special and added.content not in TELLING_MARKS
+            is_silent = added.special and added.content not in _TELLING
             table[token_id] = b"" if is_silent else added.content.encode()
         return table
 

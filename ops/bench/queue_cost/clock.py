@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from penstock.contract.output import Usage
+from penstock.contract.tool_formats import NO_CALLS
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
 
@@ -26,7 +27,8 @@ class ClockTokenizer:
     """Enough of a tokenizer for prompts of token ids."""
 
     max_token_bytes = 8
-    tool_parser = reasoning_parser = "none"
+    tool_format = NO_CALLS
+    reasoning_parser = "none"
     thinking_switches: tuple[str, ...] = ()
 
     def encode(self, text: str) -> list[int]:

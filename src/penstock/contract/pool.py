@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.contract.tasks import GENERATE, Task
+from penstock.contract.tool_formats import NO_CALLS, ToolFormat
 
 # The part of an engine's statistics that its node reports with every heartbeat.
 
@@ -320,8 +321,8 @@ class PoolActivity:
 class PoolRecord:
     """A served model as clients see it; stored in P:record.
 
-    `max_token_bytes` is the length of the longest token's text, 0 if unknown. The parsers, and `thinking_switches`, say
-    how to read the model's texts (`reasoning_parser_for`). `adapters` maps names to digests: those of the announcing
+    `max_token_bytes` is the length of the longest token's text, 0 if unknown. The format, the parser and
+    `thinking_switches` say how to read the model's texts (`reasoning_parser_for`). `adapters` maps names to digests: those of the announcing
     node, or of all nodes in `ProducerBroker.pools`. `kinds` are the kinds of jobs that the announcing node knows.
     """
 
@@ -332,7 +333,7 @@ class PoolRecord:
     created_s: int = 0
     revision: str = ""
     max_token_bytes: int = 0
-    tool_parser: str = "none"
+    tool_format: ToolFormat = NO_CALLS
     reasoning_parser: str = "none"
     # Of one request.
     adapters: dict[str, str] = field(default_factory=dict)

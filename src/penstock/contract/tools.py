@@ -14,6 +14,7 @@ from pydantic_core import from_json
 
 from penstock.contract.errors import RequestError
 from penstock.contract.fields import Named
+from penstock.contract.tool_formats import ToolFormat
 
 # Variables that a request sets in the model's chat template, such as `enable_thinking`.
 
@@ -93,8 +94,6 @@ MAX_CALL_ID_CHARS = 256
 MAX_FUNCTION_NAME_CHARS = 256
 MAX_ARGUMENTS_CHARS = 1 << 20
 
-CallFormName = Literal["hermes", "llama3_json", "mistral"]
-ToolParserName = Literal["none", "hermes", "llama3_json", "mistral"]
 ReasoningParserName = Literal["none", "think", "think_open"]
 """`think_open`: the chat template itself opens the reasoning block, so the output begins inside it."""
 
@@ -353,7 +352,7 @@ class WantedCalls(Named):
     either calls alone or a JSON value of that schema.
     """
 
-    form: CallFormName
+    form: ToolFormat
     reasoning: ReasoningParserName = "none"
     functions: Annotated[tuple[WantedFunction, ...], FailFast()] = Field(min_length=1, max_length=MAX_TOOLS)
     required: bool = True

@@ -21,6 +21,7 @@ from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams, seed_of
 from penstock.contract.output import Choice, TokenLogprobs, Usage
 from penstock.contract.tasks import Embed
+from penstock.contract.tool_formats import NO_CALLS
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.text.output import EndReason
 from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
@@ -75,7 +76,8 @@ class ReferenceTokenizer:
     """One token per byte."""
 
     max_token_bytes = 1
-    tool_parser = reasoning_parser = "none"
+    tool_format = NO_CALLS
+    reasoning_parser = "none"
     thinking_switches: tuple[str, ...] = ()
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:

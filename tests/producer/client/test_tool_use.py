@@ -10,10 +10,11 @@ import pytest
 from penstock.contract.errors import RequestError
 from penstock.contract.job import JobDef
 from penstock.contract.pool import PoolRecord
+from penstock.contract.tool_formats import FORMATS
 from penstock.producer.client.request import build_job
 
-HERMES = PoolRecord("m", "m", tool_parser="hermes", reasoning_parser="think_open")
-LLAMA = PoolRecord("m", "m", tool_parser="llama3_json")
+HERMES = PoolRecord("m", "m", tool_format=FORMATS["hermes"], reasoning_parser="think_open")
+LLAMA = PoolRecord("m", "m", tool_format=FORMATS["llama3_json"])
 MESSAGES = [{"role": "user", "content": "x"}]
 SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "integer"}}}
 TOOLS: list[dict[str, Any]] = [

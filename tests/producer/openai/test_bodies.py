@@ -15,7 +15,10 @@ from penstock.producer.openai.messages import OfferedTool
 MANY = 5_000
 NAMES = {f"a{number}": 1 for number in range(MANY)}
 WRONG = [0] * MANY
-CALLS = {"form": "hermes", "functions": [{"name": "f", "parameters": "{}"}]}
+CALLS = {
+    "form": {"name": "hermes", "kind": "json", "call": "<tool_call>", "call_end": "</tool_call>", "padding": "\n"},
+    "functions": [{"name": "f", "parameters": "{}"}],
+}
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from penstock.contract.calls.reading import MAX_OPENING_CHARS, Call, num_held
 from penstock.contract.job import Message
+from penstock.contract.tool_formats import FORMATS
 from penstock.contract.tools import MAX_ARGUMENTS_CHARS, MAX_CALLS, MAX_FUNCTION_NAME_CHARS, ToolCall
 from penstock.producer.parsing.parsed_text import AnswerFormat, AnswerReader, ParsedText
-from penstock.producer.parsing.tool_calls import CALL_FORMS, MAX_OPENING_CHARS, Call, num_held
 
+CALL_FORMS = ("hermes", "llama3_json", "mistral")
 LONGEST_MARK = len("<|python_tag|>")
 MAX_UNDECIDED = 32
 FORMS = [
-    AnswerFormat(calls, thoughts) for calls in ("none", *CALL_FORMS) for thoughts in ("none", "think", "think_open")
+    AnswerFormat(calls, thoughts)
+    for calls in (None, *map(FORMATS.get, CALL_FORMS))
+    for thoughts in ("none", "think", "think_open")
 ]
 WRITTEN = st.sampled_from(
     [
@@ -105,11 +109,15 @@ def test_parsing_does_not_depend_on_how_an_indented_bare_call_is_cut(
     form: str, blank: str, call: str, cut: int
 ) -> None:
     text = blank + call
-    said = AnswerFormat(form).read(text)
-    assert read(AnswerFormat(form), [text[:cut], text[cut:]]) == read(AnswerFormat(form), list(text)) == said
+    said = AnswerFormat(FORMATS[form]).read(text)
+    assert (
+        read(AnswerFormat(FORMATS[form]), [text[:cut], text[cut:]])
+        == read(AnswerFormat(FORMATS[form]), list(text))
+        == said
+    )
 
 
-@given(st.sampled_from([AnswerFormat(calls) for calls in ("none", *CALL_FORMS)]), TEXTS)
+@given(st.sampled_from([AnswerFormat(calls) for calls in (None, *map(FORMATS.get, CALL_FORMS))]), TEXTS)
 def test_a_text_without_calls_comes_out_unchanged(form: AnswerFormat, text: str) -> None:
     said = form.read(text)
     assert said.calls or said == ParsedText(text)
@@ -122,7 +130,7 @@ def test_plain_text_is_late_by_no_more_than_the_longest_mark(form: AnswerFormat,
     reader, said = AnswerReader(form), ParsedText()
     for n, char in enumerate(text, 1):
         said += reader.push(char)
-        bound = MAX_UNDECIDED if form.tool_parser == "llama3_json" else LONGEST_MARK
+        bound = MAX_UNDECIDED if form.calls == FORMATS["llama3_json"] else LONGEST_MARK
         blank = len(text[:n]) - len(text[:n].lstrip()) if form.reasoning_parser == "think_open" else 0
         assert len(said.content) + len(said.reasoning) >= n - bound - blank
 
@@ -196,8 +204,8 @@ def test_plain_text_is_late_by_no_more_than_the_longest_mark(form: AnswerFormat,
     ],
 )
 def test_calls_are_parsed_in_the_format_of_each_family(form: str, text: str, content: str, calls: list[object]) -> None:
-    said = AnswerFormat(form).read(text)
-    assert read(AnswerFormat(form), list(text)) == said
+    said = AnswerFormat(FORMATS[form]).read(text)
+    assert read(AnswerFormat(FORMATS[form]), list(text)) == said
     assert said.content == content
     assert [(call.name, json.loads(call.arguments)) for call in said.calls] == calls
 
@@ -213,20 +221,20 @@ def test_calls_are_parsed_in_the_format_of_each_family(form: str, text: str, con
     ],
 )
 def test_reasoning_is_separated_from_content(parser: str, text: str, reasoning: str, content: str) -> None:
-    assert AnswerFormat("none", parser).read(text) == ParsedText(content, reasoning)
-    assert read(AnswerFormat("none", parser), list(text)) == ParsedText(content, reasoning)
+    assert AnswerFormat(None, parser).read(text) == ParsedText(content, reasoning)
+    assert read(AnswerFormat(None, parser), list(text)) == ParsedText(content, reasoning)
 
 
 def test_calls_are_found_after_reasoning_and_never_in_it() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    said = AnswerFormat("hermes", "think").read(f"<think>{call}</think>\n{call}")
+    said = AnswerFormat(FORMATS["hermes"], "think").read(f"<think>{call}</think>\n{call}")
     assert (said.reasoning, said.content, len(said.calls)) == (call, "", 1)
 
 
 @pytest.mark.parametrize("form", CALL_FORMS)
 def test_without_parallel_calls_all_but_the_first_call_are_dropped(form: str) -> None:
     text = written_as(form, [call_text(form, name, {}) for name in "fgh"])
-    wanted = AnswerFormat(form, one_call=True)
+    wanted = AnswerFormat(FORMATS[form], one_call=True)
     for pieces in ([text], list(text)):
         assert [call.name for call in read(wanted, pieces).calls] == ["f"]
 
@@ -258,7 +266,7 @@ def test_a_call_that_no_request_may_contain_is_text(
     form: str, name: str, arguments: dict[str, str], is_call: bool
 ) -> None:
     text = written_as(form, [call_text(form, name, arguments)])
-    said = AnswerFormat(form).read(text)
+    said = AnswerFormat(FORMATS[form]).read(text)
     assert said.content == ("" if is_call else text)
     assert len(next_message(said).tool_calls) == is_call
 
@@ -266,8 +274,8 @@ def test_a_call_that_no_request_may_contain_is_text(
 @pytest.mark.parametrize("form", CALL_FORMS)
 def test_an_answer_has_no_more_calls_than_a_message_may_have(form: str) -> None:
     text = written_as(form, [call_text(form, f"f{number}", {}) for number in range(MAX_CALLS + 2)])
-    said = AnswerFormat(form).read(text)
-    assert read(AnswerFormat(form), list(text)) == said
+    said = AnswerFormat(FORMATS[form]).read(text)
+    assert read(AnswerFormat(FORMATS[form]), list(text)) == said
     assert (said.content, [call.name for call in said.calls]) == ("", [f"f{number}" for number in range(MAX_CALLS)])
 
 
@@ -275,7 +283,7 @@ def test_an_answer_has_no_more_calls_than_a_message_may_have(form: str) -> None:
 def test_arguments_come_out_while_they_are_written_and_unchanged(form: str) -> None:
     written = '{"city": "a } \\" b",  "list": [1, {"x": null}]}'
     text = written_as(form, [call_text(form, "f", {}).replace("{}", written)])
-    reader = AnswerReader(AnswerFormat(form))
+    reader = AnswerReader(AnswerFormat(FORMATS[form]))
     parts = [(at, call) for at, char in enumerate(text) for call in reader.push(char).calls]
     end = reader.end()
     assert parts[0][1].name == "f"
@@ -295,13 +303,13 @@ def test_a_text_that_is_cut_anywhere_shows_no_mark_of_a_call(form: str, data: st
     cut = data.draw(st.integers(0, len(text)))
     said = read_cut(form, list(text[:cut]))
     assert said.content in ("", text[:1])
-    assert said == AnswerFormat(form).read(text[:cut], is_cut=True)
-    whole = AnswerFormat(form).read(text).calls[0]
+    assert said == AnswerFormat(FORMATS[form]).read(text[:cut], is_cut=True)
+    whole = AnswerFormat(FORMATS[form]).read(text).calls[0]
     assert all(whole.arguments.startswith(call.arguments) and call.end in ("whole", "cut") for call in said.calls)
 
 
 def read_cut(form: str, pieces: list[str]) -> ParsedText:
-    reader = AnswerReader(AnswerFormat(form))
+    reader = AnswerReader(AnswerFormat(FORMATS[form]))
     said = ParsedText()
     for piece in pieces:
         said += reader.push(piece)
@@ -322,20 +330,20 @@ def read_cut(form: str, pieces: list[str]) -> ParsedText:
 def test_a_call_that_breaks_keeps_what_came_out_of_it(arguments: str, kept: str) -> None:
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>\nAnd so on.'
     pieces = [text] if len(text) > 10_000 else list(text)
-    said = read(AnswerFormat("hermes"), pieces)
-    assert said == AnswerFormat("hermes").read(text)
+    said = read(AnswerFormat(FORMATS["hermes"]), pieces)
+    assert said == AnswerFormat(FORMATS["hermes"]).read(text)
     assert said.calls == (Call(0, "f", kept, "broken"),)
     assert said.content == "And so on."
 
 
 def test_a_call_with_its_arguments_before_its_name_comes_out_once_the_name_is_known() -> None:
     text = '<tool_call>{"arguments": {"a": 1}, "id": 12, "name": "f"}</tool_call>'
-    assert AnswerFormat("hermes").read(text).calls == (Call(0, "f", '{"a": 1}', "whole"),)
+    assert AnswerFormat(FORMATS["hermes"]).read(text).calls == (Call(0, "f", '{"a": 1}', "whole"),)
 
 
 def test_text_and_calls_of_one_piece_keep_their_order() -> None:
     calls = [f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in "fg"]
-    assert read_in_order(AnswerFormat("hermes", "think"), [f"<think>hm</think>a{calls[0]}b{calls[1]}c"]) == [
+    assert read_in_order(AnswerFormat(FORMATS["hermes"], "think"), [f"<think>hm</think>a{calls[0]}b{calls[1]}c"]) == [
         *("hma", Call(0, "f", "{}", "whole"), "b", Call(1, "g", "{}", "whole"), "c")
     ]
 
@@ -349,7 +357,7 @@ def test_blanks_that_follow_a_mark_without_an_end_are_text(size: int) -> None:
     call = '{"name": "f", "arguments": {}}</tool_call>'
     for num_blanks, is_call in ((MAX_OPENING_CHARS - len("<tool_call>"), True), (MAX_OPENING_CHARS, False)):
         text = "<tool_call>" + " " * num_blanks + call
-        reader = AnswerReader(AnswerFormat("hermes"))
+        reader = AnswerReader(AnswerFormat(FORMATS["hermes"]))
         parts = [reader.push(text[at : at + size]) for at in range(0, len(text), size)] + [reader.end()]
         assert any(part.calls for part in parts) is is_call
         assert "".join(part.content for part in parts) == ("" if is_call else text)

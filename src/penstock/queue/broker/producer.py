@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, cast
 
@@ -384,7 +384,7 @@ class ProducerBroker:
         """Return a pool. `time` is Redis's, and `own_ms` this machine's at that moment."""
         pool = record.pool
         if version != PROTOCOL_VERSION:
-            return ServedPool(**asdict(record), is_alive=False, protocol_version=version)
+            return ServedPool(**_members(record), is_alive=False, protocol_version=version)
         redis = cast(Any, self._redis)
         (max_open_jobs, *clock), heartbeats, adapters = await asyncio.gather(
             unless_wrong_type(redis.hmget(keys.config(pool), ["max_open_jobs", *CLOCK_FIELDS]), [None] * 3),
@@ -406,7 +406,7 @@ class ProducerBroker:
         now_ms, known = pool_ms(time, clock[1]), [at_ms for _, at_ms in (*heartbeats, *events)]
         last_ms = max(record.created_s * 1000, *(int(min(at_ms, now_ms)) for at_ms in known if at_ms >= 0), 0)
         return ServedPool(
-            **asdict(announced),
+            **_members(announced),
             is_alive=is_alive,
             max_open_jobs=whole(max_open_jobs, NO_LIMIT),
             without_node_ms=0 if is_alive else max(0, now_ms - last_ms),
@@ -442,6 +442,11 @@ def _fields_of(names: Sequence[str], values: Sequence[bytes | None], job_id: str
     if fields["tenant"] != tenant:
         raise _no_job(job_id)
     return readable(fields)
+
+
+def _members(record: PoolRecord) -> dict[str, Any]:
+    """Return the members of a record, with the records in it as they are."""
+    return {one.name: getattr(record, one.name) for one in fields(PoolRecord)}
 
 
 def _decoded_record(pool: str, data: bytes) -> tuple[PoolRecord, int]:

@@ -12,6 +12,7 @@ from pydantic_core import from_json
 
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Chunk, FinishReason, Usage
+from penstock.contract.tool_formats import FORMATS
 from penstock.gateway.apis.anthropic.encoder import MessagesDialect
 from penstock.gateway.stream.dialect import AnswerHead
 from penstock.producer.anthropic.bodies import SHOWS_THINKING
@@ -22,7 +23,9 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": "\\u2028é"}}</tool_call>'
 TEXTS = st.lists(
     st.sampled_from(["Hi", " ", "\n", CALL, "<think>r\u2028</think>", "é", "<tool_call>", "STOP"]), max_size=8
 )
-FORMS = st.sampled_from([PLAIN, AnswerFormat("hermes", "think"), AnswerFormat("hermes", one_call=True)])
+FORMS = st.sampled_from(
+    [PLAIN, AnswerFormat(FORMATS["hermes"], "think"), AnswerFormat(FORMATS["hermes"], one_call=True)]
+)
 
 
 def head_of(form: AnswerFormat, *, shows_thinking: bool) -> AnswerHead:
@@ -104,5 +107,7 @@ def test_stream_has_the_content_of_the_whole_answer(
 
 def test_text_after_a_call_in_the_same_chunk_is_a_block_after_it() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    blocks, _ = streamed(head_of(AnswerFormat("hermes"), shows_thinking=False), [f"a{call}b{call}", "c"], "stop")
+    blocks, _ = streamed(
+        head_of(AnswerFormat(FORMATS["hermes"]), shows_thinking=False), [f"a{call}b{call}", "c"], "stop"
+    )
     assert [block.get("text", block["type"]) for block in blocks] == ["a", "tool_use", "b", "tool_use", "c"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from pydantic import BaseModel
 
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Chunk
+from penstock.contract.tool_formats import FORMATS
 from penstock.gateway.apis.openai.encoder import ChatDialect
 from penstock.gateway.stream.dialect import AnswerHead
 from penstock.producer.parsing.parsed_text import AnswerFormat
@@ -133,7 +135,15 @@ def test_tool_choice_becomes_a_constraint_of_the_job(calling, calling_engine, op
     assert (function.name, json.loads(function.parameters)) == ("f", CLOSED)
     said = form.calls.model_dump(exclude={"functions"})
     assert (
-        said == {"form": "hermes", "reasoning": "think", "required": False, "parallel": False, "answer": None} | wanted
+        said
+        == {
+            "form": asdict(FORMATS["hermes"]),
+            "reasoning": "think",
+            "required": False,
+            "parallel": False,
+            "answer": None,
+        }
+        | wanted
     )
 
 
@@ -222,7 +232,7 @@ def test_tools_that_a_model_cannot_call_are_refused_before_anything_is_queued(ap
         assert api.chat.completions.create(**asked)
         before = int(queue.hget(keys.counts("echo"), "submitted"))
         with pytest.raises(
-            openai.BadRequestError, match=r"no known tool-call format.*response_format.*--tool-parser"
+            openai.BadRequestError, match=r"takes no tools.*--tool-parser none.*response_format"
         ) as caught:
             api.chat.completions.create(**asked, tools=TOOLS, tool_choice=choice)
         assert caught.value.param == "tools"
@@ -236,7 +246,7 @@ def test_completions_are_never_parsed_for_calls(calling):
 
 def test_part_of_a_call_and_the_finish_reason_of_one_chunk_come_in_two_events():
     params = SamplingParams(max_tokens=9)
-    head = AnswerHead(["pool.job"], "m", 1, params, AnswerFormat("hermes"), event_ids=True)
+    head = AnswerHead(["pool.job"], "m", 1, params, AnswerFormat(FORMATS["hermes"]), event_ids=True)
     encoder = ChatDialect().stream(head)
     call = '<tool_call>{"name": "f", "arguments": {"a": 1'
     raw = b"".join(encoder.parts_of([Chunk("pool.job", 0, 0, 0, (7,), call, finish_reason="length")])).decode()

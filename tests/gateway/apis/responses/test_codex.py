@@ -17,6 +17,7 @@ import openai
 import pytest
 from fakes.scripted_model import ScriptedEngine, call_text, script_of
 
+from penstock.contract.tool_formats import FORMATS
 from penstock.producer.parsing.parsed_text import AnswerFormat
 from penstock.producer.responses.output import OutputReader
 from penstock.producer.responses.tools import CalledTool
@@ -192,7 +193,7 @@ def test_the_input_of_a_custom_tool_is_the_text_in_its_arguments(
 def test_the_input_does_not_depend_on_how_the_text_is_cut(size: int) -> None:
     called = {"apply_patch": CalledTool("custom_tool_call", "apply_patch")}
     said = call_text("apply_patch", input=PATCH + "\U0001f600") + call_text("apply_patch", patch="x")
-    reader = OutputReader("pool.job", AnswerFormat("hermes"), called)
+    reader = OutputReader("pool.job", AnswerFormat(FORMATS["hermes"]), called)
     for at in range(0, len(said), size):
         for _ in reader.push(said[at : at + size], None):
             pass

@@ -13,6 +13,7 @@ import pytest
 import redis
 from docs_site.fields import HONORED, REFUSED, UNKNOWN, WITHOUT_EFFECT, effects
 
+from penstock.contract.tool_formats import FORMATS
 from penstock.producer.responses.compaction import (
     BYTES_PER_SUMMARY_TOKEN,
     MIN_SUMMARY_LIMIT,
@@ -47,7 +48,7 @@ class AuthorTokenizer(ByteTokenizer):  # type: ignore[misc]  # a conftest module
     The engine echoes its prompt. So the answer to a chat that asks for a summary is the summary.
     """
 
-    tool_parser, reasoning_parser = "hermes", "think"
+    tool_format, reasoning_parser = FORMATS["hermes"], "think"
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from penstock.contract.tool_formats import FORMATS
 from penstock.gateway.apis.responses.record import (
     LARGE_RECORD_BYTES,
     PackedMessages,
@@ -125,7 +126,7 @@ def test_decoded_record_takes_no_more_memory_than_is_claimed() -> None:
     record = StoredResponse(
         1,
         False,
-        AnswerFormat("hermes"),
+        AnswerFormat(FORMATS["hermes"]),
         b"{}",
         [("id", text.encode())],
         PackedMessages(packed, 1, 0, len(packed), 0),

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from penstock.contract.tool_formats import FORMATS
 from penstock.producer.parsing.parsed_text import AnswerFormat
 from penstock.producer.responses.output import OutputReader
 
@@ -70,7 +71,7 @@ def test_a_stream_has_each_item_and_ends_with_the_same_response(calling: Any) ->
 @pytest.mark.parametrize("size", [1, 20, 1000])
 def test_items_keep_the_order_of_the_text_however_it_is_cut(size: int) -> None:
     text = f"<think>hm</think>{CALLS}Then:{CALLS}"
-    reader = OutputReader("pool.job", AnswerFormat("hermes", "think"))
+    reader = OutputReader("pool.job", AnswerFormat(FORMATS["hermes"], "think"))
     for at in range(0, len(text), size):
         for _ in reader.push(text[at : at + size], None):
             pass

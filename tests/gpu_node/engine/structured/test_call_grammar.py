@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.contract.errors import RequestError
 from penstock.contract.sampling import StructuredOutputs
+from penstock.contract.tool_formats import FORMATS
 from penstock.contract.tools import MAX_CALLS, text_parameters
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
@@ -85,7 +86,7 @@ def guides(tokenizer: Tokenizer) -> GrammarCompiler:
 
 
 def calls(form: str, **options: Any) -> StructuredOutputs:
-    return StructuredOutputs.model_validate({"calls": {"form": form, "functions": FUNCTIONS, **options}})
+    return StructuredOutputs.model_validate({"calls": {"form": FORMATS[form], "functions": FUNCTIONS, **options}})
 
 
 def allowed(guides: GrammarCompiler, guide: Guide) -> list[int]:
@@ -120,7 +121,7 @@ def check_calls(said: ParsedText) -> None:
 def test_any_sampled_text_parses_as_calls(
     guides: GrammarCompiler, tokenizer: Tokenizer, form: str, reasoning: str
 ) -> None:
-    rng, read = random.Random(form + reasoning), AnswerFormat(form, reasoning)
+    rng, read = random.Random(form + reasoning), AnswerFormat(FORMATS[form], reasoning)
     for parallel in (True, False):
         wanted = calls(form, reasoning=reasoning, parallel=parallel)
         drawn = [draw(guides, tokenizer, wanted, rng) for _ in range(NUM_DRAWN)]
@@ -135,7 +136,7 @@ def test_any_sampled_text_parses_as_calls(
 def test_text_that_parses_as_a_call_among_other_text_is_a_valid_call(
     guides: GrammarCompiler, tokenizer: Tokenizer, form: str, reasoning: str
 ) -> None:
-    rng, read = random.Random(form + reasoning), AnswerFormat(form, reasoning)
+    rng, read = random.Random(form + reasoning), AnswerFormat(FORMATS[form], reasoning)
     for _ in range(NUM_DRAWN):
         text = draw(guides, tokenizer, calls(form, reasoning=reasoning, required=False), rng)
         check_calls(read.read(text or ""))

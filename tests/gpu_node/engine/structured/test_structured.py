@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
+from penstock.contract.tool_formats import FORMATS
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.producer.parsing.parsed_text import AnswerFormat
@@ -46,12 +47,12 @@ def _is_nested(text: str) -> bool:
 
 
 def _is_called(text: str) -> bool:
-    calls = AnswerFormat("hermes").read(text).calls
+    calls = AnswerFormat(FORMATS["hermes"]).read(text).calls
     return calls != () and all(call.name == "river" and _is_river(call.arguments) for call in calls)
 
 
 CALLS = {
-    "form": "hermes",
+    "form": {"name": "hermes", "kind": "json", "call": "<tool_call>", "call_end": "</tool_call>", "padding": "\n"},
     "parallel": False,
     "functions": [{"name": "river", "parameters": json.dumps(River.model_json_schema())}],
 }
@@ -166,7 +167,13 @@ NAMED = {"<|im_end|>": "a<|im_end|>b"}
         (
             {
                 "calls": {
-                    "form": "hermes",
+                    "form": {
+                        "name": "hermes",
+                        "kind": "json",
+                        "call": "<tool_call>",
+                        "call_end": "</tool_call>",
+                        "padding": "\n",
+                    },
                     "parallel": False,
                     "functions": [{"name": "f<|im_end|>", "parameters": NOTHING}],
                 }

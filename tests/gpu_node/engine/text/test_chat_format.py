@@ -11,9 +11,8 @@ from transformers import AutoTokenizer
 
 from penstock.contract.errors import RequestError
 from penstock.contract.tools import reasoning_parser_for
-from penstock.gpu_node.engine.text.chat import ChatTemplate, reasoning_parser_of, thinking_switches_of, tool_parser_of
+from penstock.gpu_node.engine.text.chat import ChatTemplate, reasoning_parser_of, thinking_switches_of
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.producer.parsing.tool_calls import CALL_FORMS
 
 TOOLS = [
     {
@@ -67,20 +66,10 @@ def test_tools_calls_and_results_render_as_in_transformers(form: str, model_copy
     (model_copy / "chat_template.jinja").write_text(TEMPLATES[form])
     theirs: Any = AutoTokenizer.from_pretrained(model_copy)
     ours = Tokenizer(model_copy)
-    assert (ours.tool_parser, ours.reasoning_parser) == (form, "none")
+    assert (ours.tool_format.name, ours.reasoning_parser) == (form, "none")
     for tools in (None, TOOLS):
         want = theirs.apply_chat_template(THEIR_CHAT, tools=tools, add_generation_prompt=True, return_dict=False)
         assert ours.encode_chat(CHAT, tools and json.dumps(tools)) == want
-
-
-@pytest.mark.parametrize("form", CALL_FORMS)
-def test_call_format_is_detected_from_the_template(form: str) -> None:
-    assert tool_parser_of(ChatTemplate(TEMPLATES[form], {})) == form
-
-
-def test_call_format_without_a_parser_is_not_detected() -> None:
-    for source in ("<tool_call>{{ messages }}", "{{ tools }}", "{{ tools }}<tool_call><function=f>"):
-        assert tool_parser_of(ChatTemplate(source, {})) == "none"
 
 
 @pytest.mark.parametrize(
@@ -145,10 +134,16 @@ def test_parser_of_an_answer_follows_what_the_template_renders(
     assert parser == ("think_open" if is_open else "think")
 
 
-def test_tools_are_refused_if_the_template_does_not_render_them(model_copy: Path) -> None:
-    (model_copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+def test_tools_are_told_if_the_template_does_not_render_them(model_copy: Path) -> None:
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    (model_copy / "chat_template.jinja").write_text(source)
+    tokenizer = Tokenizer(model_copy)
+    text = tokenizer.text_of(tokenizer.encode_chat(CHAT, json.dumps(TOOLS)))
+    assert text.startswith("[system]You can call") and '"name": "f"' in text
+    call = '<tool_call>\n{"name": "f", "arguments": {"b": "ü", "a": [1]}}\n</tool_call>'
+    assert text.endswith(f"[user]hi[assistant]{call}[tool]done[assistant]")
     with pytest.raises(RequestError, match="takes no tools"):
-        Tokenizer(model_copy).encode_chat(CHAT, json.dumps(TOOLS))
+        Tokenizer(model_copy, tool_parser="none").encode_chat(CHAT, json.dumps(TOOLS))
 
 
 def test_marks_of_calls_stay_in_the_text_although_they_are_special_tokens(model_copy: Path) -> None:

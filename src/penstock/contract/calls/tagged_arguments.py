@@ -1,0 +1,235 @@
+"""Reading of arguments that stand between tags, each on its own, and typing of their texts by the function's schema.
+
+The values of text arguments come out while they are written. Others come out at their end, because only their whole
+text tells whether it fits the type. A text that does not fit stays text, as in the models' own parsers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.contract.calls.python_values import json_of_python
+from penstock.contract.calls.reading import (
+    BLANK,
+    FAIL,
+    MAX_OPENING_CHARS,
+    WAIT,
+    Arguments,
+    CallEnd,
+    after_mark,
+    num_held,
+)
+from penstock.contract.tool_formats import ToolFormat
+from penstock.contract.tools import MAX_ARGUMENTS_CHARS, json_of
+
+_MAX_KEY_CHARS = 1024
+_NULLS = ("null", "none")
+_MAX_NULL_CHARS = 16
+"""Characters at the start of a value that tell whether a text or null is being written."""
+_TEXT = frozenset({"string"})
+_ANY = frozenset({"null", "boolean", "integer", "number", "object", "array", "string"})
+Types = Mapping[str, frozenset[str]]
+"""The JSON types that each argument of a function may have."""
+
+
+class TaggedArguments(Arguments):
+    """Reads `<parameter=name>value</parameter>` and its relatives."""
+
+    def __init__(self, form: ToolFormat, types: Types) -> None:
+        self._form = form
+        self._types = types
+        self._untyped = _TEXT if form.untyped_is_text else _ANY
+        self._key: str | None = None
+        """The argument whose value is being read."""
+        self._allowed = _TEXT
+        self._is_streaming = False
+        """Whether the value is text, so that it comes out while it is written."""
+        self._pieces: list[str] = []
+        """The value so far, if it comes out at its end."""
+        self._start = ""
+        self._num_chars = 0
+        self._num_arguments = 0
+
+    def read(self, text: str, found: list[str]) -> tuple[int, CallEnd | None]:
+        """Read on in a text. See `Arguments`."""
+        at = 0
+        while True:
+            if self._key is None:
+                at = _after_blank(text, at)
+                after, end = self._read_key(text, at, found)
+            else:
+                after, end = self._read_value(text, at, found)
+            if after == WAIT or end is not None:
+                return max(at, after), end
+            if after == len(text) and self._key is not None:
+                return after, None
+            if after == at:
+                return at, None
+            at = after
+
+    def _read_key(self, text: str, at: int, found: list[str]) -> tuple[int, CallEnd | None]:
+        """Read up to the value of the next argument, or the end of the call."""
+        form = self._form
+        ends = [after_mark(text, at, mark) for mark in (form.call_end, form.section_end) if mark]
+        if max(ends) >= 0:
+            found.append("}" if self._num_arguments else "{}")
+            # A call may lack its own end before that of the list.
+            return (max(ends) if text.startswith(form.call_end, at) else at), "whole"
+        key_at = after_mark(text, at, form.argument)
+        if key_at < 0:
+            return (WAIT, None) if WAIT in (key_at, *ends) else (at, "broken")
+        key_end = text.find(form.key_end, key_at, key_at + _MAX_KEY_CHARS)
+        if key_end < 0:
+            return (at, "broken") if len(text) >= key_at + _MAX_KEY_CHARS else (WAIT, None)
+        value_at, is_text = self._after_value_mark(text, key_end + len(form.key_end))
+        if value_at < 0:
+            return (at, "broken") if value_at == FAIL else (WAIT, None)
+        if form.has_newlines:
+            if value_at == len(text):
+                return WAIT, None
+            value_at += text[value_at] == "\n"
+        self._open_value(text[key_at:key_end].strip(), is_text, found)
+        return value_at, None
+
+    def _after_value_mark(self, text: str, at: int) -> tuple[int, bool | None]:
+        """Return the position of the value whose marks begin at `at`, and whether they say that it is text."""
+        form = self._form
+        if form.tells_text:
+            places = [after_mark(text, at, word + form.value) for word in ("true", "false")]
+            return max(places), places[0] >= 0
+        if not form.value:
+            return at, None
+        mark_at = _after_blank(text, at)
+        return (FAIL if mark_at - at > MAX_OPENING_CHARS else after_mark(text, mark_at, form.value)), None
+
+    def _open_value(self, key: str, is_text: bool | None, found: list[str]) -> None:
+        self._key = key
+        allowed = self._types.get(key, self._untyped)
+        self._allowed = allowed if is_text is None else _TEXT if is_text else _ANY
+        self._is_streaming, self._pieces, self._num_chars, self._start = False, [], 0, ""
+        found.append(f"{', ' if self._num_arguments else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        self._num_arguments += 1
+        if self._allowed == _TEXT:
+            self._is_streaming = True
+            found.append('"')
+
+    def _read_value(self, text: str, at: int, found: list[str]) -> tuple[int, CallEnd | None]:
+        """Read on in the value of an argument, up to its closing mark or to where that may have begun."""
+        mark, end = self._form.value_end, text.find(self._form.value_end, at)
+        certain = end
+        if end < 0:
+            certain = len(text) - num_held(text[max(at, len(text) - len(mark)) :], mark)
+        if self._form.has_newlines and certain > at and text[certain - 1] == "\n":
+            certain -= 1
+        self._num_chars += certain - at
+        if self._num_chars > MAX_ARGUMENTS_CHARS:
+            return at, "broken"
+        self._add(text[at:certain], found)
+        if end < 0:
+            return certain, None
+        found.append('"' if self._is_streaming else typed("".join(self._pieces), self._allowed))
+        self._key = None
+        return end + len(mark), None
+
+    def _add(self, new: str, found: list[str]) -> None:
+        """Add text to the value. It comes out as soon as it is certain that the value is text."""
+        if not self._is_streaming:
+            self._pieces.append(new)
+            if len(self._start) == _MAX_NULL_CHARS:
+                return
+            self._start += new[: _MAX_NULL_CHARS - len(self._start)]
+            word = self._start.strip().lower()
+            if self._allowed != {"null", "string"} or any(null.startswith(word) for null in _NULLS):
+                return
+            self._is_streaming = True
+            new = "".join(self._pieces)
+            found.append('"')
+        found.append(_inside(new))
+
+
+def _after_blank(text: str, at: int) -> int:
+    return BLANK.match(text, at).end()  # type: ignore[union-attr]
+
+
+def _inside(text: str) -> str:
+    """Return a text as it stands inside the quotes of JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def typed(text: str, allowed: frozenset[str]) -> str:
+    """Return the JSON of a value whose text a model wrote: of the first allowed type that it fits, else a string."""
+    stripped = text.strip()
+    for kind, read in _READERS.items():
+        if kind in allowed and (value := read(stripped)) is not None:
+            return value
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _literal_of(*kinds: type) -> Callable[[str], str | None]:
+    def read(text: str) -> str | None:
+        for source in (text, json_of_python(text)):
+            try:
+                value = json_of(source or "")
+            except ValueError:
+                continue
+            if type(value) in kinds:
+                return source
+        return None
+
+    return read
+
+
+_READERS: dict[str, Callable[[str], str | None]] = {
+    "null": lambda text: "null" if text.lower() in _NULLS else None,
+    "boolean": lambda text: text.lower() if text.lower() in ("true", "false") else None,
+    "integer": _literal_of(int),
+    "number": _literal_of(int, float),
+    "object": _literal_of(dict),
+    "array": _literal_of(list),
+}
+
+
+def types_of(tools: str | None) -> dict[str, dict[str, frozenset[str]]]:
+    """Return the types of the arguments of each function. `tools`: OpenAI's list as JSON text."""
+    functions = [tool["function"] for tool in json.loads(tools or "[]")]
+    return {one["name"]: types_in(one.get("parameters")) for one in functions}
+
+
+def types_in(schema: Any) -> dict[str, frozenset[str]]:
+    """Return the types of a function's arguments by its schema, without those of which it does not say any."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict):
+        return {}
+    found = {key: _allowed_by(one, schema, 0) for key, one in properties.items()}
+    return {key: types for key, types in found.items() if types}
+
+
+_MAX_DEPTH = 8
+_OF_VALUES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+
+
+def _allowed_by(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+    """Return the types that a schema allows; none if it does not say."""
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return frozenset()
+    if isinstance(schema.get("$ref"), str):
+        return _allowed_by(_target(schema["$ref"], root), root, depth + 1)
+    kinds = schema.get("type")
+    if kinds is not None:
+        return frozenset(kinds if isinstance(kinds, list) else [kinds]) & _ANY
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return frozenset(_OF_VALUES.get(type(value), "null") for value in values)
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(members := schema.get(name), list):
+            return frozenset().union(*(_allowed_by(one, root, depth + 1) for one in members))
+    return frozenset({"object"}) if isinstance(schema.get("properties"), dict) else frozenset()
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> Any:
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found

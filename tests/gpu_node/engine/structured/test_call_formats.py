@@ -1,0 +1,116 @@
+"""Grammars of every format of calls: sampled calls parse and fit their schemas, and written ones are derived."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.guided import mask_of
+from fixtures.tiny_model import write_tokenizer
+
+from penstock.contract.calls.writing import written_calls
+from penstock.contract.errors import RequestError
+from penstock.contract.sampling import StructuredOutputs
+from penstock.contract.tool_formats import BY_NAME, FALLBACK, FORMATS, ToolFormat
+from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
+from penstock.gpu_node.engine.structured.guide import Guide
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+from penstock.producer.parsing.parsed_text import AnswerFormat
+
+EOS = 2
+NAMES = [form for form in (*FORMATS, FALLBACK.name)]
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"type": "string", "enum": ["a", "b c"]},
+        "x": {"type": "integer", "minimum": 0, "maximum": 9},
+        "on": {"type": "boolean"},
+    },
+    "required": ["kind", "x"],
+    "additionalProperties": False,
+}
+FREE: dict[str, Any] = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+FUNCTIONS = [
+    {"name": "move", "parameters": json.dumps(PARAMETERS)},
+    {"name": "write", "parameters": json.dumps(FREE | {"additionalProperties": False})},
+    {"name": "stop", "parameters": json.dumps({"properties": {}, "additionalProperties": False})},
+]
+TOOLS = json.dumps(
+    [{"type": "function", "function": one | {"parameters": json.loads(one["parameters"])}} for one in FUNCTIONS]
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, 384)
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def guides(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, len(tokenizer.token_bytes), frozenset({EOS}))
+
+
+def wanted(form: ToolFormat, functions: list[dict[str, Any]] = FUNCTIONS, **options: Any) -> StructuredOutputs:
+    return StructuredOutputs.model_validate({"calls": {"form": form, "functions": functions, **options}})
+
+
+def allowed(guides: GrammarCompiler, guide: Guide) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask_of(guides, guide).words.view(np.uint8), bitorder="little")).tolist()
+
+
+def derives(guides: GrammarCompiler, tokenizer: Tokenizer, output: StructuredOutputs, text: str) -> bool:
+    guide = guides.new_guide(guides.prepare(output))
+    guide.take(tokenizer.encode(text, framed=False))
+    return EOS in allowed(guides, guide)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sampled_call_parses_and_fits_its_schema(guides: GrammarCompiler, tokenizer: Tokenizer, name: str) -> None:
+    form, rng = BY_NAME[name], random.Random(name)
+    only = [FUNCTIONS[0]]
+    guide, token_ids = guides.new_guide(guides.prepare(wanted(form, only, parallel=False))), list[int]()
+    while (token_id := rng.choice(allowed(guides, guide))) != EOS:
+        guide.take([token_id])
+        token_ids.append(token_id)
+        assert len(token_ids) < 500
+    said = AnswerFormat(form, functions=TOOLS).read(tokenizer.decode(token_ids))
+    assert (said.content, [(call.name, call.end) for call in said.calls]) == ("", [("move", "whole")])
+    arguments = json.loads(said.calls[0].arguments)
+    assert arguments["kind"] in ("a", "b c") and 0 <= arguments["x"] <= 9
+    assert type(arguments.get("on", True)) is bool and arguments.keys() <= PARAMETERS["properties"].keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_written_calls_are_derived(guides: GrammarCompiler, tokenizer: Tokenizer, name: str) -> None:
+    form = BY_NAME[name]
+    move, wrong = ("move", {"kind": "b c", "x": 5}), ("move", {"kind": "c", "x": 5})
+    write = ("write", {"text": "two\nlines, <b> & more"})
+    for calls in ([move], [write], [("stop", {})], [move, write, ("stop", {})]):
+        text = written_calls(form, calls)
+        assert derives(guides, tokenizer, wanted(form), text)
+        assert derives(guides, tokenizer, wanted(form, required=False), text)
+        assert derives(guides, tokenizer, wanted(form, parallel=False), text) is (len(calls) == 1)
+    for required in (True, False):
+        assert not derives(guides, tokenizer, wanted(form, required=required), written_calls(form, [wrong]))
+    assert derives(guides, tokenizer, wanted(form, required=False), "Well, <b> [1]\n")
+    assert not derives(guides, tokenizer, wanted(form), "Well.")
+
+
+def test_a_schema_that_tags_cannot_hold_is_refused_by_name(guides: GrammarCompiler) -> None:
+    for schema in (
+        {"properties": {"a": {"type": "string", "minLength": 3}}},
+        {"properties": {"a": {"type": "string", "pattern": "^x"}}},
+        {"properties": {"a": {"type": "string"}}, "anyOf": [{"required": ["a"]}]},
+        {"properties": {"a": {"type": "string"}}, "required": ["b"]},
+        {"properties": {"a>": {"type": "string"}}},
+    ):
+        functions = [{"name": "g", "parameters": json.dumps(schema)}]
+        with pytest.raises(RequestError, match="no grammar can hold .*'g'") as caught:
+            guides.prepare(wanted(FORMATS["qwen3_coder"], functions))
+        assert caught.value.param == "tools"
