@@ -27,8 +27,8 @@ from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 picks = st.integers(0, 1000)
 COMMON_EVENTS = ("swap", "resume", "out", "in", "fork", "shared", "ahead", "awaited")
-RARE_EVENTS = ("in place", "failure", "no memory", "overshot", "kept state", "lost state")
-STATE_EVENTS = ("snapshot hit", "eviction", "save", "other slot", "late", "beams")
+RARE_EVENTS = ("in place", "failure", "no memory", "overshot", "kept state", "lost state", "eviction", "late")
+STATE_EVENTS = ("snapshot hit", "save", "other slot", "beams")
 """Few random examples may miss these."""
 
 
