@@ -27,8 +27,8 @@ from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 picks = st.integers(0, 1000)
 COMMON_EVENTS = ("swap", "resume", "out", "in", "fork", "shared", "ahead", "awaited")
-RARE_EVENTS = ("in place", "failure", "no memory", "overshot", "kept state", "lost state")
-STATE_EVENTS = ("snapshot hit", "eviction", "save", "other slot", "late", "beams")
+RARE_EVENTS = ("in place", "failure", "no memory", "overshot", "kept state", "lost state", "eviction", "late")
+STATE_EVENTS = ("snapshot hit", "save", "other slot", "beams")
 """Few random examples may miss these."""
 
 
@@ -285,13 +285,13 @@ class EngineMachine(RuleBasedStateMachine):
                 if token in (EOS, FAILED_TOKEN) or len(self.texts[seq]) == seq.max_num_tokens:
                     del self.texts[seq]
         self._continue_searches(choices)
+        for flight in self.flights:
+            self._run(*flight)
         if (states := self.memory.states) is not None:
             # Nothing may read what a sequence without finite logits left, even if its slots have no new content.
             targets = set(self.slots.targets(plan, sorted(failed))) if failed else set()
             pool = states._pool
             self.slots.spoil({at for at in targets if pool.ref_count(at) == 0 and not pool.is_cached(at)})
-        for flight in self.flights:
-            self._run(*flight)
         self.cache.spoil({block for block in broken if self.memory.ref_count(block) == 0})
 
     def _undrawn(self, step: Step, late: Items[bool]) -> list[int]:
