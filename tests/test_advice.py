@@ -300,7 +300,7 @@ WAYS = [
     Way("batch run - out --via-celery", "INPUT must be a file", "batch run {tools} out --via-celery"),
     Way("batch results b out --timeout 1", "only with --wait", "batch results b out --timeout 1 --wait"),
     Way("submit hi --jsonl {tools}", "conflicts with --jsonl; send one", "submit hi"),
-    Way("dead purge", "give either job ids or --all POOL", "dead purge --all m"),
+    Way("dead purge", "give either job ids or --all POOL", "dead purge --all m --yes"),
 ]
 
 

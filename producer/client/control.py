@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,6 +24,7 @@ from penstock.contract.job_actions import (
     change_error,
     checked_class,
     pause_names,
+    require_filter,
     retry_id,
 )
 from penstock.contract.priority import ClassName, Priority
@@ -46,6 +48,8 @@ LOOK_S = 2.0
 """Seconds between two looks for bulk actions that no process continues."""
 _WATCH_S = 0.25
 """Seconds between two looks at an action that another process does."""
+_STOP_WAIT_S = 60.0
+"""Seconds for which the end of an action waits for jobs that it asked to stop. A lost node takes the longest."""
 _MAX_PAUSE_S = 5.0
 """Seconds after which a step that a limit refused is tried again, so that the lease is renewed in time."""
 
@@ -145,6 +149,7 @@ class JobControl:
         to_priority: Priority | ClassName | None = None,
         to_background: bool | None = None,
         dry_run: bool = False,
+        all_jobs: bool = False,
         **jobs: Unpack[FilterOptions],
     ) -> BulkReport:
         """Cancel, retry, reschedule or change the class of all jobs that a filter names, and return the report.
@@ -152,30 +157,49 @@ class JobControl:
         `jobs` is the filter, as for `AsyncClient.jobs`: `pool`, `state`, `priority`, `background`, `tag`,
         `submitted_after`, `submitted_before`. Without a state it names those that the action can change. The action
         covers jobs that were accepted before it. It is stored in Redis: if this process dies, a gateway continues it.
-        With `dry_run` nothing changes, and the report tells what would. Raises RequestError for a wrong part, and
+        With `dry_run` nothing changes, and the report tells what would. A cancellation needs a part of a filter, or
+        `all_jobs`. Raises RequestError for a wrong part, and
         BusyError for too many open actions.
         """
         change = JobChange(action, not_before_s, checked_class(to_priority), to_background)
         wanted = JobFilter.of(jobs, tenant=tenant or self._tenant)
-        bulk_id = await self.start(change, wanted, owner=tenant or self._tenant, dry_run=dry_run)
+        bulk_id = await self.start(change, wanted, owner=tenant or self._tenant, dry_run=dry_run, all_jobs=all_jobs)
         return await self.finished(bulk_id, wanted, tenant=tenant)
 
     async def finished(self, bulk_id: str, wanted: JobFilter, *, tenant: str | None = None) -> BulkReport:
-        """Do a bulk action to its end, as far as no other process does, and return its report."""
+        """Do a bulk action to its end, as far as no other process does, and return its report.
+
+        The report is that of a running action if jobs that were asked to stop have not ended after _STOP_WAIT_S.
+        """
+        loop, stops_at_s = asyncio.get_running_loop(), math.inf
         while (report := await self.report(bulk_id, tenant=tenant)).state == "running":
             await self.continue_bulk(bulk_id, await self._pools_of(wanted))
-            if (report := await self.report(bulk_id, tenant=tenant)).state == "running":
-                await asyncio.sleep(_WATCH_S)
+            if (report := await self.report(bulk_id, tenant=tenant)).state != "running":
+                break
+            if report.num_asked_to_stop:
+                stops_at_s = min(stops_at_s, loop.time() + _STOP_WAIT_S)
+            if loop.time() >= stops_at_s:
+                break
+            await asyncio.sleep(_WATCH_S)
         return report
 
     async def start(
-        self, change: JobChange, wanted: JobFilter, *, owner: str, terms: Terms | None = None, dry_run: bool = False
+        self,
+        change: JobChange,
+        wanted: JobFilter,
+        *,
+        owner: str,
+        terms: Terms | None = None,
+        dry_run: bool = False,
+        all_jobs: bool = False,
     ) -> str:
         """Store a bulk action and return its id. `continue_bulk` or any gateway then does it.
 
-        Raises BusyError for too many open actions, and NotFoundError if the filter names no pool. Each pool has its own
+        Raises RequestError for a cancellation without a part of a filter, BusyError for too many open actions, and
+        NotFoundError if the filter names no pool. Each pool has its own
         record of the action, so an action on pools of several servers needs all of them for a moment.
         """
+        require_filter(change, wanted, all_jobs=all_jobs or dry_run)
         states = wanted.states or STATES_OF[change.action]
         parts = {**wanted.as_object(), "state": states}
         request = BulkRequest(change, JobFilter.of(parts, tenant=wanted.tenant), terms or self._terms)

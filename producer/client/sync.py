@@ -294,6 +294,7 @@ class Control:
         to_priority: Priority | ClassName | None = None,
         to_background: bool | None = None,
         dry_run: bool = False,
+        all_jobs: bool = False,
         **jobs: Unpack[FilterOptions],
     ) -> BulkReport:
         """Act on all jobs that a filter names, and return the report."""
@@ -304,6 +305,7 @@ class Control:
             to_priority=to_priority,
             to_background=to_background,
             dry_run=dry_run,
+            all_jobs=all_jobs,
             **jobs,
         )
         return self._loop.call(done)

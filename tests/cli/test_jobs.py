@@ -97,7 +97,11 @@ def test_jobs_are_changed_retried_and_acted_on_in_bulk(pool: str) -> None:
         assert jobs(pool, "change", first.id).returncode == 2
         dry = json.loads(jobs(pool, "bulk", "cancel", "--tag", "b", "--dry-run").stdout)
         assert (dry["changed"], dry["dry_run"], first.status().state) == (3, True, "scheduled")
-        done = json.loads(jobs(pool, "bulk", "cancel", "--tag", "b").stdout)
+        for options, reason in ((("--tag", "b"), "add --yes"), (("--tenant", "bulk", "--yes"), "--all")):
+            refused = jobs(pool, "bulk", "cancel", *options)
+            assert (refused.returncode, reason in refused.stderr, first.status().state) == (2, True, "scheduled")
+        assert "Cancel 3 jobs of all tenants, 0 of them running?" in jobs(pool, "bulk", "cancel", "--tag", "b").stderr
+        done = json.loads(jobs(pool, "bulk", "cancel", "--tag", "b", "--yes").stdout)
         assert [done[name] for name in ("state", "changed", "already_over", "failed")] == ["ended", 3, 0, 0]
         old, new = jobs(pool, "retry", first.id).stdout.split()
         assert (old, client.result(new, tenant="bulk").outcome.state) == (first.id, "succeeded")
