@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, Unpack
 
+from penstock.contract.durations import Span, seconds_of
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, PenstockError, UnavailableError
 from penstock.contract.job import SubmitOptions, is_job_id, pool_of
 from penstock.contract.job_actions import (
@@ -97,12 +98,14 @@ class JobControl:
         self._terms = terms
         self._begun = asyncio.Event()
 
-    async def reschedule(self, job_id: str, not_before_s: float, *, tenant: str | None = None) -> None:
-        """Let a job wait that no node runs, for these seconds from now on; 0 queues it now.
+    async def reschedule(self, job_id: str, not_before_s: Span, *, tenant: str | None = None) -> None:
+        """Let a job wait that no node runs, for these seconds from now on, or until a datetime; 0 queues it now.
 
         Raises NotFoundError, ConflictError for a running or ended job, and RequestError for a time behind its deadline.
         """
-        await self.change(job_id, JobChange("reschedule", not_before_s=not_before_s), tenant=tenant)
+        await self.change(
+            job_id, JobChange("reschedule", not_before_s=seconds_of("not_before_s", not_before_s)), tenant=tenant
+        )
 
     async def change_class(
         self,
@@ -145,7 +148,7 @@ class JobControl:
         action: ActionName,
         *,
         tenant: str | None = None,
-        not_before_s: float | None = None,
+        not_before_s: Span | None = None,
         to_priority: Priority | ClassName | None = None,
         to_background: bool | None = None,
         dry_run: bool = False,
@@ -161,7 +164,8 @@ class JobControl:
         `all_jobs`. Raises RequestError for a wrong part, and
         BusyError for too many open actions.
         """
-        change = JobChange(action, not_before_s, checked_class(to_priority), to_background)
+        begins_in_s = None if not_before_s is None else seconds_of("not_before_s", not_before_s)
+        change = JobChange(action, begins_in_s, checked_class(to_priority), to_background)
         wanted = JobFilter.of(jobs, tenant=tenant or self._tenant)
         bulk_id = await self.start(change, wanted, owner=tenant or self._tenant, dry_run=dry_run, all_jobs=all_jobs)
         return await self.finished(bulk_id, wanted, tenant=tenant)

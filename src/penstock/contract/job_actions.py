@@ -13,7 +13,7 @@ from penstock.contract.errors import ConflictError, NotFoundError, PenstockError
 from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.job import MAX_DEADLINE_S, MAX_TAG_CHARS, TAG_PATTERN
 from penstock.contract.output import STATES
-from penstock.contract.priority import NUM_LEVELS, ClassName, Priority, class_of_level, is_background
+from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, ClassName, Priority, class_of_level, is_background
 
 MAX_POOL_CHARS = 69
 MAX_UNIX_S = 2**47 / 1000
@@ -35,12 +35,15 @@ def checked_states(given: str | Sequence[str] | None) -> tuple[str, ...]:
     return states
 
 
-def checked_class(name: str | Priority | None) -> Priority | None:
-    """Return the class of this name. Raises RequestError for an unknown one."""
+def checked_class(name: str | int | None) -> Priority | None:
+    """Return the class of this name or number. Raises RequestError for an unknown one."""
     if name is None or isinstance(name, Priority):
         return name
+    if isinstance(name, int) and not isinstance(name, bool) and 0 <= name < NUM_PRIORITIES:
+        return Priority(name)
     if name not in get_args(ClassName):
-        message = f"priority: must be one of {', '.join(get_args(ClassName))}, not {str(name)[:32]!r}"
+        names = ", ".join(f"{one.label} ({one.value})" for one in Priority)
+        message = f"priority: must be one of {names}, not {str(name)[:32]!r}"
         raise RequestError(message, param="priority")
     return Priority.of(cast(ClassName, name))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -190,6 +191,32 @@ async def test_a_process_that_lost_its_lease_changes_nothing(client: AsyncClient
     report = await client.control.report(bulk_id)
     assert (report.state, report.num_changed) == ("cancelled", 0)
     assert await client.servers.directory.redis.zcard(keys.bulks(POOL)) == 0
+
+
+async def test_classes_have_names_and_numbers_and_times_have_three_forms(
+    client: AsyncClient, told_node: FakeNode
+) -> None:
+    forms: tuple[Any, ...] = (600, timedelta(minutes=10), datetime.now(UTC) + timedelta(minutes=10))
+    for given, priority in zip(forms, ("batch", 2, Priority.BATCH), strict=True):
+        job = await client.submit("hello", not_before_s=given, deadline_s=timedelta(hours=1), priority=priority)
+        status = await client.status(job.id)
+        assert (status.state, status.priority) == ("scheduled", Priority.BATCH)
+        begins_ms = await client.servers.directory.redis.hget(keys.job(job.id), "submitted")
+        assert 590_000 < int(begins_ms) - status.accepted_ms <= 600_001
+        for again in forms:
+            await client.control.reschedule(job.id, again)
+    past = await client.submit("hello", not_before_s=datetime.now(UTC) - timedelta(hours=1), priority="interactive")
+    assert (await client.status(past.id)).state == "queued"
+    for name in ("not_before_s", "deadline_s"):
+        with pytest.raises(RequestError, match="has no time zone") as naive:
+            await client.submit("hello", **{name: datetime(2100, 1, 1)})  # type: ignore[arg-type]
+        assert naive.value.param == name
+    with pytest.raises(RequestError, match="has no time zone"):
+        await client.control.reschedule(past.id, datetime(2100, 1, 1))
+    for wrong in ("urgent", 3, -1, True, 1.5):
+        with pytest.raises(RequestError, match=r"interactive \(0\), standard \(1\), batch \(2\)") as caught:
+            await client.submit("hello", priority=wrong)  # type: ignore[arg-type]
+        assert caught.value.param == "priority"
 
 
 async def test_wrong_actions_name_their_field(client: AsyncClient, told_node: FakeNode) -> None:
