@@ -13,7 +13,7 @@ from typing import Any, Protocol, Unpack
 
 from penstock.contract.durations import Span, seconds_of
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, PenstockError, UnavailableError
-from penstock.contract.job import SubmitOptions, is_job_id, pool_of
+from penstock.contract.job import JobKey, SubmitOptions, is_job_id, pool_of
 from penstock.contract.job_actions import (
     STATES_OF,
     ActionName,
@@ -59,6 +59,11 @@ class _Submits(Protocol):
     async def __call__(self, prompt: Prompt, /, **options: Unpack[SubmitOptions]) -> Submitted: ...
 
 
+def retry_key(job_id: str) -> str:
+    """Return the idempotency key of a job's retry, which makes it the only one."""
+    return f"retry:{job_id}"
+
+
 def retry_options(
     job_id: str, request: Request, *, tags: Sequence[str] = (), metadata: Any = None
 ) -> tuple[Prompt, SubmitOptions]:
@@ -77,7 +82,7 @@ def retry_options(
         "tags": tags,
         "metadata": metadata,
         "retry_of": job_id,
-        "idempotency_key": f"retry:{job_id}",
+        "idempotency_key": retry_key(job_id),
     }
     return next(form for form in forms if form is not None), options
 
@@ -140,6 +145,8 @@ class JobControl:
         status = await self._servers.of_job(job_id).broker.status(job_id, tenant or self._tenant)
         request, outcome = await self._retriable(status)
         if request is None:
+            if outcome == "request_expired" and (earlier := await self._earlier_retry(status)) is not None:
+                return earlier
             raise change_error(job_id, outcome) or NotFoundError(f"no job {job_id}", code="job_not_found")
         return await self._submit_again(status, request, terms or self._terms)
 
@@ -386,6 +393,16 @@ class JobControl:
             if (request := await self._servers.of_job(status.job_id).steering.request(status.job_id)) is not None:
                 return request, "changed"
         return None, "request_expired"
+
+    async def _earlier_retry(self, status: JobStatus) -> Submitted | None:
+        """Return the retry of a job whose request is gone, such as that of a purged dead letter."""
+        one = self._servers.of_job(status.job_id)
+        key = JobKey(status.tenant, retry_key(status.job_id))
+        new_id = await one.known_jobs.named(key, pool_of(status.job_id))
+        if new_id is None:
+            return None
+        new = await one.broker.status(new_id, status.tenant)
+        return Submitted(new.state, 0, pushed=False, job_id=new_id, existed=True)
 
     async def _submit_again(
         self, status: JobStatus, request: Request, terms: Terms, new_id: str | None = None

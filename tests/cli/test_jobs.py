@@ -121,7 +121,8 @@ def test_pools_are_paused_and_resumed(pool: str) -> None:
         job = client.submit("hello", max_tokens=2, tenant="still")
         client.submit("hello", max_tokens=2, tenant="acme").result()
         assert job.status().state == "queued"
-        assert pools("resume", name, "--tenant", "still") == []
+        resumed = run_command("pools", "resume", name, "--tenant", "still", "--redis-url", pool)
+        assert (json.loads(resumed.stdout), resumed.stderr) == ([], f"{name}: nodes take jobs of: tenant still\n")
         assert job.result().outcome.state == "succeeded"
 
 
