@@ -422,7 +422,8 @@ def with_defaults(params: SamplingParams, record: PoolRecord) -> SamplingParams:
 
 def durations_of(options: Mapping[str, Any]) -> dict[str, int]:
     """Return the fields of a job for the options in seconds. Raises RequestError for one that is wrong."""
-    given = {name: seconds_of(name, span) for name in DURATIONS if (span := options.get(name)) is not None}
+    spans = {name: span for name in DURATIONS if (span := options.get(name)) is not None}
+    given: dict[str, Any] = {name: seconds_of(name, span) for name, span in spans.items()}
     if not given:
         return {}
     found = {DURATIONS[name]: _milliseconds(name, seconds) for name, seconds in given.items()}

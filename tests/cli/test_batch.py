@@ -22,8 +22,11 @@ def test_an_interrupted_batch_says_where_its_answers_are_and_how_to_go_on(redis_
     with NodeProcess(redis_url, step_s=1.0), Client(redis_url) as client:
         command = [sys.executable, "-m", "penstock", "batch", "run", str(source), str(output), "--redis-url", redis_url]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
-            wait_until(lambda: sum(pool.num_open for pool in client.pool_stats()[0]) == 1)
-            run.send_signal(signal.SIGINT)
-            stderr = run.communicate(timeout=60)[1]
+            try:
+                wait_until(lambda: len(client.jobs(state=("queued", "running")).jobs) == 1)
+                run.send_signal(signal.SIGINT)
+                stderr = run.communicate(timeout=60)[1]
+            finally:
+                run.kill()
     assert run.returncode == 128 + signal.SIGINT
     assert f"interrupted: what is answered is in {output}; the same command continues\n" in stderr
