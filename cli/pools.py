@@ -115,7 +115,10 @@ def _set_pause(redis_url: str | None, pool: str, *, on: bool, **given: Any) -> N
         array.add(*(one.as_object() for one in left))
     what = " ".join(f"{name} {value}" for name, value in _shown_kinds(given)) or "all jobs"
     if on:
-        write_line(f"{pool}: nodes take no job of: {what}. `penstock pools resume` ends it", file=sys.stderr)
+        write_line(
+            f"{pool}: nodes take no job of: {what}. `penstock pools resume` with the same options ends it",
+            file=sys.stderr,
+        )
     else:
         others = f"; {len(left)} other pauses are left" if left else ""
         write_line(f"{pool}: nodes take jobs of: {what}{others}", file=sys.stderr)
