@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
-from penstock.cli.output import AsJson, JsonArray, print_object, say_empty, time_in_words, write_line
+from penstock.cli.output import AsJson, JsonArray, confirm, print_object, say_empty, time_in_words, write_line
 from penstock.contract.errors import RequestError
 from penstock.runtime.settings import redis_url_of
 
@@ -105,16 +105,19 @@ def purge(
     all_of: Annotated[
         str | None, typer.Option("--all", metavar="POOL", help="Delete all dead letters of this pool.")
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before all of a pool are deleted.")] = False,
     redis_url: RedisUrl = None,
 ) -> None:
     """Delete dead letters and their requests.
 
     Examples:
         penstock dead purge JOB_ID
-        penstock dead purge --all POOL
+        penstock dead purge --all POOL --yes
     """
     if bool(job_ids) == bool(all_of):
         raise RequestError("give either job ids or --all POOL", param="job_ids")
+    if all_of is not None:
+        confirm(f"Delete all dead letters of pool {all_of}?", is_sure=yes)
 
     async def forget(client: AsyncClient) -> int:
         return await (client.dead.purge(job_ids or []) if all_of is None else client.dead.purge_all(all_of))

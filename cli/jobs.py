@@ -17,7 +17,16 @@ import typer
 
 from penstock.cli.command_line import App
 from penstock.cli.options import TIME_HELP, RedisUrl, unix_s_of
-from penstock.cli.output import AsJson, JsonArray, duration_in_words, print_object, say_empty, write_line, write_text
+from penstock.cli.output import (
+    AsJson,
+    JsonArray,
+    confirm,
+    duration_in_words,
+    print_object,
+    say_empty,
+    write_line,
+    write_text,
+)
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.runtime.settings import pool_urls, redis_url_of
 
@@ -261,30 +270,41 @@ def bulk(
         typer.Option("--to-background/--to-foreground", help="For `change_class`: make them background work, or not."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing, and count what would change.")] = False,
+    all_jobs: Annotated[bool, typer.Option("--all", help="For `cancel` without a filter: all jobs.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="For `cancel`: do not ask.")] = False,
     redis_url: RedisUrl = None,
 ) -> None:
     """Cancel, retry, reschedule or change the class of all jobs that the options name, and print a report as JSON.
 
-    The action covers jobs accepted before it. If this command is killed, a gateway continues the action.
+    The action covers jobs accepted before it. If this command is killed, a gateway continues the action. `cancel` needs
+    a filter beside the tenant, or --all. On a terminal it shows how many jobs it would cancel, and asks.
 
     Examples:
         penstock jobs bulk cancel --tag run:7 --dry-run
+        penstock jobs bulk cancel --tag run:7 --yes
         penstock jobs bulk retry --state failed --since 2h
         penstock jobs bulk change_class --priority batch --to-priority standard
     """
-    from penstock.contract.job_actions import JobChange, checked_class
+    from penstock.contract.job_actions import JobChange, checked_class, require_filter
 
     change = JobChange(action, not_before, checked_class(to_priority), to_background)
     wanted = _filter_of(tenant, state, since, until, pool=pool, priority=priority, background=background, tag=tag)
 
-    async def work() -> dict[str, Any]:
+    async def work(*, is_dry: bool) -> dict[str, Any]:
         from penstock.producer.client import AsyncClient
 
+        owner = tenant or "default"
         async with AsyncClient(redis_url_of(redis_url)) as client:
-            bulk_id = await client.control.start(change, wanted, owner=tenant or "default", dry_run=dry_run)
-            return (await client.control.finished(bulk_id, wanted, tenant=tenant or "default")).as_object()
+            bulk_id = await client.control.start(change, wanted, owner=owner, dry_run=is_dry, all_jobs=all_jobs)
+            return (await client.control.finished(bulk_id, wanted, tenant=owner)).as_object()
 
-    print_object(asyncio.run(work()), as_json=True)
+    if action == "cancel" and not (dry_run or yes):
+        require_filter(change, wanted, all_jobs=all_jobs)
+        found = asyncio.run(work(is_dry=True))
+        whose = "all tenants" if tenant is None else f"tenant {tenant}"
+        num_jobs, num_running = found["changed"] + found["asked_to_stop"], found["asked_to_stop"]
+        confirm(f"Cancel {num_jobs} jobs of {whose}, {num_running} of them running?", is_sure=False)
+    print_object(asyncio.run(work(is_dry=dry_run)), as_json=True)
 
 
 @app.command()

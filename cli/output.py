@@ -68,6 +68,15 @@ def write_error(message: str) -> None:
     write_text(f"penstock: {without_controls(message)}\n", sys.stderr)
 
 
+def confirm(question: str, *, is_sure: bool, can_ask: bool = True) -> None:
+    """Ask on a terminal before a command destroys, unless the caller is sure. Raises ConfigError elsewhere."""
+    if is_sure:
+        return
+    if not (can_ask and sys.stdin.isatty()):
+        raise ConfigError(f"add --yes: without a terminal, this command cannot ask: {question}")
+    typer.confirm(question, abort=True, err=True)
+
+
 def say_empty(what: str) -> None:
     """Tell a person that a list is empty. Programs that read stdout see an empty list."""
     write_line(what, file=sys.stderr)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -110,8 +111,27 @@ def _set_pause(redis_url: str | None, pool: str, *, on: bool, **given: Any) -> N
         async with AsyncClient(redis_url_of(redis_url)) as client:
             return await (client.control.pause if on else client.control.resume)(pool, **given)
 
+    left = asyncio.run(work())
     with JsonArray() as array:
-        array.add(*(one.as_object() for one in asyncio.run(work())))
+        array.add(*(one.as_object() for one in left))
+    what = " ".join(f"{name} {value}" for name, value in _shown_kinds(given)) or "all jobs"
+    if on:
+        write_line(
+            f"{pool}: nodes take no job of: {what}. `penstock pools resume` with the same options ends it",
+            file=sys.stderr,
+        )
+    else:
+        others = f"; {len(left)} other pauses are left" if left else ""
+        write_line(f"{pool}: nodes take jobs of: {what}{others}", file=sys.stderr)
+
+
+def _shown_kinds(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what a pause is limited to, in words."""
+    for name, value in given.items():
+        if name == "background" and value is not None:
+            yield "kind", "background" if value else "foreground"
+        elif value is not None:
+            yield "class" if name == "priority" else name, str(value)
 
 
 @app.command()

@@ -12,8 +12,7 @@ import typer
 
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
-from penstock.cli.output import AsJson, print_object, write_line
-from penstock.contract.errors import ConfigError
+from penstock.cli.output import AsJson, confirm, print_object, write_line
 from penstock.runtime.settings import pool_urls, redis_url_of
 
 if TYPE_CHECKING:
@@ -50,10 +49,7 @@ def delete(
         print_object(_object_of(found), as_json=as_json)
     if dry_run:
         return
-    if not yes:
-        if as_json or not sys.stdin.isatty():
-            raise ConfigError("add --yes: without a terminal, this command cannot ask before it deletes")
-        typer.confirm(f"Delete all of that for tenant {tenant}?", abort=True, err=True)
+    confirm(f"Delete all of that for tenant {tenant}?", is_sure=yes, can_ask=not as_json)
     num_jobs = asyncio.run(_delete(urls, tenant))
     if as_json:
         print_object({**_object_of(found), "num_deleted_jobs": num_jobs}, as_json=True)

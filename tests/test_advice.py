@@ -170,6 +170,8 @@ FOLLOWED = {
     "which this `penstock serve` joined": "test_a_serve_that_joined_says_when_that_redis_ends",
     "(penstock serve: --data-dir FOLDER)": "test_data_dir_carries_writes_across_restarts",
     # pools and models
+    "`penstock pools resume` with the same options": "test_pools_are_paused_and_resumed",
+    "filter: cancel needs one of": "test_jobs_are_changed_retried_and_acted_on_in_bulk",
     "(`penstock pools allow`)": "test_a_damaged_entry_or_record_hides_no_other_pool_and_is_mended_by_its_node",
     "(`penstock pools forget {}`)": "test_a_forgotten_pool_may_have_any_version",
     "or remove the pool: penstock pools forget": "test_forget_deletes_all_keys_of_a_pool_that_do_not_expire",
@@ -300,7 +302,7 @@ WAYS = [
     Way("batch run - out --via-celery", "INPUT must be a file", "batch run {tools} out --via-celery"),
     Way("batch results b out --timeout 1", "only with --wait", "batch results b out --timeout 1 --wait"),
     Way("submit hi --jsonl {tools}", "conflicts with --jsonl; send one", "submit hi"),
-    Way("dead purge", "give either job ids or --all POOL", "dead purge --all m"),
+    Way("dead purge", "give either job ids or --all POOL", "dead purge --all m --yes"),
 ]
 
 

@@ -137,8 +137,12 @@ def retry(
 def _conclude(batch: Batch, work: Callable[[ShownProgress], BatchProgress]) -> None:
     """Do the work while its progress is shown, say how it ended, and exit with 1 if rows failed."""
     started_s = time.monotonic()
-    with shown_progress() as shown:
-        done = work(shown)
+    try:
+        with shown_progress() as shown:
+            done = work(shown)
+    except KeyboardInterrupt:
+        write_line(f"interrupted: what is answered is in {batch.output}; the same command continues", file=sys.stderr)
+        raise
     summary = f"{done.num_answered} answered, {done.num_failed} failed, {done.completion_tokens} tokens"
     write_line(f"{summary} in {time.monotonic() - started_s:.1f} s: {batch.output}", file=sys.stderr)
     if done.num_failed:

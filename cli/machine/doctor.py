@@ -259,6 +259,8 @@ def judge_node(node: NodePressure) -> Iterator[Check]:
     for part, why in node.troubles.items():
         advice = NODE_ADVICE.get(part, "see the node's log")
         yield Check("warn", "node", f"{node.node_id}: {part} {why}", advice)
+    for part, why in node.past_troubles.items():
+        yield Check("ok", "node", f"{node.node_id}: was unhealthy within the last minute: {part} {why}")
     if not node.troubles:
         used = node.kv_blocks_total - node.kv_blocks_free
         load = f"{node.num_jobs} jobs, {used} of {node.kv_blocks_total} KV blocks used"

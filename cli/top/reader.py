@@ -42,7 +42,7 @@ class NodeRow:
     node_id: str
     state: NodeState
     reason: str = ""
-    """Why it is unhealthy, or how long it has been silent."""
+    """Why it is or was unhealthy, or how long it has been silent."""
     silent_ms: int = 0
     num_jobs: int = 0
     num_running: int = 0
@@ -380,7 +380,8 @@ def _state_of(node: LiveNode) -> tuple[NodeState, str]:
         return "silent", f"no heartbeat for {node.silent_ms / 1000:.0f} s"
     if pressure.troubles:
         return "unhealthy", "; ".join(f"{part}: {reason}" for part, reason in pressure.troubles.items())
-    return ("draining", "") if pressure.draining else ("ok", "")
+    past = "; ".join(f"was unhealthy: {part}: {reason}" for part, reason in pressure.past_troubles.items())
+    return ("draining", past) if pressure.draining else ("ok", past)
 
 
 def _classes(activity: PoolActivity) -> tuple[ClassRow, ...]:

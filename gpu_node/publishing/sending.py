@@ -36,7 +36,9 @@ class Alarm:
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        # The alarm keeps the time itself: uvloop returns a handle without one for a time that has nearly come.
+        self._rings_at_s = math.inf
         self._on_ring = ring
 
     def set(self, delay_s: float) -> None:
@@ -44,9 +46,10 @@ class Alarm:
         # Rounded up to milliseconds, the resolution of uvloop's timers: a ring before the time would find nothing due.
         at_s = math.ceil((self._loop.time() + delay_s) * 1000) / 1000
         if self._timer is not None:
-            if self._timer.when() <= at_s:
+            if self._rings_at_s <= at_s:
                 return
             self._timer.cancel()
+        self._rings_at_s = at_s
         self._timer = self._loop.call_at(at_s, self._ring)
 
     def _ring(self) -> None:

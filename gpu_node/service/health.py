@@ -125,7 +125,7 @@ class Watchdog:
 
 
 REMEMBERED_S = 30.0
-"""How long a momentary problem stays reported, so that an operator can notice it."""
+"""How long a past problem stays reported as past, so that an operator can notice it."""
 _NOT_REMEMBERED = STOPPING_PARTS
 """Gateways are not ready while such a part is unhealthy, so it is reported for no longer than that."""
 _STALLED_ENGINE_S = 10.0
@@ -168,13 +168,16 @@ class Health:
         self._max_step_tokens = 0
         # Keyed by id: part of the node.
         self._troubles: dict[str, tuple[str, float]] = {}
+        # Keyed by id: part of the node.
+        self.past: dict[str, str] = {}
 
     def look(self, sample: HealthSample) -> dict[str, str]:
-        """Return the unhealthy parts, each with the reason."""
+        """Return the parts that are unhealthy now, each with the reason. `past` then has those that were so before."""
         before, self._before = self._before or sample, sample
         self._max_step_tokens = max(self._max_step_tokens, sample.stats.max_step_tokens)
         found = chain(_of_process(sample, before), _of_queue(sample), self._of_engine(sample, before))
-        for part, why in found:
+        now = dict(found)
+        for part, why in now.items():
             if part not in self._troubles:
                 log.warning("a part of this node is unhealthy", extra={"part": part, "reason": why})
             self._troubles[part] = why, sample.now_s
@@ -183,7 +186,8 @@ class Health:
                 continue
             del self._troubles[part]
             log.info("a part of this node is healthy again", extra={"part": part})
-        return {part: why for part, (why, _) in self._troubles.items()}
+        self.past = {part: why for part, (why, _) in self._troubles.items() if part not in now}
+        return now
 
     def _of_engine(self, sample: HealthSample, before: HealthSample) -> Iterator[tuple[str, str]]:
         stats, last = sample.stats, before.stats

@@ -276,6 +276,7 @@ class Heartbeat:
             predicted_outputs=snapshot.predicted_outputs,
             times_of_hour=snapshot.times_of_hour,
             troubles=self._health.look(self._health_sample(snapshot, now_s)),
+            past_troubles=self._health.past,
         )
 
     def _paces(self, snapshot: NodeSnapshot, now_s: float) -> tuple[DrainPace, DrainPace]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any, Protocol, Unpack
 
+from penstock.contract.durations import seconds_of
 from penstock.contract.errors import (
     BusyError,
     InvariantError,
@@ -88,7 +89,8 @@ async def _ask(
         **request.submit_options(),
         "model": model,
         "priority": Priority.BATCH,
-        "not_before_s": max(terms.delay_s, request.queueing.get("not_before_s") or 0.0) or None,
+        "not_before_s": max(terms.delay_s, seconds_of("not_before_s", request.queueing.get("not_before_s") or 0.0))
+        or None,
         "durability": terms.durability,
         "in_feed": terms.in_feed,
         "lower_max_tokens": True,

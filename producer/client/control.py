@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, Unpack
 
+from penstock.contract.durations import Span, seconds_of
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, PenstockError, UnavailableError
-from penstock.contract.job import SubmitOptions, is_job_id, pool_of
+from penstock.contract.job import JobKey, SubmitOptions, is_job_id, pool_of
 from penstock.contract.job_actions import (
     STATES_OF,
     ActionName,
@@ -23,6 +25,7 @@ from penstock.contract.job_actions import (
     change_error,
     checked_class,
     pause_names,
+    require_filter,
     retry_id,
 )
 from penstock.contract.priority import ClassName, Priority
@@ -46,12 +49,19 @@ LOOK_S = 2.0
 """Seconds between two looks for bulk actions that no process continues."""
 _WATCH_S = 0.25
 """Seconds between two looks at an action that another process does."""
+_STOP_WAIT_S = 60.0
+"""Seconds for which the end of an action waits for jobs that it asked to stop. A lost node takes the longest."""
 _MAX_PAUSE_S = 5.0
 """Seconds after which a step that a limit refused is tried again, so that the lease is renewed in time."""
 
 
 class _Submits(Protocol):
     async def __call__(self, prompt: Prompt, /, **options: Unpack[SubmitOptions]) -> Submitted: ...
+
+
+def retry_key(job_id: str) -> str:
+    """Return the idempotency key of a job's retry, which makes it the only one."""
+    return f"retry:{job_id}"
 
 
 def retry_options(
@@ -72,7 +82,7 @@ def retry_options(
         "tags": tags,
         "metadata": metadata,
         "retry_of": job_id,
-        "idempotency_key": f"retry:{job_id}",
+        "idempotency_key": retry_key(job_id),
     }
     return next(form for form in forms if form is not None), options
 
@@ -93,12 +103,14 @@ class JobControl:
         self._terms = terms
         self._begun = asyncio.Event()
 
-    async def reschedule(self, job_id: str, not_before_s: float, *, tenant: str | None = None) -> None:
-        """Let a job wait that no node runs, for these seconds from now on; 0 queues it now.
+    async def reschedule(self, job_id: str, not_before_s: Span, *, tenant: str | None = None) -> None:
+        """Let a job wait that no node runs, for these seconds from now on, or until a datetime; 0 queues it now.
 
         Raises NotFoundError, ConflictError for a running or ended job, and RequestError for a time behind its deadline.
         """
-        await self.change(job_id, JobChange("reschedule", not_before_s=not_before_s), tenant=tenant)
+        await self.change(
+            job_id, JobChange("reschedule", not_before_s=seconds_of("not_before_s", not_before_s)), tenant=tenant
+        )
 
     async def change_class(
         self,
@@ -133,6 +145,8 @@ class JobControl:
         status = await self._servers.of_job(job_id).broker.status(job_id, tenant or self._tenant)
         request, outcome = await self._retriable(status)
         if request is None:
+            if outcome == "request_expired" and (earlier := await self._earlier_retry(status)) is not None:
+                return earlier
             raise change_error(job_id, outcome) or NotFoundError(f"no job {job_id}", code="job_not_found")
         return await self._submit_again(status, request, terms or self._terms)
 
@@ -141,10 +155,11 @@ class JobControl:
         action: ActionName,
         *,
         tenant: str | None = None,
-        not_before_s: float | None = None,
+        not_before_s: Span | None = None,
         to_priority: Priority | ClassName | None = None,
         to_background: bool | None = None,
         dry_run: bool = False,
+        all_jobs: bool = False,
         **jobs: Unpack[FilterOptions],
     ) -> BulkReport:
         """Cancel, retry, reschedule or change the class of all jobs that a filter names, and return the report.
@@ -152,30 +167,50 @@ class JobControl:
         `jobs` is the filter, as for `AsyncClient.jobs`: `pool`, `state`, `priority`, `background`, `tag`,
         `submitted_after`, `submitted_before`. Without a state it names those that the action can change. The action
         covers jobs that were accepted before it. It is stored in Redis: if this process dies, a gateway continues it.
-        With `dry_run` nothing changes, and the report tells what would. Raises RequestError for a wrong part, and
+        With `dry_run` nothing changes, and the report tells what would. A cancellation needs a part of a filter, or
+        `all_jobs`. Raises RequestError for a wrong part, and
         BusyError for too many open actions.
         """
-        change = JobChange(action, not_before_s, checked_class(to_priority), to_background)
+        begins_in_s = None if not_before_s is None else seconds_of("not_before_s", not_before_s)
+        change = JobChange(action, begins_in_s, checked_class(to_priority), to_background)
         wanted = JobFilter.of(jobs, tenant=tenant or self._tenant)
-        bulk_id = await self.start(change, wanted, owner=tenant or self._tenant, dry_run=dry_run)
+        bulk_id = await self.start(change, wanted, owner=tenant or self._tenant, dry_run=dry_run, all_jobs=all_jobs)
         return await self.finished(bulk_id, wanted, tenant=tenant)
 
     async def finished(self, bulk_id: str, wanted: JobFilter, *, tenant: str | None = None) -> BulkReport:
-        """Do a bulk action to its end, as far as no other process does, and return its report."""
+        """Do a bulk action to its end, as far as no other process does, and return its report.
+
+        The report is that of a running action if jobs that were asked to stop have not ended after _STOP_WAIT_S.
+        """
+        loop, stops_at_s = asyncio.get_running_loop(), math.inf
         while (report := await self.report(bulk_id, tenant=tenant)).state == "running":
             await self.continue_bulk(bulk_id, await self._pools_of(wanted))
-            if (report := await self.report(bulk_id, tenant=tenant)).state == "running":
-                await asyncio.sleep(_WATCH_S)
+            if (report := await self.report(bulk_id, tenant=tenant)).state != "running":
+                break
+            if report.num_asked_to_stop:
+                stops_at_s = min(stops_at_s, loop.time() + _STOP_WAIT_S)
+            if loop.time() >= stops_at_s:
+                break
+            await asyncio.sleep(_WATCH_S)
         return report
 
     async def start(
-        self, change: JobChange, wanted: JobFilter, *, owner: str, terms: Terms | None = None, dry_run: bool = False
+        self,
+        change: JobChange,
+        wanted: JobFilter,
+        *,
+        owner: str,
+        terms: Terms | None = None,
+        dry_run: bool = False,
+        all_jobs: bool = False,
     ) -> str:
         """Store a bulk action and return its id. `continue_bulk` or any gateway then does it.
 
-        Raises BusyError for too many open actions, and NotFoundError if the filter names no pool. Each pool has its own
+        Raises RequestError for a cancellation without a part of a filter, BusyError for too many open actions, and
+        NotFoundError if the filter names no pool. Each pool has its own
         record of the action, so an action on pools of several servers needs all of them for a moment.
         """
+        require_filter(change, wanted, all_jobs=all_jobs or dry_run)
         states = wanted.states or STATES_OF[change.action]
         parts = {**wanted.as_object(), "state": states}
         request = BulkRequest(change, JobFilter.of(parts, tenant=wanted.tenant), terms or self._terms)
@@ -358,6 +393,16 @@ class JobControl:
             if (request := await self._servers.of_job(status.job_id).steering.request(status.job_id)) is not None:
                 return request, "changed"
         return None, "request_expired"
+
+    async def _earlier_retry(self, status: JobStatus) -> Submitted | None:
+        """Return the retry of a job whose request is gone, such as that of a purged dead letter."""
+        one = self._servers.of_job(status.job_id)
+        key = JobKey(status.tenant, retry_key(status.job_id))
+        new_id = await one.known_jobs.named(key, pool_of(status.job_id))
+        if new_id is None:
+            return None
+        new = await one.broker.status(new_id, status.tenant)
+        return Submitted(new.state, 0, pushed=False, job_id=new_id, existed=True)
 
     async def _submit_again(
         self, status: JobStatus, request: Request, terms: Terms, new_id: str | None = None

@@ -17,6 +17,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import ValidationError
 
 from penstock.contract.adapters import AdapterRef
+from penstock.contract.durations import seconds_of
 from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
 from penstock.contract.job import (
     DURATIONS,
@@ -31,6 +32,7 @@ from penstock.contract.job import (
     SubmitOptions,
     pool_of,
 )
+from penstock.contract.job_actions import checked_class
 from penstock.contract.pool import PoolRecord
 from penstock.contract.priority import default_class
 from penstock.contract.problems import problem_of, request_error
@@ -295,8 +297,8 @@ def _new_id_in(record: PoolRecord) -> str:
 def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> JobDef:
     """Build and check a job for a pool. Raises RequestError with the name of the wrong argument."""
     of_job = {name: value for name, value in options.items() if name in _OF_JOB}
-    if options.get("priority") is None:
-        of_job["priority"] = default_class(bool(options.get("background", True)))
+    priority = checked_class(options.get("priority"))
+    of_job["priority"] = default_class(bool(options.get("background", True))) if priority is None else priority
     if isinstance(task := options.get("task"), Embed):
         of_job["task"] = task.within(record.max_model_len)
     sampling = {name: value for name, value in options.items() if name not in OPTIONS_OF_QUEUE}
@@ -416,7 +418,8 @@ def with_defaults(params: SamplingParams, record: PoolRecord) -> SamplingParams:
 
 def durations_of(options: Mapping[str, Any]) -> dict[str, int]:
     """Return the fields of a job for the options in seconds. Raises RequestError for one that is wrong."""
-    given = {name: seconds for name in DURATIONS if (seconds := options.get(name)) is not None}
+    spans = {name: span for name in DURATIONS if (span := options.get(name)) is not None}
+    given: dict[str, Any] = {name: seconds_of(name, span) for name, span in spans.items()}
     if not given:
         return {}
     found = {DURATIONS[name]: _milliseconds(name, seconds) for name, seconds in given.items()}

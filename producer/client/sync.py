@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
 from penstock.contract.channel import ChannelOption
+from penstock.contract.durations import Span
 from penstock.contract.errors import PenstockError, UnavailableError, error_of
 from penstock.contract.job import JobOptions, SubmitOptions
 from penstock.contract.job_actions import ActionName, BulkReport, FilterOptions, Pause
@@ -266,7 +267,7 @@ class Control:
         self._control = control
         self._loop = loop
 
-    def reschedule(self, job_id: str, not_before_s: float, *, tenant: str | None = None) -> None:
+    def reschedule(self, job_id: str, not_before_s: Span, *, tenant: str | None = None) -> None:
         """Let a job wait that no node runs, for these seconds from now on; 0 queues it now."""
         self._loop.call(self._control.reschedule(job_id, not_before_s, tenant=tenant))
 
@@ -290,10 +291,11 @@ class Control:
         action: ActionName,
         *,
         tenant: str | None = None,
-        not_before_s: float | None = None,
+        not_before_s: Span | None = None,
         to_priority: Priority | ClassName | None = None,
         to_background: bool | None = None,
         dry_run: bool = False,
+        all_jobs: bool = False,
         **jobs: Unpack[FilterOptions],
     ) -> BulkReport:
         """Act on all jobs that a filter names, and return the report."""
@@ -304,6 +306,7 @@ class Control:
             to_priority=to_priority,
             to_background=to_background,
             dry_run=dry_run,
+            all_jobs=all_jobs,
             **jobs,
         )
         return self._loop.call(done)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import SubmitOptions, TaskQueueOptions
 from penstock.contract.output import Result
-from penstock.contract.priority import Priority
+from penstock.contract.priority import ClassName, Priority
 from penstock.contract.problems import request_error
 from penstock.contract.tasks import Detokenize, Embed, Pooling, Task, TaskOutput, Tokenize
 from penstock.contract.tenant import Terms
@@ -22,7 +22,7 @@ class TaskCallOptions(TaskQueueOptions, total=False):
     """Keyword arguments of `detokenize`. `SubmitOptions` describes each of them."""
 
     model: str | None
-    priority: Priority
+    priority: Priority | ClassName
     tenant: str | None
     terms: Terms | None
 

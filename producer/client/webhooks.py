@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from pydantic import ValidationError
 from redis.asyncio import Redis
@@ -23,6 +23,7 @@ from penstock.contract.webhook import (
     new_endpoint_id,
     new_secret,
 )
+from penstock.contract.webhook_addresses import is_address, is_open_address
 from penstock.queue.broker.connection import Patience
 from penstock.queue.webhooks.deliveries import Delivery, DeliveryPage, DeliveryQueue, EndpointStore, WebhookEvent
 
@@ -59,13 +60,21 @@ class Webhooks:
         self._remembered: dict[str, tuple[float, list[WebhookEndpoint]]] = {}
 
     async def create(
-        self, url: str, *, name: str, event_types: Iterable[EventType], tenant: str | None = None
+        self,
+        url: str,
+        *,
+        name: str,
+        event_types: Iterable[EventType],
+        allow_private: bool = False,
+        tenant: str | None = None,
     ) -> tuple[WebhookEndpoint, str]:
         """Register an endpoint. Return it with its signing secret, which cannot be read again later.
 
-        Raises RequestError that names the wrong field, and ConflictError if the tenant has too many endpoints.
+        Gateways refuse `http://` and addresses that are not public, unless their settings `webhook_allow_http` and
+        `webhook_allowed_networks` say otherwise; `allow_private` registers such a URL for them. Raises
+        RequestError that names the wrong field, and ConflictError if the tenant has too many endpoints.
         """
-        checked_url(url)
+        _check_url(url, allow_private=allow_private)
         secret, now_s = new_secret(), int(self._clock())
         fields = {"id": new_endpoint_id(), "tenant": tenant or self._tenant, "created_at": now_s, "updated_at": now_s}
         given = {"url": url, "name": name, "event_types": tuple(event_types), "signing_secret_hint": hint_of(secret)}
@@ -83,16 +92,17 @@ class Webhooks:
         return await self._endpoints.get(endpoint_id, tenant or self._tenant)
 
     async def update(
-        self, endpoint_id: str, changes: Mapping[str, Any], *, tenant: str | None = None
+        self, endpoint_id: str, changes: Mapping[str, Any], *, allow_private: bool = False, tenant: str | None = None
     ) -> WebhookEndpoint:
         """Change `url`, `name`, `event_types` or `status` of an endpoint, and return it.
 
-        The status `enabled` lets an endpoint have deliveries again that a receiver's status 410 disabled. Raises
-        NotFoundError, and RequestError that names the wrong field.
+        The status `enabled` lets an endpoint have deliveries again that a receiver's status 410, or a URL that gateways
+        refuse, disabled. `allow_private`: as for `create`. Raises NotFoundError, and RequestError that names the wrong
+        field.
         """
         endpoint = await self.get(endpoint_id, tenant=tenant)
         if "url" in changes:
-            checked_url(changes["url"])
+            _check_url(changes["url"], allow_private=allow_private)
         reason = None if changes.get("status") == "enabled" else endpoint.disabled_reason
         if endpoint.status == "enabled" and changes.get("status") == "disabled":
             reason = "its owner disabled it"
@@ -235,10 +245,17 @@ class SyncWebhooks:
         self._call = call
 
     def create(
-        self, url: str, *, name: str, event_types: Iterable[EventType], tenant: str | None = None
+        self,
+        url: str,
+        *,
+        name: str,
+        event_types: Iterable[EventType],
+        allow_private: bool = False,
+        tenant: str | None = None,
     ) -> tuple[WebhookEndpoint, str]:
         """Register an endpoint. Return it with its signing secret, which cannot be read again later."""
-        return self._call(self._webhooks.create(url, name=name, event_types=event_types, tenant=tenant))
+        given = {"name": name, "event_types": event_types, "allow_private": allow_private, "tenant": tenant}
+        return self._call(self._webhooks.create(url, **cast(Any, given)))
 
     def all(self, *, tenant: str | None = None) -> list[WebhookEndpoint]:
         """Return all endpoints, oldest first."""
@@ -248,9 +265,11 @@ class SyncWebhooks:
         """Return an endpoint."""
         return self._call(self._webhooks.get(endpoint_id, tenant=tenant))
 
-    def update(self, endpoint_id: str, changes: Mapping[str, Any], *, tenant: str | None = None) -> WebhookEndpoint:
+    def update(
+        self, endpoint_id: str, changes: Mapping[str, Any], *, allow_private: bool = False, tenant: str | None = None
+    ) -> WebhookEndpoint:
         """Change `url`, `name`, `event_types` or `status` of an endpoint, and return it."""
-        return self._call(self._webhooks.update(endpoint_id, changes, tenant=tenant))
+        return self._call(self._webhooks.update(endpoint_id, changes, allow_private=allow_private, tenant=tenant))
 
     def delete(self, endpoint_id: str, *, tenant: str | None = None) -> None:
         """Delete an endpoint and its deliveries."""
@@ -281,6 +300,18 @@ class SyncWebhooks:
     def redeliver(self, endpoint_id: str, event_ids: Sequence[str] | None = None, *, tenant: str | None = None) -> int:
         """Deliver ended deliveries once more, by default all dead ones. Return their number."""
         return self._call(self._webhooks.redeliver(endpoint_id, event_ids, tenant=tenant))
+
+
+def _check_url(url: str, *, allow_private: bool) -> None:
+    """Raise RequestError for a URL to which no gateway delivers, or with its own settings only one that allows it."""
+    host = checked_url(url).hostname or ""
+    if allow_private:
+        return
+    is_inside = is_address(host) and not is_open_address(host)
+    if is_inside or not url.lower().startswith("https:"):
+        problem = f"the address {host} is not public" if is_inside else "must begin with https://"
+        message = f"url: {problem} (allow_private=True registers it, for gateways whose settings allow it)"
+        raise RequestError(message, code="forbidden_webhook_url", param="url")
 
 
 def _checked(fields: Mapping[str, Any]) -> WebhookEndpoint:

@@ -145,7 +145,10 @@ class StoredBatchRun:
         texts_field = ENDPOINTS[endpoint].texts_field
         limits = InputLimits(endpoint, settings.max_batch_rows, settings.max_batch_inputs, texts_field)
         found = await self._patiently(lambda: self._checked(limits), must_stop)
-        found.problems += await self._patiently(lambda: self._unknown_models(found), must_stop)
+        unknown = await self._patiently(lambda: self._unknown_models(found), must_stop)
+        # A row with an unknown model fails alone, like one with a wrong body.
+        if len(unknown) == len(found.models):
+            found.problems += unknown
         if found.problems and self._lease.status == "validating":
             await self._patiently(lambda: self._batches.fail(self._lease, found.problems, settings.retention_ms))
             return False

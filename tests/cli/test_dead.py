@@ -61,7 +61,8 @@ def test_dead_letters_are_listed_shown_retried_and_purged(redis_url: str) -> Non
     assert (old == first, new.partition(".")[0]) == (True, "m")
 
     assert dead(redis_url, "purge", second, first).stdout == "1 deleted\n"
-    assert dead(redis_url, "purge", "--all", "m").stdout == "1 deleted\n"
+    assert "add --yes" in dead(redis_url, "purge", "--all", "m").stderr
+    assert dead(redis_url, "purge", "--all", "m", "--yes").stdout == "1 deleted\n"
     assert dead(redis_url, "list", "--pool", "m").stdout == ""
     assert json.loads(dead(redis_url, "list", "--pool", "m", "--json").stdout) == []
 

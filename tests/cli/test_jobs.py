@@ -115,7 +115,11 @@ def test_jobs_are_changed_retried_and_acted_on_in_bulk(pool: str) -> None:
         assert jobs(pool, "change", first.id).returncode == 2
         dry = json.loads(jobs(pool, "bulk", "cancel", "--tag", "b", "--dry-run").stdout)
         assert (dry["changed"], dry["dry_run"], first.status().state) == (3, True, "scheduled")
-        done = json.loads(jobs(pool, "bulk", "cancel", "--tag", "b").stdout)
+        for options, reason in ((("--tag", "b"), "add --yes"), (("--tenant", "bulk", "--yes"), "--all")):
+            refused = jobs(pool, "bulk", "cancel", *options)
+            assert (refused.returncode, reason in refused.stderr, first.status().state) == (2, True, "scheduled")
+        assert "Cancel 3 jobs of all tenants, 0 of them running?" in jobs(pool, "bulk", "cancel", "--tag", "b").stderr
+        done = json.loads(jobs(pool, "bulk", "cancel", "--tag", "b", "--yes").stdout)
         assert [done[name] for name in ("state", "changed", "already_over", "failed")] == ["ended", 3, 0, 0]
         old, new = jobs(pool, "retry", first.id).stdout.split()
         assert (old, client.result(new, tenant="bulk").outcome.state) == (first.id, "succeeded")
@@ -135,7 +139,8 @@ def test_pools_are_paused_and_resumed(pool: str) -> None:
         job = client.submit("hello", max_tokens=2, tenant="still")
         client.submit("hello", max_tokens=2, tenant="acme").result()
         assert job.status().state == "queued"
-        assert pools("resume", name, "--tenant", "still") == []
+        resumed = run_command("pools", "resume", name, "--tenant", "still", "--redis-url", pool)
+        assert (json.loads(resumed.stdout), resumed.stderr) == ([], f"{name}: nodes take jobs of: tenant still\n")
         assert job.result().outcome.state == "succeeded"
 
 

@@ -48,6 +48,7 @@ _OF_BULKS = (
     b"failures",
     b"tenant",
     b"already_over",
+    b"asked_to_stop",
 )
 Work = Callable[[], Awaitable[Any]]
 

@@ -56,6 +56,7 @@ class BulkBody(Wire):
     action: ActionName
     filter: Annotated[FilterBody, Field(default_factory=FilterBody)]
     dry_run: bool = False
+    all_jobs: bool = False
     not_before_s: float | None = None
     priority: ClassName | None = None
     background: bool | None = None
@@ -122,11 +123,16 @@ class ControlRoutes:
         tenant = given.pop("tenant") or caller.tenant
         if tenant != caller.tenant or "infer" not in caller.scopes:
             caller.require("admin")
-        change = JobChange.of(body.model_dump(exclude={"filter", "dry_run"}))
+        change = JobChange.of(body.model_dump(exclude={"filter", "dry_run", "all_jobs"}))
         _check_class(change, caller)
         wanted = JobFilter.of(given, tenant=None if tenant == ALL_TENANTS else tenant)
-        terms = caller.metered_terms
-        bulk_id = await self._control.start(change, wanted, owner=caller.tenant, terms=terms, dry_run=body.dry_run)
+        bulk_id = await self._control.start(
+            *(change, wanted),
+            owner=caller.tenant,
+            terms=caller.metered_terms,
+            dry_run=body.dry_run,
+            all_jobs=body.all_jobs,
+        )
         report = await self._control.report(bulk_id, tenant=caller.tenant)
         return JSONResponse(report.as_object(), 202, {"Location": f"/v1/jobs/bulk/{bulk_id}"})
 

@@ -22,7 +22,8 @@ MAX_TENANTS = 8
 _PERCENTS = (50, 90, 99)
 _GATEWAY_NAME = f"{socket.gethostname()}:{os.getpid()}"
 _OF_NODE = (
-    *("node_id", "draining", "troubles", "num_jobs", "num_running", "num_waiting", "max_num_seqs", "mean_batch"),
+    *("node_id", "draining", "troubles", "past_troubles", "num_jobs", "num_running", "num_waiting"),
+    *("max_num_seqs", "mean_batch"),
     *("kv_blocks_total", "kv_blocks_free", "kv_blocks_cached", "block_size"),
     *("swap_blocks_total", "swap_blocks_free", "swap_blocks_cached"),
     *("state_slots_total", "state_slots_free", "state_snapshots", "state_hits", "state_evictions"),

@@ -10,7 +10,8 @@ from contextlib import suppress
 from http import HTTPStatus
 
 from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError
-from penstock.gateway.apis.webhooks.sender import Sender, SendError
+from penstock.contract.webhook import WebhookEndpoint
+from penstock.gateway.apis.webhooks.sender import ForbiddenUrlError, Sender, SendError
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient
 from penstock.queue.webhooks.deliveries import AttemptOutcome, TakenDelivery
@@ -128,6 +129,12 @@ class Deliverer:
         try:
             status, retry_after_s = await self._sender.send(endpoint.url, *event, secrets)
             text = f"status {status}"
+        except ForbiddenUrlError as error:
+            # Another attempt would end the same way.
+            await self._disable(endpoint, f"this gateway delivers nothing to its URL: {error}")
+            logger.warning("a webhook endpoint is disabled", extra={**named, "reason": str(error)})
+            await self._end(taken, "dead", str(error))
+            return
         except SendError as error:
             text = str(error)
         wait_s = max(retry_after_s, self._pause_s(taken.attempts))
@@ -135,8 +142,7 @@ class Deliverer:
         if HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES:
             await self._end(taken, "delivered", text)
         elif status == HTTPStatus.GONE:
-            with suppress(NotFoundError):
-                await self._client.webhooks.disable(endpoint, "its receiver answered with status 410")
+            await self._disable(endpoint, "its receiver answered with status 410")
             logger.warning("a webhook endpoint is disabled", extra=named)
             await self._end(taken, "dead", text)
         elif left_s <= 0 or retry_after_s > left_s:
@@ -144,6 +150,10 @@ class Deliverer:
             await self._end(taken, "dead", text)
         else:
             await self._end(taken, "retry", text, min(wait_s, left_s))
+
+    async def _disable(self, endpoint: WebhookEndpoint, reason: str) -> None:
+        with suppress(NotFoundError):
+            await self._client.webhooks.disable(endpoint, reason)
 
     async def _end(self, taken: TakenDelivery, outcome: AttemptOutcome, text: str, in_s: float = 0.0) -> None:
         with suppress(UnavailableError):  # Then the lease ends, and the delivery is made again.

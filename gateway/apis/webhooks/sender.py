@@ -21,36 +21,13 @@ import httpcore
 
 from penstock.contract.errors import RequestError
 from penstock.contract.webhook import checked_url, payload_of, signed_headers
+from penstock.contract.webhook_addresses import is_address, is_open_address
 from penstock.gateway.settings import GatewaySettings
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MAX_ADDRESSES = 4
 """Addresses of a name that an attempt tries."""
 RESOLVING_THREADS = 8
 """Names that are resolved at the same time. A name server that does not answer occupies one of these threads alone."""
-
-_NAT64 = (ipaddress.ip_network("64:ff9b::/96"),)
-_REFUSED: tuple[Network, ...] = tuple(
-    ipaddress.ip_network(text)
-    for text in (
-        "0.0.0.0/8",
-        "100.64.0.0/10",  # shared by the customers of a provider, and Alibaba's metadata
-        "169.254.0.0/16",  # link-local, and the metadata of most clouds
-        "168.63.129.16/32",  # Azure's metadata, which is outside of all reserved networks
-        "192.0.0.0/24",  # Oracle's metadata, among others
-        "192.88.99.0/24",  # relays of 6to4, which RFC 7526 withdrew
-        "198.18.0.0/15",
-        "::/96",
-        "64:ff9b:1::/48",
-        "fc00::/7",  # unique local, and Amazon's metadata
-        "fe80::/10",
-        "fec0::/10",
-        "2001::/23",
-        "2001:db8::/32",
-    )
-)
-"""Networks that are refused beside those that are not global by Python's registry, whose copies differ by release."""
 
 
 class ForbiddenAddressError(Exception):
@@ -66,22 +43,11 @@ class AddressGuard:
 
     def allows(self, text: str) -> bool:
         """Return whether webhooks may be delivered to this IP address."""
-        try:
-            address = ipaddress.ip_address(text.partition("%")[0])
-        except ValueError:
-            return False
-        meant = _meant_by(address)
-        if any(one in network for one in meant for network in self._allowed if network.version == one.version):
-            return True
-        return all(map(_is_public, meant))
+        return is_open_address(text, self._allowed)
 
     def check_host(self, host: str) -> None:
         """Raise ForbiddenAddressError for an IP address that is not allowed. A name is checked when it is resolved."""
-        try:
-            ipaddress.ip_address(host.partition("%")[0])
-        except ValueError:
-            return
-        if not self.allows(host):
+        if is_address(host) and not self.allows(host):
             raise ForbiddenAddressError(f"the address {host} is not public")
 
     async def resolved(self, host: str, port: int) -> list[str]:
@@ -102,23 +68,6 @@ class AddressGuard:
 def _addresses_of(host: str, port: int) -> list[str]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
-
-
-def _meant_by(address: Address) -> Sequence[Address]:
-    """Return an address and the IPv4 addresses that it stands for. A NAT64 leads to its IPv4 address alone."""
-    if isinstance(address, ipaddress.IPv4Address):
-        return [address]
-    if any(address in network for network in _NAT64):
-        return [ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)]
-    embedded = (address.ipv4_mapped, address.sixtofour, *(address.teredo or ()))
-    return [address, *(one for one in embedded if one is not None)]
-
-
-def _is_public(address: Address) -> bool:
-    is_mapped = isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None
-    if is_mapped or not address.is_global or address.is_multicast or address.is_reserved:
-        return False
-    return not any(address in network for network in _REFUSED if network.version == address.version)
 
 
 class CheckedBackend(httpcore.AsyncNetworkBackend):
@@ -177,6 +126,10 @@ class SendError(Exception):
     """An attempt without an answer. The text says why, for the endpoint's owner."""
 
 
+class ForbiddenUrlError(SendError):
+    """The gateway delivers nothing to the endpoint's URL: its scheme, or the address in it, is not allowed."""
+
+
 class SentAnswer(NamedTuple):
     """The answer to an attempt. `retry_after_s`: how long its receiver asks to wait, or 0."""
 
@@ -212,9 +165,13 @@ class Sender:
     async def send(
         self, url: str, event_id: str, event_type: str, object_id: str, created_s: int, secrets: Sequence[str]
     ) -> SentAnswer:
-        """Send one event, signed with each secret. Raises SendError if there is no answer in time."""
+        """Send one event, signed with each secret. Raises ForbiddenUrlError, and SendError without an answer."""
         if not secrets:
             raise SendError("the endpoint has no secret: rotate it")
+        try:
+            self.check_url(url)
+        except RequestError as error:
+            raise ForbiddenUrlError(error.message) from None
         body = payload_of(event_id, event_type, object_id, created_s)
         signed = signed_headers(event_id, body, secrets, int(self._now_s()))
         headers = {"content-type": "application/json", "user-agent": USER_AGENT, "connection": "close", **signed}
@@ -226,8 +183,6 @@ class Sender:
             where = httpcore.URL(scheme=parts.scheme, host=parts.hostname or "", port=port, target=target)
             async with asyncio.timeout(self._timeout_s):
                 return await self._answer_to(pool, where, headers, body)
-        except RequestError as error:
-            raise SendError(error.message) from None
         except ForbiddenAddressError as error:
             raise SendError(str(error)) from None
         except (TimeoutError, httpcore.TimeoutException):

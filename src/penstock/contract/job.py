@@ -14,6 +14,7 @@ from penstock.contract.channel import ChannelOfJob, ChannelOption, GivenChannel
 from penstock.contract.durability import MEMORY as MEMORY
 from penstock.contract.durability import Durability as Durability
 from penstock.contract.durability import checked_durability as checked_durability
+from penstock.contract.durations import Span
 from penstock.contract.fields import (
     BATCH_ROWS,
     COMPACT,
@@ -33,8 +34,8 @@ from penstock.contract.job_id import created_at as created_at
 from penstock.contract.job_id import is_job_id as is_job_id
 from penstock.contract.job_id import pool_of as pool_of
 from penstock.contract.job_id import seed_of as seed_of
+from penstock.contract.priority import ClassName, level_of
 from penstock.contract.priority import Priority as Priority
-from penstock.contract.priority import level_of
 from penstock.contract.prompt import MAX_MESSAGES as MAX_MESSAGES
 from penstock.contract.prompt import Message as Message
 from penstock.contract.prompt import PackedPrompt as PackedPrompt
@@ -396,17 +397,20 @@ LATER_THAN_START: Final = ("deadline_s", "ttl_s")
 class TaskQueueOptions(TypedDict, total=False):
     """The options of `QueueFields` that jobs of all kinds have, as keyword arguments."""
 
-    deadline_s: float | None
-    ttl_s: float | None
+    deadline_s: Span | None
+    ttl_s: Span | None
 
 
 class QueueOptions(TaskQueueOptions, total=False):
-    """The options of `QueueFields` as keyword arguments, for type checkers."""
+    """The options of `QueueFields` as keyword arguments, for type checkers.
 
-    not_before_s: float | None
+    A time in seconds may also be a timedelta, or an aware datetime until which it lasts.
+    """
+
+    not_before_s: Span | None
     return_progress: bool
-    max_wait_s: float | None
-    reader_grace_s: float | None
+    max_wait_s: Span | None
+    reader_grace_s: Span | None
     background: bool
     queue_without_node: bool | None
     durability: Durability | None
@@ -423,7 +427,7 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     model: a served model, pool, alias or adapter; optional if only one model is served.
     adapter: one of the model's LoRA adapters; naming it as the model has the same effect.
     params: all sampling options at once, instead of the single arguments.
-    priority: the job's class; by default `batch` for background work, and `standard` for other work.
+    priority: the job's class or its name; by default `batch` for background work, and `standard` for other work.
     needs_reader: cancel the job soon after its last reader has left; by default only a foreground job.
     in_feed: list the job's end among the tenant's completions (the default), where `completions` finds it.
     lower_max_tokens: lower `max_tokens` to what the context leaves after the prompt, instead of refusing the job.
@@ -438,7 +442,7 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     model: str | None
     adapter: str | None
     params: SamplingParams | None
-    priority: Priority
+    priority: Priority | ClassName
     needs_reader: bool
     in_feed: bool
     lower_max_tokens: bool

@@ -13,7 +13,7 @@ from penstock.contract.errors import ConflictError, NotFoundError, PenstockError
 from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.job import MAX_DEADLINE_S, MAX_TAG_CHARS, TAG_PATTERN
 from penstock.contract.output import STATES
-from penstock.contract.priority import NUM_LEVELS, ClassName, Priority, class_of_level, is_background
+from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, ClassName, Priority, class_of_level, is_background
 
 MAX_POOL_CHARS = 69
 MAX_UNIX_S = 2**47 / 1000
@@ -35,12 +35,15 @@ def checked_states(given: str | Sequence[str] | None) -> tuple[str, ...]:
     return states
 
 
-def checked_class(name: str | Priority | None) -> Priority | None:
-    """Return the class of this name. Raises RequestError for an unknown one."""
+def checked_class(name: str | int | None) -> Priority | None:
+    """Return the class of this name or number. Raises RequestError for an unknown one."""
     if name is None or isinstance(name, Priority):
         return name
+    if isinstance(name, int) and not isinstance(name, bool) and 0 <= name < NUM_PRIORITIES:
+        return Priority(name)
     if name not in get_args(ClassName):
-        message = f"priority: must be one of {', '.join(get_args(ClassName))}, not {str(name)[:32]!r}"
+        names = ", ".join(f"{one.label} ({one.value})" for one in Priority)
+        message = f"priority: must be one of {names}, not {str(name)[:32]!r}"
         raise RequestError(message, param="priority")
     return Priority.of(cast(ClassName, name))
 
@@ -255,7 +258,7 @@ class JobChange:
 def change_error(job_id: str, outcome: str) -> PenstockError | None:
     """Return the error for a job that could not be changed, None for one that was."""
     match outcome:
-        case "changed":
+        case "changed" | "asked_to_stop":
             return None
         case "NOT_FOUND":
             return NotFoundError(f"no job {job_id}", code="job_not_found", param="job_id")
@@ -270,6 +273,15 @@ def change_error(job_id: str, outcome: str) -> PenstockError | None:
         case "job_succeeded":
             return ConflictError(f"job {job_id} succeeded; its request is gone", code="job_ended", param="job_id")
     return NotFoundError(f"the request of job {job_id} is no longer kept", code="request_expired", param="job_id")
+
+
+def require_filter(change: JobChange, jobs: JobFilter, *, all_jobs: bool) -> None:
+    """Raise RequestError for a cancellation whose filter has no part, unless it says that it means all jobs."""
+    if change.action == "cancel" and not (all_jobs or jobs.as_object()):
+        message = (
+            f"filter: cancel needs one of {', '.join(FILTERS)}; all_jobs (CLI: --all) means all jobs of the tenant"
+        )
+        raise RequestError(message, param="filter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +301,9 @@ class BulkReport:
     ended_ms: int = 0
     num_changed: int = 0
     """In a dry run: the jobs that would be changed."""
+    num_asked_to_stop: int = 0
+    """Running jobs that a cancellation asked to stop, and that have not ended. Those that end as canceled then count
+    as changed, the others as already over. In a dry run: the running jobs that would be asked."""
     num_already_over: int = 0
     """Jobs that had ended, or for a retry: that succeeded or were retried before."""
     num_failed: int = 0
@@ -307,6 +322,7 @@ class BulkReport:
             "begun_ms": self.begun_ms,
             "ended_ms": self.ended_ms or None,
             "changed": self.num_changed,
+            "asked_to_stop": self.num_asked_to_stop,
             "already_over": self.num_already_over,
             "failed": self.num_failed,
             "failures": [{"id": job_id, "code": code} for job_id, code in self.failures],

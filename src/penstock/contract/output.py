@@ -262,6 +262,11 @@ class Result(FirstChoice):
     output: TaskOutput | None = None
     """The output of the job's task. A job that generates text has choices instead."""
 
+    @property
+    def state(self) -> TerminalState:
+        """The state in which the job ended, as its status and the entries of completions name it."""
+        return self.outcome.state
+
 
 # A job's ledger: when the job was queued, taken, moved and finished, by which nodes, and what it used.
 

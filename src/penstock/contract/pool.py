@@ -420,7 +420,10 @@ class NodePressure(EngineLoad):
     """How many times of the last hour were in each bucket of a histogram, by the names and bounds of `JOB_TIMES`."""
     # Of one request.
     troubles: dict[str, str] = field(default_factory=dict)
-    """Parts of the node that are unhealthy, or were so recently → the reason."""
+    """Parts of the node that are unhealthy → the reason."""
+    # Of one request.
+    past_troubles: dict[str, str] = field(default_factory=dict)
+    """Parts that were unhealthy in the last 30 s and are not now → the reason."""
 
     @property
     def takes_jobs(self) -> bool:

@@ -102,12 +102,12 @@ async def run_with_kills(redis_url: str, *, num_jobs: int, num_kills: int, seed:
             num_killed = await kills
             await _until_told(receiver, wanted, num_jobs)
             num_left = await _until_quiet(client)
-            forbidden = (await client.webhooks.deliveries(ids[-1], "pending", limit=1)).deliveries
+            forbidden = (await client.webhooks.deliveries(ids[-1], "dead", limit=1)).deliveries
     violations = list(_violations(receiver, inside, dict(secrets.values())))
-    if not forbidden or forbidden[0].answer != "the host has no public address":
+    if not forbidden or "is not public" not in forbidden[0].answer:
         violations.append(f"a delivery to a forbidden address is not refused: {forbidden}")
-    if num_left != 1:
-        violations.append(f"{num_left} deliveries are pending at the end, not the refused one alone")
+    if num_left:
+        violations.append(f"{num_left} deliveries are pending at the end")
     accepted = Counter(_key_of(one) for one in receiver.accepted)
     repeated = sum(count > 1 for count in accepted.values())
     return WebhookReport(len(wanted), len(receiver.received), repeated, num_killed, violations)
@@ -119,7 +119,9 @@ async def _endpoints(client: AsyncClient, port: int) -> dict[str, tuple[str, str
     found = {}
     for number, host in enumerate(hosts):
         url = f"http://{host}:{port}/{number}"
-        endpoint, secret = await client.webhooks.create(url, name="a test", event_types=["job.succeeded"])
+        endpoint, secret = await client.webhooks.create(
+            url, name="a test", event_types=["job.succeeded"], allow_private=True
+        )
         found[endpoint.id] = (f"/{number}", secret)
     return found
 
@@ -169,13 +171,13 @@ async def _until_told(receiver: WebhookReceiver, wanted: set[tuple[str, str]], n
 
 
 async def _until_quiet(client: AsyncClient) -> int:
-    """Wait until only the refused delivery is pending, or long enough. Return how many are.
+    """Wait until no delivery is pending, or long enough. Return how many are.
 
     One that was accepted is pending as long as its gateway was killed before it could say so: until its lease ends,
     and until a further attempt is accepted. The pauses between attempts double, up to about 10 s here.
     """
     until_s = time.monotonic() + MOST_QUIET_S
-    while (left := sum((await client.webhooks.queue.stats()).pending.values())) != 1 and time.monotonic() < until_s:
+    while (left := sum((await client.webhooks.queue.stats()).pending.values())) and time.monotonic() < until_s:
         await asyncio.sleep(0.1)
     return left
 

@@ -64,7 +64,9 @@ def test_ordinary_samples_are_healthy() -> None:
     assert health.look(later(WELL, steps=200, num_preemptions=5, unsent_bytes=1000, engine_stalled_s=2.0)) == {}
 
 
-def test_transient_problem_stays_reported_for_a_while_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_transient_problem_is_then_reported_as_past_for_a_while_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     health = Health()
     health.look(WELL)
     with caplog.at_level(logging.INFO):
@@ -72,9 +74,10 @@ def test_transient_problem_stays_reported_for_a_while_and_is_logged_once(caplog:
         assert health.look(seen) == {"runner": "1 steps failed"}
         seen = later(seen, num_failed_steps=3)
         assert health.look(seen) == {"runner": "2 steps failed"}
+        # From the next sample on it is past.
         seen = later(seen, REMEMBERED_S)
-        assert health.look(seen) == {"runner": "2 steps failed"}
-        assert health.look(later(seen)) == {}
+        assert (health.look(seen), health.past) == ({}, {"runner": "2 steps failed"})
+        assert (health.look(later(seen)), health.past) == ({}, {})
     said = [(record.message, record.part) for record in caplog.records]  # type: ignore[attr-defined]
     assert said == [("a part of this node is unhealthy", "runner"), ("a part of this node is healthy again", "runner")]
 

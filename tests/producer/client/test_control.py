@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -89,12 +90,50 @@ async def test_all_jobs_of_a_filter_are_canceled_after_a_dry_run(client: AsyncCl
 async def test_an_action_covers_only_jobs_accepted_before_it(client: AsyncClient, told_node: FakeNode) -> None:
     before = [(await client.submit("hello", **LATER)).id for _ in range(3)]
     wanted = JobFilter("default")
-    bulk_id = await client.control.start(JobChange("cancel"), wanted, owner="default")
+    bulk_id = await client.control.start(JobChange("cancel"), wanted, owner="default", all_jobs=True)
     await asyncio.sleep(0.005)
     after = (await client.submit("hello", **LATER)).id
     report = await client.control.finished(bulk_id, wanted)
     assert (report.num_changed, report.num_already_over, report.num_failed) == (3, 0, 0)
     assert await states(client, *before, after) == ["cancelled"] * 3 + ["scheduled"]
+
+
+async def test_running_jobs_are_counted_apart_and_then_by_how_they_ended(
+    client: AsyncClient, told_node: FakeNode
+) -> None:
+    ids = [(await client.submit("hello", tags=["r"], background=True)).id for _ in range(4)]
+    waiting = (await client.submit("hello", tags=["r"], **LATER)).id
+    runs = await told_node.take(4)
+    dry = await client.control.bulk("cancel", tag="r", dry_run=True)
+    assert (dry.state, dry.num_changed, dry.num_asked_to_stop) == ("ended", 1, 4)
+    wanted = JobFilter("default", tag="r")
+    bulk_id = await client.control.start(JobChange("cancel"), wanted, owner="default")
+    await client.control.continue_bulk(bulk_id, [POOL])
+    report = await client.control.report(bulk_id)
+    assert (report.state, report.num_changed, report.num_asked_to_stop) == ("running", 1, 4)
+    # A second action does not count the same jobs again.
+    second = await client.control.bulk("cancel", tag="r")
+    assert (second.num_changed, second.num_asked_to_stop, second.num_already_over) == (0, 0, 4)
+    await runs[0].finish("succeeded")
+    for run in runs[1:]:
+        await run.finish("cancelled", "cancelled")
+    report = await client.control.finished(bulk_id, wanted)
+    assert (report.state, report.num_changed, report.num_asked_to_stop) == ("ended", 4, 0)
+    assert (report.num_already_over, report.num_failed) == (1, 0)
+    assert sorted(await states(client, *ids, waiting)) == ["cancelled"] * 4 + ["succeeded"]
+
+
+async def test_a_cancellation_without_a_filter_must_say_that_it_means_all_jobs(
+    client: AsyncClient, told_node: FakeNode
+) -> None:
+    ids = [(await client.submit("hello", **LATER)).id for _ in range(3)]
+    with pytest.raises(RequestError, match="all_jobs") as caught:
+        await client.control.bulk("cancel")
+    assert caught.value.param == "filter"
+    assert await states(client, *ids) == ["scheduled"] * 3
+    assert (await client.control.bulk("cancel", dry_run=True)).num_changed == 3
+    assert (await client.control.bulk("cancel", all_jobs=True)).num_changed == 3
+    assert await states(client, *ids) == ["cancelled"] * 3
 
 
 async def test_jobs_are_rescheduled_and_reclassed_in_bulk(client: AsyncClient, told_node: FakeNode) -> None:
@@ -152,6 +191,32 @@ async def test_a_process_that_lost_its_lease_changes_nothing(client: AsyncClient
     report = await client.control.report(bulk_id)
     assert (report.state, report.num_changed) == ("cancelled", 0)
     assert await client.servers.directory.redis.zcard(keys.bulks(POOL)) == 0
+
+
+async def test_classes_have_names_and_numbers_and_times_have_three_forms(
+    client: AsyncClient, told_node: FakeNode
+) -> None:
+    forms: tuple[Any, ...] = (600, timedelta(minutes=10), datetime.now(UTC) + timedelta(minutes=10))
+    for given, priority in zip(forms, ("batch", 2, Priority.BATCH), strict=True):
+        job = await client.submit("hello", not_before_s=given, deadline_s=timedelta(hours=1), priority=priority)
+        status = await client.status(job.id)
+        assert (status.state, status.priority) == ("scheduled", Priority.BATCH)
+        begins_ms = await client.servers.directory.redis.hget(keys.job(job.id), "submitted")
+        assert 590_000 < int(begins_ms) - status.accepted_ms <= 600_001
+        for again in forms:
+            await client.control.reschedule(job.id, again)
+    past = await client.submit("hello", not_before_s=datetime.now(UTC) - timedelta(hours=1), priority="interactive")
+    assert (await client.status(past.id)).state == "queued"
+    for name in ("not_before_s", "deadline_s"):
+        with pytest.raises(RequestError, match="has no time zone") as naive:
+            await client.submit("hello", **{name: datetime(2100, 1, 1)})  # type: ignore[arg-type]
+        assert naive.value.param == name
+    with pytest.raises(RequestError, match="has no time zone"):
+        await client.control.reschedule(past.id, datetime(2100, 1, 1))
+    for wrong in ("urgent", 3, -1, True, 1.5):
+        with pytest.raises(RequestError, match=r"interactive \(0\), standard \(1\), batch \(2\)") as caught:
+            await client.submit("hello", priority=wrong)  # type: ignore[arg-type]
+        assert caught.value.param == "priority"
 
 
 async def test_wrong_actions_name_their_field(client: AsyncClient, told_node: FakeNode) -> None:

@@ -56,6 +56,9 @@ async def test_retry_submits_the_same_request_under_a_new_id(
     assert [record[name] for name in (b"tenant", b"level", b"weight", b"state")] == [b"acme", b"2", b"4.0", b"queued"]
     assert decode_request(await cast(Any, redis.get(keys.request(job.id)))) == before
     assert await client.dead.newest(POOL) == []
+    # A job has one retry, whichever command made it.
+    again = await client.control.retry(dead.id, tenant="acme")
+    assert (again.job_id, again.state, again.existed) == (job.id, "queued", True)
     with pytest.raises(NotFoundError):
         await client.dead.retry(dead.id)
 

@@ -277,7 +277,9 @@ function stateOf(node) {
   if (node.silent_ms > LATE_MS) return [`silent for ${duration(node.silent_ms)}`, "bad"];
   const [trouble] = Object.entries(node.troubles);
   if (trouble) return [trouble.join(": "), "bad"];
-  return node.draining ? ["draining", "warn"] : ["healthy", "good"];
+  if (node.draining) return ["draining", "warn"];
+  const [past] = Object.entries(node.past_troubles);
+  return past ? [`healthy; was: ${past.join(": ")}`, "good"] : ["healthy", "good"];
 }
 
 function wordsOfEvent({ kind, node: nodeId, job, from, reason, count }) {

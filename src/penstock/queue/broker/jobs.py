@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.channel import Channel, channel_of_field
 from penstock.contract.errors import NotFoundError, UnavailableError
-from penstock.contract.job import MAX_TAGS, MEMORY, Durability, JobDef, JobKey, lowered_max_tokens, pool_of
+from penstock.contract.job import MAX_TAGS, MEMORY, Durability, JobDef, JobKey, is_job_id, lowered_max_tokens, pool_of
 from penstock.contract.output import (
     SUCCEEDED,
     TERMINAL_STATES,
@@ -402,6 +402,13 @@ class KnownJobs:
             names.append(keys.idempotency(job.pool, job.tenant, keys.key_hash(job.idempotency_key)))
         with translated():
             return bool(await self._redis.exists(*names))
+
+    @retried
+    async def named(self, key: JobKey, pool: str) -> str | None:
+        """Return the id of a pool's job with this idempotency key; None without one."""
+        with translated():
+            found = await self._redis.get(keys.idempotency(pool, key.tenant, keys.key_hash(key.key)))
+        return found.decode() if isinstance(found, bytes) and is_job_id(found.decode(errors="replace")) else None
 
     async def unknown(self, job_ids: Sequence[str]) -> list[str]:
         """Return those of the jobs that Redis does not know. Raises UnavailableError."""

@@ -215,7 +215,12 @@ def report_of(bulk_id: str, found: Sequence[BulkPart], tenant: str | None) -> Bu
     if not parts:
         raise NotFoundError(f"no bulk action {bulk_id[:64]}", code="bulk_not_found", param="bulk_id")
     request = BulkRequest.decoded(parts[0]["request"])
-    states = {part["state"] for part in parts}
+    is_dry_run = parts[0]["dry_run"] == "1"
+    # What was asked to stop ends within a step. Until then the counts may change.
+    states = {
+        "running" if part["state"] == "ended" and int(part["asked_to_stop"]) > 0 and not is_dry_run else part["state"]
+        for part in parts
+    }
     failures = [line.split(" ", 1) for part in parts for line in part["failures"].splitlines()]
     return BulkReport(
         bulk_id,
@@ -223,10 +228,11 @@ def report_of(bulk_id: str, found: Sequence[BulkPart], tenant: str | None) -> Bu
         "running" if "running" in states else "cancelled" if "cancelled" in states else "ended",
         request.change,
         request.jobs.as_object(),
-        parts[0]["dry_run"] == "1",
+        is_dry_run,
         min(int(part["begun"]) for part in parts),
         0 if "running" in states else max(int(part["ended"]) for part in parts),
         num_changed=sum(int(part["changed"]) for part in parts),
+        num_asked_to_stop=sum(int(part["asked_to_stop"]) for part in parts),
         num_already_over=sum(int(part["already_over"]) for part in parts),
         num_failed=sum(int(part["failed"]) for part in parts),
         failures=tuple((job_id, code) for job_id, code in failures),
@@ -245,7 +251,7 @@ def _asked(change: JobChange, job_ids: Sequence[str], tenant: str, step: Mapping
     return scripts.packed(asked if step is None else asked | {"step": step})
 
 
-_NUMBERS = ("begun", "changed", "already_over", "failed")
+_NUMBERS = ("begun", "changed", "asked_to_stop", "already_over", "failed")
 
 
 def _part_of(bulk_id: str, found: Mapping[bytes, bytes]) -> BulkPart:

@@ -14,7 +14,7 @@ if what == 'create' then
   if not state then
     if redis.call('ZCARD', P .. ':bulks') >= MAX_OPEN then return {'TOO_MANY', MAX_OPEN} end
     redis.call('HSET', key, 'state', 'running', 'tenant', ARGV[3], 'request', ARGV[4], 'dry_run', ARGV[5], 'begun', now,
-      'holder', '', 'lease_until', 0, 'cursor', '', 'changed', 0, 'already_over', 0, 'failed', 0, 'failures', '')
+      'holder', '', 'lease_until', 0, 'cursor', '', 'changed', 0, 'asked_to_stop', 0, 'already_over', 0, 'failed', 0, 'failures', '')
     redis.call('ZADD', P .. ':bulks', now, id)
   end
 elseif not state then

@@ -7,7 +7,7 @@
 --   step: {bulk, holder, from, to, is_last, outcomes, lease_ms} or nil.
 --     from, to: the action's cursor before and after this step. outcomes: for retry, one for each id.
 -- Answer: {OK, {outcome of each id}} | {LOST} | {UNKNOWN_POOL}
---   outcome: changed; over: it had ended; NOT_FOUND; or the code of a failure. later: accepted after the bulk action.
+--   outcome: changed; asked_to_stop: its node was told to cancel it; over: it had ended; NOT_FOUND; or the code of a failure. later: accepted after the bulk action.
 --   LOST: another process continues the action.
 local MAX_JOBS, MAX_FAILURES = 8, 20
 local asked = cmsgpack.unpack(ARGV[1])
@@ -34,6 +34,7 @@ local OPS = {}
 function OPS.cancel(job)
   redis.call('HSET', job_key(job.id), 'cancel', '1')
   if job.state == 'running' then
+    if step then redis.call('HSET', job_key(job.id), 'stopped_by', step.bulk) end
     redis.call('PUBLISH', P .. ':doorbell:' .. job.node, job.id)
   else
     job.cancel = '1'
@@ -96,7 +97,11 @@ local function outcome_of(job)
   local accepted = step and (whole(redis.call('HGET', job_key(job.id), 'accepted')) or tonumber(job.submitted)) or 0
   if step and accepted > step.begun then return 'later' end
   if is_terminal(job.state) then return 'over' end
-  if asked.op == 'cancel' then return 'changed' end
+  if asked.op == 'cancel' then
+    -- One that another caller has asked to stop is not this action's.
+    if job.state ~= 'running' then return 'changed' end
+    return step and job.cancel == '1' and 'over' or 'asked_to_stop'
+  end
   if job.state == 'running' then return 'job_running' end
   if asked.op == 'reschedule' and job.deadline ~= '' and now + asked.begins_in_ms >= tonumber(job.deadline) then
     return 'after_deadline'
@@ -109,12 +114,12 @@ if asked.op ~= 'retry' then
   for at, id in ipairs(asked.ids) do
     local job = mended(read_job(id))
     outcomes[at] = outcome_of(job)
-    if outcomes[at] == 'changed' and not (step and step.is_dry) then OPS[asked.op](job) end
+    if (outcomes[at] == 'changed' or outcomes[at] == 'asked_to_stop') and not (step and step.is_dry) then OPS[asked.op](job) end
   end
 end
 
 if step then
-  local COUNTED = {changed = 'changed', over = 'already_over', later = '', NOT_FOUND = ''}
+  local COUNTED = {changed = 'changed', asked_to_stop = 'asked_to_stop', over = 'already_over', later = '', NOT_FOUND = ''}
   local failures = redis.call('HGET', action, 'failures') or ''
   local _, num_listed = string.gsub(failures, '\n', '')
   for at, outcome in ipairs(outcomes) do

@@ -18,7 +18,7 @@ local config, now = read_config(), clock()
 -- What this script and end_job need of a record, in one read.
 local FIELDS = {'state', 'node', 'lease', 'first', 'needs_reader', 'inboxes', 'channel', 'tenant', 'level', 'n', 'weight',
   'held', 'idem', 'charge', 'window', 'reserved', 'account', 'ms_per_token', 'charged', 'keep', 'response_bytes', 'loss_nodes',
-  'past_leases', 'in_feed', 'extra', 'webhooks'}
+  'past_leases', 'in_feed', 'extra', 'webhooks', 'stopped_by'}
 
 -- Appends chunks from `from` on, except the last ones, which go in with the terminal chunk. Returns these.
 local function append(log, chunks, from)

@@ -13,7 +13,7 @@
 --   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge;
 --   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
 --   engine_preemptions used limits in_feed begun_deadline accepted tag1 … tag4 extra retry_of
---   webhooks deleted model words
+--   webhooks deleted model words stopped_by
 -- level: the job's class for foreground work, and its class + CLASSES for background work. Levels are served in order.
 -- needs_reader: '0' for a job that needs no reader. '1' for one that is canceled reattach_grace_ms after its last reader
 -- left; a larger number: after so many ms, at most MAX_READER_SILENCE_MS (sweep.lua).
@@ -46,7 +46,8 @@
 -- accepted: when a job was accepted that was not queued at once. tag1 … tag4: its tags. extra: bytes of its tags with
 -- their entries in P:tagged:<tenant>:<tag>, and of its metadata. retry_of: the id, without its pool, of the ended job that
 -- it repeats. webhooks: ids of the webhook endpoints that are told of its end, separated by spaces. model, words: the
--- model's name and the first words of the prompt, at most MAX_SHORT_BYTES each, for lists of jobs.
+-- model's name and the first words of the prompt, at most MAX_SHORT_BYTES each, for lists of jobs. stopped_by: the bulk
+-- action that asked the job to stop while a node ran it.
 
 -- queue.lua replaces it for its scripts. `sure` is for commands that fail for no key's type: of strings that they replace,
 -- of lives, messages and deletions, and of a key that the script has read.

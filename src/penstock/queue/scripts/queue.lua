@@ -1220,7 +1220,7 @@ do
 
   -- Fields that the end of a job needs beside JOB_FIELDS.
   local END_FIELDS = {'held', 'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases', 'keep', 'response_bytes',
-    'in_feed', 'extra', 'webhooks'}
+    'in_feed', 'extra', 'webhooks', 'stopped_by'}
 
   local function read_end_fields(job)
     if job.past_leases then return end
@@ -1241,6 +1241,14 @@ do
     lists.move(job, job.state, state)
     remove_member(P .. ':open', job.id)
     remove_member(P .. ':tenant:' .. job.tenant .. ':open', job.id)
+  end
+
+  -- Counts a job that a bulk action asked to stop by how it ended: it may have been faster.
+  local function note_stopped(job, state)
+    local action = P .. ':bulk:' .. job.stopped_by
+    if redis.call('HEXISTS', action, 'asked_to_stop') == 0 then return end
+    redis.call('HINCRBY', action, 'asked_to_stop', -1)
+    redis.call('HINCRBY', action, state == 'cancelled' and 'changed' or 'already_over', 1)
   end
 
   -- Corrects what the job was charged for its tenant's limits of tokens. A task keeps its charge: its node reports no tokens.
@@ -1292,6 +1300,7 @@ do
     add_usage(job, job.account, now, reported)
     if not is_task(job) and job.in_feed ~= '0' then note_completion(job, config, now, state) end
     if job.webhooks ~= '' then note_webhooks(job, state) end
+    if job.stopped_by ~= '' then note_stopped(job, state) end
     correct_tokens(job, state, now, reported)
     if job.idem ~= '' then
       -- A caller that repeats its request after a broken connection gets a new job, not this job's `unread`.

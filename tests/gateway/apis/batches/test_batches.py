@@ -117,7 +117,6 @@ def test_a_batch_answers_its_rows(api: openai.OpenAI, folder: Path, redis_url: s
         ("{not json", "invalid_json_line"),
         (row("a", "twice"), "duplicate_custom_id"),
         (row("b", "x", url="/v1/completions"), "mismatched_endpoint"),
-        (row("b", "x", model="acme/unknown"), "model_not_found"),
         ({**row("b", "x"), "custom_id": ""}, "invalid_custom_id"),
         ({**row("b", "x"), "method": "GET"}, "invalid_method"),
         ({**row("b", "x"), "body": []}, "invalid_body"),
@@ -128,6 +127,21 @@ def test_wrong_lines_are_named(api: openai.OpenAI, line: Any, code: str) -> None
     assert (batch.status, batch.output_file_id, batch.in_progress_at) == ("failed", None, None)
     assert batch.failed_at is not None and batch.errors is not None and batch.errors.data is not None
     assert [(one.code, one.line) for one in batch.errors.data] == [(code, 3)]
+
+
+def test_a_row_with_an_unknown_model_fails_alone_and_a_batch_of_them_as_a_whole(api: openai.OpenAI) -> None:
+    wrong = [row(f"w{i}", "x", model="acme/unknown") for i in range(2)]
+    batch = ended(api, make(api, [row("a", "text"), *wrong]).id)
+    assert batch.status == "completed" and batch.request_counts is not None
+    assert batch.request_counts.model_dump() == {"total": 3, "completed": 1, "failed": 2}
+    assert [*lines_of(api, batch.output_file_id)] == ["a"]
+    errors = lines_of(api, batch.error_file_id)
+    assert {name: one["error"]["code"] for name, one in errors.items()} == dict.fromkeys(
+        ("w0", "w1"), "model_not_found"
+    )
+    batch = ended(api, make(api, wrong).id)
+    assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
+    assert [(one.code, one.line) for one in batch.errors.data] == [("model_not_found", 1)]
 
 
 def test_too_many_rows_and_no_rows(api: openai.OpenAI) -> None:

@@ -173,7 +173,9 @@ def test_bulk_action_is_reported_to_its_tenant_and_leaves_other_tenants_jobs(cal
         ({"action": "cancel", "filter": {"color": "red"}}, "filter.color"),
         ({"action": "cancel", "filter": {"state": "unknown"}}, "state"),
         ({"action": "cancel", "filter": {"tag": "a b"}}, "tag"),
-        ({"action": "cancel", "priority": "batch"}, "priority"),
+        ({"action": "cancel"}, "filter"),
+        ({"action": "cancel", "filter": {"tenant": "acme"}}, "filter"),
+        ({"action": "cancel", "all_jobs": True, "priority": "batch"}, "priority"),
         ({"action": "reschedule"}, "not_before_s"),
     ],
 )

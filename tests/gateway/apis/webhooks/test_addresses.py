@@ -16,7 +16,14 @@ from fakes.webhook_receiver import ALLOWED, Reply, WebhookReceiver
 
 from penstock.contract.errors import RequestError
 from penstock.contract.webhook import new_secret
-from penstock.gateway.apis.webhooks.sender import AddressGuard, Sender, SendError, SentAnswer, retry_after_of
+from penstock.gateway.apis.webhooks.sender import (
+    AddressGuard,
+    ForbiddenUrlError,
+    Sender,
+    SendError,
+    SentAnswer,
+    retry_after_of,
+)
 from penstock.gateway.settings import GatewaySettings
 
 SECRET = new_secret()
@@ -166,7 +173,7 @@ async def test_redirects_are_not_followed(receiver: WebhookReceiver) -> None:
 
 
 async def test_plain_http_needs_a_setting(receiver: WebhookReceiver, connected: list[str]) -> None:
-    with pytest.raises(SendError, match="https"):
+    with pytest.raises(ForbiddenUrlError, match="https"):
         await attempt(receiver.url(), webhook_allow_http=False)
     assert connected == []
 

@@ -14,8 +14,10 @@ from fakes.webhook_receiver import ALLOWED, Received, Reply, WebhookReceiver
 from openai.types.webhooks import WebhookEndpointWithSecret
 from standardwebhooks import Webhook
 
+from penstock.contract.errors import RequestError
 from penstock.contract.webhook import EVENT_TYPES
 from penstock.gateway.apis.webhooks import deliverer
+from penstock.producer.client import Client
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
 Create = Callable[..., WebhookEndpointWithSecret]
@@ -250,6 +252,45 @@ def test_gone_receiver_disables_its_endpoint_and_dead_events_are_delivered_later
     assert len(wait_for(http, endpoint.id, "delivered", 2)) == 2
     assert deliveries(http, endpoint.id, "dead") == []
     check_signature(receiver.wait_for(3)[-1], endpoint.signing_secret)
+
+
+def test_a_url_that_the_gateway_forbids_ends_its_delivery_and_disables_its_endpoint(
+    http: httpx.Client, stack: Stack
+) -> None:
+    # Another process registered it, such as a gateway with other settings.
+    events: Any = ["job.succeeded"]
+    with Client(stack.redis_url) as client:
+        url, reason = "http://169.254.169.254/x", "the address 169.254.169.254 is not public"
+        endpoint, _ = client.webhooks.create(url, name="x", event_types=events, allow_private=True)
+        submitted(http, webhooks=[endpoint.id])
+        (dead,) = wait_for(http, endpoint.id, "dead")
+        assert reason in dead["answer"] and dead["attempts"] == 1
+        shown = client.webhooks.get(endpoint.id)
+        assert shown.status == "disabled" and reason in str(shown.disabled_reason)
+        client.webhooks.delete(endpoint.id)
+
+
+def test_the_client_refuses_the_addresses_that_the_route_refuses(http: httpx.Client, stack: Stack) -> None:
+    events: Any = ["job.succeeded"]
+    with Client(stack.redis_url) as client:
+        kept, _ = client.webhooks.create("https://example.com/", name="x", event_types=events)
+        for url in (
+            "http://127.0.0.1:1/x",
+            "https://127.0.0.1/",
+            "https://169.254.169.254/",
+            "https://[::1]/",
+            "http://a/",
+        ):
+            for act in (
+                lambda url=url: client.webhooks.create(url, name="x", event_types=events),
+                lambda url=url: client.webhooks.update(kept.id, {"url": url}),
+            ):
+                with pytest.raises(RequestError, match="allow_private") as caught:
+                    act()
+                assert (caught.value.code, caught.value.param) == ("forbidden_webhook_url", "url")
+            made, _ = client.webhooks.create(url, name="x", event_types=events, allow_private=True)
+            client.webhooks.delete(made.id)
+        client.webhooks.delete(kept.id)
 
 
 def test_both_secrets_sign_while_the_old_one_is_valid(
