@@ -201,6 +201,8 @@ async def check_nodes(url: str, names: Mapping[str, str] = MappingProxyType({}))
             pools, _ = await client.pool_stats()
             records = await client.pools()
             events = {one.pool: one.events for one in await client.activity([pool.pool for pool in pools])}
+            # Events have Redis's time, which may differ from that of this machine.
+            seconds, _ = await client.servers.directory.redis.time()
     except UnavailableError as error:
         return [_unusable(url, error)]
     own = pool_urls() if names else {}
@@ -211,7 +213,7 @@ async def check_nodes(url: str, names: Mapping[str, str] = MappingProxyType({}))
         record = records.get(pool.pool)
         if pool.nodes and record is not None and record.capabilities:
             checks.append(Check("ok", "pool", f"{pool.pool}: its model is good for {', '.join(record.capabilities)}"))
-        checks += judge_lost(pool, events.get(pool.pool, ()), time.time())
+        checks += judge_lost(pool, events.get(pool.pool, ()), seconds)
     absent = [name for name, of_pool in own.items() if of_pool == url and name not in {pool.pool for pool in pools}]
     advice = "start a node of it, with this PENSTOCK_POOLS; or correct the name (penstock pools list)"
     return checks + [Check("warn", "pool", f"{name}: no node has joined it here", advice) for name in absent]
