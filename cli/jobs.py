@@ -22,8 +22,6 @@ from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.runtime.settings import pool_urls, redis_url_of
 
 if TYPE_CHECKING:
-    from redis.asyncio import Redis
-
     from penstock.contract.job_actions import JobFilter
     from penstock.contract.output import Result
     from penstock.producer.client import AsyncClient
@@ -428,25 +426,18 @@ async def _pages(
 
     Only for pools in several Redis it loads the client, which takes longer.
     """
+    from penstock.queue.broker.connection import connect, redis_now_ms
+
     if pool is None and pool_urls():
         from penstock.producer.client import AsyncClient
 
         async with AsyncClient(redis_url_of(redis_url)) as client:
-            yield client.listed, await _now_ms(client.servers.directory.redis)
+            yield client.listed, await redis_now_ms(client.servers.directory.redis)
         return
-    from penstock.queue.broker.connection import connect
     from penstock.queue.broker.job_lists import JobLists
 
     async with connect(redis_url_of(redis_url, pool=pool)) as redis:
-        yield JobLists(redis).page, await _now_ms(redis)
-
-
-async def _now_ms(redis: Redis) -> int:
-    from penstock.queue.broker.connection import translated
-
-    with translated():
-        seconds, us = await redis.time()
-    return int(seconds) * 1000 + int(us) // 1000
+        yield JobLists(redis).page, await redis_now_ms(redis)
 
 
 async def _owned(client: AsyncClient, job_id: str) -> tuple[str, str]:

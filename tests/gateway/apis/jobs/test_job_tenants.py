@@ -55,7 +55,14 @@ def submitted(client: httpx.Client, **body: Any) -> str:
 def test_job_of_another_tenant_is_not_found(callers: Callers) -> None:
     job_id = submitted(callers["acme"], not_before_s=600)
     for other in ("rival", "ops"):
-        paths = [("GET", ""), ("GET", "/stream"), ("GET", "/stream?after=0"), ("DELETE", ""), ("POST", "/ack")]
+        paths = [
+            ("GET", ""),
+            ("GET", "/why"),
+            ("GET", "/stream"),
+            ("GET", "/stream?after=0"),
+            ("DELETE", ""),
+            ("POST", "/ack"),
+        ]
         answers = [callers[other].request(method, f"/v1/jobs/{job_id}{path}") for method, path in paths]
         expected = 404 if other == "rival" else 403
         assert [answer.status_code for answer in answers] == [expected] * 5
