@@ -105,12 +105,13 @@ def list_jobs(
     `show` tells the rest of a job. It takes an id, which `--wide` prints.
     """
 
-    async def find(show: Callable[[JobStatus], None]) -> None:
+    async def find(begin: Callable[[int], Callable[[JobStatus], None]]) -> None:
+        """`begin` gets the time of Redis, in ms, and returns what shows a job."""
         from penstock.queue.broker.job_lists import MAX_PAGE_JOBS
 
         wanted = _filter_of(tenant, state, since, until, pool=pool, priority=priority, background=background, tag=tag)
-        async with _pages(redis_url, pool) as page_of:
-            num_left, after = limit, None
+        async with _pages(redis_url, pool) as (page_of, now_ms):
+            num_left, after, show = limit, None, begin(now_ms)
             while num_left:
                 page = await page_of(wanted, after=after, limit=min(num_left, MAX_PAGE_JOBS))
                 for status in page.jobs:
@@ -123,10 +124,10 @@ def list_jobs(
         from penstock.producer.client.job_objects import job_object
 
         with JsonArray() as array:
-            asyncio.run(find(lambda status: array.add(job_object(status))))
+            asyncio.run(find(lambda _: lambda status: array.add(job_object(status))))
     else:
-        table = JobTable(time.time_ns() // 1_000_000, is_wide=wide)
-        asyncio.run(find(table.add))
+        table = JobTable(is_wide=wide)
+        asyncio.run(find(table.begin))
         if table.is_empty:
             say_empty("no jobs")
 
@@ -384,10 +385,15 @@ class JobTable:
     _WIDE = "{:11} {:9} {:36} "
     _TENANT_CHARS = 9
 
-    def __init__(self, now_ms: int, *, is_wide: bool = False) -> None:
-        self._now_ms, self._is_wide = now_ms, is_wide
+    def __init__(self, *, is_wide: bool = False) -> None:
+        self._now_ms, self._is_wide = 0, is_wide
         self._num_columns = max(79, shutil.get_terminal_size().columns)
         self.is_empty = True
+
+    def begin(self, now_ms: int) -> Callable[[JobStatus], None]:
+        """Count ages from `now_ms` by the clock of Redis, which records have. Return `add`."""
+        self._now_ms = now_ms
+        return self.add
 
     def add(self, status: JobStatus) -> None:
         """Print the row of a job, and before the first one the heads of the columns."""
@@ -433,19 +439,25 @@ def _span(begun_ms: int, ended_ms: int) -> str:
 
 
 @asynccontextmanager
-async def _pages(redis_url: str | None, pool: str | None) -> AsyncIterator[Callable[..., Awaitable[JobPage]]]:
-    """Yield what returns a page of jobs. Only for pools in several Redis it loads the client, which takes longer."""
+async def _pages(
+    redis_url: str | None, pool: str | None
+) -> AsyncIterator[tuple[Callable[..., Awaitable[JobPage]], int]]:
+    """Yield what returns a page of jobs, and the time of Redis in ms.
+
+    Only for pools in several Redis it loads the client, which takes longer.
+    """
+    from penstock.queue.broker.connection import connect, redis_now_ms
+
     if pool is None and pool_urls():
         from penstock.producer.client import AsyncClient
 
         async with AsyncClient(redis_url_of(redis_url)) as client:
-            yield client.listed
+            yield client.listed, await redis_now_ms(client.servers.directory.redis)
         return
-    from penstock.queue.broker.connection import connect
     from penstock.queue.broker.job_lists import JobLists
 
     async with connect(redis_url_of(redis_url, pool=pool)) as redis:
-        yield JobLists(redis).page
+        yield JobLists(redis).page, await redis_now_ms(redis)
 
 
 async def _owned(client: AsyncClient, job_id: str) -> tuple[str, str]:

@@ -28,6 +28,7 @@ from penstock.gpu_node.gpus import this_machine, version_of
 from penstock.gpu_node.settings import VLLM_NAME_BY_NAME, NodeSettings, check_model, engine_config
 from penstock.runtime import event_loop
 from penstock.runtime.logging import LogSettings, configure_logging
+from penstock.runtime.redis_source import tell_redis_source
 from penstock.runtime.settings import KeySettings, pool_urls, redis_url_of
 
 _log = logging.getLogger(__package__)
@@ -113,6 +114,7 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
     if given["redis_url"] is None and (of_pool := pool_urls().get(settings.pool_name)) is not None:
         settings = settings.model_copy(update={"redis_url": of_pool})
     configure_logging(logs)
+    tell_redis_source(settings.redis_url, "node")
     if replicas := node_replicas(settings):
         # The URL may be a secret, so it is no argument.
         arguments = words_of({name: value for name, value in given.items() if name != "redis_url"}, NODE_FLAGS)
@@ -192,6 +194,7 @@ def gateway(**given: Any) -> None:
     url = redis_url_of(given["redis_url"])
     settings = GatewaySettings.load(**given | {"redis_url": url})
     configure_logging(logs)
+    tell_redis_source(url, "gateway")
     if settings.first_key_file is not None:
         _make_first_key(url, settings.first_key_file)
     if settings.api_key is not None:

@@ -195,12 +195,15 @@ async def check_nodes(url: str, names: Mapping[str, str] = MappingProxyType({}))
     `names`: what each of several Redis is called; then a pool with nodes in another Redis than it belongs to is found.
     """
     from penstock.producer.client import AsyncClient
+    from penstock.queue.broker.connection import redis_now_ms
 
     try:
         async with AsyncClient(url, pools={}) as client:
             pools, _ = await client.pool_stats()
             records = await client.pools()
             events = {one.pool: one.events for one in await client.activity([pool.pool for pool in pools])}
+            # Events have Redis's time, which may differ from that of this machine.
+            redis_s = await redis_now_ms(client.servers.directory.redis) / 1000
     except UnavailableError as error:
         return [_unusable(url, error)]
     own = pool_urls() if names else {}
@@ -211,7 +214,7 @@ async def check_nodes(url: str, names: Mapping[str, str] = MappingProxyType({}))
         record = records.get(pool.pool)
         if pool.nodes and record is not None and record.capabilities:
             checks.append(Check("ok", "pool", f"{pool.pool}: its model is good for {', '.join(record.capabilities)}"))
-        checks += judge_lost(pool, events.get(pool.pool, ()), time.time())
+        checks += judge_lost(pool, events.get(pool.pool, ()), redis_s)
     absent = [name for name, of_pool in own.items() if of_pool == url and name not in {pool.pool for pool in pools}]
     advice = "start a node of it, with this PENSTOCK_POOLS; or correct the name (penstock pools list)"
     return checks + [Check("warn", "pool", f"{name}: no node has joined it here", advice) for name in absent]

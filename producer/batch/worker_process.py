@@ -19,6 +19,7 @@ from celery.concurrency.thread import TaskPool as ThreadPool
 
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.loop_thread import LoopThread
+from penstock.runtime.redis_source import tell_redis_source
 from penstock.runtime.service_manager import ServiceManager
 from penstock.runtime.tracing.context import TRACER_KEY, context_of
 from penstock.runtime.tracing.setup import tracing_of
@@ -113,6 +114,7 @@ class _ClientThread:
         async with self._connecting:
             if self._client is None:
                 # A failed attempt leaves no client, so the next task makes another one.
+                tell_redis_source(self._redis_url, "worker")
                 self._client = await AsyncClient(self._redis_url).connect()
         start = self._next_start()
         try:

@@ -7,11 +7,13 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess
+from faults.tools.redis_process import RedisProcess, find_libfaketime
 
 from penstock.producer.client import Client
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -93,6 +95,15 @@ def test_why_says_where_the_time_of_a_job_went(pool: str) -> None:
     assert [part["part"] for part in told["parts"]] == ["queue", "first_token", "rest"]
     text = run_command("why", late.id, "--redis-url", pool).stdout
     assert "waits for its start time, in " in text and "what helps: `penstock jobs change" in text
+
+
+@pytest.mark.skipif(find_libfaketime() is None, reason="libfaketime is not installed (Debian's libfaketime)")
+def test_ages_are_those_of_redis_clock(tmp_path: Path) -> None:
+    with RedisProcess(tmp_path / "redis", clock_s=-7200) as server, NodeProcess(server.url):
+        with Client(server.url) as client:
+            client.submit("hello", max_tokens=3).result()
+        (_, row) = jobs(server.url, "list").stdout.splitlines()
+        assert re.search(r" \d+s hello$", row), row
 
 
 def test_list_as_json_has_the_objects_of_the_http_api(pool: str) -> None:

@@ -1,8 +1,9 @@
 """Drills of an operator, as scripts: `make drills` runs them and prints what became of each job.
 
 `restore`: Redis loses everything since a backup. `replace`: nodes and gateways are replaced under load, one by one.
-`rotate`: the same, with a new password of Redis. `certificates`: Redis gets a certificate of another authority, without
-a restart of anything. `nginx`, `haproxy` and `caddy`: gateways behind that proxy are stopped and killed under streams.
+`rotate`: the same, with a new password at Redis and its replica, and a fail-over behind it. `certificates`: Redis gets
+a certificate of another authority, without a restart of anything. `nginx`, `haproxy` and `caddy`: gateways behind that
+proxy are stopped and killed under streams.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from fakes.processes.node_process import NodeProcess
 from faults.proxies import PROXIES, Proxied, behind_proxy, make_key
 from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess, free_port
+from faults.tools.sentinel import Replicated
 from faults.tools.work import check_settled, new_work
 
 from penstock.contract.errors import NotFoundError
@@ -113,21 +115,42 @@ async def replace(folder: Path, *, num_jobs: int = 24) -> Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Rotated:
-    """What became of the jobs while the password of Redis was changed, and whether the old one still works."""
+    """What became of the jobs while the password of Redis was changed, and of work after a fail-over behind it."""
 
     jobs: Replaced
     old_password_works: bool
+    """At the primary or at the replica."""
+    works_after_failover: bool
+    """Whether a node and a client with the new password work at the server that Sentinel promoted."""
 
 
 async def rotate(folder: Path, *, num_jobs: int = 24) -> Rotated:
-    """Give a user of Redis a second password, replace all processes by ones that use it, and remove the first."""
-    with RedisProcess(folder / "redis") as server, server.client() as admin:
-        old, new = (f"unix://ops:{password}@{folder / 'redis/redis.sock'}" for password in ("old", "new"))
-        admin.execute_command("ACL", "SETUSER", "ops", "on", ">old", "~*", "&*", "+@all")
-        admin.execute_command("ACL", "SETUSER", "ops", ">new")
-        jobs = await _replaced(server, old, new, num_jobs)
-        admin.execute_command("ACL", "SETUSER", "ops", "<old")
-        return Rotated(jobs, old_password_works=_accepts(old))
+    """Give a user a second password, replace all processes by ones that use it, remove the first, and fail over.
+
+    Redis does not replicate its users, so each change is made at the primary and at the replica.
+    """
+    with Replicated(folder) as servers:
+        both = servers.master, servers.replica
+        old, new = (servers.url.replace("//", f"//ops:{password}@", 1) for password in ("old", "new"))
+        _set_user(both, "on", ">old", "~*", "&*", "+@all")
+        _set_user(both, ">new")
+        jobs = await _replaced(servers.master, old, new, num_jobs)
+        _set_user(both, "<old")
+        old_works = any(_accepts(f"redis://ops:old@127.0.0.1:{server.port}") for server in both)
+        servers.fail_over()
+        await asyncio.to_thread(servers.wait_for_promotion)
+        work = new_work(POOL, 5)
+        with NodeProcess(new, name="after", **NODE):
+            async with AsyncClient(new) as client:
+                await work.read((await client.submit("the gate", **work.options)).chunks())
+        work.check()
+        return Rotated(jobs, old_password_works=old_works, works_after_failover=True)
+
+
+def _set_user(servers: Sequence[RedisProcess], *rules: str) -> None:
+    for server in servers:
+        with server.client() as admin:
+            admin.execute_command("ACL", "SETUSER", "ops", *rules)
 
 
 def _accepts(url: str) -> bool:

@@ -29,9 +29,9 @@ async def test_nodes_and_gateways_are_replaced_under_load_without_a_lost_token(t
 
 
 @pytest.mark.slow  # It is the replacement above with another password.
-async def test_a_password_of_redis_is_rotated_under_load_without_a_lost_token(tmp_path: Path) -> None:
+async def test_a_password_of_redis_is_rotated_under_load_and_holds_after_a_failover(tmp_path: Path) -> None:
     jobs = Replaced(accepted=8, exact=8, replaced=4)
-    assert await rotate(tmp_path, num_jobs=8) == Rotated(jobs, old_password_works=False)
+    assert await rotate(tmp_path, num_jobs=8) == Rotated(jobs, old_password_works=False, works_after_failover=True)
 
 
 @pytest.mark.slow  # It restarts four gateways.

@@ -292,10 +292,10 @@ async def test_a_stopping_node_keeps_streams_that_no_other_node_has_room_for(
     redis_url: str, broker: ProducerBroker
 ) -> None:
     job, other = new_job(max_tokens=300), new_job(max_tokens=1500)
-    async with running(redis_url, ReferenceEngine(step_s=0.01), drain_s=600) as node:
+    engine, full = (ReferenceEngine(step_s=0.01, max_num_seqs=1) for _ in range(2))
+    async with running(redis_url, engine, drain_s=600, max_num_seqs=1) as node:
         await broker.submit(Submission(job, 50))
         await until(broker, job, lambda status: status.num_chunks > 2)
-        full = ReferenceEngine(step_s=0.01, max_num_seqs=1)
         async with running(redis_url, full, max_num_seqs=1) as next_node:
             await broker.submit(Submission(other, 50))
             async with asyncio.timeout(PATIENCE_S):

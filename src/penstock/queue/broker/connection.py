@@ -209,6 +209,13 @@ async def warn_of_eviction(redis: Redis) -> None:
         _LOG.warning("redis may evict keys: an evicted key is a lost job", extra=facts)
 
 
+async def redis_now_ms(redis: Redis) -> int:
+    """Return Redis's time, which records have. Raises UnavailableError."""
+    with translated():
+        seconds, us = await cast(Any, redis).time()
+    return int(seconds) * 1000 + int(us) // 1000
+
+
 # Connections to Redis, and the translation of Redis errors into penstock errors.
 
 CONNECT_TIMEOUT_S = 3.0

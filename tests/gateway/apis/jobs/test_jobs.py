@@ -110,6 +110,16 @@ def test_prompt_may_be_text_tokens_or_messages(http: httpx.Client, body: dict[st
     assert {choice["text"] for choice in job["result"]["choices"]} == {text}
 
 
+def test_why_says_where_the_time_of_a_job_went(http: httpx.Client) -> None:
+    job_id = submit(http)
+    ended(http, job_id)
+    told = http.get(f"/v1/jobs/{job_id}/why").json()
+    assert (told["object"], told["state"], told["waits_for"]) == ("job.explanation", "succeeded", [])
+    assert [part["part"] for part in told["parts"]][:2] == ["queue", "first_token"]
+    late = http.get(f"/v1/jobs/{submit(http, not_before_s=600)}/why").json()
+    assert late["waits_for"][0]["waits_for"].startswith("its start time, in ")
+
+
 def test_logprobs_come_with_result_and_chunks(http: httpx.Client) -> None:
     job_id = submit(http, prompt="ab", params={"logprobs": 1, "prompt_logprobs": 1})
     result = ended(http, job_id)["result"]
@@ -276,7 +286,7 @@ def test_wrong_field_is_named(http: httpx.Client, change: dict[str, Any], param:
     assert error_of(answer)["param"] == param
 
 
-@pytest.mark.parametrize("path", ["", "/stream"])
+@pytest.mark.parametrize("path", ["", "/stream", "/why"])
 @pytest.mark.parametrize("job_id", ["nothing", "echo.01890a5d-ac96-774b-bcce-b302099a8057"])
 def test_unknown_job_is_not_found(http: httpx.Client, path: str, job_id: str) -> None:
     answer = http.get(f"/v1/jobs/{job_id}{path}")
