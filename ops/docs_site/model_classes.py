@@ -32,13 +32,10 @@ def with_table(page: str, outcomes: Mapping[str, str]) -> str:
 
 
 def _rows(outcomes: Mapping[str, str]) -> Iterator[str]:
-    yield "| | classes |"
+    yield "| class | runner transformers |"
     yield "|---|---|"
-    by_outcome: dict[str, list[str]] = {}
-    for architecture, outcome in sorted(outcomes.items(), key=lambda pair: (pair[1], pair[0].lower())):
-        by_outcome.setdefault(outcome or "computed", []).append(f"`{architecture}`")
-    for outcome, names in by_outcome.items():
-        yield f"| {outcome} | {', '.join(names)} |"
+    for architecture, outcome in sorted(outcomes.items(), key=lambda pair: pair[0].lower()):
+        yield f"| `{architecture}` | {outcome or 'computes it'} |"
 
 
 if __name__ == "__main__":
