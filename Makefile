@@ -61,7 +61,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check modules language fields lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean
+.PHONY: demo test quick check modules language fields classes lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -92,6 +92,9 @@ modules: $(STAMP)
 fields: $(STAMP)
 	PYTHONPATH=ops $(BIN)/python -m docs_site.fields docs/FIELDS.md
 	PYTHONPATH=ops $(BIN)/python -m docs_site.sizes
+
+classes: $(STAMP)
+	PYTHONPATH=ops $(BIN)/python -m docs_site.model_classes
 
 language: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m language $(LANGUAGE)

@@ -125,6 +125,7 @@ FOREIGN_NAMES = {
     *("MD_JSON", "PARALLEL_TOOLS", "data_files", "generate_until", "multiple_choice", "num_concurrent"),  # of clients
     *("openai_suite_plugin", "num_ctx", "web_search_20250305", "sched_switch", "connected_slaves"),
     *("process_max_fds", "process_open_fds"),
+    *("Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
     *("router_cpu_usage_percent", "router_disk_usage_percent", "router_memory_usage_percent"),  # made of two parts
 }
 """Names of other programs, which the pages explain."""

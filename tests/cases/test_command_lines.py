@@ -160,6 +160,8 @@ TAKEN: dict[str, dict[str, object]] = {
         "num_threads": None,
     },
     "-m m.gguf -ctk q8_0 -ctv q8_0 --n-gpu-layers 33 --embedding --no-context-shift": {"kv_cache_dtype": "int8"},
+    "--model m --model-impl transformers": {"runner": "transformers"},
+    "--model m --model-impl auto": {"runner": "auto"},
     # TGI: docs of its launcher, and its guides
     "--model-id HuggingFaceH4/zephyr-7b-beta --num-shard 2 --port 8080": {
         "model": "HuggingFaceH4/zephyr-7b-beta",

@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any, Self
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.families import require_known
+from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.weight_files import INDEX, SINGLE, first_parts, gguf_names, index_of, is_gguf
 from penstock.runtime.proxies import proxy_error
@@ -68,20 +68,25 @@ class HubModel:
         return self.repo_id if self.revision is None else f"{self.repo_id}@{self.revision}"
 
 
-def downloaded(model: HubModel, progress: Progress) -> Path:
+def family_in(folder: Path) -> None:
+    """Raise ConfigError unless the config.json of a folder is that of a family."""
+    family_of(read_object(folder / "config.json"))
+
+
+def downloaded(model: HubModel, progress: Progress, check: Callable[[Path], None] = family_in) -> Path:
     """Download a model and return the folder of its files, or the GGUF file that it names.
 
     Files in the hub's cache are not downloaded again. Raises ConfigError for a model that the hub does not have, does
-    not give access to, or that is not supported.
+    not give access to, or that is not supported. check: called with the folder, before weights are downloaded.
     """
     with _as_config_errors(model):
         progress(0.0)
         if model.file is not None:
             return _gguf_file(model, model.file, progress)
         folder = _snapshot(model, _DESCRIPTIONS, ignored=_FOLDERS)
-        if (config := folder / "config.json").is_file():
+        if (folder / "config.json").is_file():
             # An unsupported architecture is refused before gigabytes are downloaded.
-            require_known(read_object(config))
+            check(folder)
         sizes = _sizes(model, folder)
         wanted = _weight_names(model, folder, sizes)
         missing = sum(sizes[name] for name in wanted if name in sizes and not (folder / name).is_file())

@@ -12,7 +12,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once, samples
 from penstock.gpu_node.model.checkpoint.gguf_conversion import describe_gguf
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, starts_as_gguf
-from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded
+from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded, family_in
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.usable_file import require_usable, require_usable_descriptions
 from penstock.gpu_node.model.checkpoint.weight_files import gguf_of, gguf_parts, is_gguf
@@ -59,16 +59,18 @@ def resolve_model(model: str, progress: Progress, revision: str | None = None) -
     return open_model(model, progress, revision).source
 
 
-def open_model(model: str, progress: Progress, revision: str | None = None) -> OpenModel:
+def open_model(
+    model: str, progress: Progress, revision: str | None = None, check: Callable[[Path], None] = family_in
+) -> OpenModel:
     """Open the files of a model given as a folder, a `.gguf` file or a name on the hub (`HubModel`).
 
     A folder may have one GGUF model instead of safetensors; a split one is given by any of its parts. The config and
     tokenizer of a GGUF file are converted once into the cache folder. Raises ConfigError if there is no
-    such model.
+    such model. check: called with the folder of a config.json before weights are downloaded.
     """
     path = local_path(model)
     if path is None:
-        path = downloaded(HubModel.parse(model, revision), lambda fraction: progress("download", fraction))
+        path = downloaded(HubModel.parse(model, revision), lambda fraction: progress("download", fraction), check)
     elif revision is not None:
         raise ConfigError(f"revision {revision} is only for models of the hub, but {model} is a path")
     if path.is_dir():

@@ -162,7 +162,7 @@ def _replaced(name: str) -> ConfigError:
 
 def _open(model: str, options: RunnerOptions, progress: Progress, revision: str | None) -> OpenModel:
     if options.load_format != "dummy":
-        return open_model(model, progress, revision)
+        return open_model(model, progress, revision, check=partial(_check_before_download, options=options))
     if revision is not None:
         raise ConfigError(f"revision {revision} is only for models of the hub; load_format dummy downloads nothing")
     log.warning("weights are random (load_format dummy)", extra={"model": model})
@@ -180,6 +180,15 @@ def _loaded(
     described = found.description
     adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     return *_load(described, options, progress, links), adapters
+
+
+def _check_before_download(folder: Path, options: RunnerOptions) -> None:
+    """Raise ConfigError if the runner cannot compute the model of a folder's config.json."""
+    config = read_object(folder / "config.json")
+    if _takes_module(config, options):
+        _describe(OpenModel(ModelSource(folder)), config, options)
+    else:
+        family_of(config)
 
 
 def _load(
@@ -338,9 +347,8 @@ def _has_gpu() -> bool:
 
 
 def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptions) -> Description | ModuleDescription:
-    is_chosen = opened.gguf is None and options.runner in ("auto", "cpu") and needs_transformers(config)
-    if options.runner == "transformers" or is_chosen:
-        return _describe_module(opened, config, options, is_chosen=is_chosen)
+    if options.runner == "transformers" or (opened.gguf is None and _takes_module(config, options)):
+        return _describe_module(opened, config, options)
     source, family = opened.source, family_of(config)
     config = checked_config(config, source.folder / "config.json")
     try:
@@ -369,10 +377,13 @@ def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptio
     )
 
 
-def _describe_module(
-    opened: OpenModel, config: Mapping[str, Any], options: RunnerOptions, *, is_chosen: bool
-) -> ModuleDescription:
-    """Describe a model that transformers' own class computes. is_chosen: whether we have chosen that runner."""
+def _takes_module(config: Mapping[str, Any], options: RunnerOptions) -> bool:
+    """Return whether transformers' own class computes a model: by the setting `runner`, or because it has no family."""
+    return options.runner == "transformers" or (options.runner in ("auto", "cpu") and needs_transformers(config))
+
+
+def _describe_module(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptions) -> ModuleDescription:
+    """Describe a model that transformers' own class computes."""
     if opened.gguf is not None:
         raise ConfigError("runner transformers reads safetensors, not GGUF files", param="runner")
     with _torch_for("runner transformers"):
@@ -382,7 +393,7 @@ def _describe_module(
     check_settings(options)
     without_nulls = {name: value for name, value in config.items() if value is not None}
     described = describe_module(opened.source, without_nulls, options.max_model_len)
-    if is_chosen:
+    if options.runner != "transformers":
         facts = {"reason": f"no family of ours is {described.architecture}", "lacks": LACKS}
         log.warning("transformers computes, slower than the runners of families", extra=facts)
     return described

@@ -38,9 +38,8 @@ def require_agreement(module: Any, observed: Observed, dtype: torch.dtype) -> No
         plan = _plan(texts, begins, list(ends))
         count = len(plan.token_ids)
         logits, _ = packed.compute(plan, np.arange(count), count)
-        for rows, part in zip(
-            found, logits.split([end - begin for begin, end in zip(begins, ends, strict=True)]), strict=True
-        ):
+        parts = torch.split(logits, [end - begin for begin, end in zip(begins, ends, strict=True)])
+        for rows, part in zip(found, parts, strict=True):
             rows.append(part)
         begins = list(ends)
     module.set_attn_implementation("eager")

@@ -17,7 +17,7 @@ from penstock.contract.errors import ConfigError
 
 IMPLEMENTATION = "penstock_paged"
 """The name of our attention among those of transformers."""
-NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
+NO_INTERFACE = "it has no attention that goes through transformers' AttentionInterface"
 
 
 class UnsupportedModuleError(ConfigError):

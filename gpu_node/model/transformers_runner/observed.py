@@ -141,8 +141,8 @@ def call(module: nn.Module, token_ids: Tensor, positions: Tensor, form: CallForm
 def head_of(module: Any) -> nn.Module:
     """Return the matrix that makes logits. Raises UnsupportedModuleError."""
     head: nn.Module | None = module.get_output_embeddings()
-    if head is None:
-        raise UnsupportedModuleError("it has no head that makes logits")
+    if head is None or not isinstance(getattr(head, "weight", None), Tensor):
+        raise UnsupportedModuleError("it has no single head that makes logits")
     return head
 
 

@@ -41,12 +41,6 @@ def needs_transformers(config: Mapping[str, Any]) -> bool:
     return _family_or_none(config) is None and is_known(architecture_of(config))
 
 
-def require_known(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a config.json of a model that no runner computes."""
-    if not needs_transformers(config):
-        family_of(config)
-
-
 def _family_or_none(config: Mapping[str, Any]) -> Family | None:
     architecture = architecture_of(config)
     # A model that was saved without its head, as those for embeddings are, names itself `…Model`.

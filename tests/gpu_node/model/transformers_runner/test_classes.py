@@ -31,10 +31,8 @@ SAMPLE = (
 def documented() -> Mapping[str, str]:
     """Return what docs/MODELS.md says of each class: a reason, or "" for one that is computed."""
     _, _, section = PAGE.read_text().partition("<!-- classes -->")
-    found: dict[str, str] = {}
-    for reason, names in re.findall(r"^\| (.+?) \| (.+?) \|$", section.partition("<!-- end of classes -->")[0], re.M):
-        found |= dict.fromkeys(re.findall(r"`(\w+)`", names), "" if reason == "computed" else reason)
-    return found
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|$", section.partition("<!-- end of classes -->")[0], re.M)
+    return {architecture: "" if outcome == "computes it" else outcome for architecture, outcome in rows}
 
 
 def test_the_page_lists_each_class() -> None:

@@ -17,6 +17,7 @@ from penstock.gpu_node.model.loading.load import find_model, load_model
 
 Folder = Callable[[str], Path]
 ARCHITECTURE = "Starcoder2ForCausalLM"
+ROPE = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_a_config_that_asks_for_much_more_than_the_checkpoint_has_takes_no_memor
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "recurrent layers (linear_attention)"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, "rope_type dynamic"),
+        ({"rope_parameters": ROPE | {"original_max_position_embeddings": 64}}, "rope_type dynamic"),
     ],
 )
 def test_a_config_is_refused_by_the_field(folder: Path, fields: dict[str, Any], named: str) -> None:

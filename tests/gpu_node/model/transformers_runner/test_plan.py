@@ -1,0 +1,27 @@
+"""A plan of a module says what a loaded one takes, and why its runner was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fakes.runners.runner_options import runner_options
+
+from penstock.gpu_node.model.loading.load import find_model, load_found
+from penstock.gpu_node.model.loading.plan import plan_model
+from penstock.gpu_node.model.protocol import Devices
+
+
+def test_a_plan_counts_what_a_loaded_module_takes(class_folder: Callable[[str], Path]) -> None:
+    options = runner_options(runner="auto")
+    found = find_model(str(class_folder("Gemma4ForCausalLM")), options, lambda *_: None)
+    planned = plan_model(found, options, Devices("cpu", 2, None, 1 << 30), [(1, 1, 1), (2, 1, 1)])
+    runner = load_found(found, options, lambda *_: None).runner
+    assert planned.weight_bytes == runner.placement.weight_bytes
+    assert planned.kv_token_bytes * options.block_size == runner.cache_sizes.block_bytes
+    # Two of the four layers read the keys and values of the others.
+    assert planned.kv_token_bytes == 2 * 4 * (2 * 8 + 2 * 16)
+    whole, halves = planned.shapes
+    assert not whole.problem
+    assert "no ranks" in halves.problem
+    assert "transformers computes Gemma4ForCausalLM" in planned.why
