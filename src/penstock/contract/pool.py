@@ -322,8 +322,9 @@ class PoolRecord:
     """A served model as clients see it; stored in P:record.
 
     `max_token_bytes` is the length of the longest token's text, 0 if unknown. The format, the parser and
-    `thinking_switches` say how to read the model's texts (`reasoning_parser_for`). `adapters` maps names to digests: those of the announcing
-    node, or of all nodes in `ProducerBroker.pools`. `kinds` are the kinds of jobs that the announcing node knows.
+    `thinking_switches` say how to read the model's texts (`reasoning_parser_for`). `adapters` maps names to digests:
+    those of the announcing node, or of all nodes in `ProducerBroker.pools`. `kinds` are the kinds of jobs that the
+    announcing node knows.
     """
 
     pool: str

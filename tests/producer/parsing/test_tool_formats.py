@@ -127,7 +127,7 @@ MARKS = sorted({mark for form in ALL for mark in form.marks} | {"true", "false",
 @given(data=st.data())
 def test_reading_does_not_depend_on_how_a_text_is_cut(name: str, data: st.DataObject) -> None:
     form = BY_NAME[name]
-    own = [mark for mark in (*form.marks, "f", "text", "count", "true", "false", "\n", " ", '{"a": 1}', "[", "]", ",")]
+    own = [*form.marks, "f", "text", "count", "true", "false", "\n", " ", '{"a": 1}', "[", "]", ","]
     whole = written_calls(form, [("f", {"text": "a\nb", "count": 3})])
     pieces = data.draw(st.lists(st.sampled_from([*own, whole]) | st.sampled_from(MARKS) | texts, max_size=12))
     text = "".join(pieces)

@@ -180,7 +180,7 @@ class JsonCallReader(CallReader):
         super().__init__(form)
         self._lead = form.section or form.call
         self._brackets = "[{" if form.is_list else "{"
-        self._between = re.compile(r"[ \t\r\n%s]*" % re.escape(form.between.strip()))
+        self._between = re.compile(rf"[ \t\r\n{re.escape(form.between.strip())}]*")
         self._end_marks = tuple(mark for mark in ("]" if form.is_list else "", form.call_end, form.section_end) if mark)
         self._repeats = form.is_bare or bool(form.section)
         self._object = _ObjectScanner(0, form.name_key, form.arguments_key)

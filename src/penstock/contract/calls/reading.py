@@ -244,10 +244,10 @@ class NamedCallReader(CallReader):
     def _read_head(self, at: int, found: list[str | Call]) -> bool:
         """Read the name of a call whose mark ends at `at`."""
         form, limit = self._form, at + self._MAX_HEAD_CHARS
-        ends = [(end, mark) for mark in self._name_ends if (end := self._held.find(mark, at, limit)) >= 0]
+        ends = [end for mark in self._name_ends if (end := self._held.find(mark, at, limit)) >= 0]
         if not ends:
             return self._fail_at_mark(found) if len(self._held) >= limit else False
-        end, mark = min(ends)
+        end = min(ends)
         head = self._held[at:end]
         name = head.rpartition(form.id_end)[2] if form.id_end else head.partition(form.id_mark or "\0")[0]
         name = name.strip().removeprefix(form.name_prefix)

@@ -1,4 +1,4 @@
-"""Writing of tool calls as a model of each format writes them: for the history of a chat, and for trials of templates."""
+"""Writing of tool calls as a model of each format writes them."""
 
 from __future__ import annotations
 

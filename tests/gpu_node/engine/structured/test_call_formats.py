@@ -22,7 +22,7 @@ from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.producer.parsing.parsed_text import AnswerFormat
 
 EOS = 2
-NAMES = [form for form in (*FORMATS, FALLBACK.name)]
+NAMES = [*FORMATS, FALLBACK.name]
 PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -111,6 +111,6 @@ def test_a_schema_that_tags_cannot_hold_is_refused_by_name(guides: GrammarCompil
         {"properties": {"a>": {"type": "string"}}},
     ):
         functions = [{"name": "g", "parameters": json.dumps(schema)}]
-        with pytest.raises(RequestError, match="no grammar can hold .*'g'") as caught:
+        with pytest.raises(RequestError, match=r"no grammar can hold .*'g'") as caught:
             guides.prepare(wanted(FORMATS["qwen3_coder"], functions))
         assert caught.value.param == "tools"
