@@ -9,7 +9,7 @@ from fakes.runners.runner_options import runner_options
 
 from penstock.gpu_node.model.loading.load import find_model, load_found
 from penstock.gpu_node.model.loading.plan import plan_model
-from penstock.gpu_node.model.protocol import Devices
+from penstock.gpu_node.model.plan_records import Devices
 
 
 def test_a_plan_counts_what_a_loaded_module_takes(class_folder: Callable[[str], Path]) -> None:
