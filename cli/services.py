@@ -194,7 +194,6 @@ def gateway(**given: Any) -> None:
     url = redis_url_of(given["redis_url"])
     settings = GatewaySettings.load(**given | {"redis_url": url})
     configure_logging(logs)
-    tell_redis_source(url, "gateway")
     if settings.first_key_file is not None:
         _make_first_key(url, settings.first_key_file)
     if settings.api_key is not None:

@@ -77,6 +77,7 @@ from penstock.runtime.event_loop import LoopYielder, cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.process_memory import freeze_gc, keep_large_blocks_apart, make_full_collections_rare
+from penstock.runtime.redis_source import tell_redis_source
 from penstock.runtime.service_manager import ServiceManager
 from penstock.runtime.settings import KeySettings
 from penstock.runtime.stack_dump import offer_stacks
@@ -277,6 +278,7 @@ async def _lifespan(
 ) -> AsyncIterator[None]:
     client, settings = services.client, services.settings
     async with client:
+        tell_redis_source(settings.redis_url, "gateway")
         await tell_without_keys(client, settings)
         loop_watch.start()
         descriptors, guard = DescriptorWatch(), StallGuard(settings.loop_stall_s)

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.problems import config_error
-from penstock.contract.tool_formats import ToolParser
+from penstock.contract.tool_formats import BY_NAME
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB as DEFAULT_KV_CACHE_GIB
 from penstock.gpu_node.model.options import RunnerOptions, RunnerSettings
 from penstock.gpu_node.model.options import for_device as for_device
@@ -34,7 +34,7 @@ class EngineOptions(RunnerSettings):
     chat_template: str | None = None
     """Jinja template of chats, instead of the model's: the path of a file, or the template itself. Nodes with different
     templates have different revisions of the model."""
-    tool_parser: ToolParser | None = None
+    tool_parser: str | None = None
     """Format of the model's tool calls; default: the one that its chat template shows. json: the node tells the model
     of the tools; none: requests with tools are refused."""
     preemption: PreemptionName = "auto"
@@ -73,6 +73,13 @@ class EngineOptions(RunnerSettings):
     """Milliseconds of waiting after which the first job of a class counts as one class more urgent."""
     bypass_ms: int = Field(default=2_000, ge=0)
     """Age in milliseconds up to which other jobs may overtake a job that does not fit."""
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _is_format(cls, given: str | None) -> str | None:
+        if given is not None and given not in BY_NAME:
+            raise ValueError(f"{given[:100]!r} is not one of {', '.join(BY_NAME)}")
+        return given
 
 
 NAME_BY_VLLM_NAME = {

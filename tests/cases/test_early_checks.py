@@ -75,10 +75,7 @@ def test_a_model_that_cannot_run_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (
-            "--tool-parser hermes",
-            "--tool-parser: hermes reads a model's calls, but this model's chat template takes no ",
-        ),
+        ("--tool-parser nonsense", "tool-parser: 'nonsense' is not one of none, hermes, "),
         ("--max-model-len 9999999", "max_model_len 9999999 is more than the model's own limit of "),
         ("--revision abc", "revision abc is only for models of the hub"),
         ("--lora a=/none", "--lora: adapter a: there is no folder /none"),
@@ -93,9 +90,3 @@ def test_an_option_that_does_not_fit_the_model_is_refused_before_anything_starts
     monkeypatch.setattr("penstock.cli.serve.find_or_start_redis", None)
     done = run_command("serve", str(tiny), "--port", "0", *shlex.split(line))
     assert (done.returncode, done.stderr.count("\n"), said in done.stderr) == (2, 1, True), done.stderr
-
-
-def test_the_demo_model_takes_no_tools_and_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.cli.serve.find_or_start_redis", None)
-    done = run_command("serve", "--port", "0", "--tool-parser", "hermes")
-    assert (done.returncode, "leave the option out, or also give a template" in done.stderr) == (2, True)

@@ -299,7 +299,7 @@ def test_names_of_an_adapter_may_lack_their_first_part(tiny: Path, tmp_path: Pat
 
 NAMED = [
     {"name": "default", "template": "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"},
-    {"name": "tool_use", "template": "{{ tools | length }} tools<tool_call>{{ messages[0].content }}"},
+    {"name": "tool_use", "template": "{{ tools | length }} tools<tool_call></tool_call>{{ messages[0].content }}"},
 ]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
@@ -347,7 +347,7 @@ def test_chats_with_tools_use_the_template_for_them(door: httpx.Client) -> None:
         return str(door.post("/detokenize", json={"model": model, "tokens": tokens}).json()["prompt"])
 
     assert prompt() == "the gate<|im_end|>"
-    assert prompt(tools=[TOOL]) == "1 tools<tool_call>the gate"
+    assert prompt(tools=[TOOL]) == "1 tools<tool_call></tool_call>the gate"
 
 
 def test_an_answer_ends_where_the_template_ends_a_turn(door: httpx.Client) -> None:

@@ -17,7 +17,7 @@ from penstock.gpu_node.process import _with_config_of_pool as of_pool
 from penstock.gpu_node.settings import NodeSettings, engine_config
 from penstock.queue import keys
 
-OF_ENGINES_ALONE = {"kv_cache_tokens"}
+OF_ENGINES_ALONE = {"kv_cache_tokens", "state_slots"}
 DIFFER = {
     "scheduling_policy": "an engine by itself has one caller, so it is fcfs",
     "max_prefill_ms_beside_decode": "a node's callers read along, so it has a limit",
@@ -80,7 +80,8 @@ def test_a_device_may_be_a_gpu_by_its_number(device: str, runner: str, number: i
 
 @pytest.mark.parametrize("device", ["cuda:", "cuda:-1", "cuda:x", "cuda1", "mps", ""])
 def test_an_unknown_device_is_refused_with_the_ones_that_exist(device: str) -> None:
-    with pytest.raises(ConfigError, match=r"^runner: must be auto, cpu, native, torch, gpu, cuda, or .* cuda:1$"):
+    said = r"^runner: must be auto, cpu, native, torch, gpu, transformers, cuda, or .* cuda:1$"
+    with pytest.raises(ConfigError, match=said):
         EngineConfig.of("m", {"device": device})
 
 

@@ -15,9 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Annotated, Any
-
-from pydantic import AfterValidator
+from typing import Any
 
 KINDS = ("json", "named", "tagged")
 """The kinds that this release reads and writes. A record of another kind refuses tools."""
@@ -242,13 +240,3 @@ BY_NAME = MappingProxyType({"none": NO_CALLS, **FORMATS, FALLBACK.name: FALLBACK
 """The values of `tool_parser`."""
 TELLING_MARKS = frozenset(mark for form in FORMATS.values() for mark in form.marks if len(mark) > 2)
 """Marks that stay in the output text even if the tokenizer has them as special tokens."""
-
-
-def _known(name: str) -> str:
-    if name not in BY_NAME:
-        raise ValueError(f"{name[:100]!r} is not one of {', '.join(BY_NAME)}")
-    return name
-
-
-ToolParser = Annotated[str, AfterValidator(_known)]
-"""The name of a format, or `none`."""

@@ -108,7 +108,7 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:record                 string  node, declare                        the pool record (wire.py)
     P:paused                 hash    pause                                `pool`, `level:<l>` or `tenant:<t>` → since
                                                                           when nodes take no such job
-    P:bulk:<id>              hash    bulk, change                         a bulk action's request, cursor, lease and
+    P:bulk:<id>              hash    bulk, change, end                    a bulk action's request, cursor, lease and
                                                                           report; result_ttl_ms after its end
     P:bulks                  zset    bulk, change                         ids of the open bulk actions, by their begin
     P:config                 hash    join, declare; sweep, declare_dead   protocol version; the pool's policy, limits

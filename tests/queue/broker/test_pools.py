@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 
 import pytest
 from fakes.queue.harness import CONFIG, LEASE_MS, POOL, RECORD, Queue, new_job
@@ -17,7 +17,8 @@ from penstock.queue.wire import MAX_BYTES
 async def test_pool_is_alive_while_one_of_its_nodes_sends_heartbeats(queue: Queue) -> None:
     await queue.node("n1")
     await queue.node("n2")
-    served = ServedPool(**asdict(RECORD), is_alive=True, max_open_jobs=CONFIG["max_open_jobs"])
+    members = {field.name: getattr(RECORD, field.name) for field in fields(RECORD)}
+    served = ServedPool(**members, is_alive=True, max_open_jobs=CONFIG["max_open_jobs"])
     assert await queue.producer.pools() == {POOL: served}
     await queue.age("nodes", "n1", LEASE_MS + 1)
     assert (await queue.producer.pools())[POOL].is_alive

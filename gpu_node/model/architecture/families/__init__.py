@@ -50,10 +50,10 @@ def _family_or_none(config: Mapping[str, Any]) -> Family | None:
 def text_config_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a model's text model, with what the whole model says of it.
 
-    Raises ConfigError for an unsupported architecture, and for a `text_config` that is no object.
+    A model without a family keeps its config. Raises ConfigError for a `text_config` that is no object.
     """
-    inner = config.get("text_config")
-    if not family_of(config).has_text_config or not inner:
+    family, inner = _family_or_none(config), config.get("text_config")
+    if family is None or not family.has_text_config or not inner:
         return dict(config)
     if not isinstance(inner, dict):
         raise ConfigError(f"text_config is {str(inner)[:80]!r} but must be an object")

@@ -1246,7 +1246,7 @@ do
   -- Counts a job that a bulk action asked to stop by how it ended: it may have been faster.
   local function note_stopped(job, state)
     local action = P .. ':bulk:' .. job.stopped_by
-    if redis.call('HEXISTS', action, 'asked_to_stop') == 0 then return end
+    if not redis.call('HGET', action, 'asked_to_stop') then return end
     redis.call('HINCRBY', action, 'asked_to_stop', -1)
     redis.call('HINCRBY', action, state == 'cancelled' and 'changed' or 'already_over', 1)
   end

@@ -190,7 +190,7 @@ def test_a_canceled_response_keeps_what_it_has(api: Any, engine: Any, redis_url:
 def test_cancellation_is_answered_although_redis_left_behind_it(
     api: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(*_: Any) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
         raise UnavailableError("Redis is unreachable", code="redis_away")
 
     engine.step_s = 0.02

@@ -24,6 +24,7 @@ from fakes.guided import mask_of
 from penstock.contract.errors import RequestError, TooCostlyError, UnavailableError
 from penstock.contract.job import SamplingParams
 from penstock.contract.sampling import StructuredOutputs
+from penstock.contract.tool_formats import FORMATS
 from penstock.contract.tools import WantedCalls, WantedFunction
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.records import EngineRequest
@@ -58,7 +59,9 @@ def _params(wanted: dict[str, Any] | StructuredOutputs, **options: Any) -> Sampl
 def _calls(num_functions: int, last: str = "{}") -> StructuredOutputs:
     functions = [WantedFunction(name=f"f{i}", parameters="{}") for i in range(num_functions - 1)]
     functions.append(WantedFunction(name="last", parameters=last))
-    return StructuredOutputs(calls=WantedCalls(form="hermes", functions=tuple(functions), required=False, answer=LARGE))
+    return StructuredOutputs(
+        calls=WantedCalls(form=FORMATS["hermes"], functions=tuple(functions), required=False, answer=LARGE)
+    )
 
 
 def _peak_bytes(guides: GrammarCompiler, wanted: StructuredOutputs) -> tuple[int, RequestError | None]:
@@ -99,7 +102,7 @@ def test_the_schema_of_an_answer_is_not_repeated_for_each_function(engine: Engin
 def test_a_grammar_of_calls_that_is_too_large_is_refused_by_name(engine: Engine) -> None:
     large = [WantedFunction(name=f"f{i}", parameters=LARGE) for i in range(12)]
     with pytest.raises(TooCostlyError, match="the limit is 2 MiB") as caught:
-        engine.prepare(_params(StructuredOutputs(calls=WantedCalls(form="hermes", functions=tuple(large)))))
+        engine.prepare(_params(StructuredOutputs(calls=WantedCalls(form=FORMATS["hermes"], functions=tuple(large)))))
     assert caught.value.param == "tools"
 
 

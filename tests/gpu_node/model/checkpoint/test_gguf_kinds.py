@@ -82,7 +82,7 @@ def test_positions_are_scaled_as_the_file_says(
 def _load(source: ModelSource, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     # What the file says of config and tokenizer is there already.
     opened = OpenModel(source, None if source.gguf is None else GgufFile(source.gguf))
-    monkeypatch.setattr(load, "open_model", lambda *_: opened)
+    monkeypatch.setattr(load, "open_model", lambda *_, check: opened)
     return load.load_model("m.gguf", runner_options(max_num_seqs=1, **options), lambda *_: None)
 
 

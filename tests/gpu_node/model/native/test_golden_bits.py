@@ -36,9 +36,10 @@ TOKEN_IDS = [(7919 * number) % 49_000 for number in range(1, 40)]
 
 def bits_of(isa: Isa, settings: dict[str, Any]) -> tuple[str, str]:
     """Return the name of an arithmetic, and the digest of the demo model's logits in it."""
+    library = built(isa)
     options = {"num_kv_blocks": 16, "max_num_seqs": 1, "max_model_len": 256, "num_threads": 1, "dtype": "auto"}
     options |= {"runner": "native", "quantization": "auto", "cpu_isa": isa}
-    with mock.patch.object(native_load, "library_path", lambda isa, *_: built(isa)):
+    with mock.patch.object(native_load, "library_path", lambda *_: library):
         wanted = runner_options(**options | settings)
         model = load_model(str(demo_model()), wanted, lambda stage, fraction: None)
     runner: Any = model.runner
