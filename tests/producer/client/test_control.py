@@ -60,6 +60,14 @@ async def test_a_retry_is_a_new_job_with_the_same_request_class_and_tags(
     assert still_open.value.code == "job_open"
     with pytest.raises(NotFoundError):
         await client.control.retry(old, tenant="rival")
+    await redis.delete(keys.request(old))
+    assert (await client.control.retry(old)).job_id == retried.job_id
+
+
+async def test_a_job_without_its_request_and_without_a_retry_is_not_retried(
+    client: AsyncClient, told_node: FakeNode
+) -> None:
+    old = await failed(client, told_node, background=False)
     await client.servers.directory.redis.delete(keys.request(old))
     with pytest.raises(NotFoundError) as gone:
         await client.control.retry(old)
