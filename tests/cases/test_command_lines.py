@@ -18,6 +18,7 @@ from typer.main import get_command
 from penstock.cli.command_line import usage_line
 from penstock.cli.main import ENTRIES, app
 from penstock.cli.peers import COMMANDS, PEERS, SAMPLING, unread_variables
+from penstock.contract.errors import ConfigError
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
 
@@ -205,7 +206,6 @@ REFUSED = {
     "--model-id m --max-input-tokens 1024 --max-total-tokens 2048": (
         "--max-input-tokens (prompt and answer share --max-model-len), --max-total-tokens (a request's limit is "
     ),
-    "m --tool-call-parser pythonic": "'pythonic' is not one of",
     "m --max-num-seq 3 --root-path /x --frobnicate": (
         "no options --max-num-seq (did you mean --max-num-seqs?), "
         "--root-path (a proxy before the gateway adds a path), --frobnicate"
@@ -224,6 +224,11 @@ def test_a_documented_line_is_refused_with_our_name(line: str, said: str) -> Non
     with pytest.raises(typer.TyperException) as refused:
         parsed(line)
     assert said in usage_line(refused.value)
+
+
+def test_a_format_of_calls_that_we_lack_is_refused_with_ours() -> None:
+    with pytest.raises(ConfigError, match="'pythonic' is not one of none, hermes, "):
+        parsed("m --tool-call-parser pythonic")
 
 
 def test_what_has_no_effect_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

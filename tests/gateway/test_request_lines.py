@@ -129,8 +129,10 @@ def test_a_stream_whose_caller_leaves_says_so(http, lines, engine) -> None:
         "POST", "/v1/completions", json=COMPLETION | {"stream": True}, headers={"X-Request-Id": "left"}
     ) as answer:
         next(answer.iter_lines())
-    engine.may_go_on.set()
-    assert lines.of("left")["outcome"] == "caller_left"
+    try:
+        assert lines.of("left")["outcome"] == "caller_left"
+    finally:
+        engine.may_go_on.set()
 
 
 def test_scrapes_and_probes_have_no_line_and_starts_have_one_by_a_setting(stack, engine, lines) -> None:

@@ -45,6 +45,7 @@ def test_a_checkpoint_without_some_tensors_is_refused_by_their_names(folder: Pat
     assert name in refusal(folder)
 
 
+@pytest.mark.slow
 def test_a_config_that_asks_for_much_more_than_the_checkpoint_has_takes_no_memory(folder: Path) -> None:
     change(folder, num_hidden_layers=1000, hidden_size=4096, intermediate_size=65_536)
     assert "numbers more than the checkpoint has" in refusal(folder)
