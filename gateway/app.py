@@ -79,7 +79,7 @@ from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.process_memory import freeze_gc, keep_large_blocks_apart, make_full_collections_rare
 from penstock.runtime.redis_source import tell_redis_source
 from penstock.runtime.service_manager import ServiceManager
-from penstock.runtime.settings import KeySettings, redis_url_of
+from penstock.runtime.settings import KeySettings
 from penstock.runtime.stack_dump import offer_stacks
 from penstock.runtime.stall_guard import StallGuard
 from penstock.runtime.tracing.setup import tracing_of
@@ -278,7 +278,8 @@ async def _lifespan(
 ) -> AsyncIterator[None]:
     client, settings = services.client, services.settings
     async with client:
-        tell_redis_source(redis_url_of(settings.redis_url), "gateway")
+        if settings.redis_url is not None:  # otherwise the caller has made the client
+            tell_redis_source(settings.redis_url, "gateway")
         await tell_without_keys(client, settings)
         loop_watch.start()
         descriptors, guard = DescriptorWatch(), StallGuard(settings.loop_stall_s)
