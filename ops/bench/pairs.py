@@ -4,8 +4,9 @@ OLD_PYTHON is the interpreter of another clone's virtual environment. Each run i
 goes first alternates from pair to pair. A pair in which other processes used much of the CPU is run again. Printed are
 the median of new ÷ old and its 95 % interval, by bootstrap: tokens per second, so more than 1 is faster.
 
-`--side-by-side` starts both servers of a pair at once and gives them single streams by turns of a second. The speed of
-a virtual machine changes within minutes, so this finds smaller differences between single streams than whole runs do.
+`--side-by-side` starts both servers of a pair at once and gives them the work by turns of seconds: single streams, or a
+quarter of the mix. The speed of a virtual machine changes within minutes, so this finds smaller differences than whole
+runs do.
 
 Each run converts the weights into memory of its own. A file of converted weights lies in the page cache as it was first
 written: reads of two such files differ in speed by up to 10 %, and each version would keep a file of its own.
@@ -31,15 +32,17 @@ from bench.engines.http_server import open_session
 from bench.journal import Journal, Run, journal_path
 from bench.machine import ForeignCpu, revision
 from bench.stopwatch import Stopwatch
-from bench.workload import WARM_UP, Workload, alike
+from bench.workload import WARM_UP, Workload, alike, offline_mix
 
 METRIC = "tokens_per_s"
 NUM_RESAMPLES = 10_000
 EPHEMERAL = "--ephemeral"
 MAX_TRIES = 4
-SIDE_BY_SIDE = "single, side by side"
+SIDE_BY_SIDE = ", side by side"
+"""The end of a workload's name in the journal."""
 NUM_TURNS = 8
 NUM_STREAMS_PER_TURN = 2
+NUM_MIXED_PER_TURN = 16
 OWN_REDIS = """
 import sys
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -56,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=11)
     parser.add_argument("--engine", default="penstock-http int8, KV int8", choices=list(CONTESTANTS), metavar="NAME")
     parser.add_argument("--workloads", nargs="+", default=["mix", "single"])
-    parser.add_argument("--side-by-side", action="store_true", help="single streams, by turns between running servers")
+    parser.add_argument("--side-by-side", action="store_true", help="by turns between running servers")
     parser.add_argument("--campaign", default="pairs", help="the journal, which an aborted run goes on with")
     return parser.parse_args()
 
@@ -98,7 +101,14 @@ def redis_of(python: str) -> Iterator[str]:
             server.stdin.close()
 
 
-def by_turns(contestants: dict[str, Contestant], model: str, pair: int) -> list[Run]:
+def turn_of(workload: str, turn: int) -> Workload:
+    """A turn of seconds."""
+    if workload.startswith("mix"):
+        return Workload(offline_mix(NUM_MIXED_PER_TURN, seed=turn))
+    return Workload(alike(NUM_STREAMS_PER_TURN, 32, 128, seed=turn), max_in_flight=1)
+
+
+def by_turns(contestants: dict[str, Contestant], model: str, pair: int, workload_name: str) -> list[Run]:
     """Run both servers at once. Return each one's median speed, and the median of the turns' ratios."""
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
     with ExitStack() as stack:
@@ -111,7 +121,7 @@ def by_turns(contestants: dict[str, Contestant], model: str, pair: int) -> list[
             sessions[name].run(WARM_UP, Stopwatch(WARM_UP))
         foreign = ForeignCpu()
         for turn in range(NUM_TURNS):
-            workload = Workload(alike(NUM_STREAMS_PER_TURN, 32, 128, seed=turn), max_in_flight=1)
+            workload = turn_of(workload_name, turn)
             for name in list(sessions)[:: 1 if turn % 2 else -1]:
                 watch = Stopwatch(workload)
                 sessions[name].run(workload, watch)
@@ -119,7 +129,7 @@ def by_turns(contestants: dict[str, Contestant], model: str, pair: int) -> list[
         share = foreign.share()
     ratio = statistics.median(new / old for new, old in zip(speeds["new"], speeds["old"], strict=True))
     results = {name: {METRIC: statistics.median(found), "ratio": ratio} for name, found in speeds.items()}
-    return [Run(name, SIDE_BY_SIDE, pair, revision(), "", found, share) for name, found in results.items()]
+    return [Run(name, workload_name, pair, revision(), "", found, share) for name, found in results.items()]
 
 
 def clean_pair(
@@ -128,8 +138,8 @@ def clean_pair(
     """Run a pair until neither of its runs is dirty. Return nothing if that is not achieved."""
     order = list(contestants.values())[:: 1 if pair % 2 else -1]
     for _ in range(MAX_TRIES):
-        if workload == SIDE_BY_SIDE:
-            runs = by_turns(contestants, model, pair)
+        if workload.endswith(SIDE_BY_SIDE):
+            runs = by_turns(contestants, model, pair, workload)
         else:
             runs = [campaign.run_once(one, workload, pair) for one in order]
         for run in runs:
@@ -162,7 +172,7 @@ def main() -> None:
     contestants = versions(options.engine, options.old)
     model = str(demo_model())
     campaign = Campaign(journal, model, contestants.values())
-    workloads = [SIDE_BY_SIDE] if options.side_by_side else options.workloads
+    workloads = [name + (SIDE_BY_SIDE if options.side_by_side else "") for name in options.workloads]
     for pair in range(options.pairs):
         for workload in workloads:
             if not journal.tries("new", workload, pair):
