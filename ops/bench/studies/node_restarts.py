@@ -1,8 +1,9 @@
 """Streams through the end of one of two nodes: `python -m bench.studies.node_restarts --fault stop --tenants 1`.
 
-Two nodes with the demo model, each on a core of its own, answer streams of 400 tokens. When each stream has `--at` tokens, one node is stopped
-(SIGTERM) or killed (SIGKILL). Printed are the pauses of the streams from then on, their ends, and a hash of the texts,
-which must be the same in every run.
+Two nodes with the demo model, each on a core of its own, answer streams of 400 tokens. When each stream has `--at`
+tokens, one node is stopped (SIGTERM) or killed (SIGKILL). Printed are: seconds until then; the median and the longest
+pause of the streams that paused, and how many did; the median and the last end after the fault; how long the remaining
+node takes for the tokens of the paused streams as prompts alone; a hash of the texts, which is the same in all runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import signal
 import time
 from contextlib import AsyncExitStack, ExitStack
+from itertools import pairwise
 from statistics import median
 
 from bench.queue_cost.processes import child
@@ -21,33 +23,44 @@ from penstock import AsyncClient
 from penstock.cli.demo_model import demo_model
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
+MIN_PAUSE_S = 0.5
+"""A stream paused if it had no token for so long."""
+
 
 class Reader:
-    """One stream: when each chunk came."""
+    """One stream: when each chunk came, and whether `mark` tokens have come."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark: int) -> None:
+        self._mark = mark
+        self.has_mark = asyncio.Event()
         self.times_s: list[float] = []
         self.num_tokens = 0
         self.tokens: list[int] = []
+        self.text = self.prompt = ""
 
     async def read(self, client: AsyncClient, number: int, num_tokens: int) -> None:
-        prompt = f"Letter number {number}. Dear friend, " + "I write to you about the long journey of this year. " * 4
-        stream = client.stream(prompt, max_tokens=num_tokens, ignore_eos=True, temperature=1.0, seed=number)
+        self.prompt = (
+            f"Letter number {number}. Dear friend, " + "I write to you about the long journey of this year. " * 4
+        )
+        stream = client.stream(self.prompt, max_tokens=num_tokens, ignore_eos=True, temperature=1.0, seed=number)
         async for chunk in stream:
             self.times_s.append(time.perf_counter())
             self.tokens += chunk.token_ids
             self.num_tokens += len(chunk.token_ids)
+            self.text += chunk.text
+            if self.num_tokens >= self._mark:
+                self.has_mark.set()
 
     def longest_pause_s(self, since_s: float) -> float:
         """The longest time without a token from `since_s` on."""
         moments = [max([since_s, *(moment for moment in self.times_s if moment <= since_s)])]
         moments += [moment for moment in self.times_s if moment > since_s]
-        return max((later - sooner for sooner, later in zip(moments, moments[1:], strict=False)), default=0.0)
+        return max((later - sooner for sooner, later in pairwise(moments)), default=0.0)
 
 
 async def measure(url: str, pid: int, options: argparse.Namespace) -> None:
     """Start the streams, end the node, print the row."""
-    readers = [Reader() for _ in range(options.streams)]
+    readers = [Reader(options.at) for _ in range(options.streams)]
     async with AsyncExitStack() as stack:
         tenants = range(options.tenants)
         clients = [await stack.enter_async_context(AsyncClient(url, tenant=f"t{number}")) for number in tenants]
@@ -55,18 +68,25 @@ async def measure(url: str, pid: int, options: argparse.Namespace) -> None:
             began_s = time.perf_counter()
             for number, reader in enumerate(readers):
                 group.create_task(reader.read(clients[number % len(clients)], number, options.tokens))
-            while min(reader.num_tokens for reader in readers) < options.at:
-                await asyncio.sleep(0.02)
+            for reader in readers:
+                await reader.has_mark.wait()
             fault_s = time.perf_counter()
+            begun = [reader.prompt + reader.text for reader in readers]
             if options.fault != "none":
                 os.kill(pid, signal.SIGTERM if options.fault == "stop" else signal.SIGKILL)
-    pauses = sorted(reader.longest_pause_s(fault_s) for reader in readers)
+        pauses = [reader.longest_pause_s(fault_s) for reader in readers]
+        moved = [number for number, pause in enumerate(pauses) if pause > MIN_PAUSE_S]
+        # Another tenant shares no cached prefixes.
+        async with AsyncClient(url, tenant="alone") as client:
+            began_alone_s = time.perf_counter()
+            await client.generate([begun[number] for number in moved], max_tokens=1)
+            alone_s = time.perf_counter() - began_alone_s
     ends = sorted(reader.times_s[-1] - fault_s for reader in readers)
     text = hashlib.sha256(repr([reader.tokens for reader in readers]).encode()).hexdigest()[:12]
-    moved = sum(pause > 0.5 for pause in pauses)
+    paused = median([pauses[number] for number in moved] or [0.0])
     print(
-        f"| {options.fault} | {options.tenants} | {fault_s - began_s:.1f} | {median(pauses):.2f} | {pauses[-1]:.2f} "
-        f"| {moved} | {median(ends):.1f} | {ends[-1]:.1f} | {text} |",
+        f"| {options.fault} | {options.tenants} | {fault_s - began_s:.1f} | {paused:.2f} | {max(pauses):.2f} "
+        f"| {len(moved)} | {median(ends):.1f} | {ends[-1]:.1f} | {alone_s:.1f} | {text} |",
         flush=True,
     )
 
