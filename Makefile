@@ -3,7 +3,7 @@
 #   make demo        start everything on this machine and stream one answer
 #   make test        the test suite (a few minutes on two cores); T=tests/contract chooses
 #   make quick       its tests that need neither processes nor Redis nor torch (under a minute)
-#   make check       format, lint, types, language, types of users' scripts
+#   make check       format, lint, types, language, types of users' scripts; make -j2 check does two at once
 #   make lint-lua    luacheck on the scripts (Debian's lua-check); make lint-cpp: clang-format on C++ (also in make check)
 #   make language    what breaks the language rules, and what they advise, file by file; LANGUAGE="gpu_node --rule long"
 #   make check-full  all of it, slow tests included; installs Jupyter and pyright for them
@@ -61,7 +61,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check modules language fields classes lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean
+.PHONY: demo test quick check lint-python types types-tests check-tests modules language fields classes lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -73,11 +73,19 @@ test: $(STAMP) build/old-redis/.installed
 quick: $(STAMP) build/old-redis/.installed
 	$(BIN)/python -m pytest --quick --numprocesses $(WORKERS) --dist worksteal $(T)
 
-check: lint-cpp
+check: lint-cpp lint-python types types-tests check-tests
+
+lint-python: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(STAMP)
 	$(BIN)/python -m mypy --strict -p penstock
+
+types-tests: $(STAMP)
 	$(BIN)/python -m mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests ops
+
+check-tests: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow" $(CHECKED)
 
 lint-lua: $(STAMP)
