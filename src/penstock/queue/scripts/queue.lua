@@ -1016,8 +1016,6 @@ local function subtract_expired(max_keys)
     local tenant, id, state, tags = string.match(member, '^%d+ (%S+) job:(%S+) ?(%S*)(.*)$')
     if id then
       if state ~= '' then redis.call('ZREM', lists.key(state, tenant), id) end
-      -- Earlier releases listed all jobs there, and did not say more of them.
-      redis.call('ZREM', lists.key('queued', tenant), id)
       for tag in string.gmatch(tags, '%S+') do redis.call('ZREM', P .. ':tagged:' .. tenant .. ':' .. tag, id) end
     end
   end
