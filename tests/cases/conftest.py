@@ -1,7 +1,7 @@
 """Cases from public bug reports: one file a kind of fault, a case in about five lines, each as a user meets it.
 
-`door` is the demo model behind HTTP, as `penstock serve` starts it. A case about other files starts its own server with
-`fakes.served_model.served`.
+`door` is the tiny model behind HTTP, as `penstock serve` starts it; `demo_door` is the demo model, for cases about the
+texts of answers. A case about other files starts its own server with `fakes.served_model.served`.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ from pathlib import Path
 import httpx
 import pytest
 from fakes.served_model import TOOL_TEMPLATE, served
-from fixtures.dequantized import dequantized
 from fixtures.tiny_model import make_tiny_model
 
 from tests.journey.conftest import demo_file as demo_file
 
 
 @pytest.fixture(scope="module")
-def door(demo_file: Path) -> Iterator[httpx.Client]:
-    """A client of `penstock serve` with the demo model. Its `base_url` is the gateway's."""
+def door(tiny: Path) -> Iterator[httpx.Client]:
+    """A client of `penstock serve` with the tiny model. Its `base_url` is the gateway's."""
+    with served(tiny, dtype="bfloat16") as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def demo_door(demo_file: Path) -> Iterator[httpx.Client]:
+    """A client of the demo model, whose texts are letters."""
     with served(demo_file) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def tooled(demo_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """The demo model with a chat template that takes tools."""
-    folder = tmp_path_factory.mktemp("models") / "agent"
-    folder.mkdir()
-    for path in dequantized(str(demo_file)).iterdir():
-        (folder / path.name).symlink_to(path)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """The tiny model with a chat template that takes tools: a grammar for it compiles in milliseconds."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "agent")
     (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
-    with served(folder) as url, httpx.Client(base_url=url, timeout=120) as client:
+    with served(folder, dtype="bfloat16") as url, httpx.Client(base_url=url, timeout=120) as client:
         yield client
 
 

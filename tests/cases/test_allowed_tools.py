@@ -34,7 +34,7 @@ def allowed(mode: str, *names: str, is_flat: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["weather", "time", "news"])
 def test_allowed_tools_are_the_only_ones_that_are_called(tooled: httpx.Client, name: str, is_flat: bool) -> None:
     ask = [{"role": "user", "content": "Weather in Bern?"}]
-    answer = chat(tooled, ask, tools=TOOLS, tool_choice=allowed("required", name, is_flat=is_flat), max_tokens=40)
+    answer = chat(tooled, ask, tools=TOOLS, tool_choice=allowed("required", name, is_flat=is_flat), max_tokens=80)
     calls = answer.json()["choices"][0]["message"]["tool_calls"]
     assert {call["function"]["name"] for call in calls} == {name}
 

@@ -16,6 +16,11 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Köln"]}}, "required": ["city"]}
 
 
+@pytest.fixture(scope="module")
+def door(demo_door: httpx.Client) -> httpx.Client:
+    return demo_door
+
+
 def ask(door: httpx.Client, path: str = CHAT, **fields: Any) -> Any:
     """Return a whole answer."""
     body = {"max_tokens": 12, "temperature": 0} | ({"messages": [USER]} if path == CHAT else {"prompt": "One, two,"})

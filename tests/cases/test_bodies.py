@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fakes.served_model import TOOL_TEMPLATE, served
-from fixtures.dequantized import dequantized
+from fixtures.tiny_model import make_tiny_model
 
 USER = {"role": "user", "content": "hi"}
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
@@ -41,18 +38,15 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def door(demo_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of the demo model with a chat template that takes tools."""
-    folder = tmp_path_factory.mktemp("models") / "demo"
-    shutil.copytree(dequantized(demo_file), folder, copy_function=os.symlink)
-    template = folder / "chat_template.jinja"
-    template.unlink(missing_ok=True)
-    template.write_text(ONE_TURN_EACH + TOOL_TEMPLATE)
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of the tiny model with a chat template that takes tools."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    (folder / "chat_template.jinja").write_text(ONE_TURN_EACH + TOOL_TEMPLATE)
     limits = httpx.Limits(keepalive_expiry=IDLE_S / 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_GATEWAY_IDLE_CONNECTION_S", str(IDLE_S))
         with (
-            served(folder, tool_parser="hermes") as url,
+            served(folder, tool_parser="hermes", dtype="bfloat16") as url,
             httpx.Client(base_url=url, timeout=60, limits=limits) as client,
         ):
             yield client
@@ -76,8 +70,11 @@ def answer(door: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any
 
 # Our own output is accepted in the next turn.
 
+LIMITS = [1, 12, 24, 36, 48, 80]
+"""Before, in and behind the name of a call and its arguments."""
 
-@pytest.mark.parametrize("limit", [1, 8, 12, 16, 20, 24])
+
+@pytest.mark.parametrize("limit", LIMITS)
 def test_a_call_that_the_limit_cut_is_accepted_in_the_next_turn_of_a_chat(
     door: httpx.Client, model: str, limit: int
 ) -> None:
@@ -88,7 +85,7 @@ def test_a_call_that_the_limit_cut_is_accepted_in_the_next_turn_of_a_chat(
     answer(door, "/v1/jobs", {"model": model, "messages": [USER, said, *results, USER], "max_tokens": 2})
 
 
-@pytest.mark.parametrize("limit", [1, 8, 12, 16, 20, 24])
+@pytest.mark.parametrize("limit", LIMITS)
 def test_a_call_that_the_limit_cut_is_accepted_in_the_next_response(door: httpx.Client, model: str, limit: int) -> None:
     body = {"model": model, "input": [USER], "tools": RESPONSE_TOOLS, "tool_choice": "required", "temperature": 0}
     first = answer(door, "/v1/responses", body | {"max_output_tokens": limit})
@@ -99,7 +96,7 @@ def test_a_call_that_the_limit_cut_is_accepted_in_the_next_response(door: httpx.
     answer(door, "/v1/responses", again | {"input": [*results, USER], "previous_response_id": first["id"]})
 
 
-@pytest.mark.parametrize("limit", [1, 8, 12, 16, 20, 24])
+@pytest.mark.parametrize("limit", LIMITS)
 def test_a_call_that_the_limit_cut_is_accepted_in_the_next_message(door: httpx.Client, model: str, limit: int) -> None:
     body = {"model": model, "messages": [USER], "tools": MESSAGE_TOOLS, "tool_choice": {"type": "any"}}
     said = answer(door, "/v1/messages", body | {"max_tokens": limit, "temperature": 0})["content"]
@@ -149,12 +146,12 @@ def test_allowed_tools_are_accepted_where_tools_are(door: httpx.Client, model: s
     allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "time"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     flat = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "time"}]}
-    body = {"model": model, "messages": [USER], "tools": CHAT_TOOLS, "max_tokens": 30, "temperature": 0}
+    body = {"model": model, "messages": [USER], "tools": CHAT_TOOLS, "max_tokens": 80, "temperature": 0}
     found = answer(door, "/v1/chat/completions", body | {"tool_choice": choice})["choices"][0]["message"]
     names = {call["function"]["name"] for call in found.get("tool_calls") or ()}
     assert names == {"time"} if mode == "required" else names <= {"time"}
     answer(door, "/v1/jobs", body | {"tool_choice": choice})
-    given = {"model": model, "input": [USER], "tools": RESPONSE_TOOLS, "max_output_tokens": 30, "temperature": 0}
+    given = {"model": model, "input": [USER], "tools": RESPONSE_TOOLS, "max_output_tokens": 80, "temperature": 0}
     for one in (choice, flat):
         answer(door, "/v1/responses", given | {"tool_choice": one})
 
@@ -273,9 +270,9 @@ def shared(value: Any) -> Any:
 
 
 CALLING: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"tools": CHAT_TOOLS, "tool_choice": "required", "max_tokens": 40},
-    "/v1/responses": {"tools": RESPONSE_TOOLS, "tool_choice": "required", "max_output_tokens": 40},
-    "/v1/messages": {"tools": MESSAGE_TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 40},
+    "/v1/chat/completions": {"tools": CHAT_TOOLS, "tool_choice": "required", "max_tokens": 80},
+    "/v1/responses": {"tools": RESPONSE_TOOLS, "tool_choice": "required", "max_output_tokens": 80},
+    "/v1/messages": {"tools": MESSAGE_TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 80},
 }
 
 
@@ -292,7 +289,7 @@ def test_rows_of_responses_take_items_and_choices_of_tools(door: httpx.Client) -
     call = {"type": "function_call", "call_id": "c1", "name": "time", "arguments": ""}
     result = {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "noon"}]}
     said = [{"role": "assistant", "content": "I look."}, {"type": "reasoning", "summary": []}]
-    common = {"temperature": 0, "max_output_tokens": 30, "tools": RESPONSE_TOOLS, "seed": 3, "top_k": 5}
+    common = {"temperature": 0, "max_output_tokens": 80, "tools": RESPONSE_TOOLS, "seed": 3, "top_k": 5}
     function = {"type": "function", "name": "time"}
     bodies: list[dict[str, Any]] = [
         common | {"input": [USER, *said, call, result, USER]},

@@ -47,8 +47,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
 
 
 @pytest.fixture(scope="module")
-def http(demo_file: Path, server: RedisProcess) -> Iterator[httpx.Client]:
-    with served(demo_file, redis_url=server.url) as url, httpx.Client(base_url=url, timeout=60) as client:
+def http(tiny: Path, server: RedisProcess) -> Iterator[httpx.Client]:
+    with served(tiny, dtype="bfloat16", redis_url=server.url) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 

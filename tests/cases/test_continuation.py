@@ -8,7 +8,12 @@ import httpx
 import pytest
 
 QUESTION = {"role": "user", "content": "Write one sentence about each of five rivers."}
-PART, NUM_PARTS = 12, 3
+PART, NUM_PARTS = 8, 3
+
+
+@pytest.fixture(scope="module")
+def door(demo_door: httpx.Client) -> httpx.Client:
+    return demo_door
 
 
 def chat(door: httpx.Client, said: str, max_tokens: int) -> str:

@@ -1,4 +1,4 @@
-"""The demo model, whose template takes no tools, calls functions in the form that the node tells it."""
+"""A model whose template takes no tools calls functions in the form that the node tells it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 from fakes.served_model import served
-from fixtures.dequantized import dequantized
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -23,19 +22,19 @@ FUNCTION = {"name": "weather", "description": "Look the weather up.", "parameter
 CHAT = {
     "messages": [{"role": "user", "content": QUESTION}],
     "tools": [{"type": "function", "function": FUNCTION}],
-    "max_tokens": 64,
+    "max_tokens": 200,
 }
-RESPONSE = {"input": QUESTION, "tools": [{"type": "function", **FUNCTION}], "max_output_tokens": 64}
+RESPONSE = {"input": QUESTION, "tools": [{"type": "function", **FUNCTION}], "max_output_tokens": 200}
 MESSAGE = {
     "messages": [{"role": "user", "content": QUESTION}],
     "tools": [{"name": "weather", "description": "Look the weather up.", "input_schema": SCHEMA}],
-    "max_tokens": 64,
+    "max_tokens": 200,
 }
 
 
 @pytest.fixture(scope="module")
-def door(demo_file: Path) -> Iterator[httpx.Client]:
-    with served(dequantized(demo_file)) as url, httpx.Client(base_url=url, timeout=60) as client:
+def door(tiny: Path) -> Iterator[httpx.Client]:
+    with served(tiny, dtype="bfloat16") as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 

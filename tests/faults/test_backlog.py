@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from fakes.cover import FULL
 from fakes.fake_node import MODEL, POOL, FakeNode
 from faults import backlog
 from faults.tools.backlog_entries import ENTRIES, Answers, Requests
@@ -27,13 +28,13 @@ async def violations(*words: str) -> list[str]:
 @pytest.fixture(scope="module")
 def served_url() -> Iterator[str]:
     with backlog.running_node(backlog.POOL, redis_mib=512, with_demo_model=False) as url:
-        asyncio.run(backlog.warm_up(url, backlog.POOL, num_jobs=200))
+        asyncio.run(backlog.warm_up(url, backlog.POOL, num_jobs=70))
         yield url
 
 
 @pytest.mark.parametrize("name", ENTRIES)
 async def test_each_way_into_the_queue_accepts_a_backlog(name: str, served_url: str) -> None:
-    args = backlog.parser().parse_args(["doors", "--requests", "200"])
+    args = backlog.parser().parse_args(["doors", "--requests", "200" if FULL else "80"])
     assert await backlog.run_entry(served_url, name, args) == []
 
 
@@ -49,11 +50,12 @@ async def test_delayed_jobs_that_fall_due_together_do_not_hurt_chats(served_url:
 
 
 async def test_kills_neither_lose_nor_double_jobs_of_a_backlog() -> None:
-    assert await violations("kills", "--requests", "400", "--kills", "4", "--every", "1", "--seed", "7") == []
+    size = ("--requests", "400", "--kills", "4") if FULL else ("--requests", "200", "--kills", "2")
+    assert await violations("kills", *size, "--every", "1", "--seed", "7") == []
 
 
 async def test_results_that_fill_redis_wait_for_their_reader() -> None:
-    assert await violations("memory", "--requests", "3000", "--redis-mib", "20", "--still-s", "2") == []
+    assert await violations("memory", "--requests", "2200", "--redis-mib", "15", "--still-s", "2") == []
 
 
 # What a campaign must notice.

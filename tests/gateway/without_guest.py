@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -92,21 +93,40 @@ async def asked(app: Any) -> dict[str, Any]:
     return {"statuses": statuses, "operations": operations, "missing": missing, "job": [job.status_code, error]}
 
 
+def import_all_but_apis(names: Sequence[str]) -> None:
+    """Import, once for all forks, what a whole gateway had imported beside its APIs."""
+    for name in names:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    assert not imported_apis(), "a module that is no API imports one"
+
+
+def imported_apis() -> list[str]:
+    return [name for name in sys.modules if name.startswith(f"{APIS}.")]
+
+
 def main() -> None:
-    """Ask each gateway in a fork, so that the imports of one do not serve the next."""
+    """Ask each gateway in a fork, so that the APIs that one has imported do not serve the next."""
     redis_url, *guests = sys.argv[1:]
-    assert core and not [name for name in sys.modules if name.startswith(f"{APIS}.")], "the core imports an API"
+    assert core and not imported_apis(), "the core imports an API"
+    known = set(sys.modules)
     for guest in ("all", *guests):
         reader, writer = os.pipe()
         if os.fork() == 0:
             settings = importlib.import_module("penstock.gateway.settings").GatewaySettings(redis_url=redis_url)
             found = asyncio.run(asked(app_without(guest).create_app(settings)))
+            if guest == "all":
+                new = sys.modules.keys() - known
+                found["others"] = sorted(name for name in new if not name.startswith((APIS, APP, "__")))
             os.write(writer, json.dumps(found).encode())
             os._exit(0)
         os.close(writer)
         with os.fdopen(reader, "rb") as file:
-            print(json.dumps([guest, json.loads(file.read() or b"null")]), flush=True)
+            answer = json.loads(file.read() or b"null")
         os.wait()
+        print(json.dumps([guest, answer]), flush=True)
+        if guest == "all":
+            import_all_but_apis(answer["others"])
 
 
 if __name__ == "__main__":

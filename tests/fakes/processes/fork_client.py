@@ -18,6 +18,8 @@ from contextlib import suppress
 
 PARSER = ("-c", "from penstock.gateway.request.parser_process import main; main()")
 """What a gateway starts for large bodies. The server has imported the module, so `-m` would warn."""
+OF_NODES = ("penstock.gpu_node.model.loading.load",)
+"""What each node imports, in 0.3 s, beyond what all services import."""
 
 
 def command_of(address: str, *words: str) -> tuple[str, ...]:
@@ -31,7 +33,8 @@ def main(address: str, *words: str) -> None:
     # A signal that arrives after the part has begun, but before this process knows its id, waits.
     passed_on = signal.SIGTERM, signal.SIGINT
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
-    request = {"command": words, "env": dict(os.environ), "cwd": os.getcwd(), "imports": ()}
+    imports = OF_NODES if words[:3] == ("-m", "penstock", "node") else ()
+    request = {"command": words, "env": dict(os.environ), "cwd": os.getcwd(), "imports": imports}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(address)
         socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, status])
