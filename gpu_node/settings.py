@@ -14,7 +14,7 @@ from pydantic_settings import SettingsConfigDict
 from penstock.contract.adapters import LORA_PATTERN
 from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.problems import config_error
-from penstock.contract.tools import ReasoningParserName
+from penstock.contract.sampling import MAX_TOKENS_LIMIT
 from penstock.gpu_node.engine.config import DEFAULT_KV_CACHE_GIB as DEFAULT_KV_CACHE_GIB
 from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig, EngineOptions, chat_template_of, for_device
 from penstock.queue.policy import PolicyName
@@ -57,8 +57,9 @@ class NodeSettings(Settings, EngineOptions):
     """Pool to serve; default: a name made from the model's name."""
     aliases: tuple[str, ...] = ()
     """Further names under which clients may request the model; may be repeated."""
-    reasoning_parser: ReasoningParserName | None = None
-    """Syntax of the model's reasoning; think_open: the chat template opens it. Default: detected from the template."""
+    reasoning_budget: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
+    """Tokens of reasoning after which it is ended, in answers to requests that set no budget and no effort. Default: no
+    limit."""
 
     max_num_seqs: int = Field(default_factory=for_device(64, 256), ge=1, le=512)
     """Maximum sequences in one step. Default: 64; on a GPU 256."""

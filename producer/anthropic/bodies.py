@@ -136,7 +136,7 @@ _APPLIED = "clear_thinking"
 
 
 class Thinking(Nested):
-    """Whether the answer has thinking blocks. The model decides how long it reasons; `budget_tokens` has no effect."""
+    """Whether the model reasons, whether the answer has thinking blocks, and after how many tokens they end."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
@@ -154,7 +154,7 @@ class _OutputFormat(Nested):
 
 
 class OutputConfig(Nested):
-    """The form of the answer. `effort` has no effect."""
+    """The form of the answer, and the effort of the reasoning, which the chat template gets."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: _OutputFormat | None = None
@@ -265,12 +265,23 @@ class MessageBody(_SampledConversation):
     container: Annotated[Any, only(None)] = None
     inference_geo: Annotated[Any, only(None)] = None
 
+    @property
+    def template_kwargs(self) -> str | None:
+        """The variables for the chat template as JSON text, or None: those of the conversation, and the effort."""
+        given = json.loads(super().template_kwargs or "{}")
+        is_off = self.thinking is not None and self.thinking.type == "disabled"
+        if self.output_config is not None and self.output_config.effort is not None and not is_off:
+            given["reasoning_effort"] = self.output_config.effort
+        return json.dumps(given) if given else None
+
     def params(self) -> SamplingParams:
         """Return the sampling options. Raises pydantic's ValidationError.
 
         The text keeps its stop string, because only its end tells which one matched. The answer does not show it.
         """
         given = given_options(self, SamplingParams, MESSAGES)
+        if self.thinking is not None and self.thinking.type != "disabled" and self.thinking.budget_tokens is not None:
+            given["reasoning_budget"] = self.thinking.budget_tokens
         if given.get("stop"):
             given["include_stop_str_in_output"] = True
         if self.output_config is not None and self.output_config.format is not None:

@@ -42,19 +42,22 @@ def message_of(job_id: str, model: str) -> dict[str, Any]:
     return {"id": f"msg_{job_id}", "type": "message", "role": "assistant", "model": model}
 
 
-def usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> dict[str, int]:
+def usage_of(
+    num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int, num_reasoning_tokens: int = 0
+) -> dict[str, Any]:
     """Return Anthropic's usage, where `input_tokens` leaves out the tokens that the prefix cache supplied."""
     return {
         "input_tokens": num_prompt_tokens - num_cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": num_cached_tokens,
         "output_tokens": num_output_tokens,
+        "output_tokens_details": {"thinking_tokens": num_reasoning_tokens},
     }
 
 
 def whole_usage_of(
     params: SamplingParams, max_total_tokens: int | None, usages: Sequence[Usage | None]
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Return the usage at the end of an answer, with the limit of its tokens if the context lowered it."""
     limit = limit_member(params.max_tokens, max_total_tokens, usages)
     used = [usage for usage in usages if usage is not None]
@@ -63,6 +66,7 @@ def whole_usage_of(
             sum(usage.prompt_tokens for usage in used),
             sum(usage.cached_tokens for usage in used),
             sum(usage.completion_tokens for usage in used),
+            sum(usage.reasoning_tokens for usage in used),
         )
         | limit
     )
@@ -181,7 +185,7 @@ class WholeMessage:
         message: dict[str, Any] = from_json(b"".join(parts))
         return message
 
-    def _usage_of(self, usages: Sequence[Usage | None]) -> dict[str, int]:
+    def _usage_of(self, usages: Sequence[Usage | None]) -> dict[str, Any]:
         return whole_usage_of(self._params, self._max_total_tokens, usages)
 
 

@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 from penstock.contract.fields import (
     NO_EFFECT,
     RESPONSES,
+    Whole,
     Wire,
     given_options,
     only,
@@ -112,9 +113,13 @@ class TextConfig(_Options):
 
 
 class Reasoning(_Options):
-    """Options of the reasoning. The effort sets variables of the chat template; a summary is never made."""
+    """Options of the reasoning. A summary is never made.
+
+    The effort sets variables of the chat template. `max_tokens` is the budget: OpenRouter's name, not OpenAI's.
+    """
 
     effort: Annotated[str, StringConstraints(max_length=MAX_EFFORT_CHARS)] | None = None
+    max_tokens: Whole | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -250,6 +255,8 @@ class ResponseFields(_SampledFields):
         given = given_options(self, SamplingParams, RESPONSES)
         if self.text is not None and (wanted := self.text.format.structured_outputs()) is not None:
             given["structured_outputs"] = wanted
+        if self.reasoning is not None and self.reasoning.max_tokens is not None:
+            given["reasoning_budget"] = self.reasoning.max_tokens
         # Without include, a top_logprobs of 0 asks for nothing.
         given["logprobs"] = self.top_logprobs or (0 if LOGPROBS in (self.include or ()) else None)
         return SamplingParams(**given)

@@ -86,7 +86,6 @@ class OutputReader:
         """`called` is that of the response's record."""
         self.items: list[OutputItem] = []
         self.finish_reason: FinishReason | None = None
-        self._num_chars = self._num_reasoning_chars = 0
         self._job_id = job_id
         self._reader = None if answer_format == PLAIN else AnswerReader(answer_format)
         self._called = called
@@ -94,14 +93,8 @@ class OutputReader:
         self._input: TextInputReader | None = None
         """Reads the input of the open call, if it is that of a custom tool."""
 
-    @property
-    def reasoning_share(self) -> float:
-        """The share of the text's characters, 0 to 1, that are reasoning."""
-        return self._num_reasoning_chars / self._num_chars if self._num_chars else 0.0
-
     def push(self, text: str, finish_reason: FinishReason | None) -> Iterator[OutputStep]:
         """Parse the next chunk, and yield the changes that it makes to the output."""
-        self._num_chars += len(text)
         yield from self._steps([ParsedText(text)] if self._reader is None else self._reader.push_in_order(text))
         if finish_reason is not None:
             self.finish_reason = finish_reason
@@ -129,7 +122,6 @@ class OutputReader:
     def _steps(self, parts: Sequence[ParsedText]) -> Iterator[OutputStep]:
         for parsed in parts:
             if parsed.reasoning:
-                self._num_reasoning_chars += len(parsed.reasoning)
                 yield from self._grow("reasoning", parsed.reasoning)
             if parsed.content:
                 yield from self._grow("message", parsed.content)

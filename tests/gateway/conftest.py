@@ -55,11 +55,15 @@ class ByteTokenizer:
     tool_format = NO_CALLS
     reasoning_parser = "none"
     thinking_switches: tuple[str, ...] = ()
+    takes_effort = False
 
     def __init__(self) -> None:
         self.last_chat: tuple[Sequence[dict[str, Any]], str | None] | None = None
         self.last_template_kwargs: str | None = None
         self.last_framed: bool | None = None
+
+    def reasoning_rule(self, template_kwargs: str | None) -> None:
+        return None
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         return list(text.encode())

@@ -113,7 +113,6 @@ class CompactionEncoder(WholeEncoder):
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
         self._kept: Sequence[tuple[str, bytes]] = head.options["kept"]
-        self._reasoning_share = 0.0
 
     def head(self) -> bytes:
         """Return nothing: an error must come before the first part."""
@@ -136,7 +135,7 @@ class CompactionEncoder(WholeEncoder):
     def tail(self, usages: Sequence[Usage | None]) -> bytes:
         """Return the usage."""
         (usage,) = usages
-        used = None if usage is None else usage_of(usage, self._reasoning_share)
+        used = None if usage is None else usage_of(usage)
         return b'],"usage":' + to_json(used) + b"}"
 
     def _summary_of(self, result: PackedResult) -> str:
@@ -144,7 +143,6 @@ class CompactionEncoder(WholeEncoder):
         reader = OutputReader(result.job_id, self._head.format)
         for _ in reading_of(result, reader):
             pass
-        self._reasoning_share = reader.reasoning_share
         summary = "".join(text for item in reader.items if item.kind == "message" for text in item.texts).strip()
         num_tokens = 0 if result.usage is None else result.usage.completion_tokens
         if reader.finish_reason == "length" and num_tokens < MIN_SUMMARY_TOKENS:
