@@ -406,7 +406,7 @@ def _num_chars(request: Request) -> int:
 
 def _num_chars_of(message: Message) -> int:
     calls = sum(CHARS_AROUND_MESSAGE + len(call.name) + len(call.arguments) for call in message.tool_calls)
-    return CHARS_AROUND_MESSAGE + len(message.content) + len(message.name or "") + calls
+    return CHARS_AROUND_MESSAGE + len(message.content) + len(message.reasoning) + len(message.name or "") + calls
 
 
 def _needs_task(request: Request) -> bool:

@@ -33,9 +33,11 @@ from penstock.producer.anthropic.conversation import (
     Nested,
     ends_with_assistant,
     messages_of,
+    seals_of,
     system_text,
     tool_changes,
 )
+from penstock.producer.openai.seals import THOUGHTS
 
 # The tools of a request in Anthropic's shape, and their translation to OpenAI's, which penstock uses.
 
@@ -132,7 +134,7 @@ SHOWS_THINKING = "shows_thinking"
 MAX_EDITS = 64
 """Most context edits of one request."""
 _APPLIED = "clear_thinking"
-"""The start of the context edits that are always applied: penstock never passes earlier reasoning to the model."""
+"""The start of the context edits that have no effect and need none: chat templates leave out what they do not need."""
 
 
 class Thinking(Nested):
@@ -228,7 +230,9 @@ class ConversationBody(Wire):
 
     def prompts(self) -> list[list[dict[str, Any]]]:
         """Return a list with the conversation, which is the request's only prompt."""
-        return [messages_of(self.system, self.messages)]
+        messages = messages_of(self.system, self.messages)
+        seals_of(messages)
+        return [messages]
 
     def tool_use(self) -> ToolUse:
         """Return the tools that the assistant may or must call, which are part of the prompt."""
@@ -290,4 +294,7 @@ class MessageBody(_SampledConversation):
 
     def options(self) -> dict[str, Any]:
         """Return the options of the answer that no other API has."""
-        return {SHOWS_THINKING: self.thinking is not None and self.thinking.is_shown}
+        shown = {SHOWS_THINKING: self.thinking is not None and self.thinking.is_shown}
+        if not any(block.seal() for message in self.messages for block in message.content):
+            return shown
+        return shown | {THOUGHTS: seals_of(messages_of(self.system, self.messages))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -14,6 +14,7 @@ from penstock.contract.output import FinishReason, Usage
 from penstock.contract.sampling import SamplingParams
 from penstock.producer.openai.json_parts import Text, json_parts
 from penstock.producer.openai.render import AnyResult, is_cut, limit_member
+from penstock.producer.openai.seals import signature
 from penstock.producer.parsing.parsed_text import AnswerFormat, ParsedText, joined
 
 OVERLOADED = 529
@@ -121,11 +122,18 @@ def warning_member(call: Call) -> dict[str, str]:
     return {} if warning is None else {"warning": warning}
 
 
-def blocks_of(parsed: ParsedText, *, shows_thinking: bool) -> list[dict[str, Any]]:
-    """Return the thinking and text of a whole answer as blocks with lazy texts. White space alone makes no block."""
+def blocks_of(
+    parsed: ParsedText, *, shows_thinking: bool, seal: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Return the thinking and text of a whole answer as blocks with lazy texts. White space alone makes no block.
+
+    `seal`: how thinking is signed; None: its signature is empty.
+    """
     blocks: list[dict[str, Any]] = []
     if parsed.reasoning and shows_thinking:
-        blocks.append({"type": "thinking", "thinking": Text(lambda: (parsed.reasoning,)), "signature": ""})
+        digest = hashlib.sha256(parsed.reasoning.encode(errors="replace")).digest()
+        signed = "" if seal is None else signature("reasoning", digest, **seal)
+        blocks.append({"type": "thinking", "thinking": Text(lambda: (parsed.reasoning,)), "signature": signed})
     if parsed.content and not parsed.content.isspace():
         blocks.append({"type": "text", "text": Text(lambda: (parsed.content,))})
     return blocks
@@ -143,12 +151,14 @@ class WholeMessage:
         *,
         shows_thinking: bool,
         max_total_tokens: int | None,
+        seal: Mapping[str, Any] | None = None,
     ) -> None:
         """`max_total_tokens`: prompt and output together, to which `max_tokens` is lowered."""
         self._head = message_of(job_id, model)
         self._params = params
         self._answer_format = answer_format
         self._shows_thinking = shows_thinking
+        self._seal = seal
         self._max_total_tokens = max_total_tokens
 
     def head(self) -> bytes:
@@ -164,7 +174,7 @@ class WholeMessage:
             parts += more
             yield b""
         parsed = joined(parts)
-        blocks = blocks_of(parsed, shows_thinking=self._shows_thinking)
+        blocks = blocks_of(parsed, shows_thinking=self._shows_thinking, seal=self._seal)
         for number, block in enumerate(blocks):
             yield b"," if number else b""
             yield from json_parts(block)

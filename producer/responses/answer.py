@@ -153,7 +153,8 @@ def item_of(item: OutputItem, logprobs: Logprobs = (), *, is_new: bool = False) 
         return head | {"status": item.status, "call_id": item.call_id} | _members_of_call(item, is_new=is_new)
     content: Any = [] if is_new else Items(lambda: [part_of(item, logprobs)])
     if item.kind == "reasoning":
-        return head | {"status": item.status, "summary": [], "content": content}
+        encrypted = {"encrypted_content": item.sealed} if item.sealed else {}
+        return head | {"status": item.status, "summary": [], "content": content} | encrypted
     return head | {"status": item.status, "role": "assistant", "content": content}
 
 

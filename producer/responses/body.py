@@ -36,7 +36,9 @@ from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.sampling import SamplingParams
 from penstock.contract.tools import CONTINUES, MAX_TOOLS, ToolUse, closed
 from penstock.producer.openai.bodies import effort_variables
-from penstock.producer.responses.items import AnyItem, Messages, items_of, messages_of, tools_in
+from penstock.producer.openai.seals import THOUGHTS
+from penstock.producer.responses.conversation import Messages, messages_of
+from penstock.producer.responses.items import AnyItem, items_of, tools_in
 from penstock.producer.responses.tools import (
     AnyTool,
     Choice,
@@ -50,8 +52,9 @@ from penstock.producer.responses.tools import (
 MAX_RESPONSE_ID_CHARS = 256
 MAX_EFFORT_CHARS = 64
 LOGPROBS = "message.output_text.logprobs"
-INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
-"""What `include` may name. Reasoning is never encrypted: its text is in the item's content."""
+_SEALED = "reasoning.encrypted_content"
+INCLUDABLE = (LOGPROBS, _SEALED)
+"""What `include` may name. Reasoning is never hidden: its text is also in the item's content."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _EFFORTS: tuple[str, ...] = get_args(Effort)
@@ -271,6 +274,7 @@ class ResponseFields(_SampledFields):
             "items": [[item.id or "", json.dumps(item.stored(), ensure_ascii=False)] for item in self.input],
             **conversation_options(self, found),
             "called": self.called(),
+            "seals_reasoning": _SEALED in (self.include or ()),
         }
 
     def called(self) -> list[list[str]]:
@@ -311,4 +315,5 @@ def conversation_options(body: AnyResponseFields, found: Messages) -> dict[str, 
         "references": [[at, item_ids] for at, item_ids in found.references],
         "seals": [[at, *seal] for at, seal in found.seals],
         "num_calls": found.num_calls,
+        THOUGHTS: [[at, *seal] for at, seal in found.thoughts],
     }

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from penstock.contract.calls.reading import Call
 from penstock.contract.output import Chunk, FinishReason, TokenLogprobs
 from penstock.producer.openai.render import call_id_of, is_cut
+from penstock.producer.openai.seals import sealed
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText
 from penstock.producer.responses.tools import CalledTool, CallKind, TextInputReader, arguments_of, offered_name
 from penstock.queue.results import PackedResult
@@ -45,6 +46,8 @@ class OutputItem:
     name: str = ""
     namespace: str = ""
     call_id: str = ""
+    sealed: str = ""
+    """The whole reasoning with its seal, if it has one."""
 
     @property
     def id(self) -> str:
@@ -82,13 +85,20 @@ OutputStep = Opened | Grown | Closed
 class OutputReader:
     """Reads the chunks of a response's job, in order."""
 
-    def __init__(self, job_id: str, answer_format: AnswerFormat, called: Mapping[str, CalledTool] = NO_NAMES) -> None:
-        """`called` is that of the response's record."""
+    def __init__(
+        self,
+        job_id: str,
+        answer_format: AnswerFormat,
+        called: Mapping[str, CalledTool] = NO_NAMES,
+        seal: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`called` is that of the response's record. `seal`: how its reasoning is sealed; None: it is not."""
         self.items: list[OutputItem] = []
         self.finish_reason: FinishReason | None = None
         self._job_id = job_id
         self._reader = None if answer_format == PLAIN else AnswerReader(answer_format)
         self._called = called
+        self._seal = seal
         self._open: OutputItem | None = None
         self._input: TextInputReader | None = None
         """Reads the input of the open call, if it is that of a custom tool."""
@@ -162,6 +172,8 @@ class OutputReader:
         item, self._open = self._open, None
         if item is not None:
             item.status = status
+            if item.kind == "reasoning" and self._seal is not None:
+                item.sealed = sealed("reasoning", "".join(item.texts), **self._seal)
             yield Closed(item)
 
 
@@ -198,13 +210,17 @@ def read_chunk(chunk: Chunk, reader: OutputReader) -> None:
 def message_of(items: Sequence[OutputItem]) -> dict[str, Any]:
     """Return the message of a chat that these items of a response's output stand for."""
     text = "".join(part for item in items if item.kind == "message" for part in item.texts)
+    thoughts = ["".join(item.texts) for item in items if item.kind == "reasoning"]
     calls = [
         {"id": item.call_id, "name": offered_name(item.namespace, item.name), "arguments": _arguments_of(item)}
         for item in items
         # A request may contain whole calls only.
         if item.is_call and item.status == "completed"
     ]
-    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thoughts:
+        message["reasoning"] = "\n".join(thoughts)
+    return message | {"tool_calls": calls} if calls else message
 
 
 def _arguments_of(item: OutputItem) -> str:

@@ -18,7 +18,8 @@ from penstock.gateway.request.generation import QueuedBody
 from penstock.producer.openai.bodies import CLASS_OF_TIER, effort_variables
 from penstock.producer.responses.body import AnyResponseFields, ResponseFields, conversation_options
 from penstock.producer.responses.compaction import MAX_SUMMARY_TOKENS, asking
-from penstock.producer.responses.items import AnyItem, items_or_none, messages_of
+from penstock.producer.responses.conversation import messages_of
+from penstock.producer.responses.items import AnyItem, items_or_none
 
 
 class _QueuedBody(AnyResponseFields, QueuedBody):

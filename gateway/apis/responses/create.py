@@ -38,6 +38,7 @@ from penstock.gateway.apis.responses.record import (
     place_of,
 )
 from penstock.gateway.budget import Claim, SharedBudget
+from penstock.gateway.request.earlier_reasoning import seal_terms_of, without_foreign_reasoning
 from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import check_logprobs, count_prompt_tokens
 from penstock.gateway.request.reading import RequestReader, caller_of
@@ -49,7 +50,8 @@ from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import answer_format, names_of, pack_prompt_of, with_defaults
 from penstock.producer.parsed_body import ParsedBody
 from penstock.producer.responses.answer import SHOWN_SAMPLING, echo_of
-from penstock.producer.responses.compaction import Seal, is_genuine
+from penstock.producer.openai.seals import THOUGHTS, Seal
+from penstock.producer.responses.compaction import is_genuine
 from penstock.producer.responses.output import OutputItem, OutputReader, message_of, reading_of
 from penstock.producer.responses.tools import CalledTool
 from penstock.queue.broker.producer import ServedPool
@@ -225,7 +227,7 @@ def _items_of(result: PackedResult, record: StoredResponse) -> list[OutputItem]:
 
 def _num_chars(item: OutputItem) -> int:
     """Return the characters of an item that come into a conversation."""
-    return 0 if item.kind == "reasoning" else sum(map(len, item.texts))
+    return sum(map(len, item.texts))
 
 
 def _rows_of(items: Iterable[OutputItem]) -> list[list[OutputItem]]:
@@ -292,32 +294,32 @@ class ConversationReader:
     async def conversation_of(
         self, generation: GenerationRequest, conversations: Conversations
     ) -> tuple[PackedMessages, PackedPrompt]:
-        """Return the messages of a body's own input, and the whole conversation. The seals of summaries are checked."""
+        """Return the messages of a body's own input, and the whole conversation."""
         options = generation.body.options
-        if options["seals"]:
-            await self._check_seals(generation, options["seals"])
         prompt = generation.body.prompts[0]
         packed = prompt if isinstance(prompt, PackedPrompt) else pack_prompt_of(prompt)
         own = await conversations.resolved(packed, options["num_calls"], options["references"])
         whole = await conversations.prompt_of(own, options["instructions"], options["previous"])
         return own, replace(whole, first_words=packed.first_words)
 
-    async def seal_of(self, generation: GenerationRequest) -> tuple[bytes, str]:
-        """Return the secret of the seals, and the model that this request's summaries are bound to, without aliases."""
-        asked = generation.body.model or None
-        pool = await self._client.served_pool(asked, key=generation.key, hides_models=generation.hides_models)
-        model = pool.model if not asked or asked in names_of(pool) else asked
-        return await self._client.servers.directory.responses.seal_key(), model
+    async def checked(self, generation: GenerationRequest) -> GenerationRequest:
+        """Return the request without reasoning that has no genuine seal. Raises RequestError for such a summary.
 
-    async def _check_seals(self, generation: GenerationRequest, seals: Sequence[Any]) -> None:
-        key, model = await self.seal_of(generation)
-        for index, *seal in seals:
-            if not is_genuine(Seal(*seal), key, tenant=generation.tenant, model=model):
+        Without its summary a conversation has lost its beginning; without reasoning it goes on.
+        """
+        options = generation.body.options
+        if not (options["seals"] or options[THOUGHTS]):
+            return generation
+        terms = await seal_terms_of(self._client, generation)
+        model = terms["model"]
+        for index, *seal in options["seals"]:
+            if not is_genuine(Seal(*seal), **terms):
                 message = (
                     f"input: item {index}: its encrypted_content was not made for this tenant and model {model!r}, or "
                     "it was changed; compact the conversation again, or leave the item out"
                 )
                 raise RequestError(message, code="foreign_compaction", param="input")
+        return without_foreign_reasoning(generation, terms, "input.reasoning")
 
 
 class CreateResponse:
@@ -369,6 +371,7 @@ class CreateResponse:
 
     async def _with_record(self, generation: GenerationRequest) -> tuple[GenerationRequest, StoredResponse]:
         """Return the request with its whole conversation and its job's id, and the record of the response."""
+        generation = await self._conversations.checked(generation)
         conversations = self._conversations.conversations_of(generation.tenant)
         own, prompt = await self._conversations.conversation_of(generation, conversations)
         asked, hides = generation.body.model or None, generation.hides_models
@@ -410,19 +413,23 @@ class CreateResponse:
 
 def _record_of(body: ParsedBody, own: PackedMessages, pool: ServedPool) -> StoredResponse:
     options = body.options
+    asked = body.model
+    model = pool.model if not asked or asked in names_of(pool) else asked
     # What the caller did not set is as the pool's model recommends it.
     params = with_defaults(body.params, pool)
     learned = {"model": body.model} | {name: getattr(params, name) for name in SHOWN_SAMPLING}
+    form = answer_format(body.tool_use, body.params, body.template_kwargs, pool)
     return StoredResponse(
         created_s=int(time.time()),
         background=options["background"],
-        format=answer_format(body.tool_use, body.params, body.template_kwargs, pool),
+        format=form,
         echo=echo_of(options["echo"], learned),
         items=[(item_id, text.encode()) for item_id, text in options["items"]],
         messages=own,
         previous=options["previous"] or "",
         stored=options["store"],
         called={name: CalledTool(*called) for name, *called in options["called"]},
+        sealed_for=model if options["seals_reasoning"] and form.reasoning_parser != "none" else "",
     )
 
 
@@ -448,6 +455,7 @@ class CountInputTokens:
         # The key belongs to the response that the caller may create with it.
         generation = replace(self._reader.generation_of(request, body), cut_at=None).with_options(idempotency_key=None)
         with naming_fields(body):
+            generation = await self._conversations.checked(generation)
             conversations = self._conversations.conversations_of(generation.tenant)
             _, prompt = await self._conversations.conversation_of(generation, conversations)
         generation = replace(generation, body=replace(generation.body, prompts=[prompt]))

@@ -34,6 +34,7 @@ from penstock.gateway.apis.responses.record import (
 )
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.http.dialect import Complete, HttpDialect, JobBody, Services
+from penstock.gateway.request.earlier_reasoning import seal_terms_of
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition
 from penstock.gateway.request.reading import MAX_NUMBER_DIGITS, RequestReader, caller_of
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
@@ -67,7 +68,10 @@ class Compact:
     schema = CompactBody
     doc = RouteDoc("Shorten a conversation to the user's messages and a sealed summary of the rest.", _ANSWER)
 
-    def __init__(self, reader: RequestReader, conversations: ConversationReader, answers: Answers) -> None:
+    def __init__(
+        self, client: AsyncClient, reader: RequestReader, conversations: ConversationReader, answers: Answers
+    ) -> None:
+        self._client = client
         self._reader = reader
         self._conversations = conversations
         self._answers = answers
@@ -83,13 +87,13 @@ class Compact:
     async def _answer_to(self, request: Request, body: ParsedBody) -> WholeAnswer:
         generation = self._reader.generation_of(request, body).with_options(lower_max_tokens=True)
         with naming_fields(body):
+            generation = await self._conversations.checked(generation)
             conversations = self._conversations.conversations_of(generation.tenant, keeps_user=True)
             _, prompt = await self._conversations.conversation_of(generation, conversations)
-            key, model = await self._conversations.seal_of(generation)
+            seal = await seal_terms_of(self._client, generation)
         max_tokens = summary_limit(prompt.num_text_bytes + prompt.num_tool_bytes)
         params = body.params.model_copy(update={"max_tokens": max_tokens})
         kept = [(item_id, text.encode()) for item_id, text in body.options["kept"]]
-        seal = {"key": key, "tenant": generation.tenant, "model": model}
         options = {"kept": [*conversations.user_items, *kept], "seal": seal}
         asked = replace(generation.body, prompts=[prompt], params=params, options=options)
         return self._answers.whole(self._answers.plan(replace(generation, body=asked), CompactionDialect()))

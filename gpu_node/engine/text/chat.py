@@ -48,16 +48,19 @@ def ends_of_turn(template: ChatTemplate, added: Collection[str]) -> frozenset[st
     return frozenset(known if first is None else known | {first})
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], reasoning_key: str | None = None
+) -> list[dict[str, Any]]:
     """Return messages in the format of chat templates: OpenAI's, with call arguments as objects.
 
-    A tool result also gets the name of its function, which some templates need.
+    A tool result also gets the name of its function, which some templates need. `reasoning_key`: the member in which
+    the template takes earlier reasoning; None: it takes none.
     """
     names = {call["id"]: call["name"] for message in messages for call in message.get("tool_calls", ())}
-    return [_template_message(message, names.get(message.get("tool_call_id"))) for message in messages]
+    return [_template_message(one, names.get(one.get("tool_call_id")), reasoning_key) for one in messages]
 
 
-def _template_message(message: Mapping[str, Any], name: str | None) -> dict[str, Any]:
+def _template_message(message: Mapping[str, Any], name: str | None, reasoning_key: str | None) -> dict[str, Any]:
     rendered = {**message, "role": "system" if message["role"] == "developer" else message["role"]}
     if "tool_calls" in rendered:
         rendered["tool_calls"] = [
@@ -68,6 +71,9 @@ def _template_message(message: Mapping[str, Any], name: str | None) -> dict[str,
             }
             for call in rendered["tool_calls"]
         ]
+    reasoning = rendered.pop("reasoning", "")
+    if reasoning and reasoning_key is not None:
+        rendered[reasoning_key] = reasoning
     return rendered if name is None else rendered | {"name": name}
 
 

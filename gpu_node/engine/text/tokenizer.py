@@ -201,7 +201,9 @@ class Tokenizer:
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
-        rendered, offered = template_messages(messages), None if tools is None else json.loads(tools)
+        has_reasoning = any(one.get("reasoning") for one in messages)
+        rendered = template_messages(messages, self._earlier_reasoning.key if has_reasoning else None)
+        offered = None if tools is None else json.loads(tools)
         if offered is not None or any("tool_calls" in one or one["role"] == "tool" for one in rendered):
             use = self.tool_use
             if use is None and offered is not None:
