@@ -274,6 +274,7 @@ class ResponseFields(_SampledFields):
             "items": [[item.id or "", json.dumps(item.stored(), ensure_ascii=False)] for item in self.input],
             **conversation_options(self, found),
             "called": self.called(),
+            "truncates": self.truncation == "auto",
             "seals_reasoning": _SEALED in (self.include or ()),
         }
 
@@ -298,7 +299,7 @@ class ResponseFields(_SampledFields):
             "tool_choice": shown_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": reasoning.known_effort, "summary": reasoning.summary or reasoning.generate_summary},
-            "truncation": "disabled",
+            "truncation": self.truncation or "disabled",
             "service_tier": "default" if tier in (None, "auto") else tier,
             "metadata": self.metadata or {},
             "user": self.user,

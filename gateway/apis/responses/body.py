@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
@@ -43,6 +43,7 @@ class ResponseBody(ResponseFields, _QueuedResponse):
     """Body of `POST /v1/responses`."""
 
     endpoint: ClassVar[Endpoint] = RESPONSES
+    truncation: Literal["auto", "disabled"] | None = None
     progress_needs: ClassVar[tuple[str, ...]] = ("stream", "background")
 
 
@@ -52,6 +53,8 @@ class ResponseOfJob(BodyOfJob, ResponseBody):
     background: Annotated[Any, only(None, False)] = None
     store: Annotated[Any, only(None, False)] = None
     previous_response_id: Annotated[Any, only(None)] = None
+    # A job is queued as it is; only this API's route counts tokens first.
+    truncation: Annotated[Any, only(None, "disabled")] = None
 
     def options(self) -> dict[str, Any]:
         """Return what is needed to build the conversation. `background` is an option of the job."""

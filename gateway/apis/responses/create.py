@@ -37,6 +37,7 @@ from penstock.gateway.apis.responses.record import (
     new_record,
     place_of,
 )
+from penstock.gateway.apis.responses.truncation import shortened
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.request.earlier_reasoning import seal_terms_of, without_foreign_reasoning
 from penstock.gateway.request.generation import GenerationRequest
@@ -376,6 +377,8 @@ class CreateResponse:
         own, prompt = await self._conversations.conversation_of(generation, conversations)
         asked, hides = generation.body.model or None, generation.hides_models
         pool = await self._client.served_pool(asked, key=generation.key, hides_models=hides)
+        if generation.body.options["truncates"]:
+            prompt = await shortened(self._client, generation, prompt, pool)
         body = replace(generation.body, prompts=[prompt], model=asked or pool.model)
         check_logprobs(body, pool, self._settings.max_logprobs)
         record = _record_of(body, own, pool)

@@ -369,7 +369,7 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     answers = ResponseAnswers(client, services.answers, services.sender, budget, services.yielder)
     create = CreateResponse(client, settings, reader, conversations, answers, budget)
     count_tokens = CountInputTokens(client, reader, conversations)
-    compact = Compact(reader, conversations, services.answers)
+    compact = Compact(client, reader, conversations, services.answers)
     return [
         Route("/v1/responses", create, methods=["POST"]),
         Route("/v1/responses/input_tokens", count_tokens, methods=["POST"]),
@@ -383,6 +383,7 @@ def _with_conversation(services: Services) -> Complete:
     reader = ConversationReader(services.client, services.result_budget, services.settings.max_body_bytes)
 
     async def complete(generation: GenerationRequest) -> GenerationRequest:
+        generation = await reader.checked(generation)
         _, prompt = await reader.conversation_of(generation, reader.conversations_of(generation.tenant))
         return replace(generation, body=replace(generation.body, prompts=[prompt]))
 
