@@ -151,6 +151,8 @@ def item_of(item: OutputItem, logprobs: Logprobs = (), *, is_new: bool = False) 
     head: dict[str, Any] = {"id": item.id, "type": item.kind}
     if item.is_call:
         return head | {"status": item.status, "call_id": item.call_id} | _members_of_call(item, is_new=is_new)
+    if item.kind == "compaction":
+        return head | {"encrypted_content": item.sealed}
     content: Any = [] if is_new else Items(lambda: [part_of(item, logprobs)])
     if item.kind == "reasoning":
         encrypted = {"encrypted_content": item.sealed} if item.sealed else {}

@@ -14,6 +14,8 @@ MIN_SUMMARY_LIMIT = 1024
 """Most tokens of the summary of a short conversation. A model that reasons before every answer needs them too."""
 BYTES_PER_SUMMARY_TOKEN = 4
 """A summary may have a token for so many bytes of its conversation: about as many tokens as the conversation has."""
+MIN_THRESHOLD = 1000
+"""Fewest tokens from which on `context_management` shortens a conversation, as at OpenAI."""
 MIN_SUMMARY_TOKENS = 128
 """A conversation that leaves fewer tokens, and whose summary needs more, is refused."""
 _ASK = """\

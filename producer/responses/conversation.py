@@ -75,17 +75,26 @@ class Messages:
         self.add_user(summary_message(text))
 
 
+def _outlives_summary(item: AnyItem) -> bool:
+    """Return whether the model gets an item before a summary: what the user and the instructions say, as it was said."""
+    return isinstance(item, AgentMessageItem) or (isinstance(item, MessageItem) and item.role != "assistant")
+
+
 def messages_of(items: Sequence[AnyItem]) -> Messages:
     """Translate items. Texts and calls of the assistant that follow one another become one message.
 
-    Beside a summary stand the user's messages without the answers to them. They become one message with it, because
-    many chat templates refuse two messages of the user in a row.
+    A summary stands for the answers and calls before it, which a client may send again. Beside it stand the user's
+    messages alone. They become one message with it, because many chat templates refuse two messages of the user in a
+    row.
     """
+    last = max((at for at, item in enumerate(items) if isinstance(item, CompactionItem)), default=0)
     found = Messages(joins_users=any(isinstance(item, CompactionItem) for item in items))
     messages = found.messages
     may_join = joins_references = False
     """Whether the last message is the assistant's, so that a call joins it; whether it stands for references."""
     for index, item in enumerate(items):
+        if index < last and not _outlives_summary(item):
+            continue
         match item:
             case MessageItem(role="user") | AgentMessageItem():
                 found.add_user(item.content)

@@ -24,8 +24,9 @@ ITEM_PREFIXES = {
     "function_call": "fc",
     "custom_tool_call": "ctc",
     "tool_search_call": "tsc",
+    "compaction": "cmp",
 }
-Kind = Literal["reasoning", "message"] | CallKind
+Kind = Literal["reasoning", "message", "compaction"] | CallKind
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 NO_NAMES: Mapping[str, CalledTool] = {}
 MAX_REPEATED_LOGPROBS = 8192
@@ -47,12 +48,22 @@ class OutputItem:
     namespace: str = ""
     call_id: str = ""
     sealed: str = ""
-    """The whole reasoning with its seal, if it has one."""
+    """The whole reasoning with its seal, if it has one; of a compaction, the summary with its seal."""
 
     @property
     def id(self) -> str:
         """The item's id. It contains that of the job, so any gateway can resolve it."""
         return f"{ITEM_PREFIXES[self.kind]}_{self.index}_{self.job_id}"
+
+    @property
+    def has_text(self) -> bool:
+        """Whether it is a text of the model or its reasoning."""
+        return self.kind in ("message", "reasoning")
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether it makes a message in a later conversation by itself."""
+        return self.kind not in ("reasoning", "compaction")
 
     @property
     def is_call(self) -> bool:
@@ -91,25 +102,28 @@ class OutputReader:
         answer_format: AnswerFormat,
         called: Mapping[str, CalledTool] = NO_NAMES,
         seal: Mapping[str, Any] | None = None,
+        compaction: str = "",
     ) -> None:
-        """`called` is that of the response's record. `seal`: how its reasoning is sealed; None: it is not."""
+        """`called` and `compaction` are those of the response's record. `seal`: how its reasoning is sealed, if it is."""
         self.items: list[OutputItem] = []
         self.finish_reason: FinishReason | None = None
         self._job_id = job_id
         self._reader = None if answer_format == PLAIN else AnswerReader(answer_format)
         self._called = called
         self._seal = seal
+        self._compaction = compaction
         self._open: OutputItem | None = None
         self._input: TextInputReader | None = None
         """Reads the input of the open call, if it is that of a custom tool."""
 
     def push(self, text: str, finish_reason: FinishReason | None) -> Iterator[OutputStep]:
         """Parse the next chunk, and yield the changes that it makes to the output."""
+        yield from self._begin_output()
         yield from self._steps([ParsedText(text)] if self._reader is None else self._reader.push_in_order(text))
         if finish_reason is not None:
             self.finish_reason = finish_reason
             yield from self._finish("incomplete" if finish_reason == "length" else "completed")
-            if not self.items and finish_reason == "stop":
+            if not any(item.is_shown or item.has_text for item in self.items) and finish_reason == "stop":
                 yield from self._begin("message")
                 yield from self._close("completed")
 
@@ -121,8 +135,18 @@ class OutputReader:
 
     def end(self) -> Iterator[OutputStep]:
         """Handle the end of the job, and yield the changes: if the job was cut short, its last item is still open."""
+        yield from self._begin_output()
         if self.finish_reason is None:
             yield from self._finish("incomplete")
+
+    def _begin_output(self) -> Iterator[OutputStep]:
+        """Yield the item before all others, if there is one."""
+        content, self._compaction = self._compaction, ""
+        if content:
+            item = OutputItem(self._job_id, len(self.items), "compaction", "completed", sealed=content)
+            self.items.append(item)
+            yield Opened(item)
+            yield Closed(item)
 
     def _finish(self, status: ItemStatus) -> Iterator[OutputStep]:
         if self._reader is not None:

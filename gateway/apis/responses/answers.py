@@ -233,7 +233,7 @@ class ResponseObject:
             state: Status = "queued" if is_queued else "in_progress"
             members = open_members(state)
         else:
-            reader = OutputReader(job.id, record.format, record.called)
+            reader = OutputReader(job.id, record.format, record.called, compaction=record.compaction)
             usage = await self._read_all(job, reader)
             members = end_of(record, status.outcome, status.finished_ms // 1000, usage, reader).members
             output = output_parts(reader.items)

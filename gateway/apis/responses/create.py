@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+import msgpack
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -24,6 +25,7 @@ from penstock.contract.problems import rename
 from penstock.contract.tools import MAX_CALLS_OF_CHAT
 from penstock.contract.webhook import EVENT_TYPES, MAX_WEBHOOKS
 from penstock.gateway.apis.responses.answers import ResponseAnswer, ResponseAnswers
+from penstock.gateway.apis.responses.auto_compaction import compacted
 from penstock.gateway.apis.responses.body import ResponseBody
 from penstock.gateway.apis.responses.record import (
     MAX_BYTES_ON_LOOP,
@@ -219,7 +221,7 @@ class Conversations:
 
 
 def _items_of(result: PackedResult, record: StoredResponse) -> list[OutputItem]:
-    reader = OutputReader(result.job_id, record.format, record.called)
+    reader = OutputReader(result.job_id, record.format, record.called, compaction=record.compaction)
     for _ in reading_of(result, reader):
         pass
     reader.join_texts()
@@ -234,7 +236,7 @@ def _num_chars(item: OutputItem) -> int:
 def _rows_of(items: Iterable[OutputItem]) -> list[list[OutputItem]]:
     """Return the items in rows, of which each becomes a message: those of one response, one after another."""
     rows = [list(row) for _, row in groupby(items, key=lambda item: item.job_id)]
-    return [row for row in rows if any(item.kind != "reasoning" for item in row)]
+    return [row for row in rows if any(item.is_shown for item in row)]
 
 
 def _message(prompt: PackedPrompt, num_calls: int = 0) -> PackedMessages:
@@ -242,8 +244,8 @@ def _message(prompt: PackedPrompt, num_calls: int = 0) -> PackedMessages:
 
 
 def _packed_message(items: Sequence[OutputItem]) -> PackedMessages:
-    """Return the message that items of an output stand for; nothing if they are reasoning alone."""
-    if all(item.kind == "reasoning" for item in items):
+    """Return the message that items of an output stand for; nothing if they are reasoning and a summary alone."""
+    if not any(item.is_shown for item in items):
         return PackedMessages()
     message = message_of(items)
     return _message(pack_prompt_of([message]), len(message.get("tool_calls", ())))
@@ -377,11 +379,17 @@ class CreateResponse:
         own, prompt = await self._conversations.conversation_of(generation, conversations)
         asked, hides = generation.body.model or None, generation.hides_models
         pool = await self._client.served_pool(asked, key=generation.key, hides_models=hides)
+        content, previous = "", generation.body.options["previous"] or ""
+        if generation.body.options["compact_threshold"] is not None:
+            terms = await seal_terms_of(self._client, generation)
+            if (short := await compacted(self._client, generation, prompt, pool, terms)) is not None:
+                prompt, content, previous = short.prompt, short.content, ""
+                own = _without_instructions(prompt, generation.body.options["instructions"])
         if generation.body.options["truncates"]:
             prompt = await shortened(self._client, generation, prompt, pool)
         body = replace(generation.body, prompts=[prompt], model=asked or pool.model)
         check_logprobs(body, pool, self._settings.max_logprobs)
-        record = _record_of(body, own, pool)
+        record = replace(_record_of(body, own, pool), compaction=content, previous=previous)
         max_tokens = body.params.max_tokens
         if generation.lowers_max_tokens and max_tokens is not None and pool.max_model_len:
             record = replace(record, limits=(max_tokens, pool.max_model_len))
@@ -414,6 +422,12 @@ class CreateResponse:
         return (await self._client.webhooks.subscribed(generation.tenant, RESPONSE_EVENTS))[:MAX_WEBHOOKS]
 
 
+def _without_instructions(prompt: PackedPrompt, instructions: str | None) -> PackedMessages:
+    """Return the messages of a whole conversation without the instructions, which are those of one request."""
+    messages = msgpack.unpackb(prompt.data)
+    return PackedMessages.of(pack_prompt_of(messages[1:] if instructions else messages), 0)
+
+
 def _record_of(body: ParsedBody, own: PackedMessages, pool: ServedPool) -> StoredResponse:
     options = body.options
     asked = body.model
@@ -429,7 +443,6 @@ def _record_of(body: ParsedBody, own: PackedMessages, pool: ServedPool) -> Store
         echo=echo_of(options["echo"], learned),
         items=[(item_id, text.encode()) for item_id, text in options["items"]],
         messages=own,
-        previous=options["previous"] or "",
         stored=options["store"],
         called={name: CalledTool(*called) for name, *called in options["called"]},
         sealed_for=model if options["seals_reasoning"] and form.reasoning_parser != "none" else "",

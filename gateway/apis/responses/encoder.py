@@ -69,7 +69,7 @@ class ResponseEncoder(StreamEncoder):
         self._starting_after = starting_after
         self._next = 0
         self._has_begun = self._is_running = False
-        self._reader = OutputReader(job_id, record.format, record.called, seal)
+        self._reader = OutputReader(job_id, record.format, record.called, seal, record.compaction)
         self._logprobs = HeldLogprobs()
         self._usage: Usage | None = None
         self._deltas: dict[int, tuple[bytes, bytes]] = {}
@@ -145,7 +145,7 @@ class ResponseEncoder(StreamEncoder):
     def _opened(self, item: OutputItem) -> Parts:
         added = {"output_index": item.index, "item": item_of(item, is_new=True)}
         yield from self._event("response.output_item.added", added)
-        if not item.is_call:
+        if item.has_text:
             added = self._place(item) | {"part": part_of(item, is_new=True)}
             yield from self._event("response.content_part.added", added)
 
@@ -181,7 +181,7 @@ class ResponseEncoder(StreamEncoder):
             yield from self._event("response.function_call_arguments.done", done)
         elif item.kind == "custom_tool_call":
             yield from self._event("response.custom_tool_call_input.done", place | {"input": text})
-        elif not item.is_call:
+        elif item.has_text:
             is_text = item.kind == "message"
             name = "response.output_text.done" if is_text else "response.reasoning_text.done"
             yield from self._event(name, place | {"text": text} | ({"logprobs": rows_of(logprobs)} if is_text else {}))
@@ -260,7 +260,7 @@ class ResponseWholeEncoder(WholeEncoder):
 
     def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
         """Yield the items of the output. Empty parts come while the text is parsed."""
-        reader = OutputReader(self._job_id, self._record.format, self._record.called, self._seal)
+        reader = OutputReader(self._job_id, self._record.format, self._record.called, self._seal, self._record.compaction)
         for _ in reading_of(result, reader):
             yield b""
         self._members = end_of(self._record, result.outcome, self._finished_s, result.usage, reader).members
