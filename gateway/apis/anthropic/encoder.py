@@ -150,14 +150,13 @@ class BlockEvents:
         """Return the event that ends the open block, if there is one."""
         if self._open is None:
             return b""
-        signed = self._signed() if self._open == "thinking" and self._seal is not None else b""
+        signed = self._signed(self._seal) if self._open == "thinking" and self._seal is not None else b""
         self._open = None
         return signed + event({"type": "content_block_stop", "index": self._index})
 
-    def _signed(self) -> bytes:
+    def _signed(self, seal: SealTerms) -> bytes:
         """Return the event with the signature of the open block of thinking."""
-        given = {} if self._seal is None else self._seal
-        delta = {"type": "signature_delta", "signature": signature("reasoning", self._thought.digest(), **given)}
+        delta = {"type": "signature_delta", "signature": signature("reasoning", self._thought.digest(), **seal)}
         self._thought = hashlib.sha256()
         return event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
