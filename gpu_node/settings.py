@@ -62,9 +62,7 @@ class NodeSettings(Settings, EngineOptions):
     """Pool to serve; default: a name made from the model's name."""
     aliases: tuple[str, ...] = ()
     """Further names under which clients may request the model; may be repeated."""
-    reasoning_budget: Annotated[int | None, BeforeValidator(_no_limit)] = Field(
-        default=None, ge=1, le=MAX_TOKENS_LIMIT
-    )
+    reasoning_budget: Annotated[int | None, BeforeValidator(_no_limit)] = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
     """Tokens of reasoning after which it is ended, in answers to requests that set no budget and no effort. Default,
     and -1: no limit."""
 

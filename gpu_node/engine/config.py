@@ -39,8 +39,8 @@ class EngineOptions(RunnerSettings):
     """Format of the model's tool calls; default: the one that its chat template shows. json: the node tells the model
     of the tools; none: requests with tools are refused."""
     reasoning_parser: ReasoningParserName | None = None
-    """Syntax of the model's reasoning; think_open: the chat template opens it. Default: detected from the template. Nodes
-    with different values have different revisions of the model."""
+    """Syntax of the model's reasoning; think_open: the chat template opens it. Default: detected from the template.
+    Nodes with different values have different revisions of the model."""
     preemption: PreemptionName = "auto"
     """How a preempted sequence resumes: its blocks are swapped or recomputed; auto: the cheaper of both."""
     enable_prefix_caching: bool = True

@@ -134,13 +134,10 @@ class LiveRequest:
         for choice in range(params.num_sequences):
             resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)
             self.completion_tokens += len(resumed.token_ids)
-            counted = None if rule is None else ReasoningState(rule)
-            if counted is not None:
-                counted.push(resumed.token_ids)
-                self.reasoning_tokens += counted.num_tokens
+            reasoning = self._reasoning_of(rule, resumed)
             if resumed.finish_reason is None:
                 opened = self.live[choice] = open_choice(self, choice, prompt, resumed, limits, tokenizer)
-                opened.reasoning = counted
+                opened.reasoning = reasoning
                 opened.guide = _guide_of(self.prepared, params, resumed, guides, rule)
                 if rule is not None and rule.budget is not None:
                     opened.seq.reasoning = ReasoningState(rule)
@@ -154,6 +151,15 @@ class LiveRequest:
     def _reasoning_rule(self, limits: RequestLimits) -> ReasoningRule | None:
         rule, budget = self.asked.reasoning, self.asked.params.reasoning_budget
         return None if rule is None else replace(rule, budget=budget, vocab_size=limits.vocab_size)
+
+    def _reasoning_of(self, rule: ReasoningRule | None, resumed: ResumedChoice) -> ReasoningState | None:
+        """Return the state of a choice after its logged tokens, which are counted."""
+        if rule is None:
+            return None
+        state = ReasoningState(rule)
+        state.push(resumed.token_ids)
+        self.reasoning_tokens += state.num_tokens
+        return state
 
     def note_loss(self) -> list[Sequence]:
         """Note that a step with this request was lost. Return its open sequences if they are to fail.

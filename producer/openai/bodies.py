@@ -298,7 +298,9 @@ class ChatBody(GenerationBody):
         for beside, inside, name in pairs:
             if None not in (beside, inside) and beside != inside:
                 message = f"{name} conflicts with {'reasoning_effort' if name == 'effort' else self._budget[0]}"
-                raise PydanticCustomError("unsupported_value", "{message}", {"message": message, WRONG_MEMBER: "reasoning"})
+                raise PydanticCustomError(
+                    "unsupported_value", "{message}", {"message": message, WRONG_MEMBER: "reasoning"}
+                )
         return self
 
     @property

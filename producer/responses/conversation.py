@@ -1,4 +1,4 @@
-"""The messages of a chat that the input items of a response stand for. docs/HTTP.md has the table of what a model gets."""
+"""The messages of a chat that the input items of a response stand for; docs/HTTP.md has the table."""
 
 from __future__ import annotations
 
@@ -54,6 +54,21 @@ class Messages:
         else:
             self.messages.append({"role": role, "content": text})
 
+    def add_call(self, call: dict[str, Any], *, joins: bool) -> None:
+        """Add a call, which `joins` the assistant's message before it."""
+        if not joins:
+            self.messages.append({"role": "assistant", "content": ""})
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+        self.num_calls += 1
+
+    def add_reference(self, item_id: str, *, joins: bool) -> None:
+        """Add a reference to an item, which `joins` the references before it."""
+        if joins:
+            self.references[-1][1].append(item_id)
+        else:
+            self.references.append((len(self.messages), [item_id]))
+            self.messages.append({"role": "assistant", "content": ""})
+
     def think(self, thought: tuple[str, Seal | None] | None) -> None:
         """Note reasoning before the next message of the assistant."""
         if thought is not None:
@@ -76,7 +91,7 @@ class Messages:
 
 
 def _outlives_summary(item: AnyItem) -> bool:
-    """Return whether the model gets an item before a summary: what the user and the instructions say, as it was said."""
+    """Return whether the model gets an item before a summary: what the user and the instructions say."""
     return isinstance(item, AgentMessageItem) or (isinstance(item, MessageItem) and item.role != "assistant")
 
 
@@ -87,15 +102,15 @@ def messages_of(items: Sequence[AnyItem]) -> Messages:
     messages alone. They become one message with it, because many chat templates refuse two messages of the user in a
     row.
     """
-    last = max((at for at, item in enumerate(items) if isinstance(item, CompactionItem)), default=0)
-    found = Messages(joins_users=any(isinstance(item, CompactionItem) for item in items))
+    last = max((at for at, item in enumerate(items) if isinstance(item, CompactionItem)), default=-1)
+    found = Messages(joins_users=last >= 0)
     messages = found.messages
     may_join = joins_references = False
     """Whether the last message is the assistant's, so that a call joins it; whether it stands for references."""
     for index, item in enumerate(items):
-        if index < last and not _outlives_summary(item):
-            continue
         match item:
+            case _ if index < last and not _outlives_summary(item):
+                continue
             case MessageItem(role="user") | AgentMessageItem():
                 found.add_user(item.content)
             case CompactionItem():
@@ -103,18 +118,12 @@ def messages_of(items: Sequence[AnyItem]) -> Messages:
             case MessageItem():
                 found.add_other(item.role, item.content, joins=may_join)
             case AnyCallItem() if item.call_id is not None:
-                if not may_join:
-                    messages.append({"role": "assistant", "content": ""})
                 call = {"id": item.call_id, "name": item.offered, "arguments": item.given}
-                messages[-1].setdefault("tool_calls", []).append(call)
-                found.num_calls += 1
+                found.add_call(call, joins=may_join)
             case AnyResultItem() if item.call_id is not None:
                 messages.append({"role": "tool", "content": item.text, "tool_call_id": item.call_id})
-            case ReferenceItem() if joins_references:
-                found.references[-1][1].append(item.id)
             case ReferenceItem():
-                found.references.append((len(messages), [item.id]))
-                messages.append({"role": "assistant", "content": ""})
+                found.add_reference(item.id, joins=joins_references)
             case ReasoningItem():
                 found.think(item.thought)
                 continue

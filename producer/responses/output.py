@@ -104,7 +104,7 @@ class OutputReader:
         seal: Mapping[str, Any] | None = None,
         compaction: str = "",
     ) -> None:
-        """`called` and `compaction` are those of the response's record. `seal`: how its reasoning is sealed, if it is."""
+        """`called` and `compaction` are those of the response's record. `seal`: how reasoning is sealed, if it is."""
         self.items: list[OutputItem] = []
         self.finish_reason: FinishReason | None = None
         self._job_id = job_id

@@ -42,6 +42,7 @@ from penstock.producer.anthropic.message import (
     whole_usage_of,
     without_stop,
 )
+from penstock.producer.client import AsyncClient
 from penstock.producer.openai.render import is_cut
 from penstock.producer.openai.seals import THOUGHTS, signature
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerReader, ParsedText

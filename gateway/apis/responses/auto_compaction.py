@@ -77,9 +77,7 @@ def _parts_of(prompt: PackedPrompt) -> tuple[_Messages, _Messages, _Messages]:
     return messages[:start], messages[start:end], messages[max(start, end) :]
 
 
-async def _summary_of(
-    client: AsyncClient, generation: GenerationRequest, messages: _Messages, pool: ServedPool
-) -> str:
+async def _summary_of(client: AsyncClient, generation: GenerationRequest, messages: _Messages, pool: ServedPool) -> str:
     prompt = await asyncio.to_thread(pack_prompt_of, asking(messages))
     max_tokens = summary_limit(prompt.num_text_bytes + prompt.num_tool_bytes)
     params = SamplingParams(max_tokens=max_tokens, cache_salt=generation.body.params.cache_salt)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import msgpack
 from fastapi import Request
@@ -51,9 +50,9 @@ from penstock.gateway.stream.event_stream import until_disconnected, while_conne
 from penstock.gateway.stream.writer import CallerGoneError
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import answer_format, names_of, pack_prompt_of, with_defaults
+from penstock.producer.openai.seals import THOUGHTS, Seal
 from penstock.producer.parsed_body import ParsedBody
 from penstock.producer.responses.answer import SHOWN_SAMPLING, echo_of
-from penstock.producer.openai.seals import THOUGHTS, Seal
 from penstock.producer.responses.compaction import is_genuine
 from penstock.producer.responses.output import OutputItem, OutputReader, message_of, reading_of
 from penstock.producer.responses.tools import CalledTool

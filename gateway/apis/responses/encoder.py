@@ -239,7 +239,10 @@ class ResponseDialect(Dialect):
 def answer_options(
     record: StoredResponse, seal: SealTerms | None = None, *, starting_after: int = -1, finished_s: int = 0
 ) -> dict[str, Any]:
-    """Return the options of an answer: its record, what seals its reasoning, the last event that the caller has, and when the job ended."""
+    """Return the options of an answer: its record, what seals its reasoning, and where it continues.
+
+    `starting_after`: the last event that the caller has. `finished_s`: when the job ended.
+    """
     return {"record": record, "seal": seal, "starting_after": starting_after, "finished_s": finished_s}
 
 
@@ -260,7 +263,9 @@ class ResponseWholeEncoder(WholeEncoder):
 
     def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
         """Yield the items of the output. Empty parts come while the text is parsed."""
-        reader = OutputReader(self._job_id, self._record.format, self._record.called, self._seal, self._record.compaction)
+        reader = OutputReader(
+            self._job_id, self._record.format, self._record.called, self._seal, self._record.compaction
+        )
         for _ in reading_of(result, reader):
             yield b""
         self._members = end_of(self._record, result.outcome, self._finished_s, result.usage, reader).members

@@ -135,7 +135,7 @@ class StoredResponse:
     sealed_for: str = ""
     """The model that the seal of its reasoning names; empty: its reasoning has no seal."""
     compaction: str = ""
-    """The summary with its seal, if the conversation was shortened for this response. It is the first item of the output."""
+    """The summary with its seal, if the conversation was shortened for this response: the first item of its output."""
 
     def encode(self) -> bytes:
         """Return the record as bytes."""

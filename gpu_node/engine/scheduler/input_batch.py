@@ -30,7 +30,7 @@ class TokenGuide(Protocol):
     def take(self, token_ids: Items[int]) -> None:
         """Append tokens."""
 
-    
+    @property
     def is_idle(self) -> bool:
         """Whether the choice still reasons, so that any token but an end token may follow."""
 
@@ -249,7 +249,7 @@ class InputBatch:
             both = list(zip(seqs, tokens, strict=True))
             seen = tuple(so_far if seq.is_penalized else NO_TOKENS for seq, so_far in both)
             banned = tuple(seq.banned_ids(so_far) if seq.has_bans else NO_TOKENS for seq, so_far in both)
-        masks, idle = self._masks_of(seqs, forced) if settings.are_guided or forced else (None, ())
+        masks, idle = self._masks_of(seqs, forced) if settings.are_guided or forced else (None, [])
         if idle or (forced and settings.have_bans):
             banned = tuple(self._banned_with(banned, seqs, forced, idle))
         return SamplingRows(

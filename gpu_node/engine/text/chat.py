@@ -48,9 +48,7 @@ def ends_of_turn(template: ChatTemplate, added: Collection[str]) -> frozenset[st
     return frozenset(known if first is None else known | {first})
 
 
-def template_messages(
-    messages: Sequence[Mapping[str, Any]], reasoning_key: str | None = None
-) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Mapping[str, Any]], reasoning_key: str | None = None) -> list[dict[str, Any]]:
     """Return messages in the format of chat templates: OpenAI's, with call arguments as objects.
 
     A tool result also gets the name of its function, which some templates need. `reasoning_key`: the member in which

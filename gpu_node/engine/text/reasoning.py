@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-
 NEVER = (1 << 31) - 1
 """A number of tokens that no choice reaches."""
 

@@ -162,8 +162,8 @@ def shown_state(name: str, *, is_cancelled: bool, begins_ms: int, now_ms: int) -
 class Usage:
     """Token counts of a job.
 
-    `cached_tokens` counts the prompt tokens that the prefix cache supplied, and `reasoning_tokens` the completion tokens
-    up to the mark that ends the reasoning.
+    `cached_tokens` counts the prompt tokens that the prefix cache supplied, `reasoning_tokens` the completion tokens up
+    to the mark that ends the reasoning.
     """
 
     prompt_tokens: int

@@ -24,8 +24,8 @@ ParticipantName = Annotated[
 class Message(CheckedInput):
     """One message of a chat. With role `tool`, it holds the result of the call `tool_call_id`.
 
-    `name` is the participant's name, for chat templates that use it. `reasoning` is what the assistant thought before the
-    content; a chat template that takes earlier reasoning gets it.
+    `name` is the participant's name, for chat templates that use it. `reasoning` is what the assistant thought before
+    the content; a chat template that takes earlier reasoning gets it.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

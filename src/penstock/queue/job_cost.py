@@ -46,7 +46,7 @@ def num_prompt_ids(job: JobDef) -> int | None:
 
 
 def prompt_bytes(job: JobDef) -> int:
-    """Return the UTF-8 bytes of a text prompt or chat, roles and earlier reasoning included; 0 for a prompt of token ids."""
+    """Return the UTF-8 bytes of a text prompt or chat, roles and reasoning included; 0 for a prompt of token ids."""
     if job.packed_prompt is not None:
         return job.packed_prompt.num_text_bytes
     if job.prompt is not None:

@@ -68,7 +68,9 @@ def test_thinking_comes_back_with_its_signature(http: httpx.Client, engine: Echo
 
 
 @pytest.mark.parametrize(
-    "change", [{"thinking": "Sо"}, {"signature": "EqQBCgIYAhIM"}, {"signature": ""}, {"type": "redacted_thinking"}], ids=str
+    "change",
+    [{"thinking": "Sо"}, {"signature": "EqQBCgIYAhIM"}, {"signature": ""}, {"type": "redacted_thinking"}],
+    ids=str,
 )
 def test_thinking_that_was_changed_or_is_of_another_server_is_left_out_and_named(
     http: httpx.Client, engine: EchoEngine, change: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Conversations beyond a threshold or the context: `context_management` and `truncation`. The node echoes its prompt."""
+"""Conversations beyond a threshold or the context: `context_management` and `truncation`. The node echoes."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from typing import Any
 
 import msgpack
@@ -50,7 +51,7 @@ def test_oldest_turns_go_until_the_rest_fits(has_system: bool, turns: list[list[
         patched.setattr(truncation, "count_prompt_tokens", count)
         short = asyncio.run(truncation.shortened(None, generation, pack_prompt_of(whole), pool))  # type: ignore[arg-type]
     kept = msgpack.unpackb(short.data)
-    num_kept = next(n for n in range(1, len(turns) + 1) if kept == [*first, *sum(turns[-n:], [])])
+    num_kept = next(n for n in range(1, len(turns) + 1) if kept == [*first, *chain(*turns[-n:])])
     limit = CONTEXT - MAX_TOKENS
     assert size_of(kept) <= limit or num_kept == 1
     assert len(counted) <= truncation.MAX_COUNTS
@@ -58,4 +59,4 @@ def test_oldest_turns_go_until_the_rest_fits(has_system: bool, turns: list[list[
         assert kept == whole
     elif num_kept < len(turns):
         # Not much more than needed is gone: the guess leaves a few percent, and whole turns go.
-        assert size_of([*first, *sum(turns[-num_kept - 1 :], [])]) > 0.5 * limit
+        assert size_of([*first, *chain(*turns[-num_kept - 1 :])]) > 0.5 * limit

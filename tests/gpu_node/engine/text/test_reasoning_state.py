@@ -57,4 +57,6 @@ def test_state_is_a_function_of_the_tokens_however_they_come(
     for one in (copied,):
         assert (one.num_tokens, one.is_over, one.forced_token) == (whole.num_tokens, whole.is_over, whole.forced_token)
     assert whole.num_tokens <= max(budget, len(OPENING)) + len(FORCED)
-    assert ReasoningState(limited).first_limited == budget and ReasoningState(rule(is_open=is_open)).first_limited == NEVER
+    assert (
+        ReasoningState(limited).first_limited == budget and ReasoningState(rule(is_open=is_open)).first_limited == NEVER
+    )
