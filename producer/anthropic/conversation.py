@@ -162,8 +162,10 @@ class ContentBlock(Nested):
 
     def seal(self) -> Seal | None:
         """Return the seal of earlier reasoning, not checked yet; None if this service certainly did not sign it."""
+        if self.type != "thinking" or not self.thinking:
+            return None
         try:
-            return signed("reasoning", self.thinking, self.signature or "") if self.thinking else None
+            return signed("reasoning", self.thinking, self.signature or "")
         except ValueError:
             return None
 

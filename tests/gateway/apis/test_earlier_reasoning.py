@@ -111,7 +111,7 @@ def test_sealed_reasoning_of_responses_comes_back(http: httpx.Client, engine: Ec
         (hidden, "So", None),
         (output[0] | {"encrypted_content": None}, "So", None),
         (hidden | {"encrypted_content": "gAAAAABo"}, None, "input.reasoning"),
-        (hidden | {"encrypted_content": "A" + hidden["encrypted_content"][1:]}, None, "input.reasoning"),
+        (hidden | {"encrypted_content": hidden["encrypted_content"].swapcase()}, None, "input.reasoning"),
     ):
         answer = response(http, [user, item, output[1], user], store=False)
         assert (reasoning_in(engine), answer.headers.get(IGNORED)) == ([want], ignored)
@@ -145,7 +145,7 @@ def test_job_tells_how_many_tokens_were_reasoning(http: httpx.Client) -> None:
     chat = {"model": MODEL, "messages": [{"role": "user", "content": SAID}]}
     answer = http.post("/v1/chat/completions", json=chat)
     job = http.get(f"/v1/jobs/{answer.headers['X-Penstock-Job']}").json()
-    assert job["usage"]["reasoning_tokens"] == len("<think>So</think>")
+    assert job["ledger"]["usage"]["reasoning_tokens"] == len("<think>So</think>")
 
 
 def test_budget_of_a_model_that_does_not_reason_is_ignored_and_named(http: httpx.Client) -> None:
