@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError
+from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError, TooCostlyError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES
 from penstock.contract.tool_formats import NO_CALLS, TELLING_MARKS, TELLING_OF_REASONING, THINK, ToolFormat
 from penstock.contract.tools import ReasoningParserName, reasoning_parser_for
@@ -201,8 +201,8 @@ class Tokenizer:
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
-        has_reasoning = any(one.get("reasoning") for one in messages)
-        rendered = template_messages(messages, self._earlier_reasoning.key if has_reasoning else None)
+        reasoning_key = self._earlier_reasoning.key if any(one.get("reasoning") for one in messages) else None
+        rendered = template_messages(messages, reasoning_key)
         offered = None if tools is None else json.loads(tools)
         if offered is not None or any("tool_calls" in one or one["role"] == "tool" for one in rendered):
             use = self.tool_use
@@ -214,7 +214,14 @@ class Tokenizer:
                 offered = offered if use.offers_tools else None
         variables = NO_VARIABLES if template_kwargs is None else json.loads(template_kwargs)
         template = self._tool_template if offered is not None and self._tool_template else self._template
-        text = template.render(rendered, offered, variables, now)
+        try:
+            text = template.render(rendered, offered, variables, now)
+        except RequestError as error:
+            if reasoning_key is None or isinstance(error, TooCostlyError):
+                raise
+            # That of gpt-oss refuses some messages that have reasoning. A conversation goes on without it.
+            plain = [{name: value for name, value in one.items() if name != reasoning_key} for one in rendered]
+            text = template.render(plain, offered, variables, now)
         if max_tokens is not None:
             self._require_fit(text, max_tokens)
         return self._long_texts.encode(text, framed=True) if framed else self._chats.encode(text, owner)
