@@ -1,7 +1,7 @@
 """Seals of texts that a client keeps and sends back: summaries of conversations, and the reasoning of earlier answers.
 
-A text is the tenant's own, so the seal does not hide it: whoever has the sealed text can read it. The seal shows that a
-gateway made it for this tenant and this model, and that nothing was changed.
+A text is the tenant's own, so the seal does not hide it. It shows that a gateway made the text for this tenant and this
+model, and that nothing was changed.
 """
 
 from __future__ import annotations
