@@ -33,6 +33,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
         *(
             "chat_template",
             "reasoning_parser",
+            "reasoning_budget",
             "generation_config",
             "tensor_parallel_size",
             "pipeline_parallel_size",

@@ -114,7 +114,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, str, str], ...] = (
     ("the log has its own form: --log-level, --log-format", "--log-prefix --log-timestamps", "--log-requests-level"),
     ("each request has its own seed", "", "-s --seed --random-seed"),
     ("it is a field of each request", "--ignore-eos", "-n --predict --n-predict --presence-penalty"),
-    ("it is a field of each request", "", "--frequency-penalty --repeat-last-n --stop-token-ids --reasoning-budget"),
+    ("it is a field of each request", "", "--frequency-penalty --repeat-last-n --stop-token-ids"),
     ("the gateway shows its page at /", "--webui --ui", ""),
     (
         "weights are mapped and packed as needed",

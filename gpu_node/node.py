@@ -252,6 +252,7 @@ class Node:
         # The chat template renders a chat or more for these, and may be slow.
         detected = await self._threads.run(lambda: engine.tokenizer.reasoning_parser)
         switches = await self._threads.run(lambda: engine.tokenizer.thinking_switches)
+        await self._threads.run(lambda: engine.tokenizer.reasoning_rule(None))  # It renders a chat at its first use.
         tool_format = await self._threads.run(self._tool_format)
         capabilities = await self._threads.run(engine.capabilities)
         is_detected = settings.reasoning_parser in (None, detected)
@@ -269,7 +270,9 @@ class Node:
             revision=engine.revision,
             adapters=await self._threads.run(engine.adapters),
             kinds=KINDS,
-            sampling_defaults=engine.sampling_defaults,
+            sampling_defaults=engine.sampling_defaults
+            | ({} if settings.reasoning_budget is None else {"reasoning_budget": settings.reasoning_budget}),
+            takes_effort=engine.tokenizer.takes_effort,
             capabilities=tuple(one for one in capabilities if one != "tools" or tool_format.takes_tools),
         )
         # Nodes of a pool must agree on their limits: otherwise one node would fail a job that another has accepted.

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Annotated
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import BeforeValidator, Field, StringConstraints, ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.adapters import LORA_PATTERN
 from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.problems import config_error
-from penstock.contract.tools import ReasoningParserName
+from penstock.contract.sampling import MAX_TOKENS_LIMIT
 from penstock.gpu_node.engine.config import DEFAULT_KV_CACHE_GIB as DEFAULT_KV_CACHE_GIB
 from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig, EngineOptions, chat_template_of, for_device
 from penstock.queue.policy import PolicyName
@@ -41,6 +41,11 @@ POOL_WIDE = (
 """Settings that all nodes of a pool must share, because Redis scripts read them."""
 
 
+def _no_limit(budget: object) -> object:
+    # llama-server has this value, as a number or from a command line.
+    return None if str(budget) == "-1" else budget
+
+
 class NodeSettings(Settings, EngineOptions):
     """Settings of a node: its model, KV cache, scheduling and pool, and the limits that its pool enforces."""
 
@@ -57,8 +62,9 @@ class NodeSettings(Settings, EngineOptions):
     """Pool to serve; default: a name made from the model's name."""
     aliases: tuple[str, ...] = ()
     """Further names under which clients may request the model; may be repeated."""
-    reasoning_parser: ReasoningParserName | None = None
-    """Syntax of the model's reasoning; think_open: the chat template opens it. Default: detected from the template."""
+    reasoning_budget: Annotated[int | None, BeforeValidator(_no_limit)] = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
+    """Tokens of reasoning after which it is ended, in answers to requests that set no budget and no effort. Default,
+    and -1: no limit."""
 
     max_num_seqs: int = Field(default_factory=for_device(64, 256), ge=1, le=512)
     """Maximum sequences in one step. Default: 64; on a GPU 256."""

@@ -96,9 +96,12 @@ class AnswerPlan:
         """The value of MAX_TOKENS_HEADER, if it is sent."""
         self._notice = ""
         """The value of NOTICE_HEADER, if it is sent."""
+        self._ignored: list[str] = []
+        """Names of fields that have no effect with this model."""
 
     async def check(self) -> None:
         """Refuse too many jobs or log-probabilities, and tools that the model cannot call, before any job is queued."""
+        self.generation = await self.dialect.completed(self.client, self.generation)
         body = self.generation.body
         has_tools = body.tool_use.tools is not None and body.task is None
         needs_pool = has_tools or body.needs_token_details or len(body.prompts) > 1
@@ -147,6 +150,9 @@ class AnswerPlan:
         with contextlib.suppress(UnavailableError):
             known = await self._record_of(job.pool)
         self._notice = notice_of(known, self.generation.body.task)
+        body = self.generation.body
+        if known is not None and known.reasoning_parser == "none" and body.params.reasoning_budget is not None:
+            self._ignored = [body.names.get("reasoning_budget", "reasoning_budget")]
         if not self.generation.lowers_max_tokens or self.generation.body.params.max_tokens is None:
             return
         known = known or await self._record_of(job.pool)
@@ -204,7 +210,7 @@ class AnswerPlan:
             headers[MAX_TOKENS_HEADER] = str(self._lowered_limit)
         if self._notice:
             headers[NOTICE_HEADER] = self._notice
-        ignored = self.generation.body.ignored
+        ignored = [*self.generation.body.ignored, *self._ignored]
         return headers | {IGNORED_HEADER: _shown_names(ignored)} if ignored else headers
 
 

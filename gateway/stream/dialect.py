@@ -11,8 +11,9 @@ from penstock.contract.errors import InvariantError, PenstockError, StreamDiverg
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Chunk, Usage, WaitUpdate, members_of
 from penstock.gateway.errors import error_body
-from penstock.gateway.request.generation import FIRST_OF_TWO, StreamPosition
+from penstock.gateway.request.generation import FIRST_OF_TWO, GenerationRequest, StreamPosition
 from penstock.gateway.stream.writer import PIECE_BYTES, event
+from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import Prompt
 from penstock.producer.parsing.parsed_text import AnswerFormat
 from penstock.queue.results import PackedResult
@@ -96,6 +97,10 @@ class Dialect(ABC):
     """Whether answers may contain parts of the prompts."""
     keep_alive: bytes | None = None
     """The bytes that a silent stream sends from time to time. None: a comment."""
+
+    async def completed(self, client: AsyncClient, generation: GenerationRequest) -> GenerationRequest:
+        """Return the request with what this API must read beside the body, before any job is submitted."""
+        return generation
 
     def needs_whole_log(self, options: Mapping[str, Any]) -> bool:
         """Return whether the rest of a resumed stream depends on its first chunks because of these options."""

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 from penstock.contract.errors import ConfigError
 from penstock.contract.problems import config_error
 from penstock.contract.tool_formats import BY_NAME
+from penstock.contract.tools import ReasoningParserName
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB as DEFAULT_KV_CACHE_GIB
 from penstock.gpu_node.model.options import RunnerOptions, RunnerSettings
 from penstock.gpu_node.model.options import for_device as for_device
@@ -37,6 +38,9 @@ class EngineOptions(RunnerSettings):
     tool_parser: str | None = None
     """Format of the model's tool calls; default: the one that its chat template shows. json: the node tells the model
     of the tools; none: requests with tools are refused."""
+    reasoning_parser: ReasoningParserName | None = None
+    """Syntax of the model's reasoning; think_open: the chat template opens it. Default: detected from the template.
+    Nodes with different values have different revisions of the model."""
     preemption: PreemptionName = "auto"
     """How a preempted sequence resumes: its blocks are swapped or recomputed; auto: the cheaper of both."""
     enable_prefix_caching: bool = True

@@ -85,7 +85,9 @@ def spread(
         adapter = None if adapter_name is None else AdapterRef(name=adapter_name)
         token_ids = truncated(next(encoded) if isinstance(prompt, str) else _tokens_of(prompt, tokenizer), one)
         begins_text, seed = _is_chat(prompt), seed_of(str(i), one)
-        batch.append(EngineRequest(str(i), token_ids, one, seed=seed, adapter=adapter, begins_text=begins_text))
+        rule = tokenizer.reasoning_rule(None) if begins_text else None
+        request = EngineRequest(str(i), token_ids, one, seed=seed, adapter=adapter, begins_text=begins_text)
+        batch.append(request if rule is None else replace(request, reasoning=rule))
     return batch
 
 

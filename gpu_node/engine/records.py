@@ -19,6 +19,7 @@ from penstock.runtime.histogram import Histogram
 if TYPE_CHECKING:
     from penstock.gpu_node.engine.structured.tenant_grammar import Grammar
     from penstock.gpu_node.engine.text.output import BadWords
+    from penstock.gpu_node.engine.text.reasoning import ReasoningRule
     from penstock.gpu_node.model.protocol import Adapter
 
 
@@ -60,6 +61,8 @@ class EngineRequest:
     """Return the prompt's embedding instead of text. `params` are then those of `Embed.sampling`."""
     begins_text: bool = False
     """Whether the output is a text of its own, as an answer in a chat, and does not continue the prompt's text."""
+    reasoning: ReasoningRule | None = None
+    """How its choices may reason. `params` have the budget."""
     prepared: Prepared | None = None
     """The result of `Engine.prepare`; None: `Engine.add` prepares the request itself, and may take long."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from penstock.gpu_node.engine.served_model import RequestLimits, max_tokens_of_b
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.output import ChoiceOutput, EndRule
+from penstock.gpu_node.engine.text.reasoning import ReasoningRule, ReasoningState
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, NO_LOGPROBS
 
@@ -31,6 +32,8 @@ class LiveChoice:
     guide: Guide | None = None
     """Constrains its output to a grammar."""
     unlogged_text: str = ""
+    reasoning: ReasoningState | None = None
+    """Counts the tokens of its reasoning, if it may reason."""
 
     def push(self, token_id: int) -> None:
         """Add a sampled token. If the prompt is embedded, the choice ends without it."""
@@ -42,6 +45,13 @@ class LiveChoice:
         else:
             self.output.push(token_id)
             self.request.completion_tokens += 1
+            if self.reasoning is not None and not self.reasoning.is_over:
+                self._count(self.reasoning, token_id)
+
+    def _count(self, reasoning: ReasoningState, token_id: int) -> None:
+        num_before = reasoning.num_tokens
+        reasoning.push((token_id,))
+        self.request.reasoning_tokens += reasoning.num_tokens - num_before
 
     def step_output(
         self,
@@ -85,6 +95,8 @@ class LiveRequest:
     """Parent of the first block's hash."""
     prepared: Prepared
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    """Those of the completion tokens that are reasoning."""
     live: dict[int, LiveChoice] = field(default_factory=dict)
     first: Sequence | None = None
     """The choice that computes the prompt for the others; its prefix hits are the request's."""
@@ -105,6 +117,7 @@ class LiveRequest:
         Raises RequestError for a log that does not fit the request, or for a grammar that is not supported.
         """
         params, resume = self.asked.params, self.asked.resume
+        rule = self._reasoning_rule(limits)
         num_logprobs = params.prompt_logprobs
         # A log has them before all tokens, so logged tokens prove that they were output.
         if num_logprobs is not None and not any(choice.token_ids for choice in resume):
@@ -121,15 +134,32 @@ class LiveRequest:
         for choice in range(params.num_sequences):
             resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)
             self.completion_tokens += len(resumed.token_ids)
+            reasoning = self._reasoning_of(rule, resumed)
             if resumed.finish_reason is None:
                 opened = self.live[choice] = open_choice(self, choice, prompt, resumed, limits, tokenizer)
-                opened.guide = _guide_of(self.prepared, resumed, guides)
+                opened.reasoning = reasoning
+                opened.guide = _guide_of(self.prepared, params, resumed, guides, rule)
+                if rule is not None and rule.budget is not None:
+                    opened.seq.reasoning = ReasoningState(rule)
         self.all_seqs = tuple(choice.seq for choice in self.live.values())
         self.first = next(iter(self.all_seqs), None)
         if params.use_beam_search:
             beams = list(self.all_seqs)
             for seq in beams:
                 seq.beams = beams
+
+    def _reasoning_rule(self, limits: RequestLimits) -> ReasoningRule | None:
+        rule, budget = self.asked.reasoning, self.asked.params.reasoning_budget
+        return None if rule is None else replace(rule, budget=budget, vocab_size=limits.vocab_size)
+
+    def _reasoning_of(self, rule: ReasoningRule | None, resumed: ResumedChoice) -> ReasoningState | None:
+        """Return the state of a choice after its logged tokens, which are counted."""
+        if rule is None:
+            return None
+        state = ReasoningState(rule)
+        state.push(resumed.token_ids)
+        self.reasoning_tokens += state.num_tokens
+        return state
 
     def note_loss(self) -> list[Sequence]:
         """Note that a step with this request was lost. Return its open sequences if they are to fail.
@@ -155,17 +185,27 @@ class LiveRequest:
     def usage(self) -> Usage:
         """Return the token usage so far, over all choices; the prompt counts once."""
         cached_tokens = self.first.cached_tokens if self.first is not None else None
-        return Usage(len(self.asked.prompt_token_ids), self.completion_tokens, cached_tokens or 0)
+        num_prompt_tokens = len(self.asked.prompt_token_ids)
+        return Usage(num_prompt_tokens, self.completion_tokens, cached_tokens or 0, self.reasoning_tokens)
 
 
-def _guide_of(prepared: Prepared, resumed: ResumedChoice, guides: GrammarCompiler) -> Guide | None:
+def _guide_of(
+    prepared: Prepared,
+    params: SamplingParams,
+    resumed: ResumedChoice,
+    guides: GrammarCompiler,
+    rule: ReasoningRule | None,
+) -> Guide | None:
     """Return the grammar guide of a choice, advanced by its logged tokens.
 
+    The grammar of calls describes the reasoning too; any other one begins behind it.
     If these tokens do not match the grammar, the choice ends with an error at its first mask.
     """
     if prepared.grammar is None:
         return None
-    guide = guides.new_guide(prepared.grammar)
+    wanted = params.structured_outputs
+    may_reason = rule is not None and wanted is not None and wanted.calls is None and rule.can_precede_grammar
+    guide = guides.new_guide(prepared.grammar, ReasoningState(rule) if rule is not None and may_reason else None)
     guide.take(guide.new_tokens_of(np.array(resumed.token_ids, dtype=np.int32)))
     return guide
 

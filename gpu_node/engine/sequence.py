@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from penstock.contract.errors import InvariantError
 from penstock.contract.priority import Priority, level_of
 from penstock.gpu_node.engine.text.output import NO_BAD_WORDS, BadWords, EndRule
+from penstock.gpu_node.engine.text.reasoning import NEVER, ReasoningState
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter, Logprobs
 
 if TYPE_CHECKING:
@@ -131,6 +132,8 @@ class Sequence:
     num_prompt_tokens: int
     end_rule: EndRule
     bad_words: BadWords = NO_BAD_WORDS
+    reasoning: ReasoningState | None = None
+    """The state of its reasoning if a budget limits it. It knows the tokens up to the last step that asked for it."""
     adapter: Adapter | None = None
     adapter_slot: int = NO_ADAPTER
     """The runner's slot that holds its adapter while it runs."""
@@ -195,12 +198,13 @@ class Sequence:
     biases: NDArray[np.float32] = field(init=False)
     """The bias of each of them."""
 
-    _end_ids: NDArray[np.int32] = field(init=False)
+    end_ids: NDArray[np.int32] = field(init=False)
+    """Tokens that end it."""
 
     def __post_init__(self) -> None:
         self.num_common = self.num_prompt_tokens
         self.job_level = level_of(Priority(self.priority), self.background)
-        self._end_ids = np.array(sorted(self.end_rule.end_ids), dtype=np.int32)
+        self.end_ids = np.array(sorted(self.end_rule.end_ids), dtype=np.int32)
         bias = self.params.logit_bias
         self.biased = np.array([*bias], dtype=np.int32)
         self.biases = np.array([*bias.values()], dtype=np.float32)
@@ -266,6 +270,12 @@ class Sequence:
         return self.end_rule.min_tokens > 0 or bool(self.bad_words)
 
     @property
+    def limited_from(self) -> int:
+        """The length from which on a budget may force its next token, prompt included."""
+        state = self.reasoning
+        return NEVER if state is None or state.is_over else self.num_prompt_tokens + state.first_limited
+
+    @property
     def looks_back(self) -> bool:
         """Whether penalties, bad words or other beams make its next token depend on its newest one."""
         return self.is_penalized or bool(self.bad_words) or self.beams is not None
@@ -273,7 +283,7 @@ class Sequence:
     def banned_ids(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the ids that must not follow these tokens."""
         num_output_tokens = len(token_ids) - self.num_prompt_tokens
-        banned = self._end_ids if num_output_tokens < self.end_rule.min_tokens else NO_TOKENS
+        banned = self.end_ids if num_output_tokens < self.end_rule.min_tokens else NO_TOKENS
         ends = self.bad_words.banned_after(token_ids) if self.bad_words else ()
         return np.concatenate((banned, np.array(ends, dtype=np.int32))) if ends else banned
 

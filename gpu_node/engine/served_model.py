@@ -77,12 +77,16 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> Loaded
                 written=found.tokenizer,
                 chat_template=template,
                 tool_parser=config.tool_parser,
+                reasoning_parser=config.reasoning_parser,
             )
         finally:
             # If both fail, the error of the runner is raised.
             model = loading.result()
     if template is not None:
         model = replace(model, revision=revision_with(model.revision, template))
+    if config.reasoning_parser is not None:
+        # It decides where a budget ends the reasoning, so a node with another one must not continue a job.
+        model = replace(model, revision=revision_with(model.revision, f"reasoning {config.reasoning_parser}"))
     return Loaded(model, tokenizer, defaults, config)
 
 

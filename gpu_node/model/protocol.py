@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -52,6 +52,15 @@ class TokenMasks:
         self.written = np.zeros(1, dtype=np.int32)
         """[1]: nonzero once all words are written. Native kernels poll this memory."""
         self._all_written = threading.Event()
+
+    def allow(self, row: int, token_id: int) -> None:
+        """Let a row of `words` choose a token."""
+        self.words[row, token_id // _MASK_BITS] |= np.uint32(1 << token_id % _MASK_BITS)
+
+    def allow_only(self, tokens: Mapping[int, int]) -> None:
+        """Let some sampling rows choose one token alone: by row, its token."""
+        for row, token_id in tokens.items():
+            self.allow(int(self.rows[row]), token_id)
 
     def finish(self) -> None:
         """Signal that all words are written."""

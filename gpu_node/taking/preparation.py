@@ -22,6 +22,7 @@ from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedCho
 from penstock.gpu_node.engine.served_model import truncated
 from penstock.gpu_node.engine.text.chat import MAX_RENDERS_AT_ONCE
 from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS, TokenizerFailedError
+from penstock.gpu_node.engine.text.reasoning import ReasoningRule
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob, SealedChunk, outcome_of, seal
@@ -369,11 +370,16 @@ class JobPreparation:
                 reports_prefill=request.return_progress and not taken.num_chunks,
                 embed=request.task if isinstance(request.task, Embed) else None,
                 begins_text=begins_text,
+                reasoning=self._reasoning_of(request),
                 prepared=prepared,
             ),
             # Not awaited: the engine answers between two steps, and the next job need not wait for that.
             partial(self._note_refusal, job),
         )
+
+    def _reasoning_of(self, request: Request) -> ReasoningRule | None:
+        """Return how an answer in a chat may reason. Other texts do not, whatever they contain."""
+        return None if request.messages is None else self._tokenizer.reasoning_rule(request.chat_template_kwargs)
 
     def _note_refusal(self, job: HeldJob, error: Exception) -> None:
         """End a job that the engine refused. Runs on the engine's thread."""
@@ -400,7 +406,7 @@ def _num_chars(request: Request) -> int:
 
 def _num_chars_of(message: Message) -> int:
     calls = sum(CHARS_AROUND_MESSAGE + len(call.name) + len(call.arguments) for call in message.tool_calls)
-    return CHARS_AROUND_MESSAGE + len(message.content) + len(message.name or "") + calls
+    return CHARS_AROUND_MESSAGE + len(message.content) + len(message.reasoning) + len(message.name or "") + calls
 
 
 def _needs_task(request: Request) -> bool:

@@ -33,9 +33,11 @@ from penstock.producer.anthropic.conversation import (
     Nested,
     ends_with_assistant,
     messages_of,
+    seals_of,
     system_text,
     tool_changes,
 )
+from penstock.producer.openai.seals import THOUGHTS
 
 # The tools of a request in Anthropic's shape, and their translation to OpenAI's, which penstock uses.
 
@@ -132,11 +134,11 @@ SHOWS_THINKING = "shows_thinking"
 MAX_EDITS = 64
 """Most context edits of one request."""
 _APPLIED = "clear_thinking"
-"""The start of the context edits that are always applied: penstock never passes earlier reasoning to the model."""
+"""The start of the context edits that have no effect and need none: chat templates leave out what they do not need."""
 
 
 class Thinking(Nested):
-    """Whether the answer has thinking blocks. The model decides how long it reasons; `budget_tokens` has no effect."""
+    """Whether the model reasons, whether the answer has thinking blocks, and after how many tokens they end."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
@@ -154,7 +156,7 @@ class _OutputFormat(Nested):
 
 
 class OutputConfig(Nested):
-    """The form of the answer. `effort` has no effect."""
+    """The form of the answer, and the effort of the reasoning, which the chat template gets."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: _OutputFormat | None = None
@@ -228,7 +230,9 @@ class ConversationBody(Wire):
 
     def prompts(self) -> list[list[dict[str, Any]]]:
         """Return a list with the conversation, which is the request's only prompt."""
-        return [messages_of(self.system, self.messages)]
+        messages = messages_of(self.system, self.messages)
+        seals_of(messages)
+        return [messages]
 
     def tool_use(self) -> ToolUse:
         """Return the tools that the assistant may or must call, which are part of the prompt."""
@@ -265,12 +269,23 @@ class MessageBody(_SampledConversation):
     container: Annotated[Any, only(None)] = None
     inference_geo: Annotated[Any, only(None)] = None
 
+    @property
+    def template_kwargs(self) -> str | None:
+        """The variables for the chat template as JSON text, or None: those of the conversation, and the effort."""
+        given = json.loads(super().template_kwargs or "{}")
+        is_off = self.thinking is not None and self.thinking.type == "disabled"
+        if self.output_config is not None and self.output_config.effort is not None and not is_off:
+            given["reasoning_effort"] = self.output_config.effort
+        return json.dumps(given) if given else None
+
     def params(self) -> SamplingParams:
         """Return the sampling options. Raises pydantic's ValidationError.
 
         The text keeps its stop string, because only its end tells which one matched. The answer does not show it.
         """
         given = given_options(self, SamplingParams, MESSAGES)
+        if self.thinking is not None and self.thinking.type != "disabled" and self.thinking.budget_tokens is not None:
+            given["reasoning_budget"] = self.thinking.budget_tokens
         if given.get("stop"):
             given["include_stop_str_in_output"] = True
         if self.output_config is not None and self.output_config.format is not None:
@@ -279,4 +294,7 @@ class MessageBody(_SampledConversation):
 
     def options(self) -> dict[str, Any]:
         """Return the options of the answer that no other API has."""
-        return {SHOWS_THINKING: self.thinking is not None and self.thinking.is_shown}
+        shown = {SHOWS_THINKING: self.thinking is not None and self.thinking.is_shown}
+        if not any(block.seal() for message in self.messages for block in message.content):
+            return shown
+        return shown | {THOUGHTS: seals_of(messages_of(self.system, self.messages))}

@@ -1,9 +1,9 @@
 """The messages of a conversation in Anthropic's shape, and their translation to penstock's messages.
 
 Anthropic's user message may hold tool results beside text. penstock has one message with role `tool` for each result.
-Earlier reasoning is not passed to the model. System messages at the start belong to the system prompt. Coding agents
-also send later ones, which many chat templates refuse, so these become marked texts of the user. Block types that
-penstock cannot serve are refused by name.
+Earlier reasoning is passed to a chat template that takes it, if this service signed it. System messages at the start
+belong to the system prompt. Coding agents also send later ones, which many chat templates refuse, so these become
+marked texts of the user. Block types that penstock cannot serve are refused by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fai
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.tools import CallId, FunctionName
-from penstock.producer.openai.messages import placeholder_of
+from penstock.producer.openai.messages import placeholder_of, text_or_none
+from penstock.producer.openai.seals import Seal, signed
 
 _MAX_SHOWN_CHARS = 64
 _BILLING = "x-anthropic-billing-header:"
@@ -32,6 +33,8 @@ _NEEDED = {
 }
 """The members that a block of each type must have."""
 _OF_SERVER = frozenset(("server_tool_use", "mcp_tool_use", "mcp_tool_result"))
+_SEALS = "seals"
+"""The member of an unfinished message with the seals of its reasoning."""
 _RESULT_OF_SERVER = "_tool_result"
 """The end of the types of other results that a server's tool gave, as in `web_search_tool_result`."""
 
@@ -131,6 +134,8 @@ class ContentBlock(Nested):
     id: CallId | None = None
     name: FunctionName | None = None
     input: dict[str, Any] | None = None
+    thinking: Annotated[str | None, BeforeValidator(text_or_none)] = None
+    signature: Annotated[str | None, BeforeValidator(text_or_none)] = None
     tool_use_id: CallId | None = None
     content: Annotated[str | None, BeforeValidator(result_text)] = None
     references: Annotated[tuple[str, ...], BeforeValidator(referenced_tools), Field(validation_alias="content")] = ()
@@ -149,6 +154,20 @@ class ContentBlock(Nested):
                 message = "{name} is required in a block of type {type}"
                 raise PydanticCustomError("block_incomplete", message, {"name": name, "type": self.type})
         return self
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is reasoning that certainly another server wrote."""
+        return self.type == "redacted_thinking" or (self.type == "thinking" and self.seal() is None)
+
+    def seal(self) -> Seal | None:
+        """Return the seal of earlier reasoning, not checked yet; None if this service certainly did not sign it."""
+        if self.type != "thinking" or not self.thinking:
+            return None
+        try:
+            return signed("reasoning", self.thinking, self.signature or "")
+        except ValueError:
+            return None
 
     def call(self) -> dict[str, Any]:
         """Return a `tool_use` block as the fields of a penstock `ToolCall`."""
@@ -194,9 +213,19 @@ class ConversationMessage(Nested):
 
     @property
     def ignored(self) -> list[str]:
-        """The names under which the answer lists the blocks about tools that a server ran, and `output_config`."""
-        blocks = [f"messages.{block.type}" for block in self.content if is_of_server(block.type)]
+        """The names under which the answer lists the blocks that have no effect, and `output_config`.
+
+        These are blocks about tools that a server ran, and reasoning that this service did not sign.
+        """
+        blocks = [f"messages.{block.type}" for block in self.content if is_of_server(block.type) or block.is_foreign]
         return blocks + [f"messages.output_config.{name}" for name in self.output_config or ()]
+
+    def _reasoning(self) -> dict[str, Any]:
+        """Return the member of a message with the reasoning that has a seal, and the seals."""
+        found = [(block.thinking, seal) for block in self.content if (seal := block.seal()) is not None]
+        if not found:
+            return {}
+        return {"reasoning": "\n".join(text or "" for text, _ in found), _SEALS: [seal for _, seal in found]}
 
     @property
     def text(self) -> str:
@@ -209,7 +238,7 @@ class ConversationMessage(Nested):
         """Yield the message as penstock's messages, except that a user's `content` is a list of texts."""
         if self.role == "assistant":
             calls = [block.call() for block in self.content if block.type == "tool_use"]
-            message = {"role": "assistant", "content": self.text}
+            message = {"role": "assistant", "content": self.text, **self._reasoning()}
             yield {**message, "tool_calls": calls} if calls else message
             return
         if self.role == "system":
@@ -261,6 +290,9 @@ def _without_cleared(conversation: Sequence[ConversationMessage]) -> list[Conver
 def _join_turns(earlier: dict[str, Any], later: dict[str, Any]) -> None:
     """Add a turn of the assistant to the one before it."""
     earlier["content"] = "\n".join(text for text in (earlier["content"], later["content"]) if text)
+    if reasoning := [one["reasoning"] for one in (earlier, later) if one.get("reasoning")]:
+        earlier["reasoning"] = "\n".join(reasoning)
+        earlier[_SEALS] = [*earlier.get(_SEALS, ()), *later.get(_SEALS, ())]
     if calls := [*earlier.get("tool_calls", ()), *later.get("tool_calls", ())]:
         earlier["tool_calls"] = calls
 
@@ -286,3 +318,11 @@ def messages_of(system: str | None, conversation: Sequence[ConversationMessage])
             one["content"] = "\n".join(one["content"])
     instructions = "\n".join(text for text in (system, *(message.text for message in leading)) if text)
     return [{"role": "system", "content": instructions}, *messages] if instructions else messages
+
+
+def seals_of(messages: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """Remove the seals of earlier reasoning from messages. Return the index, the digest and the tag of each."""
+    found: list[list[Any]] = []
+    for index, message in enumerate(messages):
+        found += [[index, *seal] for seal in message.pop(_SEALS, ())]
+    return found

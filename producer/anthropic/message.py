@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -14,6 +14,7 @@ from penstock.contract.output import FinishReason, Usage
 from penstock.contract.sampling import SamplingParams
 from penstock.producer.openai.json_parts import Text, json_parts
 from penstock.producer.openai.render import AnyResult, is_cut, limit_member
+from penstock.producer.openai.seals import signature
 from penstock.producer.parsing.parsed_text import AnswerFormat, ParsedText, joined
 
 OVERLOADED = 529
@@ -42,19 +43,22 @@ def message_of(job_id: str, model: str) -> dict[str, Any]:
     return {"id": f"msg_{job_id}", "type": "message", "role": "assistant", "model": model}
 
 
-def usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> dict[str, int]:
+def usage_of(
+    num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int, num_reasoning_tokens: int = 0
+) -> dict[str, Any]:
     """Return Anthropic's usage, where `input_tokens` leaves out the tokens that the prefix cache supplied."""
     return {
         "input_tokens": num_prompt_tokens - num_cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": num_cached_tokens,
         "output_tokens": num_output_tokens,
+        "output_tokens_details": {"thinking_tokens": num_reasoning_tokens},
     }
 
 
 def whole_usage_of(
     params: SamplingParams, max_total_tokens: int | None, usages: Sequence[Usage | None]
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Return the usage at the end of an answer, with the limit of its tokens if the context lowered it."""
     limit = limit_member(params.max_tokens, max_total_tokens, usages)
     used = [usage for usage in usages if usage is not None]
@@ -63,6 +67,7 @@ def whole_usage_of(
             sum(usage.prompt_tokens for usage in used),
             sum(usage.cached_tokens for usage in used),
             sum(usage.completion_tokens for usage in used),
+            sum(usage.reasoning_tokens for usage in used),
         )
         | limit
     )
@@ -117,11 +122,18 @@ def warning_member(call: Call) -> dict[str, str]:
     return {} if warning is None else {"warning": warning}
 
 
-def blocks_of(parsed: ParsedText, *, shows_thinking: bool) -> list[dict[str, Any]]:
-    """Return the thinking and text of a whole answer as blocks with lazy texts. White space alone makes no block."""
+def blocks_of(
+    parsed: ParsedText, *, shows_thinking: bool, seal: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Return the thinking and text of a whole answer as blocks with lazy texts. White space alone makes no block.
+
+    `seal`: how thinking is signed; None: its signature is empty.
+    """
     blocks: list[dict[str, Any]] = []
     if parsed.reasoning and shows_thinking:
-        blocks.append({"type": "thinking", "thinking": Text(lambda: (parsed.reasoning,)), "signature": ""})
+        digest = hashlib.sha256(parsed.reasoning.encode(errors="replace")).digest()
+        signed = "" if seal is None else signature("reasoning", digest, **seal)
+        blocks.append({"type": "thinking", "thinking": Text(lambda: (parsed.reasoning,)), "signature": signed})
     if parsed.content and not parsed.content.isspace():
         blocks.append({"type": "text", "text": Text(lambda: (parsed.content,))})
     return blocks
@@ -139,12 +151,14 @@ class WholeMessage:
         *,
         shows_thinking: bool,
         max_total_tokens: int | None,
+        seal: Mapping[str, Any] | None = None,
     ) -> None:
         """`max_total_tokens`: prompt and output together, to which `max_tokens` is lowered."""
         self._head = message_of(job_id, model)
         self._params = params
         self._answer_format = answer_format
         self._shows_thinking = shows_thinking
+        self._seal = seal
         self._max_total_tokens = max_total_tokens
 
     def head(self) -> bytes:
@@ -160,7 +174,7 @@ class WholeMessage:
             parts += more
             yield b""
         parsed = joined(parts)
-        blocks = blocks_of(parsed, shows_thinking=self._shows_thinking)
+        blocks = blocks_of(parsed, shows_thinking=self._shows_thinking, seal=self._seal)
         for number, block in enumerate(blocks):
             yield b"," if number else b""
             yield from json_parts(block)
@@ -181,7 +195,7 @@ class WholeMessage:
         message: dict[str, Any] = from_json(b"".join(parts))
         return message
 
-    def _usage_of(self, usages: Sequence[Usage | None]) -> dict[str, int]:
+    def _usage_of(self, usages: Sequence[Usage | None]) -> dict[str, Any]:
         return whole_usage_of(self._params, self._max_total_tokens, usages)
 
 

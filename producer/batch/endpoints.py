@@ -38,7 +38,7 @@ from penstock.producer.responses.answer import (
     response_parts,
 )
 from penstock.producer.responses.body import ResponseFields
-from penstock.producer.responses.items import messages_of
+from penstock.producer.responses.conversation import messages_of
 from penstock.producer.responses.output import OutputReader
 from penstock.producer.responses.tools import CalledTool
 from penstock.queue.files.batch import MESSAGES_ENDPOINT

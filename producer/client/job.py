@@ -111,7 +111,9 @@ def num_bytes_of(submission: Submission) -> int:
     elif job.prompt_token_ids is not None:
         num_bytes = _TOKEN_BYTES * len(job.prompt_token_ids)
     else:
-        num_bytes = sum(_MESSAGE_BYTES + sys.getsizeof(message.content) for message in job.messages or ())
+        num_bytes = sum(
+            _MESSAGE_BYTES + sys.getsizeof(message.content) + len(message.reasoning) for message in job.messages or ()
+        )
     return num_bytes + len(job.tools or "") + len(job.chat_template_kwargs or "") + len(submission.response.data)
 
 

@@ -50,6 +50,7 @@ from penstock.contract.tools import (
     narrowed,
     reasoning_parser_for,
 )
+from penstock.producer.client.reasoning import with_budget
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.broker.submitting import first_words
@@ -321,6 +322,8 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
     if job.task is not None:
         _check_task(job, record)
         return job
+    given = options.get("params")
+    job = with_budget(job, options.keys() if given is None else given.model_fields_set, record)
     choice, parallel = options.get("tool_choice", "auto"), options.get("parallel_tool_calls", True)
     if job.tools is None and choice == "auto":
         return job
@@ -464,7 +467,7 @@ def answer_format(
     Raises RequestError if the request offers tools and no parser exists for the model's calls.
     """
     if tool_use.tools is None:
-        if record is None or params.structured_outputs is not None:
+        if record is None:
             return PLAIN
         return AnswerFormat(None, _reasoning_parser(record, template_kwargs), marks=record.tool_format.reasoning)
     record = require_tool_parser(record)

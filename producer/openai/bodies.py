@@ -27,6 +27,7 @@ from pydantic_core import PydanticCustomError
 from penstock.contract.fields import (
     NO_EFFECT,
     OPENAI,
+    WRONG_MEMBER,
     Hint,
     Whole,
     Wire,
@@ -50,6 +51,10 @@ _GUIDED = {
     "guided_grammar": "grammar",
 }
 """Older names of vLLM → the members of `structured_outputs`."""
+
+_BUDGETS = ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
+"""Names of a chat's field for the budget of its reasoning."""
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 ECHO_ALONE = "echo_alone"
 """The option of an answer that is the prompt alone."""
@@ -182,6 +187,7 @@ class GenerationBody(_SampledBody):
 
     def _given(self) -> dict[str, Any]:
         values = given_options(self, SamplingParams, OPENAI)
+        values.pop("reasoning_budget", None)  # A completion does not reason; a chat has further names for it.
         if self.response_format is not None and (wanted := self.response_format.structured_outputs()) is not None:
             values["structured_outputs"] = wanted
         elif (guided := self._guided) is not None:
@@ -217,6 +223,14 @@ def _template_variables(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+class ChatReasoning(Wire):
+    """OpenRouter's options of the reasoning: an effort, or a budget."""
+
+    effort: ReasoningEffort | None = None
+    max_tokens: Whole | None = None
+    enabled: bool | None = None
+
+
 class ChatBody(GenerationBody):
     """The fields of a `/v1/chat/completions` body that determine its answer."""
 
@@ -228,7 +242,12 @@ class ChatBody(GenerationBody):
     max_tokens: Whole | None = None
     max_completion_tokens: Annotated[Whole, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
 
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    reasoning: ChatReasoning | None = None
+    # Names of vLLM and llama.cpp for the budget of the reasoning.
+    thinking_token_budget: Whole | None = None
+    thinking_budget_tokens: Whole | None = None
+    reasoning_budget_tokens: Whole | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_variables)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -263,6 +282,39 @@ class ChatBody(GenerationBody):
             )
         return value
 
+    @field_validator(*_BUDGETS)
+    @classmethod
+    def _one_budget(cls, value: int | None, info: ValidationInfo) -> int | None:
+        others = [name for name in _BUDGETS if value is not None and info.data.get(name) not in (None, value)]
+        if others:
+            message = "conflicts with {other}; send one of them"
+            raise PydanticCustomError("unsupported_value", message, {"other": others[0]})
+        return value
+
+    @model_validator(mode="after")
+    def _one_reasoning(self) -> Self:
+        given = self.reasoning or ChatReasoning()
+        pairs = ((self.reasoning_effort, given.effort, "effort"), (self._budget[1], given.max_tokens, "max_tokens"))
+        for beside, inside, name in pairs:
+            if None not in (beside, inside) and beside != inside:
+                message = f"{name} conflicts with {'reasoning_effort' if name == 'effort' else self._budget[0]}"
+                raise PydanticCustomError(
+                    "unsupported_value", "{message}", {"message": message, WRONG_MEMBER: "reasoning"}
+                )
+        return self
+
+    @property
+    def _budget(self) -> tuple[str, int | None]:
+        """The field that has the budget of the reasoning, and that budget; None: no field has one."""
+        if (name := next((one for one in _BUDGETS if getattr(self, one) is not None), None)) is not None:
+            return name, getattr(self, name)
+        return "reasoning.max_tokens", None if self.reasoning is None else self.reasoning.max_tokens
+
+    @property
+    def _effort(self) -> ReasoningEffort | None:
+        given = self.reasoning or ChatReasoning()
+        return self.reasoning_effort or given.effort or ("none" if given.enabled is False else None)
+
     @field_validator("top_logprobs")
     @classmethod
     def _of_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
@@ -280,7 +332,7 @@ class ChatBody(GenerationBody):
     @property
     def template_kwargs(self) -> str | None:
         """The variables for the chat template as JSON text, or None. Those of `chat_template_kwargs` come first."""
-        given = effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
+        given = effort_variables(self._effort) | (self.chat_template_kwargs or {})
         if self.continue_final_message:
             given[CONTINUES] = True
         elif self.add_generation_prompt is False:
@@ -290,7 +342,8 @@ class ChatBody(GenerationBody):
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
         is_renamed = self.max_completion_tokens is not None and self.max_tokens is None
-        return super().names() | ({"max_tokens": "max_completion_tokens"} if is_renamed else {})
+        names = super().names() | {"reasoning_budget": self._budget[0]}
+        return names | ({"max_tokens": "max_completion_tokens"} if is_renamed else {})
 
     @property
     def echoes(self) -> bool:
@@ -310,6 +363,8 @@ class ChatBody(GenerationBody):
         given = self._given()
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
+        if self._budget[1] is not None:
+            given["reasoning_budget"] = self._budget[1]
         if self.logprobs:
             given["logprobs"] = self.top_logprobs or 0
         return SamplingParams(**given)

@@ -31,7 +31,7 @@ from penstock.contract.tools import (
 _TEXT_OF_PART = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a content part → the member that holds its text."""
 _REASONING_PARTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
-"""Content parts that are not passed to the model, as the `reasoning_content` of a message is not."""
+"""Content parts that are not passed to the model. Its reasoning comes in `reasoning_content` beside the content."""
 _MAX_SHOWN_CHARS = 32
 
 
@@ -75,6 +75,12 @@ def few_calls(value: object) -> object:
 def _given_arguments(value: object) -> object:
     # Some servers write a call without arguments as "" or null.
     return "{}" if value is None or (isinstance(value, str) and not value.strip()) else value
+
+
+def text_or_none(value: object) -> object:
+    """Return a text; None for anything else."""
+    # Other servers and libraries have objects in members of this name.
+    return value if isinstance(value, str) else None
 
 
 def _function_type(value: object) -> object:
@@ -152,6 +158,10 @@ class ChatMessage(OpenWire):
         Annotated[str, StringConstraints(max_length=MAX_PARTICIPANT_NAME_CHARS)] | None, BeforeValidator(_no_empty_name)
     ] = None
     """The participant's name. A chat template may use it."""
+    reasoning_content: Annotated[str | None, BeforeValidator(text_or_none)] = None
+    """What the assistant thought before the content. A chat template that takes earlier reasoning gets it."""
+    reasoning: Annotated[str | None, BeforeValidator(text_or_none)] = None
+    """The same, as newer servers name it."""
     refusal: str | None = None
     """The content of an assistant's message that has no other."""
     audio: Annotated[Any, only(None)] = None
@@ -174,6 +184,8 @@ class ChatMessage(OpenWire):
     def message(self) -> dict[str, Any]:
         """Return the fields of a penstock `Message`."""
         message: dict[str, Any] = {"role": self.role, "content": self.content or self.refusal or ""}
+        if self.role == "assistant" and (reasoning := self.reasoning_content or self.reasoning):
+            message["reasoning"] = reasoning
         if self.tool_calls:
             message["tool_calls"] = [call.call() for call in self.tool_calls]
         if self.name is not None:

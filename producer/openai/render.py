@@ -73,6 +73,7 @@ def usage_of(usages: Iterable[Usage | None]) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in used)},
+        "completion_tokens_details": {"reasoning_tokens": sum(u.reasoning_tokens for u in used)},
     }
 
 

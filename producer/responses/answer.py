@@ -95,17 +95,16 @@ def end_of(
         return ResponseEnd(status, finished_s)
     lowered = lowered_max_tokens(*record.limits, usage.prompt_tokens) if record.limits is not None else None
     limit = {} if lowered is None else {"max_output_tokens": lowered}
-    return ResponseEnd(status, finished_s, usage_of(usage, reader.reasoning_share) | limit)
+    return ResponseEnd(status, finished_s, usage_of(usage) | limit)
 
 
-def usage_of(usage: Usage, reasoning_share: float) -> dict[str, Any]:
-    """Return the tokens that a response used. `reasoning_share` is that of the text, 0 to 1."""
-    # Tokens are not counted by kind, so those of the reasoning are estimated by its share of the text.
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Return the tokens that a response used."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": round(usage.completion_tokens * reasoning_share)},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
@@ -152,9 +151,12 @@ def item_of(item: OutputItem, logprobs: Logprobs = (), *, is_new: bool = False) 
     head: dict[str, Any] = {"id": item.id, "type": item.kind}
     if item.is_call:
         return head | {"status": item.status, "call_id": item.call_id} | _members_of_call(item, is_new=is_new)
+    if item.kind == "compaction":
+        return head | {"encrypted_content": item.sealed}
     content: Any = [] if is_new else Items(lambda: [part_of(item, logprobs)])
     if item.kind == "reasoning":
-        return head | {"status": item.status, "summary": [], "content": content}
+        encrypted = {"encrypted_content": item.sealed} if item.sealed else {}
+        return head | {"status": item.status, "summary": [], "content": content} | encrypted
     return head | {"status": item.status, "role": "assistant", "content": content}
 
 

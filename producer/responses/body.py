@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 from penstock.contract.fields import (
     NO_EFFECT,
     RESPONSES,
+    Whole,
     Wire,
     given_options,
     only,
@@ -35,7 +36,9 @@ from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.sampling import SamplingParams
 from penstock.contract.tools import CONTINUES, MAX_TOOLS, ToolUse, closed
 from penstock.producer.openai.bodies import effort_variables
-from penstock.producer.responses.items import AnyItem, Messages, items_of, messages_of, tools_in
+from penstock.producer.openai.seals import THOUGHTS
+from penstock.producer.responses.conversation import Messages, messages_of
+from penstock.producer.responses.items import AnyItem, items_of, tools_in
 from penstock.producer.responses.tools import (
     AnyTool,
     Choice,
@@ -49,8 +52,9 @@ from penstock.producer.responses.tools import (
 MAX_RESPONSE_ID_CHARS = 256
 MAX_EFFORT_CHARS = 64
 LOGPROBS = "message.output_text.logprobs"
-INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
-"""What `include` may name. Reasoning is never encrypted: its text is in the item's content."""
+_SEALED = "reasoning.encrypted_content"
+INCLUDABLE = (LOGPROBS, _SEALED)
+"""What `include` may name. Reasoning is never hidden: its text is also in the item's content."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _EFFORTS: tuple[str, ...] = get_args(Effort)
@@ -112,9 +116,13 @@ class TextConfig(_Options):
 
 
 class Reasoning(_Options):
-    """Options of the reasoning. The effort sets variables of the chat template; a summary is never made."""
+    """Options of the reasoning. A summary is never made.
+
+    The effort sets variables of the chat template. `max_tokens` is the budget: OpenRouter's name, not OpenAI's.
+    """
 
     effort: Annotated[str, StringConstraints(max_length=MAX_EFFORT_CHARS)] | None = None
+    max_tokens: Whole | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -250,6 +258,8 @@ class ResponseFields(_SampledFields):
         given = given_options(self, SamplingParams, RESPONSES)
         if self.text is not None and (wanted := self.text.format.structured_outputs()) is not None:
             given["structured_outputs"] = wanted
+        if self.reasoning is not None and self.reasoning.max_tokens is not None:
+            given["reasoning_budget"] = self.reasoning.max_tokens
         # Without include, a top_logprobs of 0 asks for nothing.
         given["logprobs"] = self.top_logprobs or (0 if LOGPROBS in (self.include or ()) else None)
         return SamplingParams(**given)
@@ -264,6 +274,8 @@ class ResponseFields(_SampledFields):
             "items": [[item.id or "", json.dumps(item.stored(), ensure_ascii=False)] for item in self.input],
             **conversation_options(self, found),
             "called": self.called(),
+            "truncates": self.truncation == "auto",
+            "seals_reasoning": _SEALED in (self.include or ()),
         }
 
     def called(self) -> list[list[str]]:
@@ -287,7 +299,7 @@ class ResponseFields(_SampledFields):
             "tool_choice": shown_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": reasoning.known_effort, "summary": reasoning.summary or reasoning.generate_summary},
-            "truncation": "disabled",
+            "truncation": self.truncation or "disabled",
             "service_tier": "default" if tier in (None, "auto") else tier,
             "metadata": self.metadata or {},
             "user": self.user,
@@ -304,4 +316,5 @@ def conversation_options(body: AnyResponseFields, found: Messages) -> dict[str, 
         "references": [[at, item_ids] for at, item_ids in found.references],
         "seals": [[at, *seal] for at, seal in found.seals],
         "num_calls": found.num_calls,
+        THOUGHTS: [[at, *seal] for at, seal in found.thoughts],
     }

@@ -1,19 +1,12 @@
-"""The summary of a conversation: the request for it, and the seal that binds it to its tenant and model.
-
-A client keeps the summary and sends it back. It is the tenant's own text, so the seal does not hide it: the item is
-enough to read it. The seal shows that a gateway made it for this tenant and this model, and that nothing was changed.
-"""
+"""The summary of a conversation: the request for it, and the seal that binds it to its tenant and model."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-import hashlib
-import hmac
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from penstock.queue.wire import pack
+from penstock.producer.openai import seals
+from penstock.producer.openai.seals import Seal
 
 MAX_SUMMARY_TOKENS = 8192
 """Most tokens of the summary of any conversation."""
@@ -21,6 +14,8 @@ MIN_SUMMARY_LIMIT = 1024
 """Most tokens of the summary of a short conversation. A model that reasons before every answer needs them too."""
 BYTES_PER_SUMMARY_TOKEN = 4
 """A summary may have a token for so many bytes of its conversation: about as many tokens as the conversation has."""
+MIN_THRESHOLD = 1000
+"""Fewest tokens from which on `context_management` shortens a conversation, as at OpenAI."""
 MIN_SUMMARY_TOKENS = 128
 """A conversation that leaves fewer tokens, and whose summary needs more, is refused."""
 _ASK = """\
@@ -33,16 +28,7 @@ and the work goes on from them. So say:
 - what is not finished, and the next step.
 
 Leave out what no longer matters. Do not go on with the work, and call no tool. Answer with the summary alone."""
-_VERSION = b"\x01"
-_TAG_BYTES = hashlib.sha256().digest_size
 _UNREADABLE = "not a summary that /v1/responses/compact of this service made, or one that was cut or changed"
-
-
-class Seal(NamedTuple):
-    """What a gateway compares: the digest of a summary, and the tag that came with it."""
-
-    digest: bytes
-    tag: bytes
 
 
 def asking(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -71,28 +57,17 @@ def summary_message(text: str) -> str:
 
 def sealed(text: str, key: bytes, *, tenant: str, model: str) -> str:
     """Return a summary with its seal, as a text without special characters."""
-    data = text.encode(errors="replace")
-    tag = _tag_of(hashlib.sha256(data).digest(), key, tenant=tenant, model=model)
-    return base64.urlsafe_b64encode(_VERSION + tag + data).decode()
+    return seals.sealed("summary", text, key, tenant=tenant, model=model)
 
 
 def opened(content: str) -> tuple[str, Seal]:
     """Return the summary, and the seal that is not checked yet. Raises ValueError for what is no sealed summary."""
     try:
-        raw = base64.b64decode(content, altchars=b"-_", validate=True)
-        version, tag, data = raw[:1], raw[1 : 1 + _TAG_BYTES], raw[1 + _TAG_BYTES :]
-        text = data.decode()
-    except (binascii.Error, ValueError):
+        return seals.opened("summary", content)
+    except ValueError:
         raise ValueError(_UNREADABLE) from None
-    if version != _VERSION or not text:
-        raise ValueError(_UNREADABLE)
-    return text, Seal(hashlib.sha256(data).digest(), tag)
 
 
 def is_genuine(seal: Seal, key: bytes, *, tenant: str, model: str) -> bool:
     """Return whether the summary was sealed with this key for this tenant and model."""
-    return hmac.compare_digest(seal.tag, _tag_of(seal.digest, key, tenant=tenant, model=model))
-
-
-def _tag_of(digest: bytes, key: bytes, *, tenant: str, model: str) -> bytes:
-    return hmac.digest(key, pack([_VERSION, tenant, model, digest]), "sha256")
+    return seals.is_genuine("summary", seal, key, tenant=tenant, model=model)

@@ -1,13 +1,9 @@
-"""Input items of a response: their schemas, and their translation into the messages of a chat.
-
-`_KINDS` has the record of each type. docs/HTTP.md has the table of what the model gets.
-"""
+"""Input items of a response: their schemas. `_KINDS` has the record of each type."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -26,8 +22,10 @@ from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES
 from penstock.contract.tools import MAX_ARGUMENTS_CHARS, MAX_CALLS_OF_CHAT, MAX_TOOLS, Arguments, CallId, FunctionName
+from penstock.producer.openai import seals
 from penstock.producer.openai.messages import placeholder_of
-from penstock.producer.responses.compaction import Seal, opened, summary_message
+from penstock.producer.openai.seals import Seal
+from penstock.producer.responses.compaction import opened
 from penstock.producer.responses.tools import TOOL_SEARCH, AnyTool, arguments_of, offered_name, read_as, tool_of
 
 MAX_ITEM_ID_CHARS = 256
@@ -97,7 +95,7 @@ class _Item(BaseModel):
         return {"type": self.kind, "status": "completed", **members}
 
 
-class _MessageItem(_Item):
+class MessageItem(_Item):
     role: Literal["user", "assistant", "system", "developer"]
     content: _Content
 
@@ -113,7 +111,7 @@ class _MessageItem(_Item):
         return {"type": "message", "role": self.role, "status": "completed", "content": [part]}
 
 
-class _AgentMessageItem(_Item):
+class AgentMessageItem(_Item):
     """A message of another agent of the same client. Its text names the sender."""
 
     kind = "agent_message"
@@ -122,7 +120,7 @@ class _AgentMessageItem(_Item):
     content: _AgentContent
 
 
-class _AnyCallItem(_Item):
+class AnyCallItem(_Item):
     """A call that the model made earlier."""
 
     call_id: CallId | None
@@ -138,7 +136,7 @@ class _AnyCallItem(_Item):
         raise NotImplementedError
 
 
-class _CallItem(_AnyCallItem):
+class _CallItem(AnyCallItem):
     kind = "function_call"
     call_id: CallId
     name: FunctionName
@@ -154,7 +152,7 @@ class _CallItem(_AnyCallItem):
         return self.arguments
 
 
-class _CustomCallItem(_AnyCallItem):
+class _CustomCallItem(AnyCallItem):
     kind = "custom_tool_call"
     call_id: CallId
     name: FunctionName
@@ -170,7 +168,7 @@ class _CustomCallItem(_AnyCallItem):
         return arguments_of(self.input)
 
 
-class _SearchCallItem(_AnyCallItem):
+class _SearchCallItem(AnyCallItem):
     """A search for tools. One that the server ran has no id, and is skipped."""
 
     kind = "tool_search_call"
@@ -188,7 +186,7 @@ class _SearchCallItem(_AnyCallItem):
         return json.dumps(self.arguments, ensure_ascii=False)
 
 
-class _ShellCallItem(_AnyCallItem):
+class _ShellCallItem(AnyCallItem):
     kind = "local_shell_call"
     call_id: CallId
     action: dict[str, Any]
@@ -202,7 +200,7 @@ class _ShellCallItem(_AnyCallItem):
         return json.dumps(self.action, ensure_ascii=False)
 
 
-class _AnyResultItem(_Item):
+class AnyResultItem(_Item):
     """The result of a call."""
 
     call_id: CallId | None
@@ -213,7 +211,7 @@ class _AnyResultItem(_Item):
         raise NotImplementedError
 
 
-class _CallOutputItem(_AnyResultItem):
+class _CallOutputItem(AnyResultItem):
     kind = "function_call_output"
     call_id: CallId
     output: _ResultContent
@@ -247,7 +245,7 @@ class _ShellOutputItem(_CallOutputItem):
     call_id: CallId = Field(validation_alias=AliasChoices("call_id", "id"))
 
 
-class _SearchOutputItem(_AnyResultItem):
+class _SearchOutputItem(AnyResultItem):
     """The tools that a search found. They are offered from now on."""
 
     kind = "tool_search_output"
@@ -274,9 +272,10 @@ class _AdditionalToolsItem(_Item):
         return {"type": self.kind, "tools": [tool.shown() for tool in self.tools]}
 
 
-class _ReasoningItem(_Item):
-    """An earlier reasoning. It is stored but not passed to the model, which does not need it."""
+class ReasoningItem(_Item):
+    """An earlier reasoning. A chat template that takes it gets its text, which may be sealed."""
 
+    kind = "reasoning"
     summary: list[dict[str, Any]] = []
     content: list[dict[str, Any]] | None = None
     encrypted_content: str | None = None
@@ -284,8 +283,24 @@ class _ReasoningItem(_Item):
     def stored(self) -> dict[str, Any]:
         return {"type": "reasoning", **self.model_dump(exclude={"id"}, exclude_none=True)}
 
+    @property
+    def thought(self) -> tuple[str, Seal | None] | None:
+        """The text, and its seal, not checked yet; None if there is no text, or if another server sealed it."""
+        if self.encrypted_content is None:
+            texts = [part.get("text") for part in self.content or () if part.get("type") == "reasoning_text"]
+            text = "".join(one for one in texts if isinstance(one, str))
+            return (text, None) if text else None
+        try:
+            return seals.opened("reasoning", self.encrypted_content)
+        except ValueError:
+            return None
 
-class _ReferenceItem(_Item):
+    @property
+    def ignored(self) -> Sequence[str]:
+        return () if self.encrypted_content is None or self.thought is not None else (f"input.{self.kind}",)
+
+
+class ReferenceItem(_Item):
     """A reference to an item of the output of a stored response."""
 
     id: ItemId
@@ -302,7 +317,7 @@ def _can_be_opened(content: str) -> str:
     return content
 
 
-class _CompactionItem(_Item):
+class CompactionItem(_Item):
     """An earlier conversation as a summary, sealed by `/v1/responses/compact`. A gateway checks the seal later."""
 
     kind = "compaction"
@@ -326,8 +341,8 @@ class _ImageItem(_SkippedItem):
 
 
 AnyItem = (
-    _MessageItem
-    | _AgentMessageItem
+    MessageItem
+    | AgentMessageItem
     | _CallItem
     | _CustomCallItem
     | _SearchCallItem
@@ -337,15 +352,15 @@ AnyItem = (
     | _ShellOutputItem
     | _SearchOutputItem
     | _AdditionalToolsItem
-    | _ReasoningItem
-    | _ReferenceItem
-    | _CompactionItem
+    | ReasoningItem
+    | ReferenceItem
+    | CompactionItem
     | _WebSearchItem
     | _ImageItem
 )
 _KINDS: dict[str, type[AnyItem]] = {
-    "message": _MessageItem,
-    "agent_message": _AgentMessageItem,
+    "message": MessageItem,
+    "agent_message": AgentMessageItem,
     "function_call": _CallItem,
     "function_call_output": _CallOutputItem,
     "custom_tool_call": _CustomCallItem,
@@ -355,10 +370,10 @@ _KINDS: dict[str, type[AnyItem]] = {
     "local_shell_call": _ShellCallItem,
     "local_shell_call_output": _ShellOutputItem,
     "additional_tools": _AdditionalToolsItem,
-    "reasoning": _ReasoningItem,
-    "item_reference": _ReferenceItem,
-    "compaction": _CompactionItem,
-    "compaction_summary": _CompactionItem,
+    "reasoning": ReasoningItem,
+    "item_reference": ReferenceItem,
+    "compaction": CompactionItem,
+    "compaction_summary": CompactionItem,
     "web_search_call": _WebSearchItem,
     "image_generation_call": _ImageItem,
 }
@@ -369,12 +384,12 @@ _REMEDIES = {"compaction_trigger": "send this conversation to POST /v1/responses
 def items_of(value: object) -> list[AnyItem]:
     """Check the value of `input`: a text, which is a message of the user, or a list of items."""
     if isinstance(value, str):
-        return [_MessageItem(role="user", content=value)]
+        return [MessageItem(role="user", content=value)]
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_MESSAGES:
         message = "must be a string or a list of 1 to {max} items"
         raise PydanticCustomError("input_type", message, {"max": MAX_MESSAGES})
     items = [_item_of(item, index) for index, item in enumerate(value)]
-    if sum(isinstance(item, _AnyCallItem) for item in items) > MAX_CALLS_OF_CHAT:
+    if sum(isinstance(item, AnyCallItem) for item in items) > MAX_CALLS_OF_CHAT:
         raise PydanticCustomError("too_many", "must have at most {limit} calls", {"limit": MAX_CALLS_OF_CHAT})
     return items
 
@@ -407,78 +422,3 @@ def tools_in(items: Sequence[AnyItem]) -> Iterator[AnyTool]:
     for item in items:
         if isinstance(item, _SearchOutputItem | _AdditionalToolsItem):
             yield from item.tools
-
-
-@dataclass(slots=True)
-class Messages:
-    """The messages of a chat that a list of items stands for."""
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    references: list[tuple[int, list[str]]] = field(default_factory=list)
-    """Index of an empty message, and the ids of the items that belong there."""
-    seals: list[tuple[int, Seal]] = field(default_factory=list)
-    """Index of an item with a summary, and the seal that it must have."""
-    num_calls: int = 0
-    joins_users: bool = False
-    """Whether messages of the user that follow one another become one message."""
-
-    def add_user(self, text: str) -> None:
-        """Add a message of the user."""
-        if self.joins_users and self.messages and self.messages[-1]["role"] == "user":
-            self.messages[-1]["content"] += f"\n\n{text}"
-        else:
-            self.messages.append({"role": "user", "content": text})
-
-    def add_other(self, role: str, text: str, *, joins: bool) -> None:
-        """Add a message of another role. One of the assistant `joins` the assistant's message before it.
-
-        Some chat templates refuse two turns of the assistant in a row.
-        """
-        if joins and role == "assistant":
-            self.messages[-1]["content"] = "\n".join(one for one in (self.messages[-1]["content"], text) if one)
-        else:
-            self.messages.append({"role": role, "content": text})
-
-    def add_summary(self, index: int, content: str) -> None:
-        """Add the summary that the item at this index holds."""
-        text, seal = opened(content)
-        self.seals.append((index, seal))
-        self.add_user(summary_message(text))
-
-
-def messages_of(items: Sequence[AnyItem]) -> Messages:
-    """Translate items. Texts and calls of the assistant that follow one another become one message.
-
-    Beside a summary stand the user's messages without the answers to them. They become one message with it, because
-    many chat templates refuse two messages of the user in a row.
-    """
-    found = Messages(joins_users=any(isinstance(item, _CompactionItem) for item in items))
-    messages = found.messages
-    may_join = joins_references = False
-    """Whether the last message is the assistant's, so that a call joins it; whether it stands for references."""
-    for index, item in enumerate(items):
-        match item:
-            case _MessageItem(role="user") | _AgentMessageItem():
-                found.add_user(item.content)
-            case _CompactionItem():
-                found.add_summary(index, item.encrypted_content)
-            case _MessageItem():
-                found.add_other(item.role, item.content, joins=may_join)
-            case _AnyCallItem() if item.call_id is not None:
-                if not may_join:
-                    messages.append({"role": "assistant", "content": ""})
-                call = {"id": item.call_id, "name": item.offered, "arguments": item.given}
-                messages[-1].setdefault("tool_calls", []).append(call)
-                found.num_calls += 1
-            case _AnyResultItem() if item.call_id is not None:
-                messages.append({"role": "tool", "content": item.text, "tool_call_id": item.call_id})
-            case _ReferenceItem() if joins_references:
-                found.references[-1][1].append(item.id)
-            case _ReferenceItem():
-                found.references.append((len(messages), [item.id]))
-                messages.append({"role": "assistant", "content": ""})
-            case _:
-                continue
-        joins_references = isinstance(item, _ReferenceItem)
-        may_join = not joins_references and messages[-1]["role"] == "assistant"
-    return found

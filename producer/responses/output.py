@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from penstock.contract.calls.reading import Call
 from penstock.contract.output import Chunk, FinishReason, TokenLogprobs
 from penstock.producer.openai.render import call_id_of, is_cut
+from penstock.producer.openai.seals import sealed
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText
 from penstock.producer.responses.tools import CalledTool, CallKind, TextInputReader, arguments_of, offered_name
 from penstock.queue.results import PackedResult
@@ -23,8 +24,9 @@ ITEM_PREFIXES = {
     "function_call": "fc",
     "custom_tool_call": "ctc",
     "tool_search_call": "tsc",
+    "compaction": "cmp",
 }
-Kind = Literal["reasoning", "message"] | CallKind
+Kind = Literal["reasoning", "message", "compaction"] | CallKind
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 NO_NAMES: Mapping[str, CalledTool] = {}
 MAX_REPEATED_LOGPROBS = 8192
@@ -45,11 +47,23 @@ class OutputItem:
     name: str = ""
     namespace: str = ""
     call_id: str = ""
+    sealed: str = ""
+    """The whole reasoning with its seal, if it has one; of a compaction, the summary with its seal."""
 
     @property
     def id(self) -> str:
         """The item's id. It contains that of the job, so any gateway can resolve it."""
         return f"{ITEM_PREFIXES[self.kind]}_{self.index}_{self.job_id}"
+
+    @property
+    def has_text(self) -> bool:
+        """Whether it is a text of the model or its reasoning."""
+        return self.kind in ("message", "reasoning")
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether it makes a message in a later conversation by itself."""
+        return self.kind not in ("reasoning", "compaction")
 
     @property
     def is_call(self) -> bool:
@@ -82,31 +96,34 @@ OutputStep = Opened | Grown | Closed
 class OutputReader:
     """Reads the chunks of a response's job, in order."""
 
-    def __init__(self, job_id: str, answer_format: AnswerFormat, called: Mapping[str, CalledTool] = NO_NAMES) -> None:
-        """`called` is that of the response's record."""
+    def __init__(
+        self,
+        job_id: str,
+        answer_format: AnswerFormat,
+        called: Mapping[str, CalledTool] = NO_NAMES,
+        seal: Mapping[str, Any] | None = None,
+        compaction: str = "",
+    ) -> None:
+        """`called` and `compaction` are those of the response's record. `seal`: how reasoning is sealed, if it is."""
         self.items: list[OutputItem] = []
         self.finish_reason: FinishReason | None = None
-        self._num_chars = self._num_reasoning_chars = 0
         self._job_id = job_id
         self._reader = None if answer_format == PLAIN else AnswerReader(answer_format)
         self._called = called
+        self._seal = seal
+        self._compaction = compaction
         self._open: OutputItem | None = None
         self._input: TextInputReader | None = None
         """Reads the input of the open call, if it is that of a custom tool."""
 
-    @property
-    def reasoning_share(self) -> float:
-        """The share of the text's characters, 0 to 1, that are reasoning."""
-        return self._num_reasoning_chars / self._num_chars if self._num_chars else 0.0
-
     def push(self, text: str, finish_reason: FinishReason | None) -> Iterator[OutputStep]:
         """Parse the next chunk, and yield the changes that it makes to the output."""
-        self._num_chars += len(text)
+        yield from self._begin_output()
         yield from self._steps([ParsedText(text)] if self._reader is None else self._reader.push_in_order(text))
         if finish_reason is not None:
             self.finish_reason = finish_reason
             yield from self._finish("incomplete" if finish_reason == "length" else "completed")
-            if not self.items and finish_reason == "stop":
+            if not any(item.is_shown or item.has_text for item in self.items) and finish_reason == "stop":
                 yield from self._begin("message")
                 yield from self._close("completed")
 
@@ -118,8 +135,18 @@ class OutputReader:
 
     def end(self) -> Iterator[OutputStep]:
         """Handle the end of the job, and yield the changes: if the job was cut short, its last item is still open."""
+        yield from self._begin_output()
         if self.finish_reason is None:
             yield from self._finish("incomplete")
+
+    def _begin_output(self) -> Iterator[OutputStep]:
+        """Yield the item before all others, if there is one."""
+        content, self._compaction = self._compaction, ""
+        if content:
+            item = OutputItem(self._job_id, len(self.items), "compaction", "completed", sealed=content)
+            self.items.append(item)
+            yield Opened(item)
+            yield Closed(item)
 
     def _finish(self, status: ItemStatus) -> Iterator[OutputStep]:
         if self._reader is not None:
@@ -129,7 +156,6 @@ class OutputReader:
     def _steps(self, parts: Sequence[ParsedText]) -> Iterator[OutputStep]:
         for parsed in parts:
             if parsed.reasoning:
-                self._num_reasoning_chars += len(parsed.reasoning)
                 yield from self._grow("reasoning", parsed.reasoning)
             if parsed.content:
                 yield from self._grow("message", parsed.content)
@@ -170,6 +196,8 @@ class OutputReader:
         item, self._open = self._open, None
         if item is not None:
             item.status = status
+            if item.kind == "reasoning" and self._seal is not None:
+                item.sealed = sealed("reasoning", "".join(item.texts), **self._seal)
             yield Closed(item)
 
 
@@ -206,13 +234,17 @@ def read_chunk(chunk: Chunk, reader: OutputReader) -> None:
 def message_of(items: Sequence[OutputItem]) -> dict[str, Any]:
     """Return the message of a chat that these items of a response's output stand for."""
     text = "".join(part for item in items if item.kind == "message" for part in item.texts)
+    thoughts = ["".join(item.texts) for item in items if item.kind == "reasoning"]
     calls = [
         {"id": item.call_id, "name": offered_name(item.namespace, item.name), "arguments": _arguments_of(item)}
         for item in items
         # A request may contain whole calls only.
         if item.is_call and item.status == "completed"
     ]
-    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thoughts:
+        message["reasoning"] = "\n".join(thoughts)
+    return message | {"tool_calls": calls} if calls else message
 
 
 def _arguments_of(item: OutputItem) -> str:

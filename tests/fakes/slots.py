@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -87,6 +88,8 @@ class LabelledSlots:
 class UncertainGuide:
     """A guide that allows every token. Its mask arrives when a test says so."""
 
+    is_idle = False
+
     def __init__(self) -> None:
         self.is_waiting = False
         self._num_seen = 0
@@ -101,7 +104,7 @@ class UncertainGuide:
         """Take only tokens that are known."""
         assert all(token >= 0 for token in token_ids)
 
-    def masks_of(self, guided: Items[UncertainGuide | None]) -> TokenMasks:
+    def masks_of(self, guided: Items[UncertainGuide | None], forced: Mapping[int, int]) -> TokenMasks:
         """Return masks of two words."""
         return TokenMasks(np.array([guide is not None for guide in guided]), 64)
 

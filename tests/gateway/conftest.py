@@ -28,10 +28,12 @@ from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import TokenLogprobs, Usage
 from penstock.contract.tool_formats import NO_CALLS
+from penstock.contract.tools import reasoning_parser_for
 from penstock.gateway.app import make_server
 from penstock.gateway.request import reading
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
+from penstock.gpu_node.engine.text.reasoning import ReasoningRule, ReasoningState
 from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.settings import NodeSettings
@@ -55,11 +57,18 @@ class ByteTokenizer:
     tool_format = NO_CALLS
     reasoning_parser = "none"
     thinking_switches: tuple[str, ...] = ()
+    takes_effort = False
 
     def __init__(self) -> None:
         self.last_chat: tuple[Sequence[dict[str, Any]], str | None] | None = None
         self.last_template_kwargs: str | None = None
         self.last_framed: bool | None = None
+
+    def reasoning_rule(self, template_kwargs: str | None) -> ReasoningRule:
+        """Return that each answer in a chat may reason in the usual marks."""
+        parser = reasoning_parser_for(self.reasoning_parser, self.thinking_switches, template_kwargs)
+        opening = b"" if parser == "think_open" else b"<think>"
+        return ReasoningRule(b"</think>", tuple(b"</think>"), [bytes([byte]) for byte in range(256)], opening)
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         return list(text.encode())
@@ -104,6 +113,7 @@ class _Live:
     choice: int
     prompt: Sequence[int]
     params: SamplingParams
+    reasoning: ReasoningState | None = None
     num_said: int = 0
     text: str = ""
     decoder: codecs.IncrementalDecoder = field(default_factory=codecs.getincrementaldecoder("utf-8"))
@@ -151,7 +161,9 @@ class EchoEngine:
         if request.embed is not None:
             self._embeddings.append((request.request_id, len(prompt), packed_fake_embedding(prompt, request.embed)))
             return
-        self._live += [_Live(request.request_id, choice, prompt, params) for choice in range(params.n)]
+        for choice in range(params.n):
+            reasoning = None if request.reasoning is None else ReasoningState(request.reasoning)
+            self._live.append(_Live(request.request_id, choice, prompt, params, reasoning))
 
     def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default") -> None:
         pass
@@ -204,6 +216,8 @@ class EchoEngine:
         token = live.prompt[at]
         live.num_said += 1
         text = live.decoder.decode(bytes([token]))
+        if live.reasoning is not None:
+            live.reasoning.push((token,))
         stopped = bool(text) and text in live.params.stop
         reason = None
         if stopped or live.num_said == len(live.prompt):
@@ -214,7 +228,8 @@ class EchoEngine:
         if reason:
             self._live.remove(live)
             if not any(other.request_id == live.request_id for other in self._live):
-                usage = Usage(len(live.prompt), live.params.n * live.num_said)
+                num_thought = live.params.n * (0 if live.reasoning is None else live.reasoning.num_tokens)
+                usage = Usage(len(live.prompt), live.params.n * live.num_said, 0, num_thought)
         is_hidden = stopped and not live.params.include_stop_str_in_output
         output = StepOutput(live.request_id, live.choice, at, (token,), "" if is_hidden else text, reason, usage)
         if live.params.logprobs is not None:

@@ -90,6 +90,8 @@ class Sent:
 STREAM = {"stream": True}
 NO_PROMPT = {"prompt": None}
 """Beside a chat or token ids in a body that may have a text instead."""
+ANY_VALUE = ("reasoning", "reasoning_content")
+"""Members of a message in which other libraries have objects. Only a text has an effect."""
 NO_CALL = {"tool_choice": "none"}
 """The model of these tests has no format of calls."""
 SENT: dict[str, Sent] = {
@@ -151,6 +153,9 @@ SENT: dict[str, Sent] = {
     "query": Sent("x"),
     "queue_without_node": Sent(accepted=False),
     "reasoning": Sent({"effort": "low"}, {"effort": "x"}),
+    "reasoning_content": Sent("hm"),
+    "reasoning_budget": Sent(5, 0),
+    "reasoning_budget_tokens": Sent(5, 0),
     "reasoning_effort": Sent("max", "x"),
     "refusal": Sent("no"),
     "repetition_penalty": Sent(10, 0),
@@ -173,6 +178,8 @@ SENT: dict[str, Sent] = {
     "text_1": Sent("x", []),
     "text_2": Sent(["x", "y"], []),
     "thinking": Sent({"type": "disabled"}, {"type": "x"}),
+    "thinking_budget_tokens": Sent(5, 0),
+    "thinking_token_budget": Sent(5, 0),
     "tokens": Sent([72], []),
     "tool_call_id": Sent("c1", beside={"role": "tool"}),
     "tool_choice": Sent("none", "x"),
@@ -182,6 +189,7 @@ SENT: dict[str, Sent] = {
     "top_n": Sent(1, -1),
     "top_p": Sent(1, 0),
     "truncate_prompt_tokens": Sent(5, 0),
+    "truncation": Sent("auto", "x"),
     "webhooks": Sent([], ["hook"]),
 }
 OF_ENDPOINT: dict[tuple[str, str], Sent] = {
@@ -192,6 +200,7 @@ OF_ENDPOINT: dict[tuple[str, str], Sent] = {
     ("/v1/jobs", "max_wait_s"): Sent(30, -1, {"background": False}),
     ("/v1/responses", "input"): Sent([{"role": "user", "content": "hi"}]),
     ("/v1/embeddings", "input"): Sent(["hi", [1, 2]], []),
+    ("/v1/responses", "context_management"): Sent([{"type": "compaction"}], [{"type": "x"}]),
     ("/v1/responses", "reasoning"): Sent({"effort": "x"}),
     ("batch: /v1/responses", "reasoning"): Sent({"effort": "x"}),
     ("/v1/responses", "store"): Sent(accepted=False),
@@ -315,6 +324,8 @@ def test_every_field_of_a_message_and_of_stream_options_accepts_and_refuses_what
     OF_ENDPOINT["/v1/chat/completions", "tool_calls"] = calls
     for part, path, name, effect in parts_of_bodies():
         accepted, refused, beside = sent_to(path, name, effect)
+        if part == "messages" and name in ANY_VALUE:
+            accepted, refused = [*accepted, *refused], []
         for value, is_accepted in (*((value, True) for value in accepted), *((value, False) for value in refused)):
             inner = {name: value}
             body = {"stream": True, part: inner}

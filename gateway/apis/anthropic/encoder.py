@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -16,6 +18,14 @@ from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.output import Chunk, FinishReason, Usage
 from penstock.gateway.errors import ID_HEADER as COMMON_ID_HEADER
 from penstock.gateway.errors import ErrorShape, retry_headers
+from penstock.gateway.request.earlier_reasoning import (
+    SEAL,
+    SealTerms,
+    may_reason,
+    seal_terms_of,
+    without_foreign_reasoning,
+)
+from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.writer import error_event
 from penstock.producer.anthropic.bodies import SHOWS_THINKING
@@ -32,7 +42,9 @@ from penstock.producer.anthropic.message import (
     whole_usage_of,
     without_stop,
 )
+from penstock.producer.client import AsyncClient
 from penstock.producer.openai.render import is_cut
+from penstock.producer.openai.seals import THOUGHTS, signature
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerReader, ParsedText
 from penstock.queue.results import PackedResult
 
@@ -111,9 +123,12 @@ PING = event({"type": "ping"})
 class BlockEvents:
     """Writes the content blocks of one answer as events. At most one block is open."""
 
-    def __init__(self, job_id: str, *, shows_thinking: bool) -> None:
+    def __init__(self, job_id: str, *, shows_thinking: bool, seal: SealTerms | None = None) -> None:
+        """`seal`: how thinking is signed; None: its signature is empty."""
         self._job_id = job_id
         self._shows_thinking = shows_thinking
+        self._seal = seal
+        self._thought = hashlib.sha256()
         self._open: _BlockType | None = None
         self._index = -1
         """Index of the last block that began."""
@@ -136,8 +151,15 @@ class BlockEvents:
         """Return the event that ends the open block, if there is one."""
         if self._open is None:
             return b""
+        signed = self._signed(self._seal) if self._open == "thinking" and self._seal is not None else b""
         self._open = None
-        return event({"type": "content_block_stop", "index": self._index})
+        return signed + event({"type": "content_block_stop", "index": self._index})
+
+    def _signed(self, seal: SealTerms) -> bytes:
+        """Return the event with the signature of the open block of thinking."""
+        delta = {"type": "signature_delta", "signature": signature("reasoning", self._thought.digest(), **seal)}
+        self._thought = hashlib.sha256()
+        return event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def text(self, text: str) -> bytes:
         """Return the events for the next text of the answer, which may be empty."""
@@ -153,6 +175,8 @@ class BlockEvents:
     def _piece(self, kind: _BlockType, text: str) -> bytes:
         begun = b"" if self._open == kind else self.close() + self._start(_STARTS[kind])
         self._open = kind
+        if kind == "thinking" and self._seal is not None:
+            self._thought.update(text.encode(errors="replace"))
         return begun + _DELTAS[kind] % (self._index, to_json(text, ensure_ascii=True))
 
     def _call(self, call: Call) -> bytes:
@@ -186,7 +210,8 @@ class MessageStreamEncoder(ChunkEncoder):
         self._head = head
         self._reader = AnswerReader(head.format)
         self._is_plain = head.format == PLAIN
-        self._blocks = BlockEvents(head.job_ids[0], shows_thinking=bool(head.options.get(SHOWS_THINKING)))
+        shows, seal = bool(head.options.get(SHOWS_THINKING)), head.options.get(SEAL)
+        self._blocks = BlockEvents(head.job_ids[0], shows_thinking=shows, seal=seal)
         self._has_begun = False
         self._finish_reason: FinishReason | None = None
         self._stop: str | None = None
@@ -236,6 +261,7 @@ class MessageWholeEncoder(WholeEncoder):
             head.params,
             head.format,
             shows_thinking=bool(head.options.get(SHOWS_THINKING)),
+            seal=head.options.get(SEAL),
             max_total_tokens=head.max_total_tokens,
         )
 
@@ -257,6 +283,15 @@ class MessageWholeEncoder(WholeEncoder):
 
 class MessagesDialect(Dialect):
     """Answers of `/v1/messages`."""
+
+    async def completed(self, client: AsyncClient, generation: GenerationRequest) -> GenerationRequest:
+        """Return the request without reasoning that this service did not sign, and with what signs the new one."""
+        options = generation.body.options
+        if not (options.get(SHOWS_THINKING) or options.get(THOUGHTS)) or not await may_reason(client, generation):
+            return generation
+        terms = await seal_terms_of(client, generation)
+        generation = without_foreign_reasoning(generation, terms, "messages.thinking")
+        return replace(generation, body=replace(generation.body, options={**options, SEAL: terms}))
 
     keep_alive = PING
 

@@ -78,7 +78,7 @@ def batch_object(batch: BatchRecord, now_s: float) -> dict[str, Any]:
             "input_tokens": batch.input_tokens,
             "input_tokens_details": {"cached_tokens": batch.cached_tokens},
             "output_tokens": batch.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": batch.reasoning_tokens},
             "total_tokens": batch.input_tokens + batch.output_tokens,
         },
         "metadata": batch.spec.metadata,

@@ -34,6 +34,7 @@ _USAGE = object_of(
     completion_tokens=NUMBER,
     total_tokens=NUMBER,
     prompt_tokens_details=object_of(cached_tokens=NUMBER),
+    completion_tokens_details=object_of(reasoning_tokens=NUMBER),
 )
 _MESSAGE = _with_optional(
     object_of(role={"const": "assistant"}, content=_or_null(TEXT)),

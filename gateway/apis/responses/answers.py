@@ -14,6 +14,7 @@ from penstock.gateway.apis.responses.encoder import ResponseDialect, ResponseEnc
 from penstock.gateway.apis.responses.record import RecordSource, StoredResponse, stored_record
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import StreamMeter
+from penstock.gateway.request.earlier_reasoning import SealTerms
 from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import open_jobs
 from penstock.gateway.stream.answer import AnswerPlan, Answers, WholeSender
@@ -54,6 +55,7 @@ class HeldRecord:
         self._client = client
         self._generation = generation
         self._source = source
+        self._seal: SealTerms | None = None
 
     async def read(self, claim: Claim) -> None:
         """Read the record into memory that is claimed to the answer's end. Raises what the source raises."""
@@ -61,6 +63,13 @@ class HeldRecord:
         self.record = await self._source(claim)
 
     async def learn(self, job: AsyncJob) -> None:
+        """Read what the answer needs beside the job: maybe another record, and what seals its reasoning."""
+        await self._learn_record(job)
+        if self.record.sealed_for:
+            key = await self._client.servers.directory.responses.seal_key()
+            self._seal = {"key": key, "tenant": self._generation.tenant, "model": self.record.sealed_for}
+
+    async def _learn_record(self, job: AsyncJob) -> None:
         """Read the record of a job that an earlier request with the same idempotency key created.
 
         Raises ConflictError if one of both requests stores its response and the other does not.
@@ -84,7 +93,7 @@ class HeldRecord:
     def head_at(self, job: AsyncJob, *, starting_after: int = -1, finished_s: int = 0) -> AnswerHead:
         """Return what the encoder must know. `starting_after`: the number of the last event that the caller has."""
         record, body = self.record, self._generation.body
-        options = answer_options(record, starting_after=starting_after, finished_s=finished_s)
+        options = answer_options(record, self._seal, starting_after=starting_after, finished_s=finished_s)
         return AnswerHead([job.id], body.model, record.created_s, body.params, record.format, options=options)
 
 
@@ -224,7 +233,7 @@ class ResponseObject:
             state: Status = "queued" if is_queued else "in_progress"
             members = open_members(state)
         else:
-            reader = OutputReader(job.id, record.format, record.called)
+            reader = OutputReader(job.id, record.format, record.called, compaction=record.compaction)
             usage = await self._read_all(job, reader)
             members = end_of(record, status.outcome, status.finished_ms // 1000, usage, reader).members
             output = output_parts(reader.items)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import FailFast, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.fields import COMPACT, NO_EFFECT, RESPONSES, Endpoint, only, with_option_fields
+from penstock.contract.fields import COMPACT, NO_EFFECT, RESPONSES, Endpoint, Wire, only, with_option_fields
 from penstock.contract.job import QueueFields
 from penstock.contract.priority import ClassName
 from penstock.contract.sampling import SamplingParams
@@ -17,8 +17,9 @@ from penstock.gateway.request.bodies import BodyOfJob
 from penstock.gateway.request.generation import QueuedBody
 from penstock.producer.openai.bodies import CLASS_OF_TIER, effort_variables
 from penstock.producer.responses.body import AnyResponseFields, ResponseFields, conversation_options
-from penstock.producer.responses.compaction import MAX_SUMMARY_TOKENS, asking
-from penstock.producer.responses.items import AnyItem, items_or_none, messages_of
+from penstock.producer.responses.compaction import MAX_SUMMARY_TOKENS, MIN_THRESHOLD, asking
+from penstock.producer.responses.conversation import messages_of
+from penstock.producer.responses.items import AnyItem, items_or_none
 
 
 class _QueuedBody(AnyResponseFields, QueuedBody):
@@ -38,11 +39,27 @@ else:
     _QueuedCompact = with_option_fields(_QueuedBody, COMPACT, QueueFields)
 
 
+class _ContextEntry(Wire):
+    """What is done with a conversation that has become long."""
+
+    type: Literal["compaction"]
+    compact_threshold: Annotated[int, Field(ge=MIN_THRESHOLD)] | None = None
+    """Tokens of the prompt from which on the conversation is shortened."""
+
+
 class ResponseBody(ResponseFields, _QueuedResponse):
     """Body of `POST /v1/responses`."""
 
     endpoint: ClassVar[Endpoint] = RESPONSES
     progress_needs: ClassVar[tuple[str, ...]] = ("stream", "background")
+
+    truncation: Literal["auto", "disabled"] | None = None
+    context_management: Annotated[list[_ContextEntry] | None, FailFast(), Field(max_length=1)] = None
+
+    def options(self) -> dict[str, Any]:
+        """Return what only this API needs. A threshold of 0 is the default."""
+        entry = next(iter(self.context_management or ()), None)
+        return super().options() | {"compact_threshold": None if entry is None else entry.compact_threshold or 0}
 
 
 class ResponseOfJob(BodyOfJob, ResponseBody):
@@ -51,6 +68,9 @@ class ResponseOfJob(BodyOfJob, ResponseBody):
     background: Annotated[Any, only(None, False)] = None
     store: Annotated[Any, only(None, False)] = None
     previous_response_id: Annotated[Any, only(None)] = None
+    # A job is queued as it is; only this API's route counts tokens first.
+    truncation: Annotated[Any, only(None, "disabled")] = None
+    context_management: Annotated[Any, only(None)] = None
 
     def options(self) -> dict[str, Any]:
         """Return what is needed to build the conversation. `background` is an option of the job."""

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
+import msgpack
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -24,6 +24,7 @@ from penstock.contract.problems import rename
 from penstock.contract.tools import MAX_CALLS_OF_CHAT
 from penstock.contract.webhook import EVENT_TYPES, MAX_WEBHOOKS
 from penstock.gateway.apis.responses.answers import ResponseAnswer, ResponseAnswers
+from penstock.gateway.apis.responses.auto_compaction import compacted
 from penstock.gateway.apis.responses.body import ResponseBody
 from penstock.gateway.apis.responses.record import (
     MAX_BYTES_ON_LOOP,
@@ -37,7 +38,9 @@ from penstock.gateway.apis.responses.record import (
     new_record,
     place_of,
 )
+from penstock.gateway.apis.responses.truncation import shortened
 from penstock.gateway.budget import Claim, SharedBudget
+from penstock.gateway.request.earlier_reasoning import seal_terms_of, without_foreign_reasoning
 from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import check_logprobs, count_prompt_tokens
 from penstock.gateway.request.reading import RequestReader, caller_of
@@ -47,9 +50,10 @@ from penstock.gateway.stream.event_stream import until_disconnected, while_conne
 from penstock.gateway.stream.writer import CallerGoneError
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import answer_format, names_of, pack_prompt_of, with_defaults
+from penstock.producer.openai.seals import THOUGHTS, Seal
 from penstock.producer.parsed_body import ParsedBody
 from penstock.producer.responses.answer import SHOWN_SAMPLING, echo_of
-from penstock.producer.responses.compaction import Seal, is_genuine
+from penstock.producer.responses.compaction import is_genuine
 from penstock.producer.responses.output import OutputItem, OutputReader, message_of, reading_of
 from penstock.producer.responses.tools import CalledTool
 from penstock.queue.broker.producer import ServedPool
@@ -216,7 +220,7 @@ class Conversations:
 
 
 def _items_of(result: PackedResult, record: StoredResponse) -> list[OutputItem]:
-    reader = OutputReader(result.job_id, record.format, record.called)
+    reader = OutputReader(result.job_id, record.format, record.called, compaction=record.compaction)
     for _ in reading_of(result, reader):
         pass
     reader.join_texts()
@@ -225,13 +229,13 @@ def _items_of(result: PackedResult, record: StoredResponse) -> list[OutputItem]:
 
 def _num_chars(item: OutputItem) -> int:
     """Return the characters of an item that come into a conversation."""
-    return 0 if item.kind == "reasoning" else sum(map(len, item.texts))
+    return sum(map(len, item.texts))
 
 
 def _rows_of(items: Iterable[OutputItem]) -> list[list[OutputItem]]:
     """Return the items in rows, of which each becomes a message: those of one response, one after another."""
     rows = [list(row) for _, row in groupby(items, key=lambda item: item.job_id)]
-    return [row for row in rows if any(item.kind != "reasoning" for item in row)]
+    return [row for row in rows if any(item.is_shown for item in row)]
 
 
 def _message(prompt: PackedPrompt, num_calls: int = 0) -> PackedMessages:
@@ -239,8 +243,8 @@ def _message(prompt: PackedPrompt, num_calls: int = 0) -> PackedMessages:
 
 
 def _packed_message(items: Sequence[OutputItem]) -> PackedMessages:
-    """Return the message that items of an output stand for; nothing if they are reasoning alone."""
-    if all(item.kind == "reasoning" for item in items):
+    """Return the message that items of an output stand for; nothing if they are reasoning and a summary alone."""
+    if not any(item.is_shown for item in items):
         return PackedMessages()
     message = message_of(items)
     return _message(pack_prompt_of([message]), len(message.get("tool_calls", ())))
@@ -292,32 +296,32 @@ class ConversationReader:
     async def conversation_of(
         self, generation: GenerationRequest, conversations: Conversations
     ) -> tuple[PackedMessages, PackedPrompt]:
-        """Return the messages of a body's own input, and the whole conversation. The seals of summaries are checked."""
+        """Return the messages of a body's own input, and the whole conversation."""
         options = generation.body.options
-        if options["seals"]:
-            await self._check_seals(generation, options["seals"])
         prompt = generation.body.prompts[0]
         packed = prompt if isinstance(prompt, PackedPrompt) else pack_prompt_of(prompt)
         own = await conversations.resolved(packed, options["num_calls"], options["references"])
         whole = await conversations.prompt_of(own, options["instructions"], options["previous"])
         return own, replace(whole, first_words=packed.first_words)
 
-    async def seal_of(self, generation: GenerationRequest) -> tuple[bytes, str]:
-        """Return the secret of the seals, and the model that this request's summaries are bound to, without aliases."""
-        asked = generation.body.model or None
-        pool = await self._client.served_pool(asked, key=generation.key, hides_models=generation.hides_models)
-        model = pool.model if not asked or asked in names_of(pool) else asked
-        return await self._client.servers.directory.responses.seal_key(), model
+    async def checked(self, generation: GenerationRequest) -> GenerationRequest:
+        """Return the request without reasoning that has no genuine seal. Raises RequestError for such a summary.
 
-    async def _check_seals(self, generation: GenerationRequest, seals: Sequence[Any]) -> None:
-        key, model = await self.seal_of(generation)
-        for index, *seal in seals:
-            if not is_genuine(Seal(*seal), key, tenant=generation.tenant, model=model):
+        Without its summary a conversation has lost its beginning; without reasoning it goes on.
+        """
+        options = generation.body.options
+        if not (options["seals"] or options[THOUGHTS]):
+            return generation
+        terms = await seal_terms_of(self._client, generation)
+        model = terms["model"]
+        for index, *seal in options["seals"]:
+            if not is_genuine(Seal(*seal), **terms):
                 message = (
                     f"input: item {index}: its encrypted_content was not made for this tenant and model {model!r}, or "
                     "it was changed; compact the conversation again, or leave the item out"
                 )
                 raise RequestError(message, code="foreign_compaction", param="input")
+        return without_foreign_reasoning(generation, terms, "input.reasoning")
 
 
 class CreateResponse:
@@ -369,13 +373,22 @@ class CreateResponse:
 
     async def _with_record(self, generation: GenerationRequest) -> tuple[GenerationRequest, StoredResponse]:
         """Return the request with its whole conversation and its job's id, and the record of the response."""
+        generation = await self._conversations.checked(generation)
         conversations = self._conversations.conversations_of(generation.tenant)
         own, prompt = await self._conversations.conversation_of(generation, conversations)
         asked, hides = generation.body.model or None, generation.hides_models
         pool = await self._client.served_pool(asked, key=generation.key, hides_models=hides)
+        content, previous = "", generation.body.options["previous"] or ""
+        if generation.body.options["compact_threshold"] is not None:
+            terms = await seal_terms_of(self._client, generation)
+            if (short := await compacted(self._client, generation, prompt, pool, terms)) is not None:
+                prompt, content, previous = short.prompt, short.content, ""
+                own = _without_instructions(prompt, generation.body.options["instructions"])
+        if generation.body.options["truncates"]:
+            prompt = await shortened(self._client, generation, prompt, pool)
         body = replace(generation.body, prompts=[prompt], model=asked or pool.model)
         check_logprobs(body, pool, self._settings.max_logprobs)
-        record = _record_of(body, own, pool)
+        record = replace(_record_of(body, own, pool), compaction=content, previous=previous)
         max_tokens = body.params.max_tokens
         if generation.lowers_max_tokens and max_tokens is not None and pool.max_model_len:
             record = replace(record, limits=(max_tokens, pool.max_model_len))
@@ -408,21 +421,30 @@ class CreateResponse:
         return (await self._client.webhooks.subscribed(generation.tenant, RESPONSE_EVENTS))[:MAX_WEBHOOKS]
 
 
+def _without_instructions(prompt: PackedPrompt, instructions: str | None) -> PackedMessages:
+    """Return the messages of a whole conversation without the instructions, which are those of one request."""
+    messages = msgpack.unpackb(prompt.data)
+    return PackedMessages.of(pack_prompt_of(messages[1:] if instructions else messages), 0)
+
+
 def _record_of(body: ParsedBody, own: PackedMessages, pool: ServedPool) -> StoredResponse:
     options = body.options
+    asked = body.model
+    model = pool.model if not asked or asked in names_of(pool) else asked
     # What the caller did not set is as the pool's model recommends it.
     params = with_defaults(body.params, pool)
     learned = {"model": body.model} | {name: getattr(params, name) for name in SHOWN_SAMPLING}
+    form = answer_format(body.tool_use, body.params, body.template_kwargs, pool)
     return StoredResponse(
         created_s=int(time.time()),
         background=options["background"],
-        format=answer_format(body.tool_use, body.params, body.template_kwargs, pool),
+        format=form,
         echo=echo_of(options["echo"], learned),
         items=[(item_id, text.encode()) for item_id, text in options["items"]],
         messages=own,
-        previous=options["previous"] or "",
         stored=options["store"],
         called={name: CalledTool(*called) for name, *called in options["called"]},
+        sealed_for=model if options["seals_reasoning"] and form.reasoning_parser != "none" else "",
     )
 
 
@@ -448,6 +470,7 @@ class CountInputTokens:
         # The key belongs to the response that the caller may create with it.
         generation = replace(self._reader.generation_of(request, body), cut_at=None).with_options(idempotency_key=None)
         with naming_fields(body):
+            generation = await self._conversations.checked(generation)
             conversations = self._conversations.conversations_of(generation.tenant)
             _, prompt = await self._conversations.conversation_of(generation, conversations)
         generation = replace(generation, body=replace(generation.body, prompts=[prompt]))

@@ -11,6 +11,7 @@ from penstock.contract.errors import PenstockError
 from penstock.contract.output import Chunk, Outcome, Usage, WaitUpdate, members_of
 from penstock.gateway.apis.responses.record import StoredResponse
 from penstock.gateway.errors import error_body
+from penstock.gateway.request.earlier_reasoning import SealTerms
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder, joined
 from penstock.gateway.stream.writer import DONE, KEEP_ALIVE, event
 from penstock.producer.openai.json_parts import Text, json_parts
@@ -59,13 +60,16 @@ _DELTAS: dict[Kind, str] = {
 class ResponseEncoder(StreamEncoder):
     """Encodes the chunks of one response's job as events. Events up to `starting_after` are counted but not sent."""
 
-    def __init__(self, job_id: str, record: StoredResponse, starting_after: int = -1) -> None:
+    def __init__(
+        self, job_id: str, record: StoredResponse, starting_after: int = -1, seal: SealTerms | None = None
+    ) -> None:
+        """`seal`: how the reasoning is sealed; None: it is not."""
         self._job_id = job_id
         self._record = record
         self._starting_after = starting_after
         self._next = 0
         self._has_begun = self._is_running = False
-        self._reader = OutputReader(job_id, record.format, record.called)
+        self._reader = OutputReader(job_id, record.format, record.called, seal, record.compaction)
         self._logprobs = HeldLogprobs()
         self._usage: Usage | None = None
         self._deltas: dict[int, tuple[bytes, bytes]] = {}
@@ -141,7 +145,7 @@ class ResponseEncoder(StreamEncoder):
     def _opened(self, item: OutputItem) -> Parts:
         added = {"output_index": item.index, "item": item_of(item, is_new=True)}
         yield from self._event("response.output_item.added", added)
-        if not item.is_call:
+        if item.has_text:
             added = self._place(item) | {"part": part_of(item, is_new=True)}
             yield from self._event("response.content_part.added", added)
 
@@ -177,7 +181,7 @@ class ResponseEncoder(StreamEncoder):
             yield from self._event("response.function_call_arguments.done", done)
         elif item.kind == "custom_tool_call":
             yield from self._event("response.custom_tool_call_input.done", place | {"input": text})
-        elif not item.is_call:
+        elif item.has_text:
             is_text = item.kind == "message"
             name = "response.output_text.done" if is_text else "response.reasoning_text.done"
             yield from self._event(name, place | {"text": text} | ({"logprobs": rows_of(logprobs)} if is_text else {}))
@@ -219,26 +223,34 @@ class ResponseDialect(Dialect):
 
     def stream(self, head: AnswerHead) -> ResponseEncoder:
         """Return the encoder of a streamed answer."""
-        return ResponseEncoder(head.job_ids[0], head.options["record"], head.options["starting_after"])
+        options = head.options
+        return ResponseEncoder(head.job_ids[0], options["record"], options["starting_after"], options["seal"])
 
     def whole(self, head: AnswerHead) -> WholeEncoder:
         """Return the encoder of a whole answer."""
-        return ResponseWholeEncoder(head.job_ids[0], head.options["record"], head.options["finished_s"])
+        options = head.options
+        return ResponseWholeEncoder(head.job_ids[0], options["record"], options["finished_s"], options["seal"])
 
     def error_event(self, error: PenstockError) -> bytes:
         """Return the last event of a stream that fails before its first event."""
         return event({"type": "error", "sequence_number": 0, **error_body(error)["error"]})
 
 
-def answer_options(record: StoredResponse, *, starting_after: int = -1, finished_s: int = 0) -> dict[str, Any]:
-    """Return the options of an answer: its record, the last event that the caller has, and when the job ended."""
-    return {"record": record, "starting_after": starting_after, "finished_s": finished_s}
+def answer_options(
+    record: StoredResponse, seal: SealTerms | None = None, *, starting_after: int = -1, finished_s: int = 0
+) -> dict[str, Any]:
+    """Return the options of an answer: its record, what seals its reasoning, and where it continues.
+
+    `starting_after`: the last event that the caller has. `finished_s`: when the job ended.
+    """
+    return {"record": record, "seal": seal, "starting_after": starting_after, "finished_s": finished_s}
 
 
 class ResponseWholeEncoder(WholeEncoder):
     """Encodes a response whose job is done."""
 
-    def __init__(self, job_id: str, record: StoredResponse, finished_s: int) -> None:
+    def __init__(self, job_id: str, record: StoredResponse, finished_s: int, seal: SealTerms | None) -> None:
+        self._seal = seal
         self._job_id = job_id
         self._record = record
         self._finished_s = finished_s
@@ -251,7 +263,9 @@ class ResponseWholeEncoder(WholeEncoder):
 
     def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
         """Yield the items of the output. Empty parts come while the text is parsed."""
-        reader = OutputReader(self._job_id, self._record.format, self._record.called)
+        reader = OutputReader(
+            self._job_id, self._record.format, self._record.called, self._seal, self._record.compaction
+        )
         for _ in reading_of(result, reader):
             yield b""
         self._members = end_of(self._record, result.outcome, self._finished_s, result.usage, reader).members

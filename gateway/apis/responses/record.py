@@ -132,6 +132,10 @@ class StoredResponse:
     """The `max_output_tokens` of the request, and the tokens of prompt and output together to which it is lowered."""
     called: Mapping[str, CalledTool] = field(default_factory=dict, repr=False)
     """By the offered names of functions, what their calls come back as. Without those that are plain functions."""
+    sealed_for: str = ""
+    """The model that the seal of its reasoning names; empty: its reasoning has no seal."""
+    compaction: str = ""
+    """The summary with its seal, if the conversation was shortened for this response: the first item of its output."""
 
     def encode(self) -> bytes:
         """Return the record as bytes."""
@@ -139,6 +143,10 @@ class StoredResponse:
         fields["items"] = [(item_id, text.decode()) for item_id, text in self.items]
         if self.limits is not None:
             fields["limits"] = self.limits
+        if self.compaction:
+            fields["compaction"] = self.compaction
+        if self.sealed_for:
+            fields["sealed_for"] = self.sealed_for
         if self.called:
             fields["called"] = [(name, *called) for name, called in self.called.items()]
         return pack(
@@ -175,6 +183,8 @@ def decode_stored_response(data: bytes) -> StoredResponse:
         limits = fields.pop("limits", None)
         parts["limits"] = limits and tuple(limits)
         called = [[text.decode() for text in row] for row in fields.pop("called", ())]
+        parts["sealed_for"] = fields.pop("sealed_for", b"").decode()
+        parts["compaction"] = fields.pop("compaction", b"").decode()
         parts["called"] = {name: CalledTool(*rest) for name, *rest in called}
         parts["messages"] = PackedMessages(**_with_names(fields.pop("messages")))
         return StoredResponse(items=items, **parts, **fields)

@@ -34,6 +34,7 @@ from penstock.gateway.apis.responses.record import (
 )
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.http.dialect import Complete, HttpDialect, JobBody, Services
+from penstock.gateway.request.earlier_reasoning import seal_terms_of
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition
 from penstock.gateway.request.reading import MAX_NUMBER_DIGITS, RequestReader, caller_of
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
@@ -67,7 +68,10 @@ class Compact:
     schema = CompactBody
     doc = RouteDoc("Shorten a conversation to the user's messages and a sealed summary of the rest.", _ANSWER)
 
-    def __init__(self, reader: RequestReader, conversations: ConversationReader, answers: Answers) -> None:
+    def __init__(
+        self, client: AsyncClient, reader: RequestReader, conversations: ConversationReader, answers: Answers
+    ) -> None:
+        self._client = client
         self._reader = reader
         self._conversations = conversations
         self._answers = answers
@@ -83,13 +87,13 @@ class Compact:
     async def _answer_to(self, request: Request, body: ParsedBody) -> WholeAnswer:
         generation = self._reader.generation_of(request, body).with_options(lower_max_tokens=True)
         with naming_fields(body):
+            generation = await self._conversations.checked(generation)
             conversations = self._conversations.conversations_of(generation.tenant, keeps_user=True)
             _, prompt = await self._conversations.conversation_of(generation, conversations)
-            key, model = await self._conversations.seal_of(generation)
+            seal = await seal_terms_of(self._client, generation)
         max_tokens = summary_limit(prompt.num_text_bytes + prompt.num_tool_bytes)
         params = body.params.model_copy(update={"max_tokens": max_tokens})
         kept = [(item_id, text.encode()) for item_id, text in body.options["kept"]]
-        seal = {"key": key, "tenant": generation.tenant, "model": model}
         options = {"kept": [*conversations.user_items, *kept], "seal": seal}
         asked = replace(generation.body, prompts=[prompt], params=params, options=options)
         return self._answers.whole(self._answers.plan(replace(generation, body=asked), CompactionDialect()))
@@ -113,7 +117,6 @@ class CompactionEncoder(WholeEncoder):
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
         self._kept: Sequence[tuple[str, bytes]] = head.options["kept"]
-        self._reasoning_share = 0.0
 
     def head(self) -> bytes:
         """Return nothing: an error must come before the first part."""
@@ -136,7 +139,7 @@ class CompactionEncoder(WholeEncoder):
     def tail(self, usages: Sequence[Usage | None]) -> bytes:
         """Return the usage."""
         (usage,) = usages
-        used = None if usage is None else usage_of(usage, self._reasoning_share)
+        used = None if usage is None else usage_of(usage)
         return b'],"usage":' + to_json(used) + b"}"
 
     def _summary_of(self, result: PackedResult) -> str:
@@ -144,7 +147,6 @@ class CompactionEncoder(WholeEncoder):
         reader = OutputReader(result.job_id, self._head.format)
         for _ in reading_of(result, reader):
             pass
-        self._reasoning_share = reader.reasoning_share
         summary = "".join(text for item in reader.items if item.kind == "message" for text in item.texts).strip()
         num_tokens = 0 if result.usage is None else result.usage.completion_tokens
         if reader.finish_reason == "length" and num_tokens < MIN_SUMMARY_TOKENS:
@@ -367,7 +369,7 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     answers = ResponseAnswers(client, services.answers, services.sender, budget, services.yielder)
     create = CreateResponse(client, settings, reader, conversations, answers, budget)
     count_tokens = CountInputTokens(client, reader, conversations)
-    compact = Compact(reader, conversations, services.answers)
+    compact = Compact(client, reader, conversations, services.answers)
     return [
         Route("/v1/responses", create, methods=["POST"]),
         Route("/v1/responses/input_tokens", count_tokens, methods=["POST"]),
@@ -381,6 +383,7 @@ def _with_conversation(services: Services) -> Complete:
     reader = ConversationReader(services.client, services.result_budget, services.settings.max_body_bytes)
 
     async def complete(generation: GenerationRequest) -> GenerationRequest:
+        generation = await reader.checked(generation)
         _, prompt = await reader.conversation_of(generation, reader.conversations_of(generation.tenant))
         return replace(generation, body=replace(generation.body, prompts=[prompt]))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, get_args, get_origin, get_type_hints
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
+from penstock.gpu_node.engine.text.reasoning import NEVER
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan, TokenMasks
 
 
@@ -29,11 +30,16 @@ class TokenGuide(Protocol):
     def take(self, token_ids: Items[int]) -> None:
         """Append tokens."""
 
-    def masks_of(self, guided: Items[Self | None]) -> TokenMasks:
-        """Return the masks of a step: `guided` has, by sampling row, its guide or None."""
+    @property
+    def is_idle(self) -> bool:
+        """Whether the choice still reasons, so that any token but an end token may follow."""
+
+    def masks_of(self, guided: Items[Self | None], forced: Mapping[int, int]) -> TokenMasks:
+        """Return the masks of a step: `guided` has, by sampling row, its guide or None; `forced` the only token."""
 
 
 NO_GUIDES: Mapping[Sequence, TokenGuide] = {}
+_NOTHING_FORCED: Mapping[int, int] = {}
 _NOT_OF_PARAMS = ("position", "seed", "choice", "num_seen_prompt")
 """Columns of SamplingRows that are no sampling option: `position` changes in each step, the others do not."""
 
@@ -63,6 +69,8 @@ class _Settings:
     biases: tuple[NDArray[np.float32], ...]
     are_penalized: bool
     have_bans: bool
+    are_limited: bool
+    """Whether budgets limit the reasoning of some."""
     are_guided: bool
     look_back: bool
     num_logprobs: Ints | None
@@ -85,6 +93,7 @@ class InputBatch:
             np.zeros(max_rows, dtype=np.int32) for _ in range(6)
         )
         self._num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
+        self._limited_from = np.full(max_rows, NEVER, dtype=np.int32)
         self.is_background = np.zeros(max_rows, dtype=np.bool_)
         # Memory pages that no sequence is long enough to reach are never touched, so they cost nothing.
         # A prompt that is embedded may fill the context. The token sampled after it is written too, but never computed.
@@ -109,6 +118,7 @@ class InputBatch:
         self.num_drafted[row] = self.num_computed[row] = self.num_cached[row] = self.capacity[row] = 0
         self.limit[row] = seq.max_num_tokens
         self._num_prompt_tokens[row] = seq.num_prompt_tokens
+        self._limited_from[row] = seq.limited_from
         self.is_background[row] = seq.background
         self._adapters[row] = seq.adapter_slot
         for name, value in _settings_of(seq).items():
@@ -196,7 +206,11 @@ class InputBatch:
 
     def can_plan_past(self, step: Step) -> bool:
         """Return whether the next step can be planned before the samples of this one are known."""
-        return not self._settings_for(step.sampled_seqs, step.sampled_rows).look_back
+        settings = self._settings_for(step.sampled_seqs, step.sampled_rows)
+        if settings.look_back or not settings.are_limited:
+            return not settings.look_back
+        # The next token of a row at its budget depends on whether this step's token ends the reasoning.
+        return not np.count_nonzero(step.sampled_ends + 1 >= self._limited_from[step.sampled_rows])
 
     def plan(self, step: Step) -> StepPlan:
         """Return a step in the form that the runner takes; nothing in it changes while the step runs."""
@@ -229,11 +243,15 @@ class InputBatch:
         settings = self._settings_for(seqs, rows)
         position = num_tokens - settings.num_prompt_tokens
         seen = banned = settings.none
+        forced = self._forced_tokens(seqs, rows, num_tokens) if settings.are_limited else _NOTHING_FORCED
         if settings.are_penalized or settings.have_bans:
             tokens = [self._tokens[seq.row, :count] for seq, count in zip(seqs, num_tokens.tolist(), strict=True)]
             both = list(zip(seqs, tokens, strict=True))
             seen = tuple(so_far if seq.is_penalized else NO_TOKENS for seq, so_far in both)
             banned = tuple(seq.banned_ids(so_far) if seq.has_bans else NO_TOKENS for seq, so_far in both)
+        masks, idle = self._masks_of(seqs, forced) if settings.are_guided or forced else (None, [])
+        if idle or (forced and settings.have_bans):
+            banned = tuple(self._banned_with(banned, seqs, forced, idle))
         return SamplingRows(
             **settings.values,
             position=position,
@@ -241,17 +259,63 @@ class InputBatch:
             banned=banned,
             biased=settings.biased,
             biases=settings.biases,
-            masks=self._masks_of(seqs) if settings.are_guided else None,
+            masks=masks,
             num_logprobs=settings.num_logprobs,
         )
 
-    def _masks_of(self, seqs: list[Sequence]) -> TokenMasks | None:
-        guides = [self.guides.get(seq) for seq in seqs]
-        for seq, guide in zip(seqs, guides, strict=True):
-            if guide is not None:
-                guide.take(guide.new_tokens_of(self.tokens_of(seq)[seq.num_prompt_tokens :]))
-        first = next((guide for guide in guides if guide is not None), None)
-        return None if first is None else first.masks_of(guides)
+    def _forced_tokens(self, seqs: list[Sequence], rows: Rows, num_tokens: Ints) -> dict[int, int]:
+        """Return the only token of each sampling row whose reasoning is over its budget.
+
+        A pure function of each choice's tokens, of which drafted ones may still be rejected.
+        """
+        forced: dict[int, int] = {}
+        for i in (num_tokens >= self._limited_from[rows]).nonzero()[0].tolist():
+            seq, row = seqs[i], rows[i]
+            if (state := seq.reasoning) is None:
+                continue
+            start, num_own = seq.num_prompt_tokens, int(self.num_tokens[row])
+            state.push(self._tokens[row, start + state.num_seen : num_own].tolist())
+            if state.is_over:
+                self._limited_from[row] = NEVER
+                continue
+            if num_tokens[i] > num_own:
+                state = state.copy()
+                state.push(self._tokens[row, num_own : num_tokens[i]].tolist())
+            if (token_id := state.forced_token) is not None:
+                forced[i] = token_id
+        return forced
+
+    def _masks_of(self, seqs: list[Sequence], forced: Mapping[int, int]) -> tuple[TokenMasks | None, list[int]]:
+        """Return the masks of a step, and its sampling rows that still reason before a grammar."""
+        guides: list[TokenGuide | None] = [self.guides.get(seq) for seq in seqs]
+        idle = list[int]()
+        for i, (seq, guide) in enumerate(zip(seqs, guides, strict=True)):
+            if guide is None:
+                continue
+            guide.take(guide.new_tokens_of(self.tokens_of(seq)[seq.num_prompt_tokens :]))
+            if guide.is_idle:
+                idle.append(i)
+            if guide.is_idle or i in forced:
+                guides[i] = None
+        if (first := next((guide for guide in guides if guide is not None), None)) is not None:
+            return first.masks_of(guides, forced), idle
+        if not forced:
+            return None, idle
+        limited = next(state for i in forced if (state := seqs[i].reasoning) is not None)
+        masks = TokenMasks(np.isin(np.arange(len(seqs)), [*forced]), limited.vocab_size)
+        masks.allow_only(forced)
+        masks.finish()
+        return masks, idle
+
+    def _banned_with(
+        self, banned: tuple[Ints, ...], seqs: list[Sequence], forced: Mapping[int, int], idle: list[int]
+    ) -> Iterator[Ints]:
+        """Yield the banned tokens of each row: none where one is forced, and no end before a grammar has begun."""
+        for i, (seq, ids) in enumerate(zip(seqs, banned, strict=True)):
+            if i in forced:
+                yield NO_TOKENS
+            else:
+                yield np.union1d(ids, seq.end_ids) if i in idle else ids
 
     def _settings_for(self, seqs: list[Sequence], rows: Rows) -> _Settings:
         # The running batch seldom changes; until it does, the scheduler passes the same array.
@@ -271,6 +335,7 @@ class InputBatch:
             biased=tuple(seq.biased for seq in seqs),
             biases=tuple(seq.biases for seq in seqs),
             have_bans=any(seq.has_bans for seq in seqs),
+            are_limited=any(seq.reasoning is not None for seq in seqs),
             are_guided=are_guided,
             look_back=are_guided or any(seq.looks_back for seq in seqs),
             num_logprobs=np.array(wanted, dtype=np.int32) if max(wanted, default=NO_LOGPROBS) >= 0 else None,

@@ -26,6 +26,7 @@ from penstock.gpu_node.engine.structured.host import MaskHost
 from penstock.gpu_node.engine.structured.lanes import GrammarCounts
 from penstock.gpu_node.engine.structured.protocol import MAX_CALLS_MIB, TASK_WALL_S, TRIAL_CPU_S, TRIAL_MEMORY_MIB
 from penstock.gpu_node.engine.structured.tenant_grammar import Grammar, Kind, TrialResult, reason_of
+from penstock.gpu_node.engine.text.reasoning import ReasoningState
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import TokenMasks
 
@@ -119,14 +120,14 @@ class GrammarCompiler:
         self._used.pop(key, None)
         return None
 
-    def new_guide(self, grammar: Grammar) -> Guide:
-        """Return a guide at the start of a text.
+    def new_guide(self, grammar: Grammar, reasoning: ReasoningState | None = None) -> Guide:
+        """Return a guide at the start of a text, or of the reasoning before it.
 
         Raises TooCostlyError for a grammar that was refused after its trial.
         """
         if grammar.refusal is not None:
             raise copy(grammar.refusal)
-        return self._host.new_guide(grammar)
+        return self._host.new_guide(grammar, reasoning)
 
     def write(self, masks: TokenMasks | None) -> None:
         """Request a step's masks; they are written while the step runs."""

@@ -22,6 +22,7 @@ from penstock.gpu_node.engine.structured.lanes import GrammarCounts, Lanes, Tria
 from penstock.gpu_node.engine.structured.process import Worker
 from penstock.gpu_node.engine.structured.processes import GrammarProcesses
 from penstock.gpu_node.engine.structured.tenant_grammar import Grammar, Kind, TrialResult
+from penstock.gpu_node.engine.text.reasoning import ReasoningState
 
 log = logging.getLogger(__package__)
 
@@ -95,19 +96,19 @@ class MaskHost:
             self._wake()
         return trial.result.result()
 
-    def new_guide(self, grammar: Grammar) -> Guide:
-        """Return a guide for a choice at the start of its text."""
+    def new_guide(self, grammar: Grammar, reasoning: ReasoningState | None = None) -> Guide:
+        """Return a guide for a choice at the start of its text, or of its reasoning."""
         self._start_thread()
         with self._lock:
             grammar.num_guides += 1
-        return Guide(grammar, self.vocab_size, self._forget)
+        return Guide(grammar, self.vocab_size, self._forget, reasoning)
 
     def begin(self, masks: GuidedMasks) -> None:
         """Request a step's masks. `masks` completes when all have arrived, or when the step has waited long enough."""
         with self._lock:
             self._active_s = time.monotonic()
             self._give_up_waiting()
-            for row, guide in enumerate(masks.guides):
+            for guide, row in masks.guides.items():
                 if self._is_closed:
                     self._lanes.fail(guide, UnavailableError(_GONE, code="internal_error"))
                 if guide.failure is None:

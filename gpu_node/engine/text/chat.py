@@ -20,66 +20,11 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.contract.errors import ConfigError, RequestError, TooCostlyError, UnavailableError
-from penstock.contract.tool_formats import THINK
-from penstock.contract.tools import (
-    CONTINUES,
-    GENERATION_PROMPT,
-    THINKING_VARIABLES,
-    ReasoningParserName,
-    thinking_setting,
-)
+from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
 from penstock.gpu_node.engine.text.template_frames import CHAT, COSTLY, RENDERED, WORKER, receive, send
 from penstock.runtime.socket_process import end_process, start_process
 
 log = logging.getLogger(__package__)
-
-
-REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<mm:think>", "</mm:think>"))
-"""The marks around reasoning that templates use."""
-
-
-def reasoning_marks_of(template: ChatTemplate) -> tuple[str, str]:
-    """Return the marks around the model's reasoning; those of most models if the template has none."""
-    return next((marks for marks in REASONING_MARKS if marks[0] in template.source), THINK)
-
-
-def reasoning_parser_of(template: ChatTemplate) -> ReasoningParserName:
-    """Return the reasoning parser, by the template's use of its marks and whether it opens it for the assistant."""
-    if reasoning_marks_of(template)[0] not in template.source:
-        return "none"
-    with suppress(TooCostlyError):
-        return "think_open" if _opens_reasoning(template, NO_VARIABLES) else "think"
-    return "think"
-
-
-def thinking_switches_of(template: ChatTemplate) -> tuple[str, ...]:
-    """Return the settings of thinking variables with which the template does not do what it does without them.
-
-    Without them, it opens the reasoning for the assistant or leaves it closed.
-    """
-    if reasoning_marks_of(template)[0] not in template.source:
-        return ()
-    try:
-        is_open = _opens_reasoning(template, NO_VARIABLES)
-        return tuple(
-            thinking_setting(name, value)
-            for name in THINKING_VARIABLES
-            for value in (False, True)
-            if _opens_reasoning(template, {name: value}) != is_open
-        )
-    except TooCostlyError:
-        return ()
-
-
-def _opens_reasoning(template: ChatTemplate, variables: Mapping[str, bool]) -> bool:
-    try:
-        text = template.render([{"role": "user", "content": "x"}], None, variables)
-        return text.rstrip().endswith(reasoning_marks_of(template)[0])
-    except TooCostlyError:
-        raise  # It would take as long again with other variables.
-    except RequestError:
-        # The template may not accept this message.
-        return False
 
 
 _TURN_ENDS = frozenset(
@@ -103,16 +48,17 @@ def ends_of_turn(template: ChatTemplate, added: Collection[str]) -> frozenset[st
     return frozenset(known if first is None else known | {first})
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Mapping[str, Any]], reasoning_key: str | None = None) -> list[dict[str, Any]]:
     """Return messages in the format of chat templates: OpenAI's, with call arguments as objects.
 
-    A tool result also gets the name of its function, which some templates need.
+    A tool result also gets the name of its function, which some templates need. `reasoning_key`: the member in which
+    the template takes earlier reasoning; None: it takes none.
     """
     names = {call["id"]: call["name"] for message in messages for call in message.get("tool_calls", ())}
-    return [_template_message(message, names.get(message.get("tool_call_id"))) for message in messages]
+    return [_template_message(one, names.get(one.get("tool_call_id")), reasoning_key) for one in messages]
 
 
-def _template_message(message: Mapping[str, Any], name: str | None) -> dict[str, Any]:
+def _template_message(message: Mapping[str, Any], name: str | None, reasoning_key: str | None) -> dict[str, Any]:
     rendered = {**message, "role": "system" if message["role"] == "developer" else message["role"]}
     if "tool_calls" in rendered:
         rendered["tool_calls"] = [
@@ -123,6 +69,9 @@ def _template_message(message: Mapping[str, Any], name: str | None) -> dict[str,
             }
             for call in rendered["tool_calls"]
         ]
+    reasoning = rendered.pop("reasoning", "")
+    if reasoning and reasoning_key is not None:
+        rendered[reasoning_key] = reasoning
     return rendered if name is None else rendered | {"name": name}
 
 

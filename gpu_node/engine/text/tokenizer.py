@@ -14,20 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError
+from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError, TooCostlyError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES
-from penstock.contract.tool_formats import NO_CALLS, TELLING_MARKS, ToolFormat
-from penstock.contract.tools import ReasoningParserName
-from penstock.gpu_node.engine.text.chat import (
-    NO_VARIABLES,
-    REASONING_MARKS,
-    ChatTemplate,
-    ends_of_turn,
-    reasoning_marks_of,
-    reasoning_parser_of,
-    template_messages,
-    thinking_switches_of,
-)
+from penstock.contract.tool_formats import NO_CALLS, TELLING_MARKS, TELLING_OF_REASONING, THINK, ToolFormat
+from penstock.contract.tools import ReasoningParserName, reasoning_parser_for
+from penstock.gpu_node.engine.text.chat import NO_VARIABLES, ChatTemplate, ends_of_turn, template_messages
 from penstock.gpu_node.engine.text.encoder import (
     MAX_CACHED_PROMPT_TOKENS,
     MIN_CACHED_CHARS,
@@ -41,13 +32,22 @@ from penstock.gpu_node.engine.text.encoder import (
     separator_of,
 )
 from penstock.gpu_node.engine.text.output import Detokenizer
+from penstock.gpu_node.engine.text.reasoning import ReasoningRule
+from penstock.gpu_node.engine.text.reasoning_format import (
+    EarlierReasoning,
+    earlier_reasoning_of,
+    reasoning_marks_of,
+    reasoning_parser_of,
+    takes_effort,
+    thinking_switches_of,
+)
 from penstock.gpu_node.engine.text.recognition import ToolUseOfTemplate, recognized
 from penstock.gpu_node.engine.text.telling import with_tools_written
 from penstock.gpu_node.engine.text.tokenizer_files import OF_TOOLS, read_tokenizer_files
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 from penstock.runtime.reading import reading
 
-_TELLING = TELLING_MARKS.union(*REASONING_MARKS)
+_TELLING = TELLING_MARKS | TELLING_OF_REASONING
 """Special tokens that stay in the output text, since the readers of calls and reasoning need them."""
 _METASPACE = "\u2581"
 
@@ -116,11 +116,13 @@ class Tokenizer:
         written: WrittenTokenizer | None = None,
         chat_template: str | None = None,
         tool_parser: str | None = None,
+        reasoning_parser: ReasoningParserName | None = None,
     ) -> None:
         """`vocab_size`: the model's, which may be padded beyond the tokenizer's; the additional ids have no text.
 
         `written`: the tokenizer in memory, if this process has just written it to the folder. `chat_template` replaces
         that of the folder. `tool_parser`: the format of calls, by name; None: the one that the template shows.
+        `reasoning_parser`: the same for the reasoning.
 
         Raises ConfigError for a folder without a usable tokenizer, or with an unsupported kind.
         """
@@ -133,6 +135,7 @@ class Tokenizer:
             separator = separator_of(files.backend)
             self._long_texts = LongTextEncoder(files.backend, separator)
         self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
         self._chats = ChatEncoder(files.backend, separator, self._long_texts)
         self._prompts = TokenCache(MAX_CACHED_PROMPT_TOKENS)
         self._special_tokens = files.special_tokens
@@ -198,7 +201,9 @@ class Tokenizer:
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
-        rendered, offered = template_messages(messages), None if tools is None else json.loads(tools)
+        reasoning_key = self._earlier_reasoning.key if any(one.get("reasoning") for one in messages) else None
+        rendered = template_messages(messages, reasoning_key)
+        offered = None if tools is None else json.loads(tools)
         if offered is not None or any("tool_calls" in one or one["role"] == "tool" for one in rendered):
             use = self.tool_use
             if use is None and offered is not None:
@@ -209,7 +214,14 @@ class Tokenizer:
                 offered = offered if use.offers_tools else None
         variables = NO_VARIABLES if template_kwargs is None else json.loads(template_kwargs)
         template = self._tool_template if offered is not None and self._tool_template else self._template
-        text = template.render(rendered, offered, variables, now)
+        try:
+            text = template.render(rendered, offered, variables, now)
+        except RequestError as error:
+            if reasoning_key is None or isinstance(error, TooCostlyError):
+                raise
+            # That of gpt-oss refuses some messages that have reasoning. A conversation goes on without it.
+            plain = [{name: value for name, value in one.items() if name != reasoning_key} for one in rendered]
+            text = template.render(plain, offered, variables, now)
         if max_tokens is not None:
             self._require_fit(text, max_tokens)
         return self._long_texts.encode(text, framed=True) if framed else self._chats.encode(text, owner)
@@ -251,13 +263,57 @@ class Tokenizer:
 
     @property
     def reasoning_parser(self) -> ReasoningParserName:
-        """The parser of the model's reasoning, as detected from its chat template."""
+        """The parser of the model's reasoning: the one that was given, or the one that its chat template shows."""
+        return self._reasoning_parser or self._shown_reasoning_parser
+
+    @cached_property
+    def _shown_reasoning_parser(self) -> ReasoningParserName:
         return "none" if self._template is None else reasoning_parser_of(self._template)
 
-    @property
+    @cached_property
     def thinking_switches(self) -> tuple[str, ...]:
-        """The settings of the chat template's variables that turn the reasoning on or off."""
-        return () if self._template is None else thinking_switches_of(self._template)
+        """The settings of the chat template's variables that turn the reasoning on or off.
+
+        They say how the parser that the template shows differs with variables, and nothing of another one.
+        """
+        if self._template is None or self.reasoning_parser != self._shown_reasoning_parser:
+            return ()
+        return thinking_switches_of(self._template)
+
+    @property
+    def takes_effort(self) -> bool:
+        """Whether the chat template has the variable of a reasoning effort."""
+        return self._template is not None and takes_effort(self._template)
+
+    @cached_property
+    def _earlier_reasoning(self) -> EarlierReasoning:
+        if self._template is None:
+            return EarlierReasoning(None, "")
+        return earlier_reasoning_of(self._template, reasoning_marks_of(self._template))
+
+    def reasoning_rule(self, template_kwargs: str | None) -> ReasoningRule | None:
+        """Return how an answer reasons whose request sets these variables; None if the model does not reason.
+
+        The first call renders some chats.
+        """
+        parser = reasoning_parser_for(self.reasoning_parser, self.thinking_switches, template_kwargs)
+        if parser == "none" or self._template is None:
+            return None
+        rule = self._reasoning_rule
+        return replace(rule, opening=b"", opening_id=None) if parser == "think_open" else rule
+
+    @cached_property
+    def _reasoning_rule(self) -> ReasoningRule:
+        opening, closing = THINK if self._template is None else reasoning_marks_of(self._template)
+        closing_ids = self.encode(self._earlier_reasoning.closing, framed=False)
+        return ReasoningRule(
+            closing.encode(),
+            tuple(closing_ids),
+            self.token_bytes,
+            opening.encode(),
+            self.id_of(opening),
+            self._strips_first_space,
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens to text, without special tokens."""

@@ -30,6 +30,10 @@ class ClockTokenizer:
     tool_format = NO_CALLS
     reasoning_parser = "none"
     thinking_switches: tuple[str, ...] = ()
+    takes_effort = False
+
+    def reasoning_rule(self, template_kwargs: str | None) -> None:
+        return None
 
     def encode(self, text: str) -> list[int]:
         return [SPOKEN] * max(1, len(text) // 4)

@@ -160,11 +160,21 @@ def shown_state(name: str, *, is_cancelled: bool, begins_ms: int, now_ms: int) -
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a job. `cached_tokens` counts the prompt tokens that the prefix cache supplied."""
+    """Token counts of a job.
+
+    `cached_tokens` counts the prompt tokens that the prefix cache supplied, `reasoning_tokens` the completion tokens up
+    to the mark that ends the reasoning.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def counts(self) -> list[int]:
+        """Return the counts as chunks and results have them: the last one only if it is not 0."""
+        first = [self.prompt_tokens, self.completion_tokens, self.cached_tokens]
+        return [*first, self.reasoning_tokens] if self.reasoning_tokens else first
 
 
 @dataclass(frozen=True, slots=True)

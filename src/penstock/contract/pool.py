@@ -345,6 +345,8 @@ class PoolRecord:
     """The sampling of requests that do not set it, by the names of `SamplingParams`."""
     capabilities: tuple[str, ...] = ()
     """What the model's files say it is good for: `chat`, `completion`, `tools`, `embed`. Empty: not known."""
+    takes_effort: bool = False
+    """Whether the chat template has the variable of a reasoning effort."""
 
 
 def notice_of(record: PoolRecord | None, task: Task | None) -> str:

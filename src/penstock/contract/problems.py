@@ -116,7 +116,10 @@ def _problem(first: Mapping[str, Any], names: Mapping[str, str] | None) -> Probl
     if loc:
         loc[0] = (names or {}).get(str(loc[0]), loc[0])
     context = first.get("ctx", {})
-    loc += [context[name] for name in (UNKNOWN_FIELD, WRONG_MEMBER) if name in context]
+    if not loc and (member := context.get(WRONG_MEMBER)) is not None:
+        loc = [(names or {}).get(member, member)]
+    else:
+        loc += [context[name] for name in (UNKNOWN_FIELD, WRONG_MEMBER) if name in context]
     code = _CODES.get(first["type"])
     if code != UNKNOWN_FIELD:
         message = _text_of(first)

@@ -24,7 +24,8 @@ ParticipantName = Annotated[
 class Message(CheckedInput):
     """One message of a chat. With role `tool`, it holds the result of the call `tool_call_id`.
 
-    `name` is the participant's name, for chat templates that use it.
+    `name` is the participant's name, for chat templates that use it. `reasoning` is what the assistant thought before
+    the content; a chat template that takes earlier reasoning gets it.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -32,6 +33,7 @@ class Message(CheckedInput):
     tool_calls: tuple[ToolCall, ...] = Field(default=(), max_length=MAX_CALLS)
     tool_call_id: CallId | None = None
     name: ParticipantName | None = None
+    reasoning: Text = ""
 
 
 PromptField = Literal["prompt", "tokens", "messages"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict
 from pydantic import (
     AfterValidator,
     AliasChoices,
+    BeforeValidator,
     FailFast,
     Field,
     StringConstraints,
@@ -132,7 +133,7 @@ MAX_TOKENS_LIMIT = 1 << 20
 
 NOT_WITH_BEAM_SEARCH = (
     *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"),
-    *("stop", "logit_bias", "bad_words", "structured_outputs", "logprobs"),
+    *("stop", "reasoning_budget", "logit_bias", "bad_words", "structured_outputs", "logprobs"),
 )
 """Sampling options that beam search does not have. `temperature` may be 0 or 1."""
 _OF_SEARCH = frozenset(("best_of", "beam_width", "length_penalty", "early_stopping", "use_beam_search"))
@@ -146,6 +147,11 @@ def encodable(text: str) -> str:
     except UnicodeEncodeError:
         raise ValueError("text must be valid Unicode, without lone surrogates") from None
     return text
+
+
+def _limit_of(budget: object) -> object:
+    # In vLLM and llama.cpp, -1 asks for no limit, whatever the server's default is.
+    return MAX_TOKENS_LIMIT if budget == -1 else budget
 
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -166,6 +172,8 @@ class SamplingParams(CheckedInput):
     - `bad_words` are texts; their token sequences are never generated.
     - `include_stop_str_in_output` keeps the stop string that ended a choice in its text.
     - `max_tokens`: None generates up to the model's limit.
+    - `reasoning_budget`: after so many tokens of reasoning in a chat, the text that ends the reasoning follows. -1: no
+      limit. It has no effect on a model that does not reason.
     - `logprobs` is the number of most likely tokens reported with each output token. Their log-probabilities are taken
       before all steps above. `prompt_logprobs` does the same for prompt tokens.
     - `truncate_prompt_tokens` keeps only that many of the prompt's last tokens.
@@ -234,6 +242,14 @@ class SamplingParams(CheckedInput):
             flag="End the answer before this text. Repeat it for several.",
         ),
     ] = Field(default=(), max_length=MAX_STOP_STRINGS)
+    reasoning_budget: Annotated[
+        int | None,
+        BeforeValidator(_limit_of),
+        Option(
+            {OPENAI: "thinking_token_budget", RESPONSES: "reasoning.max_tokens", MESSAGES: "thinking.budget_tokens"},
+            flag="Tokens of reasoning after which the model must answer. Default: the setting of the model's nodes.",
+        ),
+    ] = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
     stop_token_ids: Annotated[tuple[TokenId, ...], Option(_ONLY_OPENAI, one_is_enough=True)] = Field(
         default=(), max_length=MAX_STOP_TOKEN_IDS
     )
@@ -366,6 +382,7 @@ class SamplingOptions(TypedDict, total=False):
     min_tokens: int
     ignore_eos: bool
     stop: str | Sequence[str]
+    reasoning_budget: int | None
     stop_token_ids: Sequence[int]
     include_stop_str_in_output: bool
     logit_bias: Mapping[int, float]

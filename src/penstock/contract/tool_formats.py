@@ -20,6 +20,21 @@ from typing import Any
 KINDS = ("json", "named", "tagged")
 """The kinds that this release reads and writes. A record of another kind refuses tools."""
 THINK = ("<think>", "</think>")
+REASONING_MARKS = (
+    THINK,
+    ("[THINK]", "[/THINK]"),
+    ("<mm:think>", "</mm:think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+    ("Here is my thought process:", "Here is my response:"),
+)
+"""The marks around reasoning by which templates tell it: of Qwen and most models, Mistral, MiniMax, Seed, Cohere, Gemma
+4, harmony (gpt-oss) and Granite 3.2."""
+TELLING_OF_REASONING = frozenset((*(mark for pair in REASONING_MARKS for mark in pair), "<|channel>")) - {"<|end|>"}
+"""Marks of reasoning, and parts of them, that stay in the output text even if they are special tokens. Harmony's end of
+a message also ends what is no reasoning."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,12 +46,12 @@ def num_prompt_ids(job: JobDef) -> int | None:
 
 
 def prompt_bytes(job: JobDef) -> int:
-    """Return the UTF-8 bytes of a text prompt or chat, roles included; 0 for a prompt of token ids."""
+    """Return the UTF-8 bytes of a text prompt or chat, roles and reasoning included; 0 for a prompt of token ids."""
     if job.packed_prompt is not None:
         return job.packed_prompt.num_text_bytes
     if job.prompt is not None:
         return len(job.prompt.encode())
-    return sum(len(m.content.encode()) + len(m.role) for m in job.messages or ())
+    return sum(len(m.content.encode()) + len(m.reasoning.encode()) + len(m.role) for m in job.messages or ())
 
 
 def call_bytes(job: JobDef) -> int:

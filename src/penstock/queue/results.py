@@ -335,7 +335,7 @@ def encode_result(
     prompt_rows = prompt_logprobs if isinstance(prompt_logprobs, RowParts) else rows_of(prompt_logprobs)
     members: list[tuple[str, Iterable[bytes]]] = [
         ("choices", (array_header(len(choices)), *map(_packed_choice, choices, rows))),
-        ("u", (pack([usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]),)),
+        ("u", (pack(usage.counts()),)),
         ("cuts", (pack(cuts),)),
     ]
     if prompt_rows.num_rows:

@@ -371,8 +371,7 @@ def encode_chunk(
     if chunk.finish_reason is not None:
         fields["f"] = chunk.finish_reason
     if chunk.usage is not None:
-        usage = chunk.usage
-        fields["u"] = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
+        fields["u"] = chunk.usage.counts()
     if chunk.num_prompt_tokens is not None:
         fields["n"] = chunk.num_prompt_tokens
     data = pack(fields)

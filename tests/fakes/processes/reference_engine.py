@@ -79,6 +79,10 @@ class ReferenceTokenizer:
     tool_format = NO_CALLS
     reasoning_parser = "none"
     thinking_switches: tuple[str, ...] = ()
+    takes_effort = False
+
+    def reasoning_rule(self, template_kwargs: str | None) -> None:
+        """Return that no answer reasons."""
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Return the bytes of a text."""

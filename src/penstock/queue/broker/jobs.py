@@ -234,11 +234,12 @@ def _past_leases(text: str) -> Iterator[PastLease]:
 
 
 def _used(text: str) -> tuple[Usage | None, int | None]:
-    """Parse `<prompt> <completion> <cached> <kv_token_ms>`, or nothing for an open job."""
-    prompt, completion, cached, kv_token_ms = (*text.split(" "), "", "", "", "")[:4]
+    """Parse `<prompt> <completion> <cached> <kv_token_ms> <reasoning>`, or nothing for an open job."""
+    prompt, completion, cached, kv_token_ms, reasoning = (*text.split(" "), "", "", "", "", "")[:5]
     if not prompt:
         return None, None
-    return Usage(whole(prompt), whole(completion), whole(cached)), whole(kv_token_ms) if kv_token_ms else None
+    usage = Usage(whole(prompt), whole(completion), whole(cached), whole(reasoning))
+    return usage, whole(kv_token_ms) if kv_token_ms else None
 
 
 # The positions of waiting jobs in their pool's queue, read for many jobs in one call.

@@ -427,6 +427,7 @@ def _fields_of(end: JobEnd) -> dict[str, Any]:
         "prompt": usage and usage.prompt_tokens,
         "completion": usage and usage.completion_tokens,
         "cached": usage and usage.cached_tokens,
+        "reasoning": (usage and usage.reasoning_tokens) or None,
         "log_bytes": used.get("log_bytes"),
     }
     others = {

@@ -122,6 +122,7 @@ class BatchRecord:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
     problems: Sequence[RowProblem] = ()
@@ -156,6 +157,7 @@ class PartCounts:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def add(self, usage: Mapping[str, Any]) -> None:
         """Count the usage of an answer, in the shape of chats, of responses or of messages."""
@@ -165,6 +167,8 @@ class PartCounts:
         self.output_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
         self.cached_tokens += cached + (details.get("cached_tokens") or 0)
+        output = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+        self.reasoning_tokens += output.get("reasoning_tokens") or output.get("thinking_tokens") or 0
 
 
 @dataclass(slots=True)

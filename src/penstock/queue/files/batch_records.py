@@ -423,6 +423,7 @@ def _record_of(batch_id: str, found: Mapping[bytes, bytes]) -> BatchRecord:
         input_tokens=fields.whole("input_tokens"),
         cached_tokens=fields.whole("cached_tokens"),
         output_tokens=fields.whole("output_tokens"),
+        reasoning_tokens=fields.whole("reasoning_tokens", 0),
         output_file_id=fields.text("output_file", "") or None,
         error_file_id=fields.text("error_file", "") or None,
         problems=fields.parsed("errors", _problems_of, []),

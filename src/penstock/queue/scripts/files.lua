@@ -331,7 +331,7 @@ end
 local function make_batch(tenant, total)
   redis.call('HSET', F .. ':batch:' .. asked.id, 'tenant', tenant, 'file', asked.file, 'request', asked.request,
     'created_at', now, 'expires_at', now + asked.window_ms, 'token', 0, 'total', total, 'left', total,
-    'completed', 0, 'failed', 0, 'stopped', 0, 'input_tokens', 0, 'cached_tokens', 0, 'output_tokens', 0,
+    'completed', 0, 'failed', 0, 'stopped', 0, 'input_tokens', 0, 'cached_tokens', 0, 'output_tokens', 0, 'reasoning_tokens', 0,
     'paused', '', 'waiting', '')
   redis.call('ZADD', F .. ':batches:' .. tenant, now, asked.id)
   redis.call('ZADD', F .. ':open_batches', 0, asked.id)

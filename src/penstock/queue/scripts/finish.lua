@@ -1,12 +1,13 @@
 -- finish: append the last chunks of jobs, store their results and end them. Repeating the call is harmless.
 -- ARGV: node, msgpack of [end…], then a result for each job
---   end: a map: id, lease, index, state, code, message, param, kv_token_ms, prompt, completion, cached, log_bytes,
---   preemptions, chunks
+--   end: a map: id, lease, index, state, code, message, param, kv_token_ms, prompt, completion, cached, reasoning,
+--   log_bytes, preemptions, chunks
 --   index: index of the first chunk in the job's log.
 --   code, message, param, preemptions, chunks: absent for '', 0 and none.
 --   kv_token_ms: KV tokens × milliseconds that the node held them; corrects the tenant's charge. Absent: it stays.
 --   preemptions: how often the node's engine preempted the job's sequences.
---   prompt, completion, cached: tokens that the job used. log_bytes: size of all its chunks. Absent where unknown.
+--   prompt, completion, cached, reasoning: tokens that the job used; reasoning is absent for 0. log_bytes: size of all
+--   its chunks. Absent where unknown.
 --   result: '' if the job ended before its node had read the chunks that an earlier node logged; then none is stored.
 -- Answer, one per job: OK | FENCED | NEED n | GONE (as for emit) | ERR text.
 --   A queued job that was never taken, as Redis says, is ended as one of this node: Redis lost the take.
@@ -69,8 +70,8 @@ local function finish_job(one, result)
     correct_charge(job, kv_token_ms / weight_of(job) - charged_of(job))
   end
   note_preemptions(id, one.preemptions or 0)
-  local reported = {prompt = one.prompt, completion = one.completion, cached = one.cached, log_bytes = one.log_bytes,
-    result_bytes = #result, kv_token_ms = kv_token_ms}
+  local reported = {prompt = one.prompt, completion = one.completion, cached = one.cached,
+    reasoning = one.reasoning, log_bytes = one.log_bytes, result_bytes = #result, kv_token_ms = kv_token_ms}
   local logged = {length = math.max(length, index + #chunks) - #last, chunks = last, fields = fields}
   end_job(job, config, now, state, one.code or '', one.message or '', one.param or '', reported, logged)
   return 'OK'

@@ -38,7 +38,8 @@
 -- ended before the job did, as `<node>@<taken>-<ended>:<why>`; num_past_leases counts all of them.
 -- preemptions: how often a node gave the job back. engine_preemptions: how often engines preempted its sequences, over the
 -- leases that ended; a lost node's are not known.
--- used: `<prompt> <completion> <cached> <kv_token_ms>` of an ended job; kv_token_ms is '' if its node did not report it.
+-- used: `<prompt> <completion> <cached> <kv_token_ms>` of an ended job, and `<reasoning>` if it is not 0; kv_token_ms is ''
+--   if its node did not report it.
 -- in_feed: '0' for a job whose end is not in P:ended:<tenant>.
 -- limits: `<max_tokens> <max_total_tokens>` of a job whose max_tokens is lowered to what its prompt leaves.
 -- begun_deadline: only of a job whose TTL ends before its deadline, until a node takes it. Until then `deadline` is the
@@ -368,8 +369,9 @@ do
       if name == 'f' then
         members = members .. ',"finish_reason":' .. cjson.encode(value)
       elseif name == 'u' then
-        members = members .. string.format(',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"cached_tokens":%d}',
-          value[1], value[2], value[3])
+        members = members .. string.format(',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"cached_tokens":%d' ..
+          ',"reasoning_tokens":%d}',
+          value[1], value[2], value[3], value[4] or 0)
       elseif name == 'n' then
         members = members .. ',"num_prompt_tokens":' .. value
       end

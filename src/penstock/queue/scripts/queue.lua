@@ -1260,8 +1260,8 @@ do
   end
 
   -- Ends a job; the only way to a terminal state. The record keeps node and lease, to recognize a repeated finish.
-  -- `reported`: what the job's node reported: tokens of prompt, completion and cached; kv_token_ms; bytes of the log
-  -- before the terminal chunk and of the result. Without it, bytes and completion tokens come from the log, and prompt
+  -- `reported`: what the job's node reported: tokens of prompt, completion, cached and reasoning; kv_token_ms; bytes of the
+  -- log before the terminal chunk and of the result. Without it, bytes and completion tokens come from the log, and prompt
   -- tokens are not counted. `last`: of finish, the length of the log, the chunks that go into it before the terminal one,
   -- and further fields of the record.
   function end_job(job, config, now, state, code, message, param, reported, last)
@@ -1275,7 +1275,7 @@ do
       local bytes, tokens = measure_log(job.id)
       reported = {prompt = reported.prompt or 0, completion = reported.completion or tokens,
         cached = reported.cached or 0, log_bytes = bytes, result_bytes = reported.result_bytes,
-        kv_token_ms = reported.kv_token_ms}
+        kv_token_ms = reported.kv_token_ms, reasoning = reported.reasoning}
     end
     read_end_fields(job)
     read_tags(job)
@@ -1310,7 +1310,8 @@ do
     sure('RPUSH', log, unpack(chunks))
     sure('PEXPIRE', log, log_life(job, config, reported.result_bytes or 0))
     local used = string.format('%d %d %d ', reported.prompt, reported.completion, reported.cached) ..
-      (reported.kv_token_ms and string.format('%.0f', reported.kv_token_ms) or '')
+      (reported.kv_token_ms and string.format('%.0f', reported.kv_token_ms) or '') ..
+      (reported.reasoning and string.format(' %d', reported.reasoning) or '')
     local key = job_key(job.id)
     if last and last.fields[1] then sure('HSET', key, unpack(last.fields)) end
     sure('HSET', key, 'state', state, 'finished', now, 'chunks', index + 1, 'code', code, 'message', message, 'param', param,

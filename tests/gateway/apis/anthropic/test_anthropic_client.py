@@ -45,9 +45,10 @@ def test_stream_helper_shows_thinking_and_text_as_they_come(client: Any) -> None
     assert [block.type for block in final.content] == ["thinking", "text"]
     whole = client.messages.create(**given)
     assert [block.to_dict() for block in whole.content] == [
-        {"signature": "", "thinking": "hm hm", "type": "thinking"},
+        {"signature": final.content[0].signature, "thinking": "hm hm", "type": "thinking"},
         {"text": "Yes.", "type": "text"},
     ]
+    assert final.content[0].signature
 
 
 async def test_asynchronous_client_reads_the_text_of_a_stream(agent_url: str) -> None:

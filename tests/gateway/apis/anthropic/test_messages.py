@@ -66,9 +66,12 @@ def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif event["type"] == "content_block_delta":
             assert (event["index"], is_open) == (len(blocks) - 1, True)
             delta = event["delta"]
-            name = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}[
-                delta["type"]
-            ]
+            name = {
+                "text_delta": "text",
+                "thinking_delta": "thinking",
+                "input_json_delta": "partial_json",
+                "signature_delta": "signature",
+            }[delta["type"]]
             blocks[-1][name] = blocks[-1].get(name, "") + delta[name]
         elif event["type"] == "content_block_stop":
             assert (event["index"], is_open) == (len(blocks) - 1, True)
@@ -103,6 +106,7 @@ def test_whole_answer_is_a_message_with_text_and_usage(http: httpx.Client) -> No
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 4,
+            "output_tokens_details": {"thinking_tokens": 0},
         },
     }
 
@@ -239,10 +243,12 @@ def test_tool_choice_none_offers_no_tools(calling: httpx.Client, calling_engine:
 def test_reasoning_is_a_thinking_block_if_the_caller_asks_for_it(
     calling: httpx.Client, thinking: dict[str, Any]
 ) -> None:
-    expected = [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "Yes."}]
     asked = {"model": CALLER, "thinking": thinking}
-    assert create(calling, "<think>hm</think>\nYes.", **asked)["content"] == expected
-    assert blocks_of(events_of(calling, "<think>hm</think>\nYes.", **asked)) == expected
+    whole = create(calling, "<think>hm</think>\nYes.", **asked)["content"]
+    assert blocks_of(events_of(calling, "<think>hm</think>\nYes.", **asked)) == whole
+    thought, said = whole
+    assert thought.pop("signature") and thought == {"type": "thinking", "thinking": "hm"}
+    assert said == {"type": "text", "text": "Yes."}
 
 
 @pytest.mark.parametrize("more", [{}, {"thinking": {"type": "disabled"}}])

@@ -100,6 +100,7 @@ def test_stream_has_the_content_of_the_whole_answer(
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 2,
         "output_tokens": 9,
+        "output_tokens_details": {"thinking_tokens": 0},
     }
     assert all(not block["text"].isspace() for block in blocks if block["type"] == "text")
     assert shows_thinking or not any(block["type"] == "thinking" for block in blocks)

@@ -84,7 +84,7 @@ def test_submitted_job_runs_without_a_reader_and_is_shown_with_result_and_ledger
     assert job["result"]["choices"] == [
         {"index": 0, "text": "abcde", "token_ids": [*b"abcde"], "finish_reason": "length"}
     ]
-    usage = {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 0}
+    usage = {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 0, "reasoning_tokens": 0}
     assert job["result"]["usage"] == job["ledger"]["usage"] == usage
     ledger = job["ledger"]
     assert [event["event"] for event in ledger["events"]] == ["queued", "taken", "first_token", "finished"]

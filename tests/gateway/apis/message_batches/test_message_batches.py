@@ -133,6 +133,11 @@ def test_requests_are_answered_as_messages_are(
             assert message["id"].startswith("msg_echo." if message["model"] == MODEL else "msg_agent.")
             ids = [block.pop("id") for block in (*message["content"], *direct["content"]) if "id" in block]
             assert len(ids) == (2 if one["custom_id"] == "calls" else 0)
+            # Only a gateway's own answers are signed.
+            signed = [
+                block.pop("signature") for block in (*message["content"], *direct["content"]) if "thinking" in block
+            ]
+            assert (signed[:1], len(signed)) == (([""], 2) if one["custom_id"] == "thinks" else ([], 0))
             assert {**message, "id": ""} == {**direct, "id": ""}
         else:
             assert result == {"type": "errored", "error": {**direct, "request_id": None}}

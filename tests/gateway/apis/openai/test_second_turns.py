@@ -37,7 +37,7 @@ def last_chat(engine: EchoEngine) -> tuple[Any, str | None]:
     return messages, tools
 
 
-def as_json(value: object) -> object:
+def as_json(value: object) -> Any:
     return json.loads(json.dumps(value))
 
 
@@ -51,7 +51,11 @@ def test_model_receives_the_whole_conversation(agent_url: str, agent_engine: Ech
     answer = httpx.post(f"{agent_url}/v1/chat/completions", json=turn["body"] | {"model": MODEL}, timeout=60)
     assert answer.status_code == 200, answer.text
     messages, tools = last_chat(agent_engine)
-    assert as_json(messages) == turn["given"]
+    given = as_json(messages)
+    thoughts = [one.pop("reasoning", None) for one in given if one["role"] == "assistant"]
+    asked = [one for one in turn["body"]["messages"] if one["role"] == "assistant"]
+    assert given == turn["given"]
+    assert thoughts == [one.get("reasoning_content") or one.get("reasoning") for one in asked]
     assert [tool["function"]["name"] for tool in json.loads(tools or "[]")] == [
         tool["function"]["name"] for tool in turn["body"].get("tools", ())
     ]

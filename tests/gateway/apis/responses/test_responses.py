@@ -360,7 +360,6 @@ REFUSED = [
     ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "file_search"}]}]}, "file_search"),
     ({"tool_choice": {"type": "file_search"}}, "file_search"),
     ({"conversation": "conv_1"}, "conversation"),
-    ({"truncation": "auto"}, "truncation"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"include": ["file_search_call.results"]}, "include"),
     ({"metadata": {str(n): "x" for n in range(MAX_METADATA + 1)}}, "metadata"),

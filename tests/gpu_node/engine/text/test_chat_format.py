@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 from penstock.contract.errors import RequestError
 from penstock.contract.tools import reasoning_parser_for
-from penstock.gpu_node.engine.text.chat import ChatTemplate, reasoning_parser_of, thinking_switches_of
+from penstock.gpu_node.engine.text.chat import ChatTemplate
+from penstock.gpu_node.engine.text.reasoning_format import reasoning_parser_of, thinking_switches_of
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 TOOLS = [
