@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from penstock.contract.errors import ConfigError, PenstockError
-from penstock.runtime.logging import LogSettings, has_color
+from penstock.runtime.logging import END_EVENT, LogSettings, has_color
 from penstock.runtime.process_guard import guarded
 from penstock.runtime.settings import RedisSettings
 from penstock.runtime.terminal import only_colors
@@ -74,7 +74,8 @@ def _end_event_in(line: str) -> tuple[str, str] | None:
         level = _LEVELS[_LEVELS.index(record["level"])]
     except (ValueError, TypeError, KeyError):
         return None
-    return level, ": ".join(str(record[name]) for name in ("message", "reason") if name in record)
+    told = [str(record[name]) for name in ("message", "reason") if name in record]
+    return level, ": ".join(told[1:] if told[0] == END_EVENT and told[1:] else told)
 
 
 _log = logging.getLogger(__package__)
