@@ -204,7 +204,7 @@ MAX_PREPARED = 32
 """Jobs of a list that are prepared and submitted together. Preparing them takes a few milliseconds."""
 
 
-_ACCEPTED = object_of(id=TEXT, object=TEXT, state=TEXT, links=object_of(self=TEXT, stream=TEXT, cancel=TEXT))
+_ACCEPTED = object_of(id=TEXT, object=TEXT, state=TEXT, links=object_of(self=TEXT, stream=TEXT, cancel=TEXT, why=TEXT))
 _REFUSED = object_of(status=NUMBER, error=object_of(message=TEXT, type=TEXT, code=TEXT))
 _OUTCOME = {"oneOf": [object_of(status=NUMBER, **_ACCEPTED["properties"]), _REFUSED]}
 
@@ -414,7 +414,8 @@ class JobRoutes:
             # A key that looks at the jobs of other tenants sees no text of them.
             reads = status.tenant == caller.tenant and "infer" in caller.scopes
             jobs.append(job_object(status, shows_text=reads) | {"links": links_of(status.job_id)})
-        return {"object": "list", "data": jobs, "has_more": page.next_after is not None, "next": page.next_after}
+        has_more, now_ms = page.next_after is not None, round(1000 * self._client.servers.clock.now_s())
+        return {"object": "list", "data": jobs, "has_more": has_more, "next": page.next_after, "now_ms": now_ms}
 
     async def show(self, request: Request, job_id: str) -> Response:
         """Return a job's state, ledger and, once it has ended, its outcome and result."""

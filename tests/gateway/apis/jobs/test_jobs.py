@@ -74,7 +74,8 @@ def test_submitted_job_runs_without_a_reader_and_is_shown_with_result_and_ledger
 ) -> None:
     answer = http.post("/v1/jobs", json={"model": MODEL, "prompt": TEXT, "params": {"max_tokens": 5}})
     job_id = answer.json()["id"]
-    links = {"self": f"/v1/jobs/{job_id}", "stream": f"/v1/jobs/{job_id}/stream", "cancel": f"/v1/jobs/{job_id}"}
+    path = f"/v1/jobs/{job_id}"
+    links = {"self": path, "stream": f"{path}/stream", "cancel": path, "why": f"{path}/why"}
     assert answer.json() == {"id": job_id, "object": "job", "state": "queued", "links": links}
     assert (answer.headers["location"], answer.headers["x-penstock-job"]) == (links["self"], job_id)
 
