@@ -94,6 +94,6 @@ async def test_streams_end_whole_in_each_state_and_something_names_it(tmp_path: 
 
 def test_the_rules_of_a_drill_are_ten_times_as_fast() -> None:
     rules = {rule.get("alert"): rule for group in fast_rules()["groups"] for rule in group["rules"]}
-    assert rules["PenstockPaused"]["for"] == "360s"
+    assert rules["PenstockBacklog"]["for"] == "30s"
     texts = [rule["expr"] for rule in rules.values()]
     assert not any(re.search(r"\[\d+[mhd]\]", text) for text in texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shlex
@@ -17,7 +18,11 @@ import redis as sync_redis
 from fakes.command import run_command
 from fakes.queue.harness import POOL, Queue
 
+from penstock.contract.errors import NotFoundError
 from penstock.contract.pool import NodePressure
+from penstock.contract.tenant import ApiKey
+from penstock.gateway.http.middleware.access_log import log_socket_error
+from penstock.gateway.metrics import GatewayMetrics
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.steering import Steering
@@ -131,3 +136,19 @@ def test_the_command_of_a_question_shows_the_planted_cause(
     command = questions()[question].replace("JOB", planted.slow_job).replace("REQUEST_ID", planted.request_id)
     text = run(command, log, stack.redis_url)
     assert ANSWERS[question](text, planted), text
+
+
+def test_the_fields_that_the_runbook_names_are_those_of_real_lines(stack: Stack, planted: Planted, log: Path) -> None:
+    log_socket_error(GatewayMetrics(), NotFoundError("no"), ApiKey(key_id="k1", digest="", tenant="acme"), "/v1/stream")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    text = (ROOT / "ops/RUNBOOK.md").read_text().split("- **Logs**", 1)[1].split("\n- **", 1)[0]
+    named = set(re.findall(r"`([a-z_]+)`", text)) - {"complete", "failed", "caller_left"}
+    of_jobs = {"job_id", "finish_reason"}
+    assert of_jobs | {"status", "outcome", "ttft_s", "key_id"} < named
+    assert named - {"reason"} - {name for line in lines for name in line} == set()
+    ended = [line for line in lines if line["message"] == "job.ended"]
+    assert all(of_jobs <= line.keys() for line in ended)
+    assert any("output_tokens" not in line for line in ended), "that of a job that no node ended"
+    assert any("output_tokens" in line for line in ended)
+    requests = [line for line in lines if line["message"] == "request"]
+    assert named - of_jobs - {"reason", "key_id"} - {name for line in requests for name in line} == set()

@@ -90,7 +90,7 @@ async def test_a_job_that_no_node_ended_has_one_line(queue: Queue, caplog: pytes
         await queue.node()
     job_id, state, code = await end(queue)
     (line,) = lines_in(caplog, "job.ended")
-    assert (line["job_id"], line["tenant"], line["state"], line["code"]) == (job_id, "default", state, code)
+    assert (line["job_id"], line["tenant"], line["finish_reason"], line["code"]) == (job_id, "default", state, code)
 
 
 async def bulk(steering: Steering, ids: list[str], *, is_dry_run: bool, gives_up: bool = False) -> None:
@@ -142,4 +142,4 @@ async def test_the_sweep_of_a_lost_node_has_a_line_for_what_it_ends(
     await queue.note_sweep(LEASE_MS // 4)
     await node.broker.sweep()
     (line,) = lines_in(caplog, "job.ended")
-    assert (line["job_id"], line["state"], line["code"]) == (taken.job_id, "dead", "node_lost")
+    assert (line["job_id"], line["finish_reason"], line["code"]) == (taken.job_id, "dead", "node_lost")

@@ -149,10 +149,10 @@ def _uptime_s() -> float:
 
 
 def log_ends(rows: Sequence[Sequence[bytes]]) -> None:
-    """Write the line of each job that a script ended and that no node reported."""
+    """Write the line of each job that a script ended and that no node reported. A node's line has more fields."""
     for row in rows:
         job_id, tenant, state, code = (one.decode(errors="replace") for one in row)
-        _LOG.info("job.ended", extra={"job_id": job_id, "tenant": tenant, "state": state, "code": code})
+        _LOG.info("job.ended", extra={"job_id": job_id, "tenant": tenant, "finish_reason": state, "code": code})
 
 
 async def cancel(redis: Redis, job_id: str, tenant: str) -> str:
