@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fakes.fake_node import POOL, FakeNode
@@ -127,3 +127,12 @@ async def test_job_without_a_node_says_so(redis_url: str, redis: Redis) -> None:
         await redis.delete(keys.nodes(POOL))
         told = await explain(client, job.id)
         assert f"a node: pool {POOL} has none that lives" in [one["waits_for"] for one in told["waits_for"]]
+
+
+async def test_job_that_lost_two_nodes_says_that_it_may_have_to_run_alone(redis_url: str, redis: Redis) -> None:
+    async with FakeNode(redis_url), AsyncClient(redis_url) as client:
+        await client.control.pause(POOL)
+        job = await client.submit("hello", background=True)
+        await cast(Any, redis.hset(keys.job(job.id), "losses", "2"))
+        told = [one["waits_for"] for one in (await explain(client, job.id))["waits_for"]]
+        assert any(text.startswith("an empty node: 2 nodes were lost") for text in told)
