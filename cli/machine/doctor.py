@@ -43,7 +43,6 @@ from penstock.queue.broker.redis_clock import WARN_S
 from penstock.runtime.local_redis import running_url
 from penstock.runtime.settings import RedisSettings, pool_urls, redis_names_of, without_password
 
-
 MIN_REDIS = (6, 2)
 PATCHED = {
     ("Redis", 6, 2): 20,

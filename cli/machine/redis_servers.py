@@ -1,7 +1,7 @@
 """What `penstock doctor` says of the other servers of a Redis: its replicas and Sentinels.
 
-Redis replicates data, and neither users nor settings. What a replica lacks is met only after a fail-over, so each server is
-asked, and compared with the primary. That takes a user that may read users and settings, such as `operator`.
+Redis replicates data, and neither users nor settings. What a replica lacks is met only after a fail-over, so each
+server is asked, and compared with the primary. That takes a user that may read users and settings, such as `operator`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from redis.backoff import NoBackoff
 from penstock.cli.machine.check import Check
 from penstock.runtime.redis_url import AllSentinels, SentinelUrl, sentinel_url_of
 
-SETTINGS = ("appendonly", "appendfsync", "maxmemory", "maxmemory-policy", "min-replicas-to-write", "masteruser", "aclfile")
+SETTINGS = (
+    "appendonly",
+    "appendfsync",
+    "maxmemory",
+    "maxmemory-policy",
+    "min-replicas-to-write",
+    "masteruser",
+    "aclfile",
+)
 """What is the same on each server, because each may become the primary."""
 MAX_LAG_S = 1
 MAX_LAG_BYTES = 1 << 20
@@ -90,7 +98,9 @@ def _differences(primary: Server, other: Server) -> Iterator[Check]:
     differing = [name for name in primary.users.keys() & other.users.keys() if primary.users[name] != other.users[name]]
     if differing:
         finding = f"{named}: passwords or rights of {', '.join(sorted(differing))} differ from the primary's"
-        yield Check("warn", _SUBJECT, finding, f"after a fail-over they are refused; make the change there too, {_SAVE}")
+        yield Check(
+            "warn", _SUBJECT, finding, f"after a fail-over they are refused; make the change there too, {_SAVE}"
+        )
     if extra := sorted(other.users.keys() - primary.users.keys()):
         finding = f"{named} has users that the primary lacks: {', '.join(extra)}"
         yield Check("warn", _SUBJECT, finding, f"delete them there (ACL DELUSER NAME), {_SAVE}")
@@ -101,7 +111,9 @@ def _differences(primary: Server, other: Server) -> Iterator[Check]:
         mine, theirs = primary.settings.get(name, ""), other.settings.get(name, "")
         # What `_own_checks` says of an empty one is enough.
         if mine != theirs and theirs and mine:
-            advice = f"after a fail-over it counts: CONFIG SET {name} {mine}, CONFIG REWRITE there, unless it is meant so"
+            advice = (
+                f"after a fail-over it counts: CONFIG SET {name} {mine}, CONFIG REWRITE there, unless it is meant so"
+            )
             yield Check("warn", _SUBJECT, f"{named}: {name} is {theirs}, and on the primary {mine}", advice)
 
 
@@ -122,7 +134,9 @@ def judge_sentinels(found: Sequence[SentinelFacts], primary: str) -> Iterator[Ch
             yield Check("warn", "Sentinel", f"{one.name} cannot be asked: {one.problem}", advice)
         elif one.primary != primary:
             finding = f"{one.name} names the primary {one.primary or 'of none'}, and others {primary}"
-            yield Check("warn", "Sentinel", finding, "it may be cut off from the others: look at its network and its log")
+            yield Check(
+                "warn", "Sentinel", finding, "it may be cut off from the others: look at its network and its log"
+            )
     if len(found) < MIN_SENTINELS:
         advice = "use three on different machines; fewer cannot agree on a fail-over when one is lost"
         yield Check("warn", "Sentinel", f"the URL names {len(found)}", advice)
@@ -159,7 +173,9 @@ async def check_servers(url: str) -> list[Check]:
             return [*checks, Check("ok", _SUBJECT, finding, "run it with the URL of the user operator (ops/acl)")]
         except (exceptions.RedisError, OSError) as error:
             return [*checks, Check("warn", _SUBJECT, f"the primary cannot be asked: {error}")]
-    replicas = await asyncio.gather(*(_replica(options, address, lags.get(address, {}), info) for address in sorted(addresses)))
+    replicas = await asyncio.gather(
+        *(_replica(options, address, lags.get(address, {}), info) for address in sorted(addresses))
+    )
     return [*checks, *judge_servers(primary, replicas)]
 
 
@@ -191,7 +207,7 @@ async def _replica(
 
 async def _server(redis: Redis, name: str, replication: Mapping[str, Any]) -> Server:
     rules = [str(one).split(" ", 2) for one in await redis.acl_list()]
-    settings = {one: (await redis.config_get(one)).get(one, "") for one in SETTINGS}
+    settings = {one: str((await redis.config_get(one)).get(one) or "") for one in SETTINGS}
     version = str((await redis.info("server")).get("redis_version", ""))
     users = {words[1]: f" {words[2]} " for words in rules}
     is_linked = replication.get("role") == "master" or replication.get("master_link_status") == "up"
@@ -214,7 +230,7 @@ async def _sentinels_of(url: SentinelUrl) -> list[SentinelFacts]:
             name, f"{state['ip']}:{state['port']}", tuple((found["ip"], int(found["port"])) for found in replicas)
         )
 
-    given = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S, "protocol": 2, "driver_info": None}
-    given |= {"retry": Retry(NoBackoff(), 0), **url.sentinel}
+    given: dict[str, Any] = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S, "protocol": 2}
+    given |= {"driver_info": None, "retry": Retry(NoBackoff(), 0), **url.sentinel}
     manager = cast(Any, AllSentinels)(url.sentinels, sentinel_kwargs=given)
     return list(await asyncio.gather(*(ask(at, one) for at, one in enumerate(manager.sentinels))))

@@ -105,7 +105,10 @@ def test_ages_are_those_of_redis_clock(tmp_path: Path) -> None:
         (_, row) = jobs(server.url, "list", "--since", "1h").stdout.splitlines()
         assert "no jobs" in jobs(server.url, "list", "--until", "1h").stderr
         states = ("--state", "succeeded", "--dry-run")
-        found = [json.loads(jobs(server.url, "bulk", "cancel", flag, "1h", *states).stdout) for flag in ("--since", "--until")]
+        found = [
+            json.loads(jobs(server.url, "bulk", "cancel", flag, "1h", *states).stdout)
+            for flag in ("--since", "--until")
+        ]
         assert [one["already_over"] for one in found] == [1, 0]
         assert re.search(r" \d+s hello$", row), row
 

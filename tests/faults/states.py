@@ -1,7 +1,7 @@
 """Drills of each state in which Redis or a machine may be: streams run beside it, and an audit follows.
 
-Each prints what became of the streams, which alerts fired, and whether the log, `/ready`, the metrics and an answer name
-the state. The times of the alert rules are a tenth of those of ops/observe/alerts.yml.
+Each prints what became of the streams, which alerts fired, and whether the log, `/ready`, the metrics and an answer
+name the state. The times of the alert rules are a tenth of those of ops/observe/alerts.yml.
 """
 
 from __future__ import annotations
@@ -165,7 +165,12 @@ def _overload(place: Place) -> Mend:
     body = {"model": POOL, "prompt": "more", "max_tokens": NUM_TOKENS, "priority": "standard"}
     body |= {"needs_reader": False, "background": False}
     with httpx.Client(base_url=place.gateway.url, timeout=60) as http:
-        ids = [one["id"] for _ in range(40) for one in http.post("/v1/jobs", json=[body] * 100).json()["data"] if "id" in one]
+        ids = [
+            one["id"]
+            for _ in range(40)
+            for one in http.post("/v1/jobs", json=[body] * 100).json()["data"]
+            if "id" in one
+        ]
 
     async def cancel() -> None:
         async with httpx.AsyncClient(base_url=place.gateway.url, timeout=60) as http:
@@ -191,7 +196,9 @@ FAULTS: Mapping[str, Fault] = {
     "disk_full": Fault(_disk_full, "disk_full"),
     "rights": Fault(_command(*_NO_CALLS, end=("ACL", "SETUSER", "default", "+@all")), "no_rights"),
     "sentinel": Fault(_fail_over, "redis has a new history", said=("log",), has_sentinel=True),
-    "skew": Fault(_nothing, "this machine's clock differs from that of redis", said=("log",), clock_s=600.0, hold_s=15.0),
+    "skew": Fault(
+        _nothing, "this machine's clock differs from that of redis", said=("log",), clock_s=600.0, hold_s=15.0
+    ),
     "overload": Fault(_overload, "pool_busy", said=("answer", "log"), hold_s=20.0),
 }
 
@@ -210,12 +217,17 @@ async def drill(name: str, folder: Path, *, num_streams: int = NUM_STREAMS, watc
         place = Place(server, gateway, node, servers)
         alerts = None
         if watches and prometheus_program():
-            targets = {"penstock-gateway": [urlsplit(gateway.url).netloc], "penstock-node": [f"127.0.0.1:{metrics_port}"]}
+            targets = {
+                "penstock-gateway": [urlsplit(gateway.url).netloc],
+                "penstock-node": [f"127.0.0.1:{metrics_port}"],
+            }
             alerts = stack.enter_context(FastAlerts(folder / "prometheus", targets))
         async with http_client() as http:
             works = [new_work(POOL, NUM_TOKENS) for _ in range(num_streams)]
             readings = [TimedReading() for _ in works]
-            reading = [asyncio.create_task(_read(http, gateway.url, *one, seen)) for one in zip(readings, works, strict=True)]
+            reading = [
+                asyncio.create_task(_read(http, gateway.url, *one, seen)) for one in zip(readings, works, strict=True)
+            ]
             await asyncio.sleep(BEFORE_S)
             if alerts:
                 alerts.begin()

@@ -91,6 +91,7 @@ async def plant_in_queue(redis_url: str) -> Planted:
         for _ in range(7):
             await queue.submit(tenant="greedy")
         slow = await queue.submit(tenant="modest")
+        await queue.producer.cancel(await queue.submit(tenant="greedy"), "greedy")
         await Steering(redis).pause(POOL, ["tenant:modest"], on=True)
         return Planted(slow, poison)
 
@@ -115,7 +116,9 @@ def shows_greedy(text: str, _: Planted) -> bool:
 
 
 ANSWERS: dict[str, Callable[[str, Planted], Any]] = {
-    "why is this job slow?": lambda text, _: "waits for a pause of its tenant" in text and "penstock pools resume" in text,
+    "why is this job slow?": lambda text, _: (
+        "waits for a pause of its tenant" in text and "penstock pools resume" in text
+    ),
     "who fills the queue?": shows_greedy,
     "which node is slower?": shows_slower,
     "why does this caller get 429?": lambda text, _: re.search(r'"code": "pool_busy", "pool": "echo"', text),

@@ -209,7 +209,9 @@ def test_a_list_of_jobs_names_those_accepted_and_counts_each_refusal(http, lines
     assert counter(http, "penstock_http_refusals_total", "model_not_found") == before + 2
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/jobs", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/jobs", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
+)
 def test_a_stream_of_a_websocket_has_the_line_of_its_request(url, engine, lines, path) -> None:
     with socket_to(url) as client:
         client.submit("a", "abc", path=path)

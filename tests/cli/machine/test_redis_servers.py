@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,11 +35,19 @@ def test_equal_servers_have_one_good_line_each() -> None:
 @pytest.mark.parametrize(
     ("changes", "finding", "advice"),
     [
-        ({"users": {"default": " off &* ", "node": " on #1 ~* "}}, "lacks users of the primary: gateway", "ACL SETUSER"),
+        (
+            {"users": {"default": " off &* ", "node": " on #1 ~* "}},
+            "lacks users of the primary: gateway",
+            "ACL SETUSER",
+        ),
         ({"users": USERS | {"node": " on #9 ~* "}}, "passwords or rights of node differ", "ACL SAVE"),
         ({"users": USERS | {"old": " on #1 "}}, "users that the primary lacks: old", "ACL DELUSER"),
         ({"version": "7.0.1"}, "has version 7.0.1, and the primary 7.2.4", "upgrade"),
-        ({"settings": SETTINGS | {"appendfsync": "always"}}, "appendfsync is always", "CONFIG SET appendfsync everysec"),
+        (
+            {"settings": SETTINGS | {"appendfsync": "always"}},
+            "appendfsync is always",
+            "CONFIG SET appendfsync everysec",
+        ),
         ({"settings": SETTINGS | {"maxmemory-policy": "allkeys-lru"}}, "maxmemory-policy is allkeys-lru", "CONFIG SET"),
         ({"settings": SETTINGS | {"masteruser": ""}}, "no masteruser", "CONFIG SET masteruser"),
         ({"settings": SETTINGS | {"aclfile": ""}}, "no aclfile", "aclfile in its configuration"),
@@ -105,7 +114,7 @@ async def linked(port: int) -> None:
             except sync_redis.ConnectionError:
                 pass
             assert time.monotonic() < ends_s
-            time.sleep(0.02)
+            await asyncio.sleep(0.02)
 
 
 async def test_a_redis_alone_has_no_line(redis_url: str) -> None:
