@@ -65,7 +65,7 @@ class Drilled:
 
 
 @dataclass(frozen=True)
-class Place:
+class Staged:
     """The processes of a drill."""
 
     server: RedisProcess
@@ -78,7 +78,7 @@ class Place:
 class Fault:
     """A fault, and the name that it has in the log, `/ready`, the metrics and answers."""
 
-    begin: Callable[[Place], Mend]
+    begin: Callable[[Staged], Mend]
     name: str
     said: tuple[str, ...] = ("log", "ready", "metric")
     """What must name it."""
@@ -104,27 +104,27 @@ class TimedReading(HttpReading):
         super()._take_in(data)
 
 
-def _restart(place: Place) -> Mend:
-    place.server.kill()
+def _restart(staged: Staged) -> Mend:
+    staged.server.kill()
 
     async def start() -> None:
-        await asyncio.to_thread(place.server.start)
+        await asyncio.to_thread(staged.server.start)
 
     return start
 
 
-def _pause(place: Place) -> Mend:
-    place.server.pause()
-    return place.server.resume
+def _pause(staged: Staged) -> Mend:
+    staged.server.pause()
+    return staged.server.resume
 
 
-def _command(*begin: str, end: tuple[str, ...]) -> Callable[[Place], Mend]:
-    def start(place: Place) -> Mend:
-        with place.server.client() as client:
+def _command(*begin: str, end: tuple[str, ...]) -> Callable[[Staged], Mend]:
+    def start(staged: Staged) -> Mend:
+        with staged.server.client() as client:
             client.execute_command(*begin)
 
         def mend() -> None:
-            with place.server.client() as admin:
+            with staged.server.client() as admin:
                 admin.execute_command(*end)
 
         return mend
@@ -132,10 +132,10 @@ def _command(*begin: str, end: tuple[str, ...]) -> Callable[[Place], Mend]:
     return start
 
 
-def _disk_full(place: Place) -> Mend:
+def _disk_full(staged: Staged) -> Mend:
     """Let a snapshot fail: Redis then refuses writes, as with a full disk."""
-    snapshot = place.server.folder / "dump.rdb"
-    with place.server.client() as client:
+    snapshot = staged.server.folder / "dump.rdb"
+    with staged.server.client() as client:
         client.config_set("save", "3600 1000000")
         snapshot.unlink(missing_ok=True)
         snapshot.mkdir()
@@ -143,16 +143,16 @@ def _disk_full(place: Place) -> Mend:
 
     def mend() -> None:
         snapshot.rmdir()
-        with place.server.client() as admin:
+        with staged.server.client() as admin:
             admin.bgsave()
 
     return mend
 
 
-def _fail_over(place: Place) -> Mend:
-    assert place.servers is not None
-    place.servers.fail_over()
-    servers = place.servers
+def _fail_over(staged: Staged) -> Mend:
+    assert staged.servers is not None
+    staged.servers.fail_over()
+    servers = staged.servers
 
     async def wait() -> None:
         await asyncio.to_thread(servers.wait_for_promotion)
@@ -160,11 +160,11 @@ def _fail_over(place: Place) -> Mend:
     return wait
 
 
-def _overload(place: Place) -> Mend:
+def _overload(staged: Staged) -> Mend:
     """Send many more jobs than the node completes in the longest wait that admission allows."""
     body = {"model": POOL, "prompt": "more", "max_tokens": NUM_TOKENS, "priority": "standard"}
     body |= {"needs_reader": False, "background": False}
-    with httpx.Client(base_url=place.gateway.url, timeout=60) as http:
+    with httpx.Client(base_url=staged.gateway.url, timeout=60) as http:
         ids = [
             one["id"]
             for _ in range(40)
@@ -173,14 +173,14 @@ def _overload(place: Place) -> Mend:
         ]
 
     async def cancel() -> None:
-        async with httpx.AsyncClient(base_url=place.gateway.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=staged.gateway.url, timeout=60) as http:
             for job_id in ids:
                 await http.delete(f"/v1/jobs/{job_id}")
 
     return cancel
 
 
-def _nothing(_: Place) -> Mend:
+def _nothing(_: Staged) -> Mend:
     return lambda: None
 
 
@@ -214,7 +214,7 @@ async def drill(name: str, folder: Path, *, num_streams: int = NUM_STREAMS, watc
         node = stack.enter_context(NodeProcess(url, **NODE, metrics_port=metrics_port))
         with _environment(faked_clock(fault.clock_s)):
             gateway = stack.enter_context(GatewayProcess(url))
-        place = Place(server, gateway, node, servers)
+        staged = Staged(server, gateway, node, servers)
         alerts = None
         if watches and prometheus_program():
             targets = {
@@ -231,8 +231,8 @@ async def drill(name: str, folder: Path, *, num_streams: int = NUM_STREAMS, watc
             await asyncio.sleep(BEFORE_S)
             if alerts:
                 alerts.begin()
-            mend = await asyncio.to_thread(fault.begin, place)
-            named = await _watch(http, place, fault, seen, alerts)
+            mend = await asyncio.to_thread(fault.begin, staged)
+            named = await _watch(http, staged, fault, seen, alerts)
             if (ending := mend()) is not None:
                 await ending
             async with asyncio.timeout(PATIENCE_S):
@@ -259,18 +259,18 @@ async def _read(http: httpx.AsyncClient, url: str, reading: TimedReading, work: 
 
 
 async def _watch(
-    http: httpx.AsyncClient, place: Place, fault: Fault, seen: Drilled, alerts: FastAlerts | None
+    http: httpx.AsyncClient, staged: Staged, fault: Fault, seen: Drilled, alerts: FastAlerts | None
 ) -> set[str]:
     """Ask the gateway again and again while the fault lasts. Return what names it."""
     named, ends_s = set[str](), time.monotonic() + fault.hold_s
-    asking = asyncio.create_task(_ask(http, place, seen))
+    asking = asyncio.create_task(_ask(http, staged, seen))
     while time.monotonic() < ends_s:
         with suppress(httpx.TransportError):
-            ready = (await http.get(f"{place.gateway.url}/ready", timeout=5)).json()
+            ready = (await http.get(f"{staged.gateway.url}/ready", timeout=5)).json()
             message = ready.get("error", {}).get("message", "")
             named |= {"ready"} if ready.get("redis") == fault.name or f"({fault.name})" in message else set()
             named |= {"ready"} if fault.name == "away" and ready.get("error", {}).get("code") == "redis_away" else set()
-            text = (await http.get(f"{place.gateway.url}/metrics", timeout=5)).text
+            text = (await http.get(f"{staged.gateway.url}/metrics", timeout=5)).text
             named |= {"metric"} if fault.name in _problems(text) else set()
         if alerts:
             await asyncio.to_thread(alerts.look)
@@ -281,12 +281,12 @@ async def _watch(
     return named
 
 
-async def _ask(http: httpx.AsyncClient, place: Place, seen: Drilled) -> None:
+async def _ask(http: httpx.AsyncClient, staged: Staged, seen: Drilled) -> None:
     """Send small requests, and note how they are answered."""
     while True:
         body = {"model": POOL, "prompt": "one more", "max_tokens": 1}
         with suppress(httpx.TransportError):
-            answer = await http.post(f"{place.gateway.url}/v1/completions", json=body)
+            answer = await http.post(f"{staged.gateway.url}/v1/completions", json=body)
             code = "" if answer.is_success else f" {answer.json()['error']['code']}"
             seen.answers[f"{answer.status_code}{code}"] = seen.answers.get(f"{answer.status_code}{code}", 0) + 1
         await asyncio.sleep(0.5)

@@ -119,7 +119,7 @@ ANSWERS: dict[str, Callable[[str, Planted], Any]] = {
     "why is this job slow?": lambda text, _: (
         "waits for a pause of its tenant" in text and "penstock pools resume" in text
     ),
-    "who fills the queue?": shows_greedy,
+    "which tenant fills the queue?": shows_greedy,
     "which node is slower?": shows_slower,
     "why does this caller get 429?": lambda text, _: re.search(r'"code": "pool_busy", "pool": "echo"', text),
     "what became of this stream?": lambda text, _: re.search(r'"outcome": "complete".*"ttft_s": ', text),

@@ -14,12 +14,13 @@ import redis as sync_redis
 from faults.tools.redis_process import free_port
 
 from penstock.cli.machine.check import Check
-from penstock.cli.machine.redis_servers import SentinelFacts, Server, check_servers, judge_sentinels, judge_servers
+from penstock.cli.machine.redis_servers import check_servers, judge_sentinels, judge_servers
+from penstock.queue.broker.server_facts import SentinelFacts, ServerFacts
 from tests.ops.test_acl_replication import start
 
 SETTINGS = {"appendfsync": "everysec", "maxmemory-policy": "noeviction", "masteruser": "replica", "aclfile": "/u.acl"}
 USERS = {"default": " off &* ", "node": " on #1 ~* ", "gateway": " on #2 ~* "}
-PRIMARY = Server("one:1", "7.2.4", SETTINGS, USERS)
+PRIMARY = ServerFacts("one:1", "7.2.4", SETTINGS, USERS)
 REPLICA = replace(PRIMARY, name="two:2")
 
 
