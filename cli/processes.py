@@ -395,6 +395,8 @@ async def first_ready(children: Sequence[Child]) -> Event:
 
 _ERROR = "penstock: "
 """What begins the line with which a command ends."""
+_END, _TRACEBACK = f'"message": "{END_EVENT}"', '"exc_info"'
+"""The same in JSON, and what a line with a traceback has."""
 
 
 def relay_of(logs: LogSettings) -> LogSink:
@@ -402,7 +404,7 @@ def relay_of(logs: LogSettings) -> LogSink:
     is_json = logs.format_for(sys.stderr) == "json"
 
     def relay(name: str, line: str) -> None:
-        if line.startswith(_ERROR):
+        if line.startswith(_ERROR) or (_END in line and _TRACEBACK not in line):
             return  # This command says it, when the child has ended.
         if not is_json:
             print(f"{log_prefix(name)}{only_colors(line)}", file=sys.stderr, flush=True)  # noqa: T201
