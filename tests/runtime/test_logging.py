@@ -166,6 +166,6 @@ def test_a_crash_of_a_process_and_of_a_thread_are_lines_of_json() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     of_thread, last = map(json.loads, ran.stderr.splitlines())
-    assert (of_thread["message"], of_thread["thread"]) == ("a thread has ended", "worker")
+    assert (of_thread["message"], of_thread["of_thread"]) == ("a thread has ended", "worker")
     assert (ran.returncode, last["message"], last["level"]) == (1, "the process ends", "CRITICAL")
     assert last["reason"] == "ValueError: a bug" and "Traceback" in last["exc_info"]

@@ -110,7 +110,7 @@ def tell_crash(error: BaseException) -> None:
 def _tell_thread(args: threading.ExceptHookArgs) -> None:
     if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
         name = None if args.thread is None else args.thread.name
-        _log.error("a thread has ended", exc_info=args.exc_value, extra={"thread": name})
+        _log.error("a thread has ended", exc_info=args.exc_value, extra={"of_thread": name})
 
 
 def inherited_log_variables() -> dict[str, str]:
