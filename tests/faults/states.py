@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -51,6 +52,8 @@ class Drilled:
     cut: int = 0
     """Times that a stream broke, and its reader came back."""
     longest_gap_s: float = 0.0
+    nodes_ended: int = 0
+    """Nodes that the fault ended, and that were started again."""
     named_by: list[str] = field(default_factory=list)
     """Which of log, /ready, metric and answer had the state's name."""
     answers: dict[str, int] = field(default_factory=dict)
@@ -71,6 +74,8 @@ class Staged:
     server: RedisProcess
     gateway: GatewayProcess
     node: NodeProcess
+    answers: dict[str, int]
+    """As in `Drilled`."""
     servers: Replicated | None = None
 
 
@@ -163,13 +168,14 @@ def _fail_over(staged: Staged) -> Mend:
 def _overload(staged: Staged) -> Mend:
     """Send many more jobs than the node completes in the longest wait that admission allows."""
     body = {"model": POOL, "prompt": "more", "max_tokens": NUM_TOKENS, "background": False}
+    ids = list[str]()
     with httpx.Client(base_url=staged.gateway.url, timeout=60) as http:
-        ids = [
-            one["id"]
-            for _ in range(5)
-            for one in http.post("/v1/jobs", json=[body] * 100).json()["data"]
-            if "id" in one
-        ]
+        for _ in range(5):
+            for one in http.post("/v1/jobs", json=[body] * 100).json()["data"]:
+                if "id" in one:
+                    ids.append(one["id"])
+                else:
+                    _count(staged.answers, f"{one['status']} {one['error']['code']}")
 
     async def cancel() -> None:
         async with httpx.AsyncClient(base_url=staged.gateway.url, timeout=60) as http:
@@ -211,7 +217,7 @@ async def drill(name: str, folder: Path, *, num_streams: int = NUM_STREAMS, watc
         node = stack.enter_context(NodeProcess(url, **NODE, metrics_port=metrics_port))
         with _environment(faked_clock(fault.clock_s)):
             gateway = stack.enter_context(GatewayProcess(url))
-        staged = Staged(server, gateway, node, servers)
+        staged = Staged(server, gateway, node, seen.answers, servers)
         alerts = None
         if watches and prometheus_program():
             targets = {
@@ -232,13 +238,17 @@ async def drill(name: str, folder: Path, *, num_streams: int = NUM_STREAMS, watc
             named = await _watch(http, staged, fault, seen, alerts)
             if (ending := mend()) is not None:
                 await ending
+            if not node.is_running:
+                # A node without rights ends, and its supervisor starts it again.
+                node = await asyncio.to_thread(stack.enter_context, NodeProcess(url, **NODE, name="again"))
+                seen.nodes_ended += 1
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.gather(*reading)
         for one, work in zip(readings, works, strict=True):
             one.check(work)
         seen.whole = len(works)
         seen.longest_gap_s = round(max(one.longest_gap_s for one in readings), 2)
-        named |= {"log"} if fault.name in gateway.log or fault.name in node.log else set()
+        named |= {"log"} if fault.name in gateway.log else set()
         seen.named_by = sorted(named)
         seen.alerts = None if alerts is None else alerts.fired
         admin = connect(servers.replica.url if servers else server.url)
@@ -249,7 +259,11 @@ async def drill(name: str, folder: Path, *, num_streams: int = NUM_STREAMS, watc
 
 async def _read(http: httpx.AsyncClient, url: str, reading: TimedReading, work: Work, seen: Drilled) -> None:
     while not reading.is_whole:
-        await reading.read(http, url, work, key=work.id)
+        try:
+            await reading.read(http, url, work, key=work.id)
+        except httpx.HTTPStatusError as error:
+            # A gateway without rights answers 500 bad_config.
+            assert error.response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
         if not reading.is_whole:
             seen.cut += 1
             await asyncio.sleep(0.1)
@@ -285,8 +299,12 @@ async def _ask(http: httpx.AsyncClient, staged: Staged, seen: Drilled) -> None:
         with suppress(httpx.TransportError):
             answer = await http.post(f"{staged.gateway.url}/v1/completions", json=body)
             code = "" if answer.is_success else f" {answer.json()['error']['code']}"
-            seen.answers[f"{answer.status_code}{code}"] = seen.answers.get(f"{answer.status_code}{code}", 0) + 1
+            _count(seen.answers, f"{answer.status_code}{code}")
         await asyncio.sleep(0.5)
+
+
+def _count(answers: dict[str, int], answer: str) -> None:
+    answers[answer] = answers.get(answer, 0) + 1
 
 
 def _problems(text: str) -> set[str]:
